@@ -1,0 +1,71 @@
+"""The one exception of the package, and the checks that raise it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class AHopError(ValueError):
+    """A bad argument: the message says what was expected and what was got.
+
+    >>> import torch, ahop_layers as ah
+    >>> try:
+    ...     ah.footprint(torch.zeros(2, 3), torch.zeros(2, 4))
+    ... except ah.AHopError as error:
+    ...     print(error)
+    query and key must have the same last dimension d, got query (2, 3) and key (2, 4)
+    """
+
+
+def describe(tensor: Tensor) -> str:
+    """The shape of a tensor the way error messages show it, such as ``(2, 3)``."""
+    return str(tuple(tensor.shape))
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise AHopError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_floating(**tensors: object) -> None:
+    """Raise unless every argument is a floating-point tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise AHopError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise AHopError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
+
+
+def check_same_device(**tensors: Tensor) -> None:
+    """Raise unless all tensors live on one device."""
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        got = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise AHopError(f"all tensors must be on one device, got {got}")
+
+
+def check_pair(query: object, key: object) -> None:
+    """Raise unless ``query (..., L, d)`` and ``key (..., S, d)`` can be compared dimension by dimension."""
+    check_floating(query=query, key=key)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):  # only narrows the types
+        return
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.ndim < 2:
+            raise AHopError(f"{name} must have at least 2 dimensions (..., rows, d), got {describe(tensor)}")
+    both = f"got query {describe(query)} and key {describe(key)}"
+    if query.shape[-1] != key.shape[-1]:
+        raise AHopError(f"query and key must have the same last dimension d, {both}")
+    if query.shape[-1] == 0:
+        raise AHopError(f"the last dimension d must be at least 1, {both}")
+    check_same_device(query=query, key=key)
+    broadcast_batch(query.shape[:-2], key.shape[:-2])
+
+
+def broadcast_batch(*shapes: Sequence[int]) -> torch.Size:
+    """Broadcast batch shapes, or raise."""
+    try:
+        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        got = " and ".join(str(tuple(shape)) for shape in shapes)
+        raise AHopError(f"the batch dimensions must broadcast against each other, got {got}") from None

@@ -1,0 +1,206 @@
+"""The two public functions, the registered operators behind them, and the choice of a kernel.
+
+``adaptive_similarity`` checks its arguments, folds the weights and brings everything to one form; the operators
+``ahop::score`` and ``ahop::score_backward`` hand that form to the kernel of the device.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ahop_layers.errors import (
+    AHopError,
+    broadcast_batch,
+    check_choice,
+    check_floating,
+    check_pair,
+    check_same_device,
+    describe,
+)
+from ahop_layers.ops import backend as backend_
+from ahop_layers.ops import reference
+from ahop_layers.ops.chunked import accumulator
+from ahop_layers.ops.reference import BASES, check_bases, fold, footprint, register_base
+
+__all__ = ["adaptive_similarity", "footprint", "register_base"]
+
+
+def adaptive_similarity(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str] = ("dis", "dot"),
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Score every query against every key by its weighted similarity footprints.
+
+    No tensor of size L x S x d is made, forward or backward, except by ``backend="reference"``.
+
+    Args:
+        query: ``(..., L, d)``.
+        key: ``(..., S, d)``; batch dimensions broadcast.
+        weight: ``(n_bases, d)``, or ``(H, n_bases, d)`` against ``(..., H, L, d)``: the footprint weights of each base,
+            multiplied by that base's strength.
+        bases: names of the base similarities, in the order of ``weight``.
+        backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
+            force one. See :func:`ahop_layers.backends`.
+
+    Returns:
+        Scores ``(..., L, S)`` in the dtype of ``query``; half-precision inputs are accumulated in float32. Under
+        autocast the scores are float32.
+
+    Raises:
+        AHopError: a shape, dtype, device, base or backend that does not fit.
+
+    With all weight on the last entry of a footprint the score is the base similarity itself:
+
+    >>> import torch, ahop_layers as ah
+    >>> query, key = torch.randn(2, 5, 8), torch.randn(2, 7, 8)
+    >>> weight = torch.zeros(2, 8)
+    >>> weight[1, -1] = 1  # of ("dis", "dot"): the dot product
+    >>> scores = ah.adaptive_similarity(query, key, weight)
+    >>> torch.allclose(scores, query @ key.mT, atol=1e-5)
+    True
+    """
+    names = check_bases(bases)
+    check_pair(query, key)
+    batch = _check_weight(query, key, weight, names)
+    check_choice("backend", backend, ("auto", *backend_.BACKENDS))
+    custom = [name for name in names if BASES[name].slopes is None]
+    if custom and backend not in ("auto", "reference"):
+        raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
+
+    device = query.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:
+        query, key = _autocast_pair(query, key, device)
+    elif query.dtype != key.dtype:
+        raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
+    with torch.autocast(device, enabled=False):
+        if custom or backend == "reference":
+            scores = reference.adaptive_similarity(query, key, weight.to(query.dtype), names)
+        else:
+            folded = fold(weight.to(accumulator(query.dtype)))
+            scores = _canonical_score(query, key, folded, batch, names, backend)
+    return scores.to(accumulator(query.dtype) if autocast else query.dtype)
+
+
+def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...]) -> torch.Size:
+    """Check the weight against the pair and return the batch shape of the scores."""
+    check_floating(weight=weight)
+    check_same_device(query=query, weight=weight)
+    expected = (len(names), query.shape[-1])
+    if weight.ndim not in (2, 3) or tuple(weight.shape[-2:]) != expected:
+        raise AHopError(
+            f"weight must be (n_bases, d) = {expected} or (H, n_bases, d) = (H, {expected[0]}, {expected[1]})"
+            f" for bases {names}, got {describe(weight)}"
+        )
+    return broadcast_batch(query.shape[:-2], key.shape[:-2], weight.shape[:-2])
+
+
+def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """Under autocast: what a matrix product would do on a GPU, float32 elsewhere; float64 stays as it is."""
+    dtype = torch.get_autocast_dtype(device) if device == "cuda" else torch.float32
+    if torch.float64 in (query.dtype, key.dtype):
+        dtype = torch.float64
+    return query.to(dtype), key.to(dtype)
+
+
+def _canonical_score(
+    query: Tensor, key: Tensor, folded: Tensor, batch: torch.Size, names: tuple[str, ...], backend: str
+) -> Tensor:
+    """Bring batch dimensions to (N, H), heads last, without copying, and call the operator."""
+    # One batch dimension and shared weights: a head each would only multiply the weight gradient.
+    heads = batch[-1] if folded.ndim == 3 or len(batch) > 1 else 1
+    outer = prod(batch[:-1]) if len(batch) and heads == batch[-1] else prod(batch)
+    query, key = (
+        tensor.expand(*batch, *tensor.shape[-2:]).reshape(outer, heads, *tensor.shape[-2:]) for tensor in (query, key)
+    )
+    scores = torch.ops.ahop.score(query, key, folded.expand(heads, *folded.shape[-2:]), ",".join(names), backend)
+    return scores.reshape(*batch, *scores.shape[-2:])  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("ahop::score", mutates_args=())
+def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
+    """(N, H, L, d), (N, H, S, d), folded (H, n_bases, d) -> (N, H, L, S)."""
+    return backend_.kernel(backend, query).score(query, key, weight, bases.split(","))
+
+
+@torch.library.custom_op("ahop::score_backward", mutates_args=())
+def _score_backward(
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
+    wanted = (need[0], need[1], need[2])
+    return backend_.kernel(backend, query).score_backward(grad, query, key, weight, bases.split(","), wanted)
+
+
+@_score.register_fake
+def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
+    return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulator(query.dtype))
+
+
+@_score_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = [
+        tensor.new_empty(tensor.shape if wanted else 0)
+        for tensor, wanted in zip((query, key, weight), need, strict=True)
+    ]
+    return grads[0], grads[1], grads[2]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, weight, ctx.bases, ctx.backend = inputs
+    ctx.save_for_backward(query, key, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    need = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.ahop.score_backward(grad, *ctx.saved_tensors, ctx.bases, ctx.backend, need)
+    return (*(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None)
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise AHopError(
+        "adaptive_similarity is differentiable once on this backend;"
+        " backend='reference' can be differentiated any number of times"
+    )
+
+
+_score.register_autograd(_backward, setup_context=_setup_context)
+_score_backward.register_autograd(_no_double_backward)
+
+
+def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:
+    """Merge the mapped axis of each (tensor, mapped axis, axis of the heads) into its heads."""
+    merged = []
+    for tensor, mapped, heads in tensors:
+        tensor = tensor.movedim(mapped, heads) if mapped is not None else tensor.unsqueeze(heads)
+        shape = (*tensor.shape[:heads], batch, *tensor.shape[heads + 1 :])
+        merged.append(tensor.expand(shape).flatten(heads, heads + 1))
+    return merged
+
+
+@torch.library.register_vmap("ahop::score")  # type: ignore[untyped-decorator]
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    merged = _merge_heads(info.batch_size, *zip(args[:3], in_dims[:3], (1, 1, 0), strict=True))
+    return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, (info.batch_size, -1)), 1
+
+
+@torch.library.register_vmap("ahop::score_backward")  # type: ignore[untyped-decorator]
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    merged = _merge_heads(info.batch_size, *zip(args[:4], in_dims[:4], (1, 1, 1, 0), strict=True))
+    grads = torch.ops.ahop.score_backward(*merged, *args[4:])
+    need = args[-1]
+    split = (
+        grad.unflatten(axis, (info.batch_size, -1)) if wanted else grad
+        for grad, axis, wanted in zip(grads, (1, 1, 0), need, strict=True)
+    )
+    axes = (axis if wanted else None for axis, wanted in zip((1, 1, 0), need, strict=True))
+    return tuple(split), tuple(axes)

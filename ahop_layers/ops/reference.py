@@ -1,0 +1,146 @@
+"""The mathematics in plain PyTorch: the specification every kernel is tested against.
+
+A base similarity gives one number per dimension, ``q_i = base(query_i, key_i)``. The *footprint* of a pair sorts these
+numbers in descending order and accumulates them, so its entry ``k`` is the best similarity over all subspaces of ``k``
+dimensions. The *adaptive similarity* weighs the footprints of several bases:
+
+    score(query, key) = sum over bases of  weight_base . cumsum(sort(q_base))
+
+Summed by parts this is ``u_base . sort(q_base)`` with ``u = reverse_cumsum(weight)``: the *folded* weight, which the
+kernels use because it needs no cumulative sum per pair.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ahop_layers.errors import AHopError, check_pair
+
+Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Base(NamedTuple):
+    """A decomposable similarity: its value per dimension, and its slopes with respect to query and key.
+
+    Only the built-in bases carry ``slopes``; kernels run for these. A base without runs on the reference path, where
+    autograd differentiates it.
+    """
+
+    value: Callable[[Tensor, Tensor], Tensor]
+    slopes: Slopes | None = None
+
+
+def _dis_slopes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    difference = 2 * (query - key)
+    return -difference, difference
+
+
+def _l1_slopes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    sign = torch.sign(query - key)
+    return -sign, sign
+
+
+BASES: dict[str, Base] = {
+    "dis": Base(lambda query, key: -(query - key).square(), _dis_slopes),
+    "dot": Base(lambda query, key: query * key, lambda query, key: (key, query)),
+    "l1": Base(lambda query, key: -(query - key).abs(), _l1_slopes),
+}
+
+
+def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Register a decomposable base similarity of your own under ``name``.
+
+    Args:
+        name: what ``bases=`` calls it: an identifier that is not taken.
+        function: takes two tensors that broadcast against each other, query values and key values, and returns the
+            similarity of each pair of numbers. It runs on the reference path, where autograd differentiates it.
+
+    Raises:
+        AHopError: the name is taken or no identifier, or ``function`` cannot be called.
+
+    >>> import torch, ahop_layers as ah
+    >>> ah.register_base("agree", lambda query, key: torch.exp(-(query - key) ** 2))
+    >>> ah.footprint(torch.zeros(1, 3), torch.zeros(1, 3), base="agree")
+    tensor([[[1., 2., 3.]]])
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise AHopError(f"the name of a base must be an identifier, got {name!r}")
+    if name in BASES:
+        raise AHopError(f"the base {name!r} is registered already; choose another name than {', '.join(BASES)}")
+    if not callable(function):
+        raise AHopError(f"a base must be a function of two tensors, got {type(function).__name__}")
+    BASES[name] = Base(function)
+
+
+def check_bases(bases: Sequence[str]) -> tuple[str, ...]:
+    """The names of ``bases`` as a tuple, or an error if there is none or one is unknown or repeated."""
+    names = tuple(bases) if isinstance(bases, (tuple, list)) else (bases,)
+    unknown = [name for name in names if name not in BASES]
+    if unknown or not names:
+        raise AHopError(f"bases must be names out of {', '.join(BASES)}, got {bases!r}")
+    if len(set(names)) < len(names):
+        raise AHopError(f"each base may appear once, got {bases!r}")
+    return names
+
+
+def sorted_similarities(query: Tensor, key: Tensor, base: str) -> Tensor:
+    """Per-dimension similarities of every pair, descending: (..., L, d), (..., S, d) -> (..., L, S, d)."""
+    similarities = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+    return similarities.sort(dim=-1, descending=True).values
+
+
+def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
+    """The similarity footprint of every query-key pair.
+
+    Entry ``k`` (counted from 1) is the largest similarity that any ``k`` dimensions of the pair reach together.
+
+    Args:
+        query: ``(..., L, d)``.
+        key: ``(..., S, d)``; batch dimensions broadcast.
+        base: ``"dis"`` (negative squared distance), ``"dot"`` (product), ``"l1"`` (negative absolute difference) or a
+            registered base.
+
+    Returns:
+        ``(..., L, S, d)``: this is the one function that builds a tensor of that size.
+
+    Raises:
+        AHopError: a shape, dtype, device or base that does not fit.
+
+    >>> import torch, ahop_layers as ah
+    >>> query, key = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 4.0, 4.0]])
+    >>> ah.footprint(query, key)
+    tensor([[[ 0., -1., -5.]]])
+    """
+    check_pair(query, key)
+    (name,) = check_bases((base,))
+    return sorted_similarities(query, key, name).cumsum(-1)
+
+
+def adaptive_similarity(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
+    """Scores as the paper writes them: footprints weighed and summed over the bases, in the dtype of the inputs.
+
+    ``(..., L, d), (..., S, d), (n_bases, d) -> (..., L, S)``; with weights per head
+    ``(..., H, L, d), (..., H, S, d), (H, n_bases, d) -> (..., H, L, S)``.
+    """
+    scores = [_weigh(footprint(query, key, base), weight[..., index, :]) for index, base in enumerate(bases)]
+    return torch.stack(scores).sum(0)
+
+
+def fold(weight: Tensor) -> Tensor:
+    """Folded weight ``u``: ``weight . cumsum(sorted) == fold(weight) . sorted``."""
+    return weight.flip(-1).cumsum(-1).flip(-1)
+
+
+def folded_similarity(query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str]) -> Tensor:
+    """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
+    scores = [_weigh(sorted_similarities(query, key, base), folded[..., index, :]) for index, base in enumerate(bases)]
+    return torch.stack(scores).sum(0)
+
+
+def _weigh(features: Tensor, weight: Tensor) -> Tensor:
+    """``(..., H, L, S, d) . (H, d) -> (..., H, L, S)``, or with one weight ``(d,)`` for all."""
+    if weight.ndim == 1:
+        return features @ weight
+    return torch.einsum("...hlsd,hd->...hls", features, weight)

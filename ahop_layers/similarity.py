@@ -1,0 +1,103 @@
+"""AdaptiveSimilarity: the learned score as a module."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.errors import AHopError, check_choice, check_floating, describe
+from ahop_layers.ops import adaptive_similarity
+from ahop_layers.ops.reference import check_bases
+
+INITS = ("dot", "dis", "uniform")
+
+
+class AdaptiveSimilarity(nn.Module):
+    """Scores queries against keys by learned weights on their similarity footprints.
+
+    ``score = sum over bases of beta_base * w_base . footprint_base(query - bias, key)``
+
+    Args:
+        dim: number of dimensions ``d`` of a query or key (of one head, where there are heads).
+        num_heads: ``None`` for one set of weights, or ``H`` for a set per head.
+        bases: the base similarities to combine.
+        init: ``"dot"`` (the score is exactly the dot product), ``"dis"`` (exactly the negative squared distance),
+            ``"uniform"`` (every entry of every footprint weighs 1/d), or a tensor shaped like ``w``.
+        debias: learn a vector that is subtracted from every query, zero at the start.
+
+    Parameters:
+        w ``([H,] n_bases, d)``, beta ``([H,] n_bases)``, and with ``debias`` bias ``([H,] d)``.
+
+    Raises:
+        AHopError: an argument that does not fit.
+
+    >>> import torch, ahop_layers as ah
+    >>> similarity = ah.AdaptiveSimilarity(16)
+    >>> query, key = torch.randn(4, 16), torch.randn(9, 16)
+    >>> torch.allclose(similarity(query, key), query @ key.T, atol=1e-5)
+    True
+    >>> similarity
+    AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        bases: Sequence[str] = ("dis", "dot"),
+        init: str | Tensor = "dot",
+        debias: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, size in (("dim", dim), ("num_heads", num_heads)):
+            whole = isinstance(size, int) and size >= 1
+            if not whole and not (name == "num_heads" and size is None):
+                raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
+        self.dim, self.num_heads, self.bases, self.init = dim, num_heads, check_bases(bases), init
+        heads = () if num_heads is None else (num_heads,)
+        self.w = nn.Parameter(torch.empty(*heads, len(self.bases), dim))
+        self.beta = nn.Parameter(torch.empty(*heads, len(self.bases)))
+        self.bias = nn.Parameter(torch.empty(*heads, dim)) if debias else None
+        self._check_init()
+        self.reset_parameters()
+
+    def _check_init(self) -> None:
+        if isinstance(self.init, Tensor):
+            check_floating(init=self.init)
+            if self.init.shape != self.w.shape:
+                raise AHopError(f"init must have the shape of w, {describe(self.w)}, got {describe(self.init)}")
+            return
+        check_choice("init", self.init, INITS)
+        if self.init != "uniform" and self.init not in self.bases:
+            raise AHopError(f"init={self.init!r} needs {self.init!r} among the bases, got {self.bases}")
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set every parameter to what ``init`` says."""
+        if self.bias is not None:
+            self.bias.zero_()
+        if isinstance(self.init, Tensor):
+            self.w.copy_(self.init)
+            self.beta.fill_(1.0)
+        elif self.init == "uniform":
+            self.w.fill_(1.0 / self.dim)
+            self.beta.fill_(1.0)
+        else:
+            # All weight on the last entry of each footprint is the base similarity; beta picks the one base. The other
+            # bases keep their unit weight, so their beta has a gradient from the first step.
+            self.w.zero_()
+            self.w[..., -1] = 1.0
+            self.beta.zero_()
+            self.beta[..., self.bases.index(self.init)] = 1.0
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score ``query (..., [H,] L, d)`` against ``key (..., [H,] S, d)``: ``(..., [H,] L, S)``."""
+        if self.bias is not None:
+            query = query - self.bias.unsqueeze(-2).to(query.dtype)
+        return adaptive_similarity(query, key, self.beta.unsqueeze(-1) * self.w, self.bases)
+
+    def extra_repr(self) -> str:
+        """Give the constructor back."""
+        init = "tensor" if isinstance(self.init, Tensor) else repr(self.init)
+        debias = self.bias is not None
+        return f"{self.dim}, num_heads={self.num_heads}, bases={self.bases}, init={init}, debias={debias}"
