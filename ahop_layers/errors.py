@@ -53,11 +53,10 @@ def check_pair(query: object, key: object) -> None:
     for name, tensor in (("query", query), ("key", key)):
         if tensor.ndim < 2:
             raise AHopError(f"{name} must have at least 2 dimensions (..., rows, d), got {describe(tensor)}")
-    both = f"got query {describe(query)} and key {describe(key)}"
-    if query.shape[-1] != key.shape[-1]:
-        raise AHopError(f"query and key must have the same last dimension d, {both}")
-    if query.shape[-1] == 0:
-        raise AHopError(f"the last dimension d must be at least 1, {both}")
+    # Messages are made only where they are raised: under compilation sizes may be symbols that have no text.
+    if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
+        rule = "have the same last dimension d" if query.shape[-1] != key.shape[-1] else "have a last dimension d >= 1"
+        raise AHopError(f"query and key must {rule}, got query {describe(query)} and key {describe(key)}")
     check_same_device(query=query, key=key)
     broadcast_batch(query.shape[:-2], key.shape[:-2])
 

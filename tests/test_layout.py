@@ -1,0 +1,64 @@
+"""The architecture: public names, imports that only point up the layout, no assert."""
+
+import ast
+from pathlib import Path
+
+import ahop_layers as ah
+
+PACKAGE = Path(ah.__file__).parent
+
+# Data flows down this list; a module imports only from those above it.
+LAYOUT = """
+    version errors
+    ops.networks ops.reference ops.chunked ops.cpu ops.gpu ops.backend ops
+    similarity
+""".split()  # noqa: SIM905 - the list reads as the folder does
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
+        if parts:
+            found[".".join(parts)] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ahop_layers"):
+            module = node.module.removeprefix("ahop_layers").removeprefix(".")
+            candidates = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            names |= {name if name in LAYOUT else module for name in candidates}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.removeprefix("ahop_layers.") for alias in node.names if "ahop_layers" in alias.name}
+    return names
+
+
+def test_the_layout_lists_every_module():
+    assert set(modules()) == set(LAYOUT)
+
+
+def test_imports_only_point_up():
+    for name, path in modules().items():
+        below = [other for other in imports(path) if LAYOUT.index(other) >= LAYOUT.index(name)]
+        assert not below, f"{name} imports {below} from below itself"
+
+
+def test_no_assert_in_the_package():
+    for path in modules().values():
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), path
+
+
+def test_public_names():
+    assert sorted(ah.__all__) == [
+        "AHopError",
+        "AdaptiveSimilarity",
+        "adaptive_similarity",
+        "backends",
+        "footprint",
+        "register_base",
+    ]
+    assert all(getattr(ah, name).__doc__ for name in ah.__all__)

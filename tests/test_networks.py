@@ -1,0 +1,52 @@
+"""Sorting networks sort."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ahop_layers.ops.networks import sorting_network
+
+
+def run(size: int, values: torch.Tensor) -> torch.Tensor:
+    """Apply the network along the first axis."""
+    rows = list(values)
+    for low, high in sorting_network(size).comparators:
+        rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_sorts_every_0_1_sequence(size):
+    """By the 0-1 principle a network that sorts these sorts everything."""
+    sequences = torch.tensor(list(product((0, 1), repeat=size)), dtype=torch.int8).T
+    assert (run(size, sequences).diff(dim=0) >= 0).all()
+
+
+@pytest.mark.parametrize("size", [17, 31, 48, 63, 64, 65, 100, 127, 128, 200, 256, 500, 784, 1000, 1023, 1024])
+def test_sorts_random_sequences(size):
+    values = torch.randn(size, 64)
+    assert torch.equal(run(size, values), values.sort(dim=0).values)
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "depth"), [(1, 0, 0), (2, 1, 1), (4, 5, 3), (8, 19, 6), (16, 63, 10), (64, 543, 21)]
+)
+def test_count_and_depth_are_batchers(size, count, depth):
+    network = sorting_network(size)
+    assert (len(network.comparators), network.depth) == (count, depth)
+
+
+@pytest.mark.parametrize("size", [5, 48, 64])
+def test_layers_hold_all_comparators_and_touch_a_position_once(size):
+    network = sorting_network(size)
+    layers = network.layers()
+    assert sum(map(len, layers)) == len(network.comparators)
+    for layer in layers:
+        positions = [position for comparator in layer for position in comparator]
+        assert len(set(positions)) == len(positions)
+    values = torch.randn(size, 16)
+    rows = list(values)
+    for low, high in (comparator for layer in layers for comparator in layer):
+        rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
+    assert torch.equal(torch.stack(rows), values.sort(dim=0).values)

@@ -1,0 +1,237 @@
+"""The registered operators: values, gradients, transformations of torch, memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ahop_layers as ah
+from ahop_layers.ops import chunked
+
+BASES = ("dis", "dot", "l1")
+
+
+def problem(*batch, length=5, count=7, d=8, heads=None, bases=2, dtype=torch.float64, grad=False):
+    shape = (heads,) if heads else ()
+    tensors = (
+        torch.randn(*batch, *shape, length, d, dtype=dtype),
+        torch.randn(*batch, *shape, count, d, dtype=dtype),
+        torch.randn(*shape, bases, d, dtype=dtype) / d,
+    )
+    return tuple(tensor.requires_grad_(grad) for tensor in tensors)
+
+
+def restride(tensor, kind):
+    """The same values behind other strides."""
+    if kind == "transposed":
+        return tensor.mT.contiguous().mT
+    if kind == "sliced":
+        wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), float("nan"), dtype=tensor.dtype)
+        wide[..., 1::2] = tensor
+        return wide[..., 1::2]
+    if kind == "expanded":
+        return tensor[..., :1, :].expand(tensor.shape)
+    return tensor
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 2), (0,)]),
+    length=st.integers(0, 9),
+    count=st.integers(0, 9),
+    d=st.integers(1, 17),
+    heads=st.sampled_from([None, 1, 3]),
+    bases=st.permutations(BASES).flatmap(lambda names: st.integers(1, 3).map(lambda n: tuple(names[:n]))),
+    strides=st.tuples(*[st.sampled_from(["contiguous", "transposed", "sliced", "expanded"])] * 2),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    backend=st.sampled_from(["auto", "chunked"]),
+)
+def test_values_equal_the_reference(batch, length, count, d, heads, bases, strides, dtype, backend):
+    query, key, weight = problem(
+        *batch, length=length, count=count, d=d, heads=heads, bases=len(bases), dtype=torch.float64
+    )
+    query, key = restride(query, strides[0]) if length else query, restride(key, strides[1]) if count else key
+    expected = ah.adaptive_similarity(query, key, weight, bases, backend="reference")
+    got = ah.adaptive_similarity(query.to(dtype), key.to(dtype), weight.to(dtype), bases, backend=backend)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("dis", "dot"), ("l1", "dot", "dis")], ids="-".join)
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_gradcheck(bases, backend):
+    inputs = problem(2, length=3, count=4, d=5, heads=2, bases=len(bases), grad=True)
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases, backend=backend), inputs)
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("backend", ["chunked", "auto"])
+def test_only_the_needed_gradients(needed, backend):
+    inputs = problem(2, heads=3)
+    for tensor, wanted in zip(inputs, needed, strict=True):
+        tensor.requires_grad_(wanted)
+    expected = ah.adaptive_similarity(*inputs, backend="reference").sum()
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    got = torch.autograd.grad(ah.adaptive_similarity(*inputs, backend=backend).sum(), wanted)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, wanted))
+
+
+@pytest.mark.parametrize("broadcast", ["query", "key", "both"])
+def test_batches_broadcast(broadcast):
+    query, key, weight = problem(4, heads=3)
+    query = query[:1, :1] if broadcast != "key" else query
+    key = key[0] if broadcast != "query" else key
+    expected = ah.adaptive_similarity(query, key, weight, backend="reference")
+    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["chunked", "auto"])
+def test_half_precision_error_is_at_most_twice_pytorchs(dtype, backend):
+    query, key, weight = (tensor.to(dtype) for tensor in problem(2, length=33, count=47, d=64))
+    exact = ah.adaptive_similarity(query.double(), key.double(), weight.double(), backend="reference")
+    theirs = (ah.adaptive_similarity(query, key, weight, backend="reference").double() - exact).abs().max()
+    ours = (ah.adaptive_similarity(query, key, weight, backend=backend).double() - exact).abs().max()
+    assert ours <= 2 * theirs + torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_opcheck():
+    query, key, weight = problem(2, heads=3, grad=True)
+    torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "auto"))
+    grad = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    inputs = [tensor.detach() for tensor in (query, key, weight)]
+    for need in ([True, True, True], [True, False, False], [False, True, True]):
+        torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "auto", need))
+
+
+def test_compile_without_a_graph_break():
+    similarity = ah.AdaptiveSimilarity(8, num_heads=3, debias=True)
+    query, key, _ = problem(2, heads=3, dtype=torch.float32)
+    compiled = torch.compile(similarity, fullgraph=True)
+    torch.testing.assert_close(compiled(query, key), similarity(query, key))
+    expected = torch.autograd.grad(similarity(query, key).square().sum(), list(similarity.parameters()))
+    got = torch.autograd.grad(compiled(query, key).square().sum(), list(similarity.parameters()))
+    torch.testing.assert_close(got, expected)
+
+
+def test_compile_with_dynamic_shapes():
+    compiled = torch.compile(ah.adaptive_similarity, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length, count in ((3, 4), (5, 9), (6, 11)):
+        inputs = problem(2, length=length, count=count)
+        torch.testing.assert_close(compiled(*inputs), ah.adaptive_similarity(*inputs))
+
+
+def test_export():
+    similarity = ah.AdaptiveSimilarity(8)
+    query, key, _ = problem(2, dtype=torch.float32)
+    exported = torch.export.export(similarity, (query, key))
+    torch.testing.assert_close(exported.module()(query, key), similarity(query, key))
+
+
+def test_autocast_computes_in_float32():
+    query, key, weight = problem(2, length=33, count=47, d=64, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = ah.adaptive_similarity(query.bfloat16(), key.bfloat16(), weight)
+        reference = ah.adaptive_similarity(query.bfloat16(), key.bfloat16(), weight, backend="reference")
+    assert scores.dtype == reference.dtype == torch.float32
+    exact = ah.adaptive_similarity(query.bfloat16().float(), key.bfloat16().float(), weight)
+    torch.testing.assert_close(scores, exact)
+    torch.testing.assert_close(reference, exact)
+    mixed = torch.autocast("cpu", torch.bfloat16)(ah.adaptive_similarity)(query, key.bfloat16(), weight)
+    assert mixed.dtype == torch.float32
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (None, None, 0)])
+def test_vmap(in_dims):
+    inputs = [tensor if axis == 0 else tensor[0] for tensor, axis in zip(problem(4, bases=2), in_dims, strict=True)]
+    inputs[2] = torch.randn(4, 2, 8, dtype=torch.float64) if in_dims[2] == 0 else torch.randn(2, 8, dtype=torch.float64)
+    got = torch.func.vmap(ah.adaptive_similarity, in_dims=in_dims)(*inputs)
+    each = [[t[i] if axis == 0 else t for t, axis in zip(inputs, in_dims, strict=True)] for i in range(4)]
+    torch.testing.assert_close(got, torch.stack([ah.adaptive_similarity(*arguments) for arguments in each]))
+
+
+def test_vmap_of_the_backward():
+    query, key, weight = problem(2, heads=3)
+    grads = torch.randn(4, 2, 3, 5, 7, dtype=torch.float64)
+    arguments = (query, key, weight, "dis,dot", "auto", [True, True, True])
+    got = torch.func.vmap(lambda grad: torch.ops.ahop.score_backward(grad, *arguments))(grads)
+    expected = [torch.ops.ahop.score_backward(grad, *arguments) for grad in grads]
+    for name, index in (("query", 0), ("key", 1), ("weight", 2)):
+        torch.testing.assert_close(got[index], torch.stack([each[index] for each in expected]), msg=name)
+
+
+def test_double_backward_is_refused_and_the_reference_does_it():
+    query, key, weight = problem(grad=True)
+    (grad,) = torch.autograd.grad(ah.adaptive_similarity(query, key, weight).sum(), query, create_graph=True)
+    with pytest.raises(ah.AHopError, match="backend='reference'"):
+        grad.sum().backward()
+    inputs = problem(length=2, count=3, d=4, grad=True)
+    assert torch.autograd.gradgradcheck(lambda *a: ah.adaptive_similarity(*a, backend="reference"), inputs)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_nan_touches_its_rows_only(backend):
+    query, key, weight = problem(2, dtype=torch.float32)
+    query[0, 1, 3] = float("nan")
+    key[1, 2, 0] = float("nan")
+    isnan = ah.adaptive_similarity(query, key, weight, backend=backend).isnan()
+    expected = torch.zeros(2, 5, 7, dtype=torch.bool)
+    expected[0, 1, :] = expected[1, :, 2] = True
+    assert torch.equal(isnan, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_inf_stays_in_its_rows(backend):
+    query, key, weight = problem(dtype=torch.float32)
+    query[1, 2] = float("inf")
+    query.requires_grad_()
+    scores = ah.adaptive_similarity(query, key, weight, backend=backend)
+    assert scores[torch.arange(5) != 1].isfinite().all()
+    assert not scores[1].isfinite().any()
+    scores.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)])
+def test_chunked_memory_is_bounded(shape):
+    """Peak memory of forward and backward, seen by the allocator, stays below 64 MB beside inputs and results."""
+    n, h, length, count, d = shape
+    query, key = torch.randn(n, h, length, d), torch.randn(n, h, count, d)
+    weight, grad = torch.randn(h, 2, d), torch.randn(n, h, length, count)
+    calls = (
+        lambda: chunked.score(query, key, weight, ("dis", "dot")),
+        lambda: chunked.score_backward(grad, query, key, weight, ("dis", "dot"), (True, True, True)),
+    )
+    for call in calls:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            results = call()
+        results = results if isinstance(results, tuple) else (results,)
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        assert peak > 0
+        assert peak - sum(result.nbytes for result in results) <= 64e6
+
+
+def test_user_base_runs_on_the_reference_path():
+    name = "agreement_for_this_test"
+    ah.register_base(name, lambda query, key: torch.exp(-((query - key) ** 2)))
+    query, key, weight = problem(2, grad=True)
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases=("dot", name)), (query, key, weight))
+    with pytest.raises(ah.AHopError, match="reference path only"):
+        ah.adaptive_similarity(query, key, weight, ("dot", name), backend="chunked")
+
+
+def test_import_is_cheap():
+    """Importing the package beside torch loads nothing heavy and costs at most 0.3 s of processor time."""
+    code = (
+        "import sys, time, torch; start = time.process_time(); before = set(sys.modules); import ahop_layers;"
+        "print(time.process_time() - start); print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert float(out[0]) < 0.3
+    assert not set(out[1].split()) & {"triton", "lightning", "sklearn", "matplotlib", "timm", "transformers", "entmax"}

@@ -1,0 +1,126 @@
+"""What the paper proves, checked on the reference."""
+
+from itertools import combinations
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.ops.reference import BASES, fold, folded_similarity, sorted_similarities
+
+
+@pytest.mark.parametrize("base", ["dis", "dot", "l1"])
+@pytest.mark.parametrize("d", [1, 2, 5, 10])
+def test_footprint_is_the_k_optimal_similarity(base, d):
+    """Theorem "Equivalence form": the k largest similarities make up the best k-dimensional subspace."""
+    query, key = torch.randn(3, d, dtype=torch.float64), torch.randn(4, d, dtype=torch.float64)
+    per_dimension = BASES[base].value(query[:, None], key[None])
+    best = [
+        torch.stack([per_dimension[..., list(subset)].sum(-1) for subset in combinations(range(d), k)]).amax(0)
+        for k in range(1, d + 1)
+    ]
+    torch.testing.assert_close(ah.footprint(query, key, base), torch.stack(best, -1))
+
+
+@pytest.mark.parametrize("d", [1, 7, 64])
+def test_folded_weights_equal_the_cumulative_sum(d):
+    query, key, weight = (torch.randn(n, d, dtype=torch.float64) for n in (4, 6, 2))
+    paper = ah.adaptive_similarity(query, key, weight, backend="reference")
+    torch.testing.assert_close(folded_similarity(query, key, fold(weight), ("dis", "dot")), paper)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_dot_init_is_the_dot_product(backend):
+    query, key = torch.randn(2, 9, 64), torch.randn(2, 11, 64)
+    similarity = ah.AdaptiveSimilarity(64)
+    scores = ah.adaptive_similarity(query, key, similarity.beta[:, None] * similarity.w, backend=backend)
+    exact = query.double() @ key.double().mT
+    # Rounding of a sum of 64 products, with the size of its terms.
+    bound = 64 * torch.finfo(torch.float32).eps * (query.double().abs() @ key.double().abs().mT)
+    assert ((scores - exact).abs() <= bound).all()
+
+
+def test_isotropic_noise_retrieves_the_maximum_likelihood_pattern():
+    """Lemma "isotropic noisy variant": the last footprint entry of ``dis`` ranks as the Gaussian likelihood does."""
+    variance, patterns = 0.7, torch.rand(200, 16, dtype=torch.float64) * 2 - 1
+    query = patterns[torch.randint(200, (500,))] + variance**0.5 * torch.randn(500, 16, dtype=torch.float64)
+    similarity = ah.AdaptiveSimilarity(16, bases=("dis",), init="dis").double()
+    scale = torch.tensor(variance, dtype=torch.float64).sqrt()
+    likelihood = torch.distributions.Normal(patterns[None], scale).log_prob(query[:, None]).sum(-1)
+    assert torch.equal(similarity(query, patterns).argmax(-1), likelihood.argmax(-1))
+
+
+def test_unsorted_footprint_is_optimal_for_anisotropic_noise():
+    """Lemma "noisy variant": with unsorted similarities and ``w`` from the variances, ranks are the likelihood's.
+
+    In this package's sign, q = -(x - xi)^2, the folded weight of dimension i is 1 / sigma_i.
+    """
+    variances = torch.rand(12, dtype=torch.float64) + 0.1
+    patterns, query = torch.randn(100, 12, dtype=torch.float64), torch.randn(300, 12, dtype=torch.float64)
+    w = variances.reciprocal() - torch.cat([variances[1:].reciprocal(), variances.new_zeros(1)])
+    torch.testing.assert_close(fold(w), variances.reciprocal())
+    scores = BASES["dis"].value(query[:, None], patterns[None]).cumsum(-1) @ w
+    normal = torch.distributions.Normal(patterns[None], variances.sqrt())
+    likelihood = normal.log_prob(query[:, None]).sum(-1)
+    assert torch.equal(scores.argmax(-1), likelihood.argmax(-1))
+
+
+def test_masked_lemma_by_its_own_formula():
+    """Lemma "masked variant": w . delta(sorted) with w = 1 counts agreeing dimensions, which ranks as the likelihood."""
+    d, masked = 24, 0.5
+    patterns = torch.randint(0, 4, (50, d)).double()  # few values, so that patterns agree in places
+    index = torch.randint(50, (400,))
+    mask = torch.rand(400, d) < masked
+    query = torch.where(mask, torch.randint(0, 4, (400, d)).double(), patterns[index])
+    delta = (sorted_similarities(query, patterns, "dis") == 0).double()
+    scores = delta @ torch.ones(d, dtype=torch.float64)
+    disagree = (query[:, None] != patterns[None]).double().sum(-1)
+    likelihood = disagree * torch.log(torch.tensor(masked * 0.25, dtype=torch.float64))
+    torch.testing.assert_close(scores, d - disagree)
+    assert torch.equal(scores.amax(-1, keepdim=True) == scores, likelihood.amax(-1, keepdim=True) == likelihood)
+    origin = scores.gather(-1, index[:, None])
+    assert (origin >= (~mask).sum(-1, keepdim=True)).all()
+
+
+def test_debias_retrieves_every_biased_pattern():
+    """Lemma "biased variant": with ``bias`` equal to the bias every query goes back to its pattern, however large."""
+    patterns, shift = torch.randn(300, 16), 5 * torch.randn(16)
+    similarity = ah.AdaptiveSimilarity(16, init="dis", debias=True)
+    with torch.no_grad():
+        similarity.bias.copy_(shift)
+    assert torch.equal(similarity(patterns + shift, patterns).argmax(-1), torch.arange(300))
+    plain = ah.AdaptiveSimilarity(16, init="dis")
+    assert not torch.equal(plain(patterns + shift, patterns).argmax(-1), torch.arange(300))
+
+
+def test_biased_lemma_by_its_own_formula():
+    """The lemma's similarity, 2 d . q - q . q for q = x - xi, differs from ``-|q - d|^2`` by a constant."""
+    patterns, shift = torch.randn(40, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    query = torch.randn(30, 8, dtype=torch.float64)
+    difference = query[:, None] - patterns[None]
+    lemma = 2 * difference @ shift - difference.square().sum(-1)
+    similarity = ah.AdaptiveSimilarity(8, init="dis", debias=True).double()
+    with torch.no_grad():
+        similarity.bias.copy_(shift)
+    torch.testing.assert_close(similarity(query, patterns), lemma - shift @ shift)
+
+
+def test_unified_energy_decreases_and_is_bounded():
+    """Theorem "energy": E = -lse(-|x - xi|^2 + b . (x - xi)) falls along x <- Xi softmax(s) + b/2, above its bound."""
+    patterns, b = 2 * torch.randn(20, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    similarity = ah.AdaptiveSimilarity(6, init="dis", debias=True).double()
+    with torch.no_grad():
+        similarity.bias.copy_(b / 2)  # -|x - b/2 - xi|^2 = s - |b|^2 / 4
+
+    def scores(x):
+        return similarity(x, patterns) + b @ b / 4
+
+    x = 10 * torch.randn(64, 6, dtype=torch.float64)
+    energy = -scores(x).logsumexp(-1)
+    bound = -torch.log(torch.tensor(20.0, dtype=torch.float64)) - b @ b / 4
+    for _ in range(30):
+        x = scores(x).softmax(-1) @ patterns + b / 2
+        following = -scores(x).logsumexp(-1)
+        assert (following <= energy + 1e-9).all()
+        assert (following >= bound).all()
+        energy = following
