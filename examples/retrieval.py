@@ -46,7 +46,7 @@ class MixedVariants:
 
 def fit(similarity: ah.AdaptiveSimilarity, variants: MixedVariants, steps: int) -> None:
     """Minimise the paper's loss: the negative log-probability of the pattern a query was made from."""
-    optimizer = torch.optim.Adam(similarity.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(similarity.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     with tqdm(range(steps), desc="fitting the adaptive similarity", unit="step") as progress:
         for _ in progress:
@@ -92,8 +92,8 @@ def main() -> None:
     """Run the comparison and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patterns", type=int, default=500, help="how many digits to store (default 500)")
-    parser.add_argument("--difficulty", type=float, default=0.4, help="strength of noise, mask and bias, 0 to 1 (0.4)")
-    parser.add_argument("--steps", type=int, default=300, help="training steps (300)")
+    parser.add_argument("--difficulty", type=float, default=0.3, help="strength of noise, mask and bias, 0 to 1 (0.3)")
+    parser.add_argument("--steps", type=int, default=150, help="training steps (150)")
     parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (0)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (out)")
     arguments = parser.parse_args()

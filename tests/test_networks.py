@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 
-from ahop_layers.ops.networks import sorting_network
+from ahop_layers.ops.networks import bitonic_merge, sorting_network
 
 
-def run(size: int, values: torch.Tensor) -> torch.Tensor:
+def run(size: int, values: torch.Tensor, network=sorting_network) -> torch.Tensor:
     """Apply the network along the first axis."""
     rows = list(values)
-    for low, high in sorting_network(size).comparators:
+    for low, high in network(size).comparators:
         rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
     return torch.stack(rows)
 
@@ -50,3 +50,21 @@ def test_layers_hold_all_comparators_and_touch_a_position_once(size):
     for low, high in (comparator for layer in layers for comparator in layer):
         rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
     assert torch.equal(torch.stack(rows), values.sort(dim=0).values)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 48, 64])
+@pytest.mark.parametrize("network", [sorting_network, bitonic_merge])
+def test_last_comparators_come_last_and_apart(size, network):
+    earlier, last = network(size).split_last()
+    assert sorted(earlier + last) == sorted(network(size).comparators)
+    assert len({position for pair in last for position in pair}) == 2 * len(last)
+    rest = [pair for pair in network(size).comparators if pair not in set(last)]
+    assert [pair for pair in earlier if pair in set(rest)] == rest
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 12, 24, 25, 28, 32, 49, 64])
+def test_merge_sorts_every_bitonic_0_1_sequence(size):
+    """Rotations of a block of ones are all the bitonic 0-1 sequences there are."""
+    blocks = torch.tensor([[position < ones for position in range(size)] for ones in range(size + 1)]).int()
+    sequences = torch.cat([blocks.roll(shift, dims=1) for shift in range(size)]).T
+    assert (run(size, sequences, bitonic_merge).diff(dim=0) >= 0).all()

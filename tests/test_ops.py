@@ -221,7 +221,9 @@ def test_user_base_runs_on_the_reference_path():
     name = "agreement_for_this_test"
     ah.register_base(name, lambda query, key: torch.exp(-((query - key) ** 2)))
     query, key, weight = problem(2, grad=True)
-    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases=("dot", name)), (query, key, weight))
+    assert torch.autograd.gradcheck(
+        lambda *args: ah.adaptive_similarity(*args, bases=("dot", name)), (query, key, weight)
+    )
     with pytest.raises(ah.AHopError, match="reference path only"):
         ah.adaptive_similarity(query, key, weight, ("dot", name), backend="chunked")
 

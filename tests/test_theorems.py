@@ -66,7 +66,7 @@ def test_unsorted_footprint_is_optimal_for_anisotropic_noise():
 
 
 def test_masked_lemma_by_its_own_formula():
-    """Lemma "masked variant": w . delta(sorted) with w = 1 counts agreeing dimensions, which ranks as the likelihood."""
+    """Lemma "masked variant": w . delta(sorted) with w = 1 counts agreeing dimensions and ranks as the likelihood."""
     d, masked = 24, 0.5
     patterns = torch.randint(0, 4, (50, d)).double()  # few values, so that patterns agree in places
     index = torch.randint(50, (400,))

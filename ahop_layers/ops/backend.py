@@ -55,24 +55,25 @@ def backends() -> dict[str, Status]:
 
 def kernel(backend: str, query: Tensor) -> Kernel:
     """The kernel that ``backend`` names for the device of ``query``."""
-    device = query.device.type
     if backend == "auto":
-        return cast(Kernel, _fastest(device, query.shape[-1]))
+        return cast(Kernel, _fastest(query))
     module = KERNELS[backend]
     if module is not chunked:
         reason = module.unavailable()
         if reason is not None:
             raise AHopError(f"backend={backend!r} is not available here: {reason}")
-        if not module.serves(device, query.shape[-1]):
-            raise AHopError(f"backend={backend!r} does not serve d = {query.shape[-1]} on {device}")
+        if not module.serves(query):
+            got = f"{query.dtype} on {query.device.type} with d = {query.shape[-1]}"
+            raise AHopError(f"backend={backend!r} does not take {got}")
     return cast(Kernel, module)
 
 
-def _fastest(device: str, d: int) -> ModuleType:
-    for module in (cpu, gpu):
-        if module.unavailable() is None and module.serves(device, d):
-            return module
-    if device == "cuda":
+def _fastest(query: Tensor) -> ModuleType:
+    device = query.device.type
+    module = {"cpu": cpu, "cuda": gpu}.get(device)
+    if module is not None and module.unavailable() is None and module.serves(query):
+        return module
+    if device == "cuda" and gpu.unavailable() is not None:
         _warn_slow_gpu()
     return chunked
 

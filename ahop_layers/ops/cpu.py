@@ -1,16 +1,181 @@
-"""Not written yet: says so when asked."""
+"""The native CPU kernel: footprint.c, called through ctypes on the tensors' memory.
+
+The C file sorts with a network it gets as data: :func:`steps` cuts ``sorting_network(d)`` into groups of rows that fit
+in vector registers. The interface is that of :mod:`ahop_layers.ops.chunked`.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ahop_layers.ops.chunked import Need, accumulator
+
+MAX_DIMENSIONS = 1024
+BASE_CODES = {"dis": 0, "dot": 1, "l1": 2}
+DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+END, SORT2, SORT4, SORT8, SORT16, MERGE8, MERGE16, CHAIN2, CHAIN3 = range(9)
+
+SERIAL_WORK = 50_000
+"""Below so many similarities a call takes less time than starting a thread would gain."""
+
+
+class _Call(ctypes.Structure):
+    """``call_t`` of footprint.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "weight", "scores")),
+        *((name, ctypes.c_void_p) for name in ("query_grad", "key_grad", "weight_grad", "bases", "program")),
+        *((name, ctypes.c_int64) for name in ("n", "heads", "length", "count", "d", "n_bases")),
+        *((name, ctypes.c_int64 * 4) for name in ("query_stride", "key_stride", "score_stride")),
+        *((name, ctypes.c_int64) for name in ("dtype", "need", "threads")),
+    )
+
+
+@lru_cache(maxsize=None)
+def _library() -> ctypes.CDLL | str:
+    """The library, loaded once in a process, or the reason why it cannot be."""
+    path = Path(os.environ.get("AHOP_CPU_LIBRARY") or Path(__file__).with_name("_footprint.so"))
+    if not path.is_file():
+        return f"{path.name} was not built: the package was installed without a C compiler"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.ahop_isa.argtypes, library.ahop_isa.restype = [ctypes.c_int64], ctypes.c_char_p
+        for function in (library.ahop_forward, library.ahop_backward):
+            function.argtypes, function.restype = [ctypes.c_int64, ctypes.POINTER(_Call)], ctypes.c_int
+    except (OSError, AttributeError) as error:
+        return f"{path.name} cannot be loaded: {error}"
+    return library
+
+
+@lru_cache(maxsize=None)
+def instruction_sets() -> dict[str, int]:
+    """Instruction sets of the library that this processor has, fastest first, with their numbers there."""
+    library, names, number = _library(), {}, 0
+    while not isinstance(library, str) and (name := library.ahop_isa(number)) is not None:
+        if name:
+            names[name.decode()] = number
+        number += 1
+    return names
 
 
 def unavailable() -> str | None:
     """Why this backend cannot run here, or None if it can."""
-    return "not part of this version"
+    library = _library()
+    return library if isinstance(library, str) else None
 
 
 def detail() -> str:
     """One line on how this backend runs here."""
-    return ""
+    return f"native, {next(iter(instruction_sets()))}, {torch.get_num_threads()} threads"
 
 
-def serves(device: str, d: int) -> bool:
-    """Whether this backend takes tensors on ``device`` with ``d`` dimensions."""
-    return False
+def serves(query: Tensor) -> bool:
+    """Whether this backend takes such tensors."""
+    return query.device.type == "cpu" and 1 <= query.shape[-1] <= MAX_DIMENSIONS
+
+
+def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
+    """``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
+    scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulator(query.dtype))
+    _run("ahop_forward", query, key, weight, scores, bases)
+    return scores
+
+
+def score_backward(
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`score`; one that ``need`` does not ask for comes back empty."""
+    dtype = accumulator(query.dtype)
+    grads = [
+        torch.zeros(tensor.shape if wanted else 0, dtype=dtype)
+        for tensor, wanted in zip((query, key, weight), need, strict=True)
+    ]
+    _run("ahop_backward", query, key, weight, grad.to(dtype), bases, grads)
+    query_grad, key_grad, weight_grad = grads
+    return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype)
+
+
+def _run(
+    function: str,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    bases: Sequence[str],
+    grads: Sequence[Tensor] = (),
+) -> None:
+    """Call ``function`` with the longer of query and key as the one that lanes run along."""
+    if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):
+        return
+    library = _library()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    n, heads, length, d = query.shape
+    weight = weight.to(scores.dtype).contiguous()
+    pair_grads = list(grads[:2])
+    if length > key.shape[-2]:  # every base is symmetric in query and key
+        query, key, scores = key, query, scores.transpose(-1, -2)
+        pair_grads.reverse()
+    network = _program(d)
+    codes = (ctypes.c_int32 * len(bases))(*(BASE_CODES[base] for base in bases))
+    pointers = [tensor.data_ptr() for tensor in (query, key, weight, scores, *pair_grads, *grads[2:])]
+    pointers += [0] * (7 - len(pointers))
+    need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *grads[2:])) if tensor.numel())
+    threads = torch.get_num_threads() if scores.numel() * d * len(bases) >= SERIAL_WORK else 1
+    call = _Call(
+        *(*pointers, ctypes.addressof(codes), ctypes.addressof(network)),
+        *(n, heads, query.shape[-2], key.shape[-2], d, len(bases)),
+        *((ctypes.c_int64 * 4)(*tensor.stride()) for tensor in (query, key, scores)),
+        *(DTYPE_CODES[query.dtype], need, threads),
+    )
+    if getattr(library, function)(next(iter(instruction_sets().values())), ctypes.byref(call)):
+        raise MemoryError("the native kernel could not allocate its scratch memory")
+
+
+class Step(NamedTuple):
+    """``step_t`` of footprint.c: ``groups`` groups of rows ``step`` apart, one every ``advance`` rows, up to ``end``."""
+
+    code: int
+    start: int
+    advance: int
+    groups: int
+    step: int
+    end: int
+
+
+def steps(d: int) -> Iterator[Step]:
+    """The comparators of ``sorting_network(d)`` in groups of rows that fit in vector registers.
+
+    Sort runs of 16 rows first. Then, in a merge of two runs, comparators of large distance form merges of 8 or 16 rows
+    that do not touch one another, and those of small distance form chains, two or three distances at a time.
+    """
+    whole, rest = divmod(d, 16)
+    yield Step(SORT16, 0, 16, whole, 1, d)
+    if rest > 1:
+        code = next(code for size, code in ((2, SORT2), (4, SORT4), (8, SORT8), (16, SORT16)) if size >= rest)
+        yield Step(code, 16 * whole, 16, 1, 1, d)
+    run = 16
+    while run < d:
+        code, size = (MERGE8, 8) if run == 16 else (MERGE16, 16)
+        for block in range(0, d - run, 2 * run):
+            end = min(block + 2 * run, d)
+            step = 2 * run // size
+            yield Step(code, block, 1, min(step, end - block - run), step, end)
+            while step > 1:
+                code, fused = (CHAIN2, 2) if step in (4, 16) else (CHAIN3, 3)
+                step >>= fused
+                yield Step(code, block, 1, step, step, end)
+            code = MERGE8 if run == 16 else MERGE16
+        run *= 2
+
+
+@lru_cache(maxsize=None)
+def _program(d: int) -> "ctypes.Array[ctypes.c_int32]":
+    words = [word for step in (*steps(d), Step(END, 0, 0, 0, 0, 0)) for word in step]
+    return (ctypes.c_int32 * len(words))(*words)

@@ -27,6 +27,16 @@ class Network(NamedTuple):
             layers[when].append((low, high))
         return layers
 
+    def split_last(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """The comparators in two parts: those of the second are the last to touch either of their positions."""
+        last = {position: index for index, pair in enumerate(self.comparators) for position in pair}
+        final = {index for index, (low, high) in enumerate(self.comparators) if last[low] == last[high] == index}
+        parts = [
+            tuple(pair for index, pair in enumerate(self.comparators) if (index in final) == wanted)
+            for wanted in (False, True)
+        ]
+        return parts[0], parts[1]
+
     @property
     def depth(self) -> int:
         """Number of layers: the time the network takes if each layer runs at once."""
@@ -62,3 +72,26 @@ def _odd_even_merge_sort(size: int) -> Iterator[tuple[int, int]]:
                         yield low, high
             step //= 2
         run *= 2
+
+
+@lru_cache(maxsize=None)
+def bitonic_merge(size: int) -> Network:
+    """Comparators that sort any bitonic sequence: one that rises and then falls, or a rotation of such a one.
+
+    Cheaper than a sort of ``size`` values. A half-cleaner splits an even length into a smaller and a larger bitonic
+    half; what is left at an odd length is sorted.
+
+    >>> len(bitonic_merge(64).comparators)
+    192
+    """
+    return Network(size, tuple(_clean_halves(0, size)))
+
+
+def _clean_halves(start: int, size: int) -> Iterator[tuple[int, int]]:
+    if size % 2:
+        yield from ((start + low, start + high) for low, high in sorting_network(size).comparators)
+        return
+    half = size // 2
+    yield from ((low, low + half) for low in range(start, start + half))
+    yield from _clean_halves(start, half)
+    yield from _clean_halves(start + half, half)

@@ -1,0 +1,44 @@
+# Two commands for newcomers: "make demo" and "make test". Each sets up .venv on its first run and reuses it after.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test lint bench sanitize test-hflayers clean
+
+help:
+	@echo "make demo           run the demonstration: a table on the screen, pictures under out/"
+	@echo "make test           lint, types and the whole test suite"
+	@echo "make lint           ruff and mypy alone"
+	@echo "make bench          time the kernels on this machine, rows into benchmarks/results/"
+	@echo "make sanitize       the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make clean          remove .venv, out/ and what was built"
+
+$(READY): pyproject.toml constraints.txt setup.py ahop_layers/ops/footprint.c Makefile
+	@echo "==> setting up $(VENV) (first run: a few minutes)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[examples,sparse,tabular,dev]"
+	touch $@
+
+demo: $(READY)
+	@echo "==> running the demonstration"
+	$(BIN)/python examples/retrieval.py
+
+lint: $(READY)
+	@echo "==> lint and types"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	@echo "==> tests"
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.kernels
+
+clean:
+	rm -rf $(VENV) $(VENV)-* out build dist *.egg-info ahop_layers/ops/_footprint.*
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,25 @@
+"""The portable Triton kernels, interpreted: test_gpu.py runs this file in a process with TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+
+from ahop_layers.ops import gpu
+from ahop_layers.ops.reference import folded_similarity
+
+
+@pytest.mark.parametrize(
+    ("shape", "bases"),
+    [((2, 1, 2, 3, 4), ("dis", "dot")), ((1, 2, 3, 2, 5), ("dot", "l1", "dis")), ((1, 1, 3, 1, 1), ("l1",))],
+    ids=["N2-L2-S3-d4", "H2-L3-S2-d5", "L3-S1-d1"],
+)
+def test_portable_kernels(shape, bases):
+    n, h, length, count, d = shape
+    query, key, weight = torch.randn(n, h, length, d), torch.randn(n, h, count, d), torch.randn(h, len(bases), d)
+    grad = torch.randn(n, h, length, count)
+    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, weight)]
+    scores = folded_similarity(*inputs, bases)
+    torch.testing.assert_close(gpu.score(query, key, weight, bases), scores.detach())
+    ours = gpu.score_backward(grad, query, key, weight, bases, (True, True, True))
+    torch.testing.assert_close(ours, torch.autograd.grad(scores, inputs, grad))
+    query[0, 0, 0, 0] = float("nan")
+    assert torch.equal(gpu.score(query, key, weight, bases).isnan(), query.isnan().any(-1, True).expand_as(grad))

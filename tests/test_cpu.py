@@ -1,0 +1,341 @@
+"""The native CPU kernel against the reference, within twice the reference's own error."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ahop_layers.ops import chunked, cpu
+from ahop_layers.ops.networks import sorting_network
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+
+ALL = ("dis", "dot", "l1")
+EVERY = (True, True, True)
+DIMENSIONS = (1, 2, 3, 7, 16, 17, 48, 64, 100, 784, 1024)
+SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9))
+
+
+@pytest.fixture(autouse=True, params=tuple(cpu.instruction_sets()))
+def _instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = cpu.instruction_sets()[request.param]
+    monkeypatch.setattr(cpu, "instruction_sets", lambda: {request.param: number})
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill every new output with NaN, so that one left unwritten shows."""
+    new_empty = Tensor.new_empty
+
+    def poisoned(self: Tensor, *size: int, **options: object) -> Tensor:
+        return new_empty(self, *size, **options).fill_(torch.nan)
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+
+
+def inputs(n, heads, length, count, d, bases=ALL, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((n, heads, length, d), (n, heads, count, d), (heads, len(bases), d))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def assert_as_good(got: Tensor, low: Tensor, exact: Tensor) -> None:
+    """``got`` errs at most twice as much as ``low``, the reference in the same precision, plus a rounding floor."""
+    assert got.shape == exact.shape
+    assert got.is_contiguous()
+    # In float64 the reference is the truth itself: only rounding is left.
+    floor = (64 if low.dtype == torch.float64 else 4) * torch.finfo(low.dtype).eps * exact.abs().max()
+    assert (got.double() - exact).abs().max() <= 2 * (low.double() - exact).abs().max() + floor
+
+
+def exact_grads(grad, query, key, weight, bases):
+    """Gradients in float64 for the order in which similarities computed in the inputs' precision stand."""
+    double = [tensor.double() for tensor in (grad, query, key, weight)]
+    if query.dtype == torch.float64:
+        return chunked.score_backward(*double, bases, EVERY)
+    queries, keys = query.float().unsqueeze(-2), key.float().unsqueeze(-3)
+    grad, query, key, weight = double[0].unsqueeze(-1), double[1].unsqueeze(-2), double[2].unsqueeze(-3), double[3]
+    totals = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in double[1:]]
+    for index, base in enumerate(bases):
+        order = chunked.BASES[base].value(queries, keys).argsort(dim=-1, descending=True)
+        at_rank = weight[:, index, None, None, :].expand(order.shape)
+        at_dimension = torch.zeros(order.shape, dtype=torch.float64).scatter(-1, order, at_rank) * grad
+        by_query, by_key = chunked.BASES[base].slopes(query, key)
+        totals[0] += (at_dimension * by_query).sum(-2)
+        totals[1] += (at_dimension * by_key).sum(-3)
+        totals[2][:, index] = (chunked.BASES[base].value(query, key).gather(-1, order) * grad).sum((0, 2, 3))
+    return totals
+
+
+def has_tie(query, key, bases):
+    """Pairs with two equal similarities: their order, and with it the gradient, is a matter of taste."""
+    values = [chunked.BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3)).sort(dim=-1).values for base in bases]
+    return torch.stack([(value.diff(dim=-1) == 0).any(-1) for value in values]).any(0)
+
+
+def check(query, key, weight, bases):
+    """Compare scores and gradients with the reference's in float64 and in the inputs' own precision."""
+    double = [tensor.double() for tensor in (query, key, weight)]
+    weight = weight.to(chunked.accumulator(query.dtype))
+    scores = cpu.score(query, key, weight, bases)
+    assert scores.dtype == chunked.accumulator(query.dtype)
+    assert_as_good(scores, chunked.score(query, key, weight, bases), chunked.score(*double, bases))
+    grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(scores.dtype)
+    grad[has_tie(query, key, bases)] = 0
+    got = cpu.score_backward(grad, query, key, weight, bases, EVERY)
+    low = chunked.score_backward(grad, query, key, weight, bases, EVERY)
+    exact = exact_grads(grad, query, key, weight, bases)
+    for mine, theirs, truth, tensor in zip(got, low, exact, (query, key, weight), strict=True):
+        assert mine.dtype == tensor.dtype
+        assert_as_good(mine, theirs, truth)
+
+
+@pytest.mark.parametrize("d", [*range(1, 70), 100, 127, 128, 129, 255, 300, 513, 784, 1000, 1024])
+def test_steps_are_the_network(d):
+    """The steps take their comparators from the network, leave out only what does nothing, and sort."""
+    comparators = [pair for step in cpu.steps(d) for pair in expand(step)]
+    assert not Counter(comparators) - Counter(sorting_network(d).comparators)
+    generator = torch.Generator().manual_seed(d)
+    values = torch.rand(d, 64, generator=generator)
+    values[:, 32:] = (values[:, 32:] < torch.rand(32, generator=generator)).float()  # zeros and ones suffice as a proof
+    expected = values.sort(dim=0).values
+    rows = list(values.numpy())
+    for low, high in comparators:
+        rows[low], rows[high] = np.minimum(rows[low], rows[high]), np.maximum(rows[low], rows[high])
+    assert np.array_equal(np.stack(rows), expected.numpy())
+
+
+def expand(step: cpu.Step):
+    """The comparators of a step, as footprint.c runs them."""
+    sizes = {cpu.SORT2: 2, cpu.SORT4: 4, cpu.SORT8: 8, cpu.SORT16: 16, cpu.MERGE8: 8, cpu.MERGE16: 16}
+    for group in range(step.groups):
+        start = step.start + group * step.advance
+        if step.code in sizes:
+            size = sizes[step.code]
+            pairs = list(sorting_network(size).comparators)
+            if step.code in (cpu.MERGE8, cpu.MERGE16):  # without the comparators that sort the two halves
+                pairs = pairs[2 * len(sorting_network(size // 2).comparators) :]
+            rows = [start + step.step * row for row in range(size)]
+        else:
+            rows = list(range(start, step.end, step.step))
+            pairs = []
+            distance = 2 if step.code == cpu.CHAIN2 else 4
+            while distance:
+                lows = (low for low in range(len(rows)) if low // distance % 2 == 1)
+                pairs += [(low, low + distance) for low in lows if low + distance < len(rows)]
+                distance //= 2
+        yield from ((rows[low], rows[high]) for low, high in pairs if rows[high] < step.end)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "N{}-H{}-L{}-S{}".format(*shape))
+@pytest.mark.parametrize("d", DIMENSIONS)
+def test_against_reference(shape, d, dtype):
+    check(*inputs(*shape, d, dtype=dtype), ALL)
+
+
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("dot", "dis"), ("l1", "dot"), ("dis", "l1")], ids=",".join)
+def test_subsets_of_bases(bases):
+    check(*inputs(2, 2, 4, 33, 24, bases), bases)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype):
+    query, key, weight = inputs(2, 2, 3, 37, 20)
+    query, key = query.to(dtype), key.to(dtype)
+    assert_as_good(
+        cpu.score(query, key, weight, ALL),
+        chunked.score(query, key, weight, ALL),
+        chunked.score(query.double(), key.double(), weight.double(), ALL),
+    )
+    grad = torch.randn(2, 2, 3, 37)
+    got = cpu.score_backward(grad, query, key, weight, ALL, EVERY)
+    assert [tensor.dtype for tensor in got] == [dtype, dtype, torch.float32]
+    # Equal similarities are common at this precision, and ties may be broken either way: compare what no tie changes.
+    torch.testing.assert_close(got[2], chunked.score_backward(grad, query, key, weight, ALL, EVERY)[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_converts_every_number(dtype):
+    """All 65536 bit patterns, among them denormal numbers, infinities and NaN."""
+    key = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).reshape(1, 1, -1, 1)
+    scores = cpu.score(torch.ones(1, 1, 1, 1, dtype=dtype), key, torch.ones(1, 1, 1), ("dot",))
+    torch.testing.assert_close(scores.flatten(), key.flatten().float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_many_queries():
+    """Enough for several chunks of queries and several tiles of keys."""
+    check(*inputs(1, 1, 150, 700, 9), ALL)
+
+
+def test_any_strides():
+    query, key, weight = inputs(2, 3, 6, 10, 12)
+    strided = (query.mT.contiguous().mT, key.transpose(0, 2).contiguous().transpose(0, 2), weight)
+    wide = torch.randn(2, 3, 6, 24)
+    grad = wide[..., ::2][..., :10]
+    dense = (query, key, weight)
+    assert torch.equal(cpu.score(*strided, ALL), cpu.score(*dense, ALL))
+    for one, other in zip(
+        cpu.score_backward(grad, *strided, ALL, EVERY),
+        cpu.score_backward(grad.contiguous(), *dense, ALL, EVERY),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+        assert one.is_contiguous()
+
+
+def test_expanded_inputs():
+    query, key, weight = inputs(1, 1, 6, 10, 12)
+    expanded = (query.expand(4, 2, 6, 12), key.expand(4, 2, 10, 12), weight.expand(2, 3, 12))
+    dense = [tensor.contiguous() for tensor in expanded]
+    grad = torch.ones(()).expand(4, 2, 6, 10)
+    assert torch.equal(cpu.score(*expanded, ALL), cpu.score(*dense, ALL))
+    for one, other in zip(
+        cpu.score_backward(grad, *expanded, ALL, EVERY),
+        cpu.score_backward(grad.contiguous(), *dense, ALL, EVERY),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 2, 3), (1, 0, 2, 3), (1, 1, 0, 3), (1, 1, 2, 0)], ids=str)
+def test_empty(shape):
+    query, key, weight = inputs(*shape, 5)
+    scores = cpu.score(query, key, weight, ALL)
+    assert scores.shape == shape
+    for got, tensor in zip(
+        cpu.score_backward(scores, query, key, weight, ALL, EVERY), (query, key, weight), strict=True
+    ):
+        assert torch.equal(got, torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("need", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 3, 40), (2, 1, 70, 5)], ids=str)
+def test_only_the_gradients_asked_for(shape, need):
+    query, key, weight = inputs(*shape, 11)
+    grad = torch.randn(shape)
+    every = cpu.score_backward(grad, query, key, weight, ALL, EVERY)
+    for got, whole, wanted in zip(
+        cpu.score_backward(grad, query, key, weight, ALL, need), every, need, strict=True
+    ):
+        if wanted:
+            torch.testing.assert_close(got, whole)
+        else:
+            assert got.numel() == 0
+
+
+@pytest.mark.parametrize("d", [1, 5, 33, 70])
+@pytest.mark.parametrize("base", ALL)
+def test_nan_stays_in_its_pairs(base, d):
+    query, key, weight = inputs(1, 1, 4, 70, d, (base,))
+    clean = cpu.score(query, key, weight, (base,))
+    query[0, 0, 1, d // 2] = torch.nan
+    key[0, 0, 68, d - 1] = torch.nan
+    scores = cpu.score(query, key, weight, (base,))
+    touched = torch.zeros(4, 70, dtype=torch.bool)
+    touched[1] = touched[:, 68] = True
+    assert torch.equal(scores[0, 0].isnan(), touched)
+    assert torch.equal(scores[0, 0][~touched], clean[0, 0][~touched])
+
+
+@pytest.mark.parametrize("base", ALL)
+def test_infinity_as_in_the_reference(base):
+    query, key, weight = inputs(1, 1, 3, 20, 18, (base,))
+    query[0, 0, 0, 3] = torch.inf
+    key[0, 0, 5, 3] = torch.inf
+    key[0, 0, 6, 2] = -torch.inf
+    key[0, 0, 7] = 1e30
+    got, expected = cpu.score(query, key, weight, (base,)), chunked.score(query, key, weight, (base,))
+    torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+def test_overflowing_similarities_keep_their_order():
+    """Squares of finite numbers can overflow; the gradient then still goes by their order."""
+    query, key, weight = inputs(1, 1, 2, 9, 6, ("dis",))
+    key[..., 2] = 1e30
+    grad = torch.ones(1, 1, 2, 9)
+    got = cpu.score_backward(grad, query, key, weight, ("dis",), (True, True, False))
+    expected = chunked.score_backward(grad, query, key, weight, ("dis",), (True, True, False))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("base", ALL)
+@pytest.mark.parametrize("d", [4, 40])
+def test_ties_give_a_subgradient(base, d):
+    """All similarities of a pair equal: every order is right, and each gives every weight out once."""
+    query, key = torch.full((1, 1, 1, d), 2.0), torch.full((1, 1, 1, d), 3.0)
+    weight = torch.randn(1, 1, d)
+    query_grad, key_grad, _ = cpu.score_backward(torch.ones(1, 1, 1, 1), query, key, weight, (base,), EVERY)
+    by_query, by_key = chunked.BASES[base].slopes(query[0, 0, 0, 0], key[0, 0, 0, 0])
+    for grad, slope in ((query_grad, by_query), (key_grad, by_key)):
+        torch.testing.assert_close(grad.flatten().sort().values, (weight.flatten() * slope).sort().values)
+
+
+@pytest.mark.parametrize("d", [6, 64, 300])
+def test_near_ties_are_told_apart(d):
+    """Similarities that differ in the last bit only: less than the tag that the sort carries in these bits."""
+    steps = torch.randperm(d, generator=torch.Generator().manual_seed(0)).float()
+    key = (1 + steps * torch.finfo(torch.float32).eps).reshape(1, 1, 1, d)
+    weight = torch.arange(1.0, d + 1).reshape(1, 1, d)
+    _, key_grad, _ = cpu.score_backward(torch.ones(1, 1, 1, 1), torch.ones_like(key), key, weight, ("dot",), EVERY)
+    assert torch.equal(key_grad.flatten(), d - steps)
+
+
+def test_threads_change_no_bit():
+    threads = torch.get_num_threads()
+    cases = [inputs(1, 1, 130, 300, 20), inputs(3, 4, 9, 30, 33), inputs(1, 1, 1, 5000, 8)]
+    results = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            for query, key, weight in cases:
+                scores = cpu.score(query, key, weight, ALL)
+                results += [scores, *cpu.score_backward(scores, query, key, weight, ALL, EVERY)]
+    finally:
+        torch.set_num_threads(threads)
+    once = 4 * len(cases)
+    for index, result in enumerate(results):
+        assert torch.equal(result, results[index % once])
+
+
+def test_several_python_threads():
+    cases = [inputs(2, 1, 20, 90, d, seed=d) for d in (5, 16, 40, 64)]
+    alone = [cpu.score(*case, ALL) for case in cases]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda case: cpu.score(*case, ALL), cases * 8))
+    for index, scores in enumerate(together):
+        assert torch.equal(scores, alone[index % len(cases)])
+
+
+def _total(seed: int) -> float:
+    torch.set_num_threads(2)
+    return cpu.score(*inputs(2, 1, 20, 90, 40, seed=seed), ALL).sum().item()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_workers():
+    expected = [_total(seed) for seed in range(3)]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map_async(_total, range(3)).get(timeout=60) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("content", [None, b"no library"], ids=["missing", "broken"])
+def test_without_the_library(tmp_path, content):
+    path = tmp_path / "library.so"
+    if content is not None:
+        path.write_bytes(content)
+    program = (
+        "import torch, ahop_layers as ah; status = ah.backends()['cpu']; assert not status.available; print(status.detail)\n"
+        "assert ah.adaptive_similarity(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3)).shape == (2, 4)"
+    )
+    environment = {**os.environ, "AHOP_CPU_LIBRARY": str(path), "LD_PRELOAD": ""}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "library.so" in result.stdout

@@ -1,0 +1,343 @@
+"""The Triton kernels: on a GPU all of them, elsewhere the portable ones in Triton's interpreter and the PTX as text."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.ops import gpu, ptx
+from ahop_layers.ops.reference import BASES, fold, folded_similarity
+
+HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
+on_gpu = pytest.mark.skipif(not HAS_GPU, reason=f"needs a CUDA device and Triton: {gpu.unavailable()}")
+BOTH = ("dis", "dot")
+ALL = (True, True, True)
+
+
+def problem(n, h, length, count, d, bases=2, dtype=torch.float32):
+    return (
+        torch.randn(n, h, length, d, device="cuda").to(dtype),
+        torch.randn(n, h, count, d, device="cuda").to(dtype),
+        fold(torch.randn(h, bases, d, device="cuda") / d),
+    )
+
+
+def tieless_grad(query, key, bases):
+    """A random gradient of the scores that is 0 where a pair has an exact tie: there any order is a valid slope."""
+    ties = False
+    for base in bases:
+        similarities = BASES[base].value(query.float().unsqueeze(-2), key.float().unsqueeze(-3)).sort(-1).values
+        ties = ties | (similarities.diff(dim=-1) == 0).any(-1)
+    return torch.randn(*query.shape[:-1], key.shape[-2], device=query.device).masked_fill(ties, 0)
+
+
+def gradients(query, key, weight, bases, grad):
+    inputs = [tensor.detach().requires_grad_() for tensor in (query, key, weight)]
+    scores = folded_similarity(*inputs, bases)
+    return scores.detach(), *torch.autograd.grad(scores, inputs, grad.to(scores.dtype))
+
+
+def check_against_reference(query, key, weight, bases, rounding=None):
+    """Each result's error against float64 is at most twice that of plain PyTorch in the same dtype, plus rounding."""
+    grad = tieless_grad(query, key, bases)
+    ours = (gpu.score(query, key, weight, bases), *gpu.score_backward(grad, query, key, weight, bases, ALL))
+    theirs = gradients(query, key, weight.to(query.dtype), bases, grad)
+    exact = gradients(*(tensor.double() for tensor in (query, key, weight)), bases, grad)
+    rounding = rounding or 4 * torch.finfo(query.dtype).eps
+    for name, a, b, c in zip(("scores", "query", "key", "weight"), ours, theirs, exact, strict=True):
+        assert a.isfinite().all(), name
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + rounding * c.norm()
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+SHAPES = {
+    "N2-H3-L65-S65-d64": (2, 3, 65, 65, 64),
+    "N1-H1-L1-S1000-d64": (1, 1, 1, 1000, 64),
+    "N1-H1-L1000-S1-d64": (1, 1, 1000, 1, 64),
+    "N1-H2-L70-S3-d32": (1, 2, 70, 3, 32),
+    "N3-H1-L17-S129-d48": (3, 1, 17, 129, 48),
+    "N1-H1-L1-S1-d1": (1, 1, 1, 1, 1),
+}
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_shapes(shape, dtype, poisoned_memory):
+    query, key, weight = problem(*shape, dtype=dtype)
+    check_against_reference(query, key, weight, BOTH)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 31, 33, 63, 65, 96, 97, 100, 127, 128, 200, 256, 511, 784, 1000, 1024])
+def test_every_kind_of_d(d, poisoned_memory):
+    check_against_reference(*problem(1, 2, 9, 37, d), BOTH)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("d", [2, 6, 7, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_dimensions(d, dtype, poisoned_memory):
+    check_against_reference(*problem(2, 2, 33, 37, d, dtype=dtype), BOTH)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("l1", "dot"), ("dot", "l1", "dis")], ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bases(bases, dtype, poisoned_memory):
+    check_against_reference(*problem(2, 2, 33, 37, 64, len(bases), dtype), bases)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("d", [7, 64, 100])
+def test_portable_kernels_on_the_gpu(d, monkeypatch, poisoned_memory):
+    monkeypatch.setattr(gpu, "_runs_ptx", lambda device: False)
+    gpu._score_plan.cache_clear()
+    gpu._backward_plan.cache_clear()
+    try:
+        check_against_reference(*problem(2, 2, 9, 37, d), BOTH)
+    finally:
+        gpu._score_plan.cache_clear()
+        gpu._backward_plan.cache_clear()
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_blocks_of_bounded_scratch_give_the_same(monkeypatch):
+    query, key, weight = problem(3, 2, 65, 70, 64)
+    grad = torch.randn(3, 2, 65, 70, device="cuda")
+    whole = gpu.score_backward(grad, query, key, weight, BOTH, ALL)
+    monkeypatch.setattr(gpu, "SCRATCH_BYTES", 40_000)
+    for a, b in zip(gpu.score_backward(grad, query, key, weight, BOTH, ALL), whole, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_more_heads_than_a_grid_axis_takes():
+    query, key, weight = problem(70_000, 1, 2, 3, 4)
+    grad = torch.randn(70_000, 1, 2, 3, device="cuda")
+    ours = (gpu.score(query, key, weight, BOTH), *gpu.score_backward(grad, query, key, weight, BOTH, ALL))
+    for a, b in zip(ours, gradients(query, key, weight, BOTH, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "misaligned", "sliced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides(kind, dtype):
+    query, key, weight = problem(2, 3, 33, 37, 64, dtype=dtype)
+    if kind == "transposed":  # as (N, L, H, d) projections come
+        query, key = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key))
+    elif kind == "expanded":
+        query, weight = query[:1, :1].expand(2, 3, 33, 64), weight[:1].expand(3, 2, 64)
+    else:
+        wide = torch.full((2, 3, 37, 131), float("nan"), device="cuda", dtype=dtype)
+        view = wide[..., 1:65] if kind == "misaligned" else wide[..., 1:129:2]
+        key = view.copy_(key)
+    grad = torch.randn(33, 37, device="cuda").expand(2, 3, 33, 37)
+    plain = [tensor.contiguous() for tensor in (query, key, weight)]
+    for a, b in zip(
+        (gpu.score(query, key, weight, BOTH), *gpu.score_backward(grad, query, key, weight, BOTH, ALL)),
+        (gpu.score(*plain, BOTH), *gpu.score_backward(grad.contiguous(), *plain, BOTH, ALL)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_runs_give_the_same_bits(dtype):
+    query, key, weight = problem(2, 3, 197, 197, 64, dtype=dtype)
+    grad = torch.randn(2, 3, 197, 197, device="cuda")
+    first, second = (
+        (gpu.score(query, key, weight, BOTH), *gpu.score_backward(grad, query, key, weight, BOTH, ALL))
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("d", [7, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_and_inf_stay_in_their_rows(d, dtype):
+    query, key, weight = problem(2, 1, 9, 37, d, dtype=dtype)
+    query[0, 0, 1, d // 2] = float("nan")
+    key[1, 0, 2, 0] = float("nan")
+    expected = torch.zeros(2, 1, 9, 37, dtype=torch.bool, device="cuda")
+    expected[0, :, 1, :] = expected[1, :, :, 2] = True
+    assert torch.equal(gpu.score(query, key, weight, BOTH).isnan(), expected)
+    grads = gpu.score_backward(torch.ones(2, 1, 9, 37, device="cuda"), query, key, weight, BOTH, ALL)
+    touched = expected.any(-1)
+    assert grads[0][~touched].isfinite().all()
+    query[0, 0, 1, d // 2] = float("inf")
+    assert gpu.score(query, key, weight, BOTH)[~expected].isfinite().all()
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_empty_problems():
+    for length, count in ((0, 5), (5, 0)):
+        query, key, weight = problem(2, 3, length, count, 8)
+        assert gpu.score(query, key, weight, BOTH).shape == (2, 3, length, count)
+        grads = gpu.score_backward(torch.ones(2, 3, length, count, device="cuda"), query, key, weight, BOTH, ALL)
+        assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_public_function_autocast_compile_and_float64():
+    query, key, _ = problem(2, 3, 33, 37, 64)
+    similarity = ah.AdaptiveSimilarity(64, 3, debias=True).cuda()
+    with torch.no_grad():
+        similarity.w.normal_(std=0.1)
+    with torch.autocast("cuda", torch.bfloat16):
+        scores = similarity(query, key)
+    assert scores.dtype == torch.float32
+    weight = (similarity.beta.unsqueeze(-1) * similarity.w).detach()
+    halves = ah.adaptive_similarity(query.bfloat16(), key.bfloat16(), weight)
+    assert halves.dtype == torch.bfloat16
+    torch.testing.assert_close(scores.bfloat16(), halves)
+    compiled = torch.compile(similarity, fullgraph=True)
+    torch.testing.assert_close(compiled(query, key), similarity(query, key))
+    compiled(query, key).sum().backward()
+    assert ah.adaptive_similarity(query.double(), key.double(), weight.double()).dtype == torch.float64
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_opcheck_on_the_gpu():
+    query, key, weight = (tensor.requires_grad_() for tensor in problem(2, 3, 9, 11, 16))
+    torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "triton"))
+    grad = torch.randn(2, 3, 9, 11, device="cuda")
+    inputs = [tensor.detach() for tensor in (query, key, weight)]
+    torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "triton", [True, False, True]))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_cuda_graph():
+    query, key, weight = problem(2, 3, 65, 65, 64)
+    query.requires_grad_()
+
+    def step():
+        return torch.autograd.grad(ah.adaptive_similarity(query, key, weight).square().sum(), query)[0]
+
+    expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_streams_side_by_side():
+    inputs = [problem(1, 2, 300, 300, 64) for _ in range(4)]
+    expected = [gpu.score(*each, BOTH) for each in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    results = []
+    for stream, each in zip(streams, inputs, strict=True):
+        with torch.cuda.stream(stream):
+            results.append(gpu.score(*each, BOTH))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_second_device():
+    query, key, weight = problem(1, 2, 9, 11, 64)
+    there = [tensor.to("cuda:1") for tensor in (query, key, weight)]
+    assert torch.equal(gpu.score(*there, BOTH).to("cuda:0"), gpu.score(query, key, weight, BOTH))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_few_kernels_are_compiled(tmp_path):
+    """One forward and one backward kernel serve every shape of one d and dtype."""
+    code = """
+import torch
+from ahop_layers.ops import gpu, triton_kernels
+for n, h, length, count in ((1, 1, 5, 7), (2, 3, 65, 65), (1, 1, 1, 1000), (1, 1, 1000, 1), (16, 1, 16, 16)):
+    query, key = torch.randn(n, h, length, 64, device="cuda"), torch.randn(n, h, count, 64, device="cuda")
+    weight, grad = torch.randn(h, 2, 64, device="cuda"), torch.randn(n, h, length, count, device="cuda")
+    gpu.score(query, key, weight, ("dis", "dot"))
+    gpu.score_backward(grad, query, key, weight, ("dis", "dot"), (True, True, True))
+    gpu.score_backward(grad.mT.contiguous().mT, query, key, weight, ("dis", "dot"), (True, False, True))
+kernels = (triton_kernels.score_ptx, triton_kernels.score_backward_ptx)
+print(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()))
+"""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == 2
+
+
+@pytest.mark.skipif(HAS_GPU, reason="runs on the GPU itself in test_portable_kernels_on_the_gpu")
+def test_portable_kernels_in_the_interpreter():
+    """Triton decides at its import whether it interprets, so this needs a process of its own."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    file = Path(__file__).with_name("portable_kernels.py")
+    command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    assert "3 passed" in run.stdout
+
+
+@pytest.mark.parametrize("d", [*range(1, 130), 200, 255, 256, 300, 511, 512, 513, 784, 1000, 1023, 1024])
+def test_layouts_cover_every_d(d):
+    for layout in (ptx.choose_layout(d, alone=96, shared=64), ptx.choose_layout(d, alone=32, shared=32)):
+        assert layout.group in (1, 2, 4, 8, 16, 32)
+        assert d <= layout.dims < 2 * d + 32
+    assert ptx.choose_layout(d, alone=32, shared=32).chunk <= 32  # what a tag can count
+
+
+@pytest.mark.parametrize("d", [1, 7, 64, 200])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_ptx_assembles(d, dtype, tmp_path):
+    """The assembler that Triton ships takes every body for Hopper: no GPU is needed to know that it is PTX."""
+    nvidia = pytest.importorskip("triton.backends.nvidia", reason="Triton is not installed")
+    assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
+    if not os.path.exists(assembler):
+        pytest.skip("this build of Triton ships no ptxas")
+    forward, backward = ptx.choose_layout(d, alone=96, shared=64), ptx.choose_layout(d, alone=32, shared=32)
+    if dtype != "f32" and (forward.chunk % 2 or backward.chunk % 2):
+        pytest.skip("half precision of an odd number of dimensions runs as float32")
+    bodies = {
+        ptx.score(forward, BOTH, dtype): ptx.SCORE_CONSTRAINTS,
+        ptx.score_backward(backward, ("l1", "dot"), dtype): ptx.BACKWARD_CONSTRAINTS,
+    }
+    for body, constraints in bodies.items():
+        for index, kind in reversed(list(enumerate(constraints.split(",")))):
+            body = body.replace(f"${index}", f"operand{index}_{kind[-1]}")
+        operands = [f"operand{index}_{kind[-1]}" for index, kind in enumerate(constraints.split(","))]
+        declared = "".join(f".reg .b{64 if operand.endswith('l') else 32} {operand};" for operand in operands)
+        source = tmp_path / "kernel.ptx"
+        source.write_text(f".version 8.0\n.target sm_90\n.address_size 64\n.entry kernel() {{{declared}{body} ret;}}")
+        command = [assembler, "-arch=sm_90", str(source), "-o", str(tmp_path / "kernel.cubin")]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
