@@ -9,10 +9,12 @@ from ahop_layers.ops.reference import folded_similarity
 
 @pytest.mark.parametrize(
     ("shape", "bases"),
-    [((2, 1, 2, 3, 4), ("dis", "dot")), ((1, 2, 3, 2, 5), ("dot", "l1", "dis")), ((1, 1, 3, 1, 1), ("l1",))],
-    ids=["N2-L2-S3-d4", "H2-L3-S2-d5", "L3-S1-d1"],
+    [((2, 1, 2, 3, 4), ("dis", "dot")), ((1, 2, 3, 2, 5), ("dot", "l1", "dis")), ((1, 1, 2, 70, 2), ("l1",))],
+    ids=["N2-L2-S3-d4", "H2-L3-S2-d5", "L2-S70-d2"],
 )
-def test_portable_kernels(shape, bases):
+def test_portable_kernels(shape, bases, monkeypatch):
+    monkeypatch.setattr(gpu, "_slots", lambda device: 1)
+    monkeypatch.setattr(gpu, "PROGRAMS_A_SLOT", 1)  # several tiles of keys a program, where there are several
     n, h, length, count, d = shape
     query, key, weight = torch.randn(n, h, length, d), torch.randn(n, h, count, d), torch.randn(h, len(bases), d)
     grad = torch.randn(n, h, length, count)

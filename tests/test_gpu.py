@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops import gpu, ptx
+from ahop_layers.ops import gpu, ptx_kernels
+from ahop_layers.ops.ptx import choose_layout
 from ahop_layers.ops.reference import BASES, fold, folded_similarity
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
@@ -119,6 +120,15 @@ def test_blocks_of_bounded_scratch_give_the_same(monkeypatch):
     monkeypatch.setattr(gpu, "SCRATCH_BYTES", 40_000)
     for a, b in zip(gpu.score_backward(grad, query, key, weight, BOTH, ALL), whole, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_tiles_a_program(dtype, monkeypatch, poisoned_memory):
+    monkeypatch.setattr(gpu, "_slots", lambda device: 1)
+    monkeypatch.setattr(gpu, "PROGRAMS_A_SLOT", 3)
+    check_against_reference(*problem(1, 2, 5, 203, 64, dtype=dtype), BOTH)
 
 
 @pytest.mark.gpu
@@ -310,10 +320,10 @@ def test_portable_kernels_in_the_interpreter():
 
 @pytest.mark.parametrize("d", [*range(1, 130), 200, 255, 256, 300, 511, 512, 513, 784, 1000, 1023, 1024])
 def test_layouts_cover_every_d(d):
-    for layout in (ptx.choose_layout(d, alone=96, shared=64), ptx.choose_layout(d, alone=32, shared=32)):
+    for layout in (choose_layout(d, alone=96, shared=64), choose_layout(d, alone=32, shared=32)):
         assert layout.group in (1, 2, 4, 8, 16, 32)
         assert d <= layout.dims < 2 * d + 32
-    assert ptx.choose_layout(d, alone=32, shared=32).chunk <= 32  # what a tag can count
+    assert choose_layout(d, alone=32, shared=32).chunk <= 32  # what a tag can count
 
 
 @pytest.mark.parametrize("d", [1, 7, 64, 200])
@@ -324,12 +334,12 @@ def test_ptx_assembles(d, dtype, tmp_path):
     assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
     if not os.path.exists(assembler):
         pytest.skip("this build of Triton ships no ptxas")
-    forward, backward = ptx.choose_layout(d, alone=96, shared=64), ptx.choose_layout(d, alone=32, shared=32)
+    forward, backward = choose_layout(d, alone=96, shared=64), choose_layout(d, alone=32, shared=32)
     if dtype != "f32" and (forward.chunk % 2 or backward.chunk % 2):
         pytest.skip("half precision of an odd number of dimensions runs as float32")
     bodies = {
-        ptx.score(forward, BOTH, dtype): ptx.SCORE_CONSTRAINTS,
-        ptx.score_backward(backward, ("l1", "dot"), dtype): ptx.BACKWARD_CONSTRAINTS,
+        ptx_kernels.score(forward, BOTH, dtype): ptx_kernels.SCORE_CONSTRAINTS,
+        ptx_kernels.score_backward(backward, ("l1", "dot"), dtype): ptx_kernels.BACKWARD_CONSTRAINTS,
     }
     for body, constraints in bodies.items():
         for index, kind in reversed(list(enumerate(constraints.split(",")))):

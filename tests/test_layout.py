@@ -10,7 +10,8 @@ PACKAGE = Path(ah.__file__).parent
 # Data flows down this list; a module imports only from those above it.
 LAYOUT = """
     version errors
-    ops.networks ops.reference ops.chunked ops.cpu ops.ptx ops.triton_kernels ops.gpu ops.backend ops
+    ops.networks ops.reference ops.chunked ops.cpu ops.ptx ops.ptx_kernels ops.triton_kernels
+    ops.gpu ops.backend ops
     similarity
 """.split()  # noqa: SIM905 - the list reads as the folder does
 

@@ -52,16 +52,6 @@ def test_layers_hold_all_comparators_and_touch_a_position_once(size):
     assert torch.equal(torch.stack(rows), values.sort(dim=0).values)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 48, 64])
-@pytest.mark.parametrize("network", [sorting_network, bitonic_merge])
-def test_last_comparators_come_last_and_apart(size, network):
-    earlier, last = network(size).split_last()
-    assert sorted(earlier + last) == sorted(network(size).comparators)
-    assert len({position for pair in last for position in pair}) == 2 * len(last)
-    rest = [pair for pair in network(size).comparators if pair not in set(last)]
-    assert [pair for pair in earlier if pair in set(rest)] == rest
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 12, 24, 25, 28, 32, 49, 64])
 def test_merge_sorts_every_bitonic_0_1_sequence(size):
     """Rotations of a block of ones are all the bitonic 0-1 sequences there are."""

@@ -139,7 +139,7 @@ def _run(
 
 
 class Step(NamedTuple):
-    """``step_t`` of footprint.c: ``groups`` groups of rows ``step`` apart, one every ``advance`` rows, up to ``end``."""
+    """``step_t`` of footprint.c: groups of rows ``step`` apart, one group every ``advance`` rows, up to ``end``."""
 
     code: int
     start: int

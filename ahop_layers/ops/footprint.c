@@ -27,8 +27,8 @@ enum { DIS, DOT, L1 };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, MERGE8, MERGE16, CHAIN2, CHAIN3 };
-enum { MAX_VECTORS = 16, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64 };
-enum { FORWARD_BYTES = 32 << 10, BACKWARD_BYTES = 8 << 10, PARTIAL_BYTES = 8 << 20 };
+enum { MIN_VECTORS = 3, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64 };
+enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 9 << 10, PARTIAL_BYTES = 8 << 20 };
 
 /* A step of the sorting network: `groups` groups of rows, the first at `start`, the next `advance` further on. The rows
  * of a group are `step` apart and lie before `end`. */
@@ -163,50 +163,36 @@ static inline double from_float64(double value) { return value; }
 #define JOIN(a, b, c) JOIN_(a, b, c)
 #define FN(name) JOIN(name, ISA, T)
 
+#define PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define BEGIN_TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#else
+#define BEGIN_TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define END_TARGET PRAGMA(GCC pop_options)
+#endif
+
 #if defined(__x86_64__)
 #define ISA avx512
 #define BYTES 64
 #define X86(name) _mm512_##name
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma")
-#endif
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,fma")
 #include "footprint.c"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_TARGET
 #undef X86
 #undef BYTES
 #undef ISA
-
 #define ISA avx2
 #define BYTES 32
 #define X86(name) _mm256_##name
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
+BEGIN_TARGET("avx2,fma")
 #include "footprint.c"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_TARGET
 #undef X86
 #undef BYTES
 #undef ISA
-
-#define X86(name) _mm_##name
-#endif
-
-#if defined(__x86_64__)
 #define ISA sse2
+#define X86(name) _mm_##name
 #elif defined(__aarch64__)
 #define ISA neon
 #else
@@ -399,47 +385,55 @@ static void FN(sort)(const step_t *program, V *x, int64_t d, int64_t vectors)
     }
 }
 
-#define CONVERT(type, convert)                              \
-    for (int64_t i = 0; i < d; i++) {                       \
-        const T value = (T)convert(((const type *)from)[offset + i * stride]); \
-        to[i * step] = value;                               \
-        wild |= !(value - value == 0);                      \
-    }                                                       \
+#define CONVERT(type, convert)                                                 \
+    for (int64_t i = 0; i < d; i++)                                            \
+        to[i * step] = (T)convert(((const type *)from)[offset + i * stride]);  \
     break;
 
-/* Copy a row of d elements; returns whether any is infinite or NaN. */
-static int FN(load)(const void *from, int64_t dtype, int64_t offset, int64_t stride, int64_t d, T *to, int64_t step)
+static void FN(load)(const void *from, int64_t dtype, int64_t offset, int64_t stride, int64_t d, T *to, int64_t step)
 {
-    int wild = 0;
     switch (dtype) {
     case FLOAT32: CONVERT(float, from_float32)
     case FLOAT64: CONVERT(double, from_float64)
     case FLOAT16: CONVERT(uint16_t, from_float16)
     case BFLOAT16: CONVERT(uint16_t, from_bfloat16)
     }
-    return wild;
 }
 
-/* Copy keys from `first` on into the lanes of a block, zeros past the last key. */
-static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first, int64_t vectors, T *keys)
+/* Whether any of `count` numbers is infinite or NaN. */
+static int FN(wild)(const T *numbers, int64_t count)
 {
-    const int64_t *stride = call->key_stride, width = vectors * LANES;
     int wild = 0;
-    for (int64_t lane = 0; lane < width; lane++) {
-        if (first + lane < call->count)
-            wild |= FN(load)(call->key, call->dtype, n * stride[0] + h * stride[1] + (first + lane) * stride[2],
-                             stride[3], call->d, keys + lane, width);
-        else
-            for (int64_t i = 0; i < call->d; i++)
-                keys[i * width + lane] = 0;
-    }
+    for (int64_t i = 0; i < count; i++)
+        wild |= !(numbers[i] - numbers[i] == 0);
     return wild;
 }
 
-static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, T *query)
+typedef struct {
+    V *keys, *x;
+    T *query, *weights;
+    V *grad, *values, *slopes, *key_grad, *query_grad, *weight_grad;
+} FN(buffers);
+
+/* Copy keys from `first` on into the lanes of a block, the last one again into lanes past it: zeros would only make
+ * ties to settle. Returns the vectors this takes. */
+static int64_t FN(load_keys)(const plan_t *plan, int64_t n, int64_t h, int64_t first, const FN(buffers) *at)
+{
+    const call_t *call = plan->call;
+    const int64_t *stride = call->key_stride, d = call->d, origin = n * stride[0] + h * stride[1];
+    const int64_t vectors = least(plan->vectors, ceil_div(call->count - first, LANES)), width = vectors * LANES;
+    for (int64_t lane = 0; lane < width; lane++)
+        FN(load)(call->key, call->dtype, origin + least(first + lane, call->count - 1) * stride[2], stride[3], d,
+                 (T *)at->keys + lane, width);
+    for (int64_t v = 0; v < vectors; v++)
+        at->x[d * vectors + v] = (V){0} + (T)__builtin_inf();
+    return vectors;
+}
+
+static void FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, T *query)
 {
     const int64_t *stride = call->query_stride;
-    return FN(load)(call->query, call->dtype, n * stride[0] + h * stride[1] + l * stride[2], stride[3], call->d, query, 1);
+    FN(load)(call->query, call->dtype, n * stride[0] + h * stride[1] + l * stride[2], stride[3], call->d, query, 1);
 }
 
 /* The weight of each position in ascending order, for head h. */
@@ -451,12 +445,6 @@ static void FN(load_weights)(const call_t *call, int64_t h, T *weights)
             weights[b * call->d + i] = call->bases[b] == DOT ? folded[call->d - 1 - i] : -folded[i];
     }
 }
-
-typedef struct {
-    V *keys, *x;
-    T *query, *weights;
-    V *grad, *values, *slopes, *key_grad, *query_grad, *weight_grad;
-} FN(buffers);
 
 #define FILL(expression, note)                                      \
     for (int64_t i = 0; i < d; i++) {                               \
@@ -477,7 +465,7 @@ static void FN(similarities)(int32_t base, const T *query, const V *keys, V *x, 
     }
 }
 
-#define TAG(bounded) at->values[v] = value, at->x[v] = (V)(((I)(bounded) & ~mask) | (INT)i)
+#define TAG(bounded) values[v] = value, x[v] = (V)(((I)(bounded) & ~mask) | (INT)i)
 
 /* Also tag each similarity with its dimension in the lowest bits, for the sort to carry along. Infinities with a tag
  * would be NaN: they are bounded, as are NaN. */
@@ -485,6 +473,7 @@ static void FN(tagged)(int32_t base, const FN(buffers) *at, int64_t d, int64_t v
 {
     const T *query = at->query;
     const V *keys = at->keys;
+    V *values = at->values, *x = at->x;
     const V huge = (V){0} + HUGE_T;
     switch (base) {
     case DIS: FILL((q - k) * (q - k), TAG(MIN_NUMBER(value, huge)))
@@ -493,11 +482,11 @@ static void FN(tagged)(int32_t base, const FN(buffers) *at, int64_t d, int64_t v
     }
 }
 
-/* Vectors per block such that `bytes` hold one, spread evenly over all keys. */
+/* Vectors per block: what `bytes` hold, yet enough to repay the steering of the network, evenly over all keys. */
 static void FN(cut_keys)(plan_t *plan, int64_t bytes)
 {
     const int64_t all = ceil_div(plan->call->count, LANES);
-    const int64_t fit = least(MAX_VECTORS, most(1, bytes / (plan->call->d * BYTES)));
+    const int64_t fit = least(MAX_VECTORS, most(MIN_VECTORS, bytes / (plan->call->d * BYTES)));
     plan->vectors = ceil_div(all, ceil_div(all, fit));
     plan->blocks = ceil_div(all, plan->vectors);
 }
@@ -519,27 +508,29 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
         buffers->query_grad = take(&arena, d * BYTES);
         buffers->weight_grad = take(&arena, weights * BYTES);
     }
-    if (scratch)
-        for (int64_t v = 0; v < vectors; v++)
-            buffers->x[d * vectors + v] = (V){0} + (T)__builtin_inf();
     return arena.used;
 }
 
+/* Add weights times rows to the sums, in runs of rows: shorter chains of rounding errors. */
 static void FN(weigh)(const V *x, const T *weights, V *sums, int64_t d, int64_t vectors)
 {
-    enum { RUN = 64 }; /* sums of runs: shorter chains of rounding errors */
-    for (int64_t v = 0; v < vectors; v++)
-        for (int64_t start = 0; start < d; start += RUN) {
-            V even = {0}, odd = {0};
-            int64_t i = start, end = least(start + RUN, d);
-            for (; i + 1 < end; i += 2) {
-                even += weights[i] * x[i * vectors + v];
-                odd += weights[i + 1] * x[(i + 1) * vectors + v];
-            }
-            if (i < end)
-                even += weights[i] * x[i * vectors + v];
-            sums[v] += even + odd;
+    enum { RUN = 64, ABREAST = 4 };
+    for (int64_t start = 0; start < d; start += RUN) {
+        const int64_t end = least(start + RUN, d);
+        int64_t v = 0;
+        for (; v + ABREAST <= vectors; v += ABREAST) {
+            V sum[ABREAST] = {{0}};
+            for (int64_t i = start; i < end; i++)
+                UNROLL for (int j = 0; j < ABREAST; j++) sum[j] += weights[i] * x[i * vectors + v + j];
+            UNROLL for (int j = 0; j < ABREAST; j++) sums[v + j] += sum[j];
         }
+        for (; v < vectors; v++) {
+            V sum = {0};
+            for (int64_t i = start; i < end; i++)
+                sum += weights[i] * x[i * vectors + v];
+            sums[v] += sum;
+        }
+    }
 }
 
 static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
@@ -547,19 +538,20 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
     const call_t *call = plan->call;
     const int64_t chunk = task % plan->chunks, block = task / plan->chunks % plan->blocks;
     const int64_t pair = task / plan->chunks / plan->blocks, n = pair / call->heads, h = pair % call->heads;
-    const int64_t d = call->d, vectors = plan->vectors, first = block * vectors * LANES, *stride = call->score_stride;
-    const int64_t width = least(vectors * LANES, call->count - first);
+    const int64_t d = call->d, first = block * plan->vectors * LANES, *stride = call->score_stride;
     FN(buffers) at;
     FN(layout)(plan, scratch, 0, &at);
     FN(load_weights)(call, h, at.weights);
-    const int wild_keys = FN(load_keys)(call, n, h, first, vectors, (T *)at.keys);
+    const int64_t vectors = FN(load_keys)(plan, n, h, first, &at), width = least(vectors * LANES, call->count - first);
+    const int wild_keys = FN(wild)((const T *)at.keys, d * vectors * LANES);
     T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
     for (int64_t l = chunk * QUERY_CHUNK; l < least((chunk + 1) * QUERY_CHUNK, call->length); l++) {
-        const int wild = FN(load_query)(call, n, h, l, at.query) | wild_keys;
+        FN(load_query)(call, n, h, l, at.query);
+        const int wild = wild_keys || FN(wild)(at.query, d);
         V sums[MAX_VECTORS] = {{0}};
         for (int64_t b = 0; b < call->n_bases; b++) {
             FN(similarities)(call->bases[b], at.query, at.keys, at.x, d, vectors);
-            for (int64_t i = 0; wild && i < d * vectors; i++) { /* a NaN goes into the sum, and never into the network */
+            for (int64_t i = 0; wild && i < d * vectors; i++) { /* a NaN goes into the sum, not into the network */
                 const I number = at.x[i] == at.x[i];
                 sums[i % vectors] = (V)((I)sums[i % vectors] | ~number);
                 at.x[i] = (V)((I)at.x[i] & number);
@@ -577,8 +569,9 @@ static int FN(forward)(const call_t *call)
 {
     plan_t plan = {.call = call, .chunks = ceil_div(call->length, QUERY_CHUNK)};
     FN(cut_keys)(&plan, FORWARD_BYTES);
+    const int64_t tasks = call->n * call->heads * plan.blocks * plan.chunks;
     FN(buffers) at;
-    return run(FN(forward_task), &plan, call->n * call->heads * plan.blocks * plan.chunks, FN(layout)(&plan, NULL, 0, &at));
+    return run(FN(forward_task), &plan, tasks, FN(layout)(&plan, NULL, 0, &at));
 }
 
 /* Tags took the place of some low bits: where neighbours agree in all others, order them by their exact values. */
@@ -622,58 +615,53 @@ static void FN(settle)(const T *values, V *x, int64_t d, int64_t vectors, INT ma
 /* Bring each weight to the dimension that its position came from, and exact values in place of the tagged words. */
 static void FN(untag)(const FN(buffers) *at, const T *weights, T scale, int64_t d, int64_t vectors, INT mask)
 {
-    const int64_t width = vectors * LANES;
-    const INT pitch = (INT)width;
-    /* As words and not as numbers: these copies should not take the place of arithmetic in the vector units. */
+    const INT width = (INT)(vectors * LANES);
     const WORD *values = (const WORD *)at->values;
     WORD *slopes = (WORD *)at->slopes, *row = (WORD *)at->x;
     for (int64_t i = 0; i < d; i++, row += width) {
         const T scaled = weights[i] * scale;
         INT weight;
         memcpy(&weight, &scaled, sizeof weight);
-        __asm__("" : "+r"(weight));
-        for (int64_t lane = 0; lane < width; lane += 2) {
-            WORD *slope = slopes + lane;
-            const WORD *value = values + lane;
-            const INT one = row[lane], two = row[lane + 1];
-            const int64_t first = (one & mask) * pitch, second = (two & mask) * pitch;
-            const INT low = value[first], high = value[second + 1];
-            slope[first] = weight;
-            slope[second + 1] = weight;
-            row[lane] = low;
-            row[lane + 1] = high;
+        for (INT lane = 0; lane < width; lane += 2) {
+            const INT one = (row[lane] & mask) * width + lane, two = (row[lane + 1] & mask) * width + lane + 1;
+            const INT first = values[one], second = values[two];
+            slopes[one] = weight;
+            slopes[two] = weight;
+            row[lane] = first;
+            row[lane + 1] = second;
         }
     }
 }
 
 /* Add the gradients of the weights, by positions. */
-static void FN(add_sorted)(const FN(buffers) *at, V *weight_grad, int64_t d, int64_t vectors)
+static void FN(add_sorted)(const V *x, const V *grad, V *weight_grad, int64_t d, int64_t vectors)
 {
-    for (int64_t i = 0; i < d; i++) {
+    for (int64_t i = 0; i < d; i++, x += vectors) {
         V sum = {0};
         for (int64_t v = 0; v < vectors; v++)
-            sum += at->grad[v] * at->x[i * vectors + v];
+            sum += grad[v] * x[v];
         weight_grad[i] += sum;
     }
 }
 
-#define SLOPES(for_query, for_key)                                  \
-    for (int64_t i = 0; i < d; i++) {                               \
-        const T q = at->query[i];                                   \
-        V sum = {0};                                                \
-        for (int64_t v = 0; v < vectors; v++) {                     \
-            const int64_t j = i * vectors + v;                      \
-            const V k = at->keys[j], slope = at->slopes[j] * at->grad[v]; \
-            for_query;                                              \
-            for_key;                                                \
-        }                                                           \
-        at->query_grad[i] += sum;                                   \
-    }                                                               \
+#define SLOPES(for_query, for_key)                                      \
+    for (int64_t i = 0; i < d; i++) {                                   \
+        const T q = query[i];                                           \
+        V sum = {0};                                                    \
+        for (int64_t v = 0, j = i * vectors; v < vectors; v++, j++) {   \
+            const V k = keys[j], slope = slopes[j] * grad[v];           \
+            for_query;                                                  \
+            for_key;                                                    \
+        }                                                               \
+        query_grad[i] += sum;                                           \
+    }                                                                   \
     break;
 
 static void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64_t vectors)
 {
-    V *key_grad = at->key_grad;
+    const T *query = at->query;
+    const V *keys = at->keys, *slopes = at->slopes, *grad = at->grad;
+    V *query_grad = at->query_grad, *key_grad = at->key_grad;
     switch (base) {
     case DIS: SLOPES(sum += slope * (q - k), key_grad[j] -= slope * (q - k))
     case DOT: SLOPES(sum += slope * k, key_grad[j] += slope * q)
@@ -709,61 +697,68 @@ static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t 
             FN(sort)(call->program, at->x, d, vectors);
         }
         if (call->need & NEED_WEIGHT)
-            FN(add_sorted)(at, at->weight_grad + b * d, d, vectors);
+            FN(add_sorted)(at->x, at->grad, at->weight_grad + b * d, d, vectors);
     }
 }
 
-/* Empty the running sums of a block's keys and of the weights into their destinations. */
-static void FN(flush)(const call_t *call, const FN(buffers) *at, T *key_grad, int64_t width, int64_t vectors, double *weight_grad)
+/* Empty the running sums of the keys of a block into their gradients, which start at element `place`. */
+static void FN(flush_keys)(const call_t *call, V *sums, int64_t place, int64_t vectors, int64_t keys)
 {
-    const int64_t d = call->d;
+    const int64_t d = call->d, width = vectors * LANES;
     if (call->need & NEED_KEY)
-        for (int64_t lane = 0; lane < width; lane++)
+        for (int64_t key = 0; key < keys; key++)
             for (int64_t i = 0; i < d; i++)
-                key_grad[lane * d + i] += ((T *)at->key_grad)[i * vectors * LANES + lane];
-    memset(at->key_grad, 0, (size_t)(d * vectors * BYTES));
-    if (call->need & NEED_WEIGHT)
-        for (int64_t i = 0; i < call->n_bases * d; i++)
-            weight_grad[i] += (double)FN(total)(at->weight_grad[i]);
-    memset(at->weight_grad, 0, (size_t)(call->n_bases * d * BYTES));
+                ((T *)call->key_grad)[place + key * d + i] += ((const T *)sums)[i * width + key];
+    memset(sums, 0, (size_t)(d * vectors * BYTES));
+}
+
+static void FN(flush_weights)(V *sums, double *weight_grad, int64_t size)
+{
+    for (int64_t i = 0; i < size; i++)
+        weight_grad[i] += (double)FN(total)(sums[i]);
+    memset(sums, 0, (size_t)(size * BYTES));
 }
 
 static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
 {
     const call_t *call = plan->call;
-    const int64_t tile = task % plan->tiles, group = task / plan->tiles % plan->groups, h = task / plan->tiles / plan->groups;
-    const int64_t d = call->d, vectors = plan->vectors, *stride = call->score_stride;
+    const int64_t groups = plan->groups, tiles = plan->tiles;
+    const int64_t tile = task % tiles, group = task / tiles % groups, h = task / tiles / groups;
+    const int64_t d = call->d, *stride = call->score_stride;
     double *weight_grad = plan->weight_partial + task * call->n_bases * d;
+    int64_t since_flush = 0;
     FN(buffers) at;
     FN(layout)(plan, scratch, 1, &at);
     FN(load_weights)(call, h, at.weights);
-    memset(at.key_grad, 0, (size_t)(d * vectors * BYTES));
+    memset(at.key_grad, 0, (size_t)(d * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(call->n_bases * d * BYTES));
-    for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++)
-        for (int64_t block = tile * plan->blocks / plan->tiles; block < (tile + 1) * plan->blocks / plan->tiles; block++) {
-            const int64_t pair = n * call->heads + h, first = block * vectors * LANES;
-            const int64_t width = least(vectors * LANES, call->count - first);
-            T *key_grad = (T *)call->key_grad + (pair * call->count + first) * d;
-            FN(load_keys)(call, n, h, first, vectors, (T *)at.keys);
+    for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
+        for (int64_t block = tile * plan->blocks / tiles; block < (tile + 1) * plan->blocks / tiles; block++) {
+            const int64_t pair = n * call->heads + h, first = block * plan->vectors * LANES;
+            const int64_t vectors = FN(load_keys)(plan, n, h, first, &at);
+            const int64_t keys = least(vectors * LANES, call->count - first);
             memset(at.grad, 0, (size_t)(vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row++) {
-                const T *grad = (const T *)call->scores + n * stride[0] + h * stride[1] + (plan->first + row) * stride[2];
-                for (int64_t lane = 0; lane < width; lane++)
-                    ((T *)at.grad)[lane] = grad[(first + lane) * stride[3]];
-                FN(load_query)(call, n, h, plan->first + row, at.query);
+                const int64_t l = plan->first + row, origin = n * stride[0] + h * stride[1] + l * stride[2];
+                for (int64_t key = 0; key < keys; key++)
+                    ((T *)at.grad)[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
+                FN(load_query)(call, n, h, l, at.query);
                 memset(at.query_grad, 0, (size_t)(d * BYTES));
                 FN(backward_row)(call, &at, vectors);
                 if (call->need & NEED_QUERY) {
                     T *query_grad = plan->query_partial
-                        ? (T *)plan->query_partial + ((pair * plan->tiles + tile) * plan->rows + row) * d
-                        : (T *)call->query_grad + (pair * call->length + plan->first + row) * d;
+                        ? (T *)plan->query_partial + ((pair * tiles + tile) * plan->rows + row) * d
+                        : (T *)call->query_grad + (pair * call->length + l) * d;
                     for (int64_t i = 0; i < d; i++)
                         query_grad[i] += FN(total)(at.query_grad[i]);
                 }
                 if (row % QUERY_CHUNK == QUERY_CHUNK - 1 || row == plan->rows - 1)
-                    FN(flush)(call, &at, key_grad, width, vectors, weight_grad);
+                    FN(flush_keys)(call, at.key_grad, (pair * call->count + first) * d, vectors, keys);
+                if (++since_flush % QUERY_CHUNK == 0)
+                    FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
             }
         }
+    FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
 }
 
 /* Sum what the tiles found for the queries of this round. */

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.ops import chunked, ptx
+from ahop_layers.ops import chunked, ptx_kernels
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.ptx import WARP, Layout, choose_layout
 
@@ -19,8 +19,11 @@ LARGEST_D = 1024
 SCRATCH_BYTES = 64 * 2**20
 """What the partial sums of one backward launch may use."""
 
-PAD_QUERY, PAD_KEY = 1e19, 1e18
-"""Values of added dimensions: larger than all others as a product and as a distance, so that they sort last."""
+PROGRAMS_A_SLOT = 8
+"""Programs of a backward launch for each warp that runs at once, where there is work for so many."""
+
+PAD_QUERY, PAD_KEY = -1e19, 1e18
+"""Values of added dimensions: less similar than all others in every base, so that they sort last."""
 
 PTX_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -100,8 +103,8 @@ def _score_plan(device: torch.device, dtype: torch.dtype, d: int, bases: tuple[s
     dtype = _packed_dtype(device, dtype, d, layout)
     pack, threads = (1 if dtype == torch.float32 else 2), 4 * WARP
     constants = {
-        "BODY": ptx.score(layout, bases, PTX_NAMES[dtype]),
-        "CONSTRAINTS": ptx.SCORE_CONSTRAINTS,
+        "BODY": ptx_kernels.score(layout, bases, PTX_NAMES[dtype]),
+        "CONSTRAINTS": ptx_kernels.SCORE_CONSTRAINTS,
         "GROUP": layout.group,
         "CHUNK": layout.chunk,
         "PACK": pack,
@@ -120,8 +123,8 @@ def _backward_plan(device: torch.device, dtype: torch.dtype, d: int, bases: tupl
     layout = choose_layout(d, alone=32, shared=32)
     dtype = _packed_dtype(device, dtype, d, layout)
     constants = {
-        "BODY": ptx.score_backward(layout, bases, PTX_NAMES[dtype]),
-        "CONSTRAINTS": ptx.BACKWARD_CONSTRAINTS,
+        "BODY": ptx_kernels.score_backward(layout, bases, PTX_NAMES[dtype]),
+        "CONSTRAINTS": ptx_kernels.BACKWARD_CONSTRAINTS,
         "GROUP": layout.group,
         "CHUNK": layout.chunk,
         "BASES": len(bases),
@@ -163,28 +166,18 @@ def _aligned(tensor: Tensor, alignment: int) -> Tensor:
     return tensor if fits else tensor.contiguous()
 
 
-def _weights(weight: Tensor, plan: Plan, bases: Sequence[str]) -> Tensor:
-    """Weights ``(H, n_bases, plan.dims)``: those of added dimensions are 0, and stand first for a product."""
+def _weights(weight: Tensor, plan: Plan) -> Tensor:
+    """Weights ``(H, n_bases, plan.dims)``: those of added dimensions, which sort last, are 0."""
     added = plan.dims - weight.shape[-1]
     if added:
-        sides = [(added, 0) if base == "dot" else (0, added) for base in bases]
-        padded = [torch.nn.functional.pad(weight[:, index], side) for index, side in enumerate(sides)]
-        return torch.stack(padded, 1)
+        return torch.nn.functional.pad(weight, (0, added))
     return _aligned(weight, 16) if weight.stride(1) == plan.dims else weight.contiguous()
-
-
-def _unpadded(weight: Tensor, d: int, bases: Sequence[str]) -> Tensor:
-    """What :func:`_weights` added taken off again."""
-    if weight.shape[-1] == d:
-        return weight
-    columns = [weight[:, i, -d:] if base == "dot" else weight[:, i, :d] for i, base in enumerate(bases)]
-    return torch.stack(columns, 1)
 
 
 def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, bases: Sequence[str]) -> None:
     plan = _score_plan(query.device, query.dtype, query.shape[-1], tuple(bases))
     query, key = _rows(query, plan, PAD_QUERY), _rows(key, plan, PAD_KEY)
-    weight = _weights(weight, plan, bases)
+    weight = _weights(weight, plan)
     (n, heads, length, d), count = query.shape, key.shape[-2]
     strides = (*query.stride()[:3], *key.stride()[:3], weight.stride(0), *out.stride())
     if "BODY" in plan.constants:
@@ -194,7 +187,8 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, bases
     else:
         tiles = -(-count // plan.keys)
         programs, sizes = n * heads * tiles, [tiles, d]
-    rows = _rows_a_program(query.device, programs * plan.constants["num_warps"], length, waves=16)
+    warps = programs * plan.constants["num_warps"]
+    rows = max(_even_split(length, warps, _slots(query.device)), -(-length // 65535))
     with _device(query):
         plan.kernel[(programs, -(-length // rows))](
             query, key, weight, out, *strides, heads, length, count, rows, *sizes, **plan.constants
@@ -208,7 +202,7 @@ def _launch_backward(
     d = query.shape[-1]
     plan = _backward_plan(query.device, query.dtype, d, tuple(bases))
     query, key = _rows(query, plan, PAD_QUERY), _rows(key, plan, PAD_KEY)
-    weight = _weights(weight, plan, bases)
+    weight = _weights(weight, plan)
     blocks = list(_backward_blocks(query, key, plan))
     if len(blocks) == 1:
         parts = _launch_backward_block(grad, query, key, weight, plan)
@@ -222,7 +216,7 @@ def _launch_backward(
             query_grad[n, :, rows] = parts[0].sum(0)
             key_grad[n] += parts[1].sum(0)
             weight_grad += parts[2].sum((0, 1, 2))
-    return query_grad[..., :d], key_grad[..., :d], _unpadded(weight_grad, d, bases)
+    return query_grad[..., :d], key_grad[..., :d], weight_grad[..., :d]
 
 
 def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[slice, slice]]:
@@ -237,32 +231,48 @@ def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[s
 def _launch_backward_block(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial sums: query (tiles, N, H, L, d), key (chunks, N, H, S, d), weight (tiles, chunks, N, H, n_bases, d)."""
+    """Partial sums: query (strips, N, H, L, d), key (chunks, N, H, S, d), weight (strips, chunks, N, H, n_bases, d)."""
     (n, heads, length, d), count = query.shape, key.shape[-2]
+    slots = _slots(query.device)
     tiles = -(-count // plan.keys)
-    programs = n * heads * tiles
-    rows = _rows_a_program(query.device, programs * plan.constants["num_warps"], length, waves=8)
+    # Enough programs to fill the GPU several times; beyond that each takes several tiles and writes fewer partial sums.
+    span = max(1, n * heads * tiles // (PROGRAMS_A_SLOT * slots))
+    strips = -(-tiles // span)
+    programs = n * heads * strips
     most_chunks = max(1, SCRATCH_BYTES // (4 * key.shape[:-1].numel() * d))
-    rows = max(rows, -(-length // most_chunks))
+    rows = max(
+        _even_split(length, programs * plan.constants["num_warps"], slots), -(-length // min(65535, most_chunks))
+    )
     chunks = -(-length // rows)
     parts = (
-        torch.empty(tiles, *query.shape, device=grad.device),
+        torch.empty(strips, *query.shape, device=grad.device),
         torch.empty(chunks, *key.shape, device=grad.device),
-        torch.empty(tiles, chunks, n, *weight.shape, device=grad.device),
+        torch.empty(strips, chunks, n, *weight.shape, device=grad.device),
     )
     strides = (*grad.stride(), *query.stride()[:3], *key.stride()[:3], weight.stride(0))
     with _device(query):
         plan.kernel[(programs, chunks)](
-            grad, query, key, weight, *parts, *strides, heads, length, count, rows, tiles, d, **plan.constants
+            grad, query, key, weight, *parts, *strides, heads, length, count, rows, span, d, **plan.constants
         )
     return parts
 
 
-def _rows_a_program(device: torch.device, warps: int, length: int, waves: int) -> int:
-    """Queries a program passes by: few enough that the programs fill the GPU several times over, evenly."""
-    slots = 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    chunks = max(1, min(length, waves * slots // warps))
-    return max(-(-length // chunks), -(-length // 65535))
+@lru_cache(maxsize=None)
+def _slots(device: torch.device) -> int:
+    """Warps that run at once: eight a multiprocessor, as many as the kernels' registers allow."""
+    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@lru_cache(maxsize=4096)
+def _even_split(length: int, warps: int, slots: int) -> int:
+    """Queries a program passes by, so that the last wave is nearly full and keys are seldom loaded again."""
+
+    def time(rows: int) -> float:
+        waves = -(-(warps * -(-length // rows)) // slots)
+        return waves * (rows + 0.5)  # loading keys costs about half a row
+
+    most = length * warps // (6 * slots)  # fewer waves than six would not even out programs that take longer
+    return min(range(1, max(1, min(length, most)) + 1), key=time)
 
 
 def _filled(count: int, tile: int) -> float:

@@ -27,16 +27,6 @@ class Network(NamedTuple):
             layers[when].append((low, high))
         return layers
 
-    def split_last(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """The comparators in two parts: those of the second are the last to touch either of their positions."""
-        last = {position: index for index, pair in enumerate(self.comparators) for position in pair}
-        final = {index for index, (low, high) in enumerate(self.comparators) if last[low] == last[high] == index}
-        parts = [
-            tuple(pair for index, pair in enumerate(self.comparators) if (index in final) == wanted)
-            for wanted in (False, True)
-        ]
-        return parts[0], parts[1]
-
     @property
     def depth(self) -> int:
         """Number of layers: the time the network takes if each layer runs at once."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, check_pair
+from ahop_layers.errors import AHopError, broadcast_batch, check_pair
 
 Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -114,6 +114,7 @@ def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
     tensor([[[ 0., -1., -5.]]])
     """
     check_pair(query, key)
+    broadcast_batch(query.shape[:-2], key.shape[:-2])
     (name,) = check_bases((base,))
     return sorted_similarities(query, key, name).cumsum(-1)
 

@@ -8,7 +8,7 @@ own, so results do not depend on the order in which programs run.
 import triton
 import triton.language as tl
 
-NAMES = "qn qh ql kn kh ks wh on oh ol os gn gh gl gs heads length count rows tiles total d".split()  # noqa: SIM905
+NAMES = "qn qh ql kn kh ks wh on oh ol os gn gh gl gs heads length count rows span tiles total d".split()  # noqa: SIM905
 # One compiled kernel serves all shapes: no argument is specialised on its value or alignment.
 shape_free = triton.jit(
     do_not_specialize=NAMES,
@@ -58,7 +58,6 @@ def score_ptx(
             query_row.to(tl.int64),
             ql * item,
             (weight + h * wh + part).to(tl.int64),
-            (weight + h * wh + (GROUP - 1) * CHUNK - part).to(tl.int64),
             (out_row + s * os).to(tl.int64),
             (out_row + other * os).to(tl.int64),
             ol * 4,
@@ -77,39 +76,41 @@ def score_backward_ptx(
     grad, query, key, weight, query_grad, key_grad, weight_grad,
     gn: tl.int64, gh: tl.int64, gl: tl.int64, gs: tl.int64,
     qn: tl.int64, qh: tl.int64, ql: tl.int64, kn: tl.int64, kh: tl.int64, ks: tl.int64, wh: tl.int64,
-    heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, tiles: tl.int64, d: tl.int64,
+    heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, span: tl.int64, d: tl.int64,
     BODY: tl.constexpr, CONSTRAINTS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BASES: tl.constexpr,
 ):  # fmt: skip
-    """One warp a program. Partial sums: query (tiles, ..., L, d), key (chunks, ..., S, d), weight (tiles, chunks, ...)."""
+    """One warp a program, which works on ``span`` tiles of keys."""
     thread = _thread(32)
     part = (thread % GROUP) * CHUNK
-    tile = tl.program_id(0) % tiles
-    head = (tl.program_id(0) // tiles).to(tl.int64)
+    tiles = tl.cdiv(count, 32 // GROUP)
+    strips = tl.cdiv(tiles, span)
+    strip = tl.program_id(0) % strips
+    head = (tl.program_id(0) // strips).to(tl.int64)
     n, h = head // heads, head % heads
-    all_heads = tl.num_programs(0) // tiles
-    s = tile * (32 // GROUP) + thread // GROUP
-    valid = s < count
-    s = tl.minimum(s, count - 1)
+    all_heads = tl.num_programs(0) // strips
     chunk = tl.program_id(1).to(tl.int64)
     start = chunk * rows
     item: tl.constexpr = query.dtype.element_ty.primitive_bitwidth // 8
-    program = (tile * tl.num_programs(1) + chunk) * all_heads + head
+    program = (strip * tl.num_programs(1) + chunk) * all_heads + head
     tl.inline_asm_elementwise(
         BODY,
         CONSTRAINTS,
         [
-            (key + n * kn + h * kh + s * ks + part).to(tl.int64),
+            (key + n * kn + h * kh + part).to(tl.int64),
+            ks * item,
             (query + n * qn + h * qh + start * ql + part).to(tl.int64),
             ql * item,
             (weight + h * wh + part).to(tl.int64),
-            (weight + h * wh + (GROUP - 1) * CHUNK - part).to(tl.int64),
-            (grad + n * gn + h * gh + start * gl + s * gs).to(tl.int64),
+            (grad + n * gn + h * gh + start * gl).to(tl.int64),
             gl * 4,
-            (key_grad + ((chunk * all_heads + head) * count + s) * d + part).to(tl.int64),
-            (query_grad + ((tile * all_heads + head) * length + start) * d).to(tl.int64),
+            gs * 4,
+            (key_grad + (chunk * all_heads + head) * count * d + part).to(tl.int64),
+            (query_grad + ((strip * all_heads + head) * length + start) * d).to(tl.int64),
             (weight_grad + program * BASES * d).to(tl.int64),
+            (strip * span * (32 // GROUP) + thread // GROUP).to(tl.int64),
+            count,
             tl.minimum(rows, length - start).to(tl.int32),
-            valid.to(tl.int32),
+            tl.minimum(span, tiles - strip * span).to(tl.int32),
         ],
         dtype=tl.int32,
         is_pure=False,
@@ -118,11 +119,11 @@ def score_backward_ptx(
 
 
 @triton.jit
-def _similarity(base: tl.constexpr, query, key):
-    """What is sorted for a base: the squared or absolute difference, or the product."""
-    if base == "dot":
-        value = query * key
-    elif base == "dis":
+def _dissimilarity(BASES: tl.constexpr, INDEX: tl.constexpr, query, key):
+    """What is sorted for one of the bases, ascending: the squared or absolute difference, or the negative product."""
+    if BASES[INDEX] == "dot":
+        value = -query * key
+    elif BASES[INDEX] == "dis":
         value = (query - key) * (query - key)
     else:
         value = tl.abs(query - key)
@@ -130,29 +131,13 @@ def _similarity(base: tl.constexpr, query, key):
 
 
 @triton.jit
-def _signed(base: tl.constexpr, value):
-    """Distances count negatively."""
-    if base != "dot":
-        value = -value
-    return value
-
-
-@triton.jit
-def _place(base: tl.constexpr, position, d):
-    """Where the weight of an ascending position stands: the definition sorts similarities in descending order."""
-    if base == "dot":
-        position = d - 1 - position
-    return position
-
-
-@triton.jit
-def _slopes(base: tl.constexpr, query, key):
-    """Slopes of :func:`_similarity` with respect to query and key."""
-    if base == "dot":
-        by_query, by_key = key, query
+def _slopes(BASES: tl.constexpr, INDEX: tl.constexpr, query, key):
+    """Slopes of :func:`_dissimilarity` with respect to query and key."""
+    if BASES[INDEX] == "dot":
+        by_query, by_key = -key, -query
     else:
         difference = query - key
-        if base == "dis":
+        if BASES[INDEX] == "dis":
             by_query = 2 * difference
         else:
             by_query = (difference > 0).to(tl.float32) - (difference < 0).to(tl.float32)
@@ -182,13 +167,12 @@ def score_portable(
         queries = tl.load(query + n * qn + h * qh + row * ql + i, mask=inside, other=0.0).to(tl.float32)
         score = tl.zeros([KEYS], tl.float32)
         for index in tl.static_range(len(BASES)):
-            values = _similarity(BASES[index], queries[None, :], keys)
+            values = _dissimilarity(BASES, index, queries[None, :], keys)
             # A sort may lose a NaN on its way: adding the plain sum's NaN, and nothing else, brings it back.
             missing = tl.max((values != values).to(tl.int32), axis=1)
             ordered = tl.sort(tl.where(inside[None, :], values, float("inf")), dim=1)
-            weights = tl.load(weight + h * wh + index * d + _place(BASES[index], i, d), mask=inside, other=0.0)
-            total = tl.sum(tl.where(inside[None, :], ordered * weights[None, :], 0.0), axis=1)
-            score += _signed(BASES[index], total)
+            weights = tl.load(weight + h * wh + index * d + i, mask=inside, other=0.0)
+            score -= tl.sum(tl.where(inside[None, :], ordered * weights[None, :], 0.0), axis=1)
             score = tl.where(missing > 0, float("nan"), score)
         tl.store(out + n * on + h * oh + row * ol + s * os, score, mask=s < count)
 
@@ -198,50 +182,52 @@ def score_backward_portable(
     grad, query, key, weight, query_grad, key_grad, weight_grad,
     gn: tl.int64, gh: tl.int64, gl: tl.int64, gs: tl.int64,
     qn: tl.int64, qh: tl.int64, ql: tl.int64, kn: tl.int64, kh: tl.int64, ks: tl.int64, wh: tl.int64,
-    heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, tiles: tl.int64, d: tl.int64,
+    heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, span: tl.int64, d: tl.int64,
     BASES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """Ranks by two sorts of integers, (value, dimension) and back (dimension, position); then the slopes, summed."""
-    tile = tl.program_id(0) % tiles
-    head = (tl.program_id(0) // tiles).to(tl.int64)
+    strips = tl.cdiv(tl.cdiv(count, KEYS), span)
+    strip = tl.program_id(0) % strips
+    head = (tl.program_id(0) // strips).to(tl.int64)
     n, h = head // heads, head % heads
-    all_heads = tl.num_programs(0) // tiles
-    s = tile * KEYS + tl.arange(0, KEYS)
+    all_heads = tl.num_programs(0) // strips
     i = tl.arange(0, DIMS)
     inside = i < d
-    within = (s < count)[:, None] & inside[None, :]
-    keys = tl.load(key + n * kn + h * kh + s[:, None] * ks + i[None, :], mask=within, other=0.0).to(tl.float32)
-    keys_grad = tl.zeros([KEYS, DIMS], tl.float32)
     SLOTS: tl.constexpr = 4 if len(BASES) == 3 else len(BASES)  # a power of two
     weights_grad = tl.zeros([SLOTS, KEYS, DIMS], tl.float32)
     base_number = tl.arange(0, SLOTS)[:, None, None]
     chunk = tl.program_id(1).to(tl.int64)
     start = chunk * rows
-    for row in range(start, tl.minimum(start + rows, length)):
-        queries = tl.load(query + n * qn + h * qh + row * ql + i, mask=inside, other=0.0).to(tl.float32)[None, :]
-        slope = tl.load(grad + n * gn + h * gh + row * gl + s * gs, mask=s < count, other=0.0)[:, None]
-        row_grad = tl.zeros([KEYS, DIMS], tl.float32)
-        for index in tl.static_range(len(BASES)):
-            values = tl.where(inside[None, :], _similarity(BASES[index], queries, keys), float("inf"))
-            bits = values.to(tl.int32, bitcast=True)
-            ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-            by_value = tl.sort(ordered * 4294967296 + i[None, :], dim=1)
-            bits = (by_value >> 32).to(tl.int32)
-            sorted_values = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-            by_score = _signed(BASES[index], slope)
-            share = tl.where(within, by_score * sorted_values, 0.0)
-            weights_grad += tl.where(base_number == index, share[None, :, :], 0.0)
-            by_dimension = tl.sort((by_value & 0xFFFFFFFF) * 4294967296 + i[None, :], dim=1)
-            place = _place(BASES[index], by_dimension & 0xFFFFFFFF, d)
-            weights = tl.load(weight + h * wh + index * d + place, mask=within, other=0.0)
-            by_query, by_key = _slopes(BASES[index], queries, keys)
-            row_grad += by_score * weights * by_query
-            keys_grad += by_score * weights * by_key
-        place = ((tile * all_heads + head) * length + row) * d + i
-        tl.store(query_grad + place, tl.sum(tl.where(within, row_grad, 0.0), axis=0), mask=inside)
-    place = ((chunk * all_heads + head) * count + s[:, None]) * d + i[None, :]
-    tl.store(key_grad + place, keys_grad, mask=within)
-    program = (tile * tl.num_programs(1) + chunk) * all_heads + head
+    for tile in range(strip * span, tl.minimum(strip * span + span, tl.cdiv(count, KEYS))):
+        s = tile * KEYS + tl.arange(0, KEYS)
+        within = (s < count)[:, None] & inside[None, :]
+        keys = tl.load(key + n * kn + h * kh + s[:, None] * ks + i[None, :], mask=within, other=0.0).to(tl.float32)
+        keys_grad = tl.zeros([KEYS, DIMS], tl.float32)
+        for row in range(start, tl.minimum(start + rows, length)):
+            queries = tl.load(query + n * qn + h * qh + row * ql + i, mask=inside, other=0.0).to(tl.float32)[None, :]
+            slope = -tl.load(grad + n * gn + h * gh + row * gl + s * gs, mask=s < count, other=0.0)[:, None]
+            row_grad = tl.zeros([KEYS, DIMS], tl.float32)
+            for index in tl.static_range(len(BASES)):
+                values = tl.where(inside[None, :], _dissimilarity(BASES, index, queries, keys), float("inf"))
+                bits = values.to(tl.int32, bitcast=True)
+                ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+                by_value = tl.sort(ordered * 4294967296 + i[None, :], dim=1)
+                bits = (by_value >> 32).to(tl.int32)
+                sorted_values = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+                share = tl.where(within, slope * sorted_values, 0.0)
+                weights_grad += tl.where(base_number == index, share[None, :, :], 0.0)
+                by_dimension = tl.sort((by_value & 0xFFFFFFFF) * 4294967296 + i[None, :], dim=1)
+                rank = by_dimension & 0xFFFFFFFF
+                weights = tl.load(weight + h * wh + index * d + rank, mask=within, other=0.0)
+                by_query, by_key = _slopes(BASES, index, queries, keys)
+                row_grad += slope * weights * by_query
+                keys_grad += slope * weights * by_key
+            place = query_grad + ((strip * all_heads + head) * length + row) * d + i
+            before = tl.load(place, mask=inside & (tile > strip * span), other=0.0)
+            tl.store(place, before + tl.sum(tl.where(within, row_grad, 0.0), axis=0), mask=inside)
+        place = ((chunk * all_heads + head) * count + s[:, None]) * d + i[None, :]
+        tl.store(key_grad + place, keys_grad, mask=within)
+    program = (strip * tl.num_programs(1) + chunk) * all_heads + head
     for index in tl.static_range(len(BASES)):
         total = tl.sum(tl.sum(tl.where(base_number == index, weights_grad, 0.0), axis=0), axis=0)
-        tl.store(weight_grad + (program * len(BASES) + index) * d + _place(BASES[index], i, d), total, mask=inside)
+        tl.store(weight_grad + (program * len(BASES) + index) * d + i, total, mask=inside)
