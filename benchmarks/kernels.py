@@ -1,0 +1,280 @@
+"""Time and memory of the kernels against the reference, on one device.
+
+To run: python -m benchmarks.kernels [--device cpu|cuda] [--threads N] [--only TEXT] [--output FILE]
+
+Every method of a case runs in one process, one after the other, and ratios compare times of that process: the median of
+several calls. ``paper`` is the reference as the paper writes it (sort, cumulative sum, product), ``folded`` the same
+with folded weights (sort, product), ``compiled`` is torch.compile of the latter. ``limit`` is what the minima and
+maxima of the forward pass alone would take: two a comparator, at 64 a clock and multiprocessor. Memory is the peak
+beyond inputs, scores and gradients: on a GPU from PyTorch's allocator; on a CPU the high-water mark of resident memory,
+reset before the call, in a process of its own (Linux only).
+"""
+
+import argparse
+import csv
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import ahop_layers as ah
+from ahop_layers.ops import reference
+from ahop_layers.ops.networks import sorting_network
+
+BASES = ("dis", "dot")
+RIVALS = ("paper", "folded", "compiled", "our float32")
+RESULTS = Path(__file__).parent / "results" / "kernels.csv"
+Method = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape to measure, and what must hold: the least ratio to each method, forward and with backward."""
+
+    length: int
+    count: int
+    d: int
+    heads: int = 1
+    n: int = 1
+    dtype: torch.dtype = torch.float32
+    floors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    memory: float = 0  # how many times less than folded
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """Sizes as they stand in the shapes of the tensors."""
+        heads = f"{self.n * self.heads} x " if self.n * self.heads > 1 else ""
+        return f"{heads}{self.length} x {self.count}, d {self.d}, {str(self.dtype).removeprefix('torch.')}"
+
+    def inputs(self, device: str) -> tuple[Tensor, ...]:
+        """Query, key and weight; the weights of one base sum to about one."""
+        generator = torch.Generator().manual_seed(0)
+        batch = (self.n, self.heads)
+        shapes = ((*batch, self.length, self.d), (*batch, self.count, self.d), (len(BASES), self.d))
+        query, key, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+        return tuple(each.to(device, self.dtype).requires_grad_() for each in (query, key, weight / self.d))
+
+
+CPU_CASES = [
+    Case(256, 2048, 64, floors={"paper": (12, 10)}),
+    Case(65, 65, 64, heads=64, floors={"paper": (10, 8)}),
+    Case(64, 2048, 784, floors={"paper": (6, 5)}),
+    Case(1, 10_000, 32, floors={"paper": (6, 5)}),
+    Case(1, 1000, 1, floors={"paper": (1, 1)}),
+    *(Case(32, 32, d, floors={"paper": (1, 1)}) for d in (2, 8, 16, 33, 100, 128, 257, 512, 1000, 1024)),
+    Case(1, 1, 64, n=1000, floors={"paper": (1, 1)}),
+    Case(256, 512, 64, dtype=torch.float64, floors={"paper": (1, 1)}),
+    Case(256, 512, 64, dtype=torch.bfloat16, floors={"paper": (1, 1)}),
+]
+GPU_CASES = [
+    Case(2048, 2048, 64, floors={"paper": (140, 38), "folded": (0, 15)}, memory=40, compiled=True),
+    Case(2048, 2048, 64, dtype=torch.bfloat16, floors={"our float32": (1.5, 1.3)}),
+    Case(2048, 2048, 64, dtype=torch.float16, floors={"our float32": (1.5, 1.3)}),
+    Case(65, 65, 64, heads=3, n=256, floors={"folded": (40, 12)}, memory=20),
+    Case(197, 197, 64, heads=12, n=32, floors={"folded": (60, 12)}, memory=20),
+    Case(2048, 2048, 128, floors={"folded": (20, 6)}, memory=40),
+    Case(512, 2048, 784, floors={"folded": (3, 2)}, memory=40),
+    Case(1, 100_000, 64, heads=8, floors={"folded": (30, 8)}, memory=20),
+    Case(256, 256, 16),
+    Case(256, 256, 1024),
+]
+CASES = {"cpu": CPU_CASES, "cuda": GPU_CASES}
+
+
+def methods(compiled: bool = False) -> dict[str, Method]:
+    """What is compared, by name."""
+
+    def folded(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+        return reference.folded_similarity(query, key, reference.fold(weight), BASES)
+
+    table: dict[str, Method] = {"paper": partial(reference.adaptive_similarity, bases=BASES), "folded": folded}
+    if compiled:
+        table["compiled"] = torch.compile(folded)
+    return table | {"ours": partial(ah.adaptive_similarity, bases=BASES)}
+
+
+def call(method: Method, inputs: tuple[Tensor, ...], grad: Tensor, backward: bool) -> tuple[Tensor, ...]:
+    """Run once and return all results."""
+    with torch.set_grad_enabled(backward):
+        scores = method(*inputs)
+    return (scores, *torch.autograd.grad(scores, inputs, grad)) if backward else (scores,)
+
+
+def milliseconds(function: Callable[[], object], device: str) -> float:
+    """The median of several calls, after one that does not count."""
+
+    def once() -> float:
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end))
+        begin = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - begin)
+
+    function()
+    first = once()
+    return statistics.median([first, *(once() for _ in range(max(2, min(200, int(400 / first)))))])
+
+
+def extra_megabytes(case: Case, device: str, name: str, threads: int) -> float | None:
+    """Peak memory of forward and backward beyond inputs and results, or None where it cannot be measured."""
+    if device == "cuda":
+        return _extra_megabytes(case, device, name, threads)
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_extra_megabytes, (case, device, name, threads))
+
+
+def _extra_megabytes(case: Case, device: str, name: str, threads: int) -> float:
+    torch.set_num_threads(threads)
+    method, inputs = methods()[name], case.inputs(device)
+    grad = torch.ones(case.n, case.heads, case.length, case.count, dtype=case.dtype, device=device)
+    small = Case(2, 2, 2, dtype=case.dtype).inputs(device)  # what a first call loads is not its own
+    call(method, small, torch.ones(1, 1, 2, 2, dtype=case.dtype, device=device), True)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _resident("VmRSS")
+    results = call(method, inputs, grad, True)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
+    return max(0, peak - before - sum(tensor.nbytes for tensor in results)) / 1e6
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def limit_milliseconds(case: Case) -> float:
+    """The time of the minima and maxima of a forward pass on the current GPU."""
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"]
+    clock = 1e6 * float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0])
+    pairs = case.n * case.heads * case.length * case.count
+    operations = 2 * len(sorting_network(case.d).comparators) * len(BASES) * pairs
+    return 1e3 * operations / (64 * properties.multi_processor_count * clock)
+
+
+def measure(case: Case, device: str, threads: int, known: dict[str, float]) -> list[dict[str, object]]:
+    """One row forward and one with backward; ``known`` holds our float32 times for the half-precision cases."""
+    inputs = case.inputs(device)
+    grad = torch.randn(case.n, case.heads, case.length, case.count, device=device).to(case.dtype)
+    rows = []
+    for backward in (False, True):
+        label = "forward + backward" if backward else "forward"
+        table = methods(case.compiled)
+        times = {name: milliseconds(partial(call, f, inputs, grad, backward), device) for name, f in table.items()}
+        shape = f"{case.n} {case.heads} {case.length} {case.count} {case.d} {label}"
+        if case.dtype == torch.float32:
+            known[shape] = times["ours"]
+        elif shape in known:
+            times["our float32"] = known[shape]
+        ours = times["ours"]
+        ratios = {name: times[name] / ours if name in times else None for name in RIVALS}
+        limit = limit_milliseconds(case) if device == "cuda" and not backward else None
+        extra = extra_megabytes(case, device, "ours", threads) if backward else None
+        saved = None
+        if extra and device == "cuda":
+            saved = (extra_megabytes(case, device, "folded", threads) or 0) / extra
+        missed = [name for name, floor in case.floors.items() if (ratios[name] or 0) < floor[backward]]
+        if saved is not None and saved < case.memory:
+            missed.append("memory")
+        numbers = {
+            "ours_ms": ours,
+            **{f"{name}/ours": ratio for name, ratio in ratios.items()},
+            "ours/limit": ours / limit if limit and case.dtype == torch.float32 else None,
+            "compiled/limit": times["compiled"] / limit if limit and "compiled" in times else None,
+            "extra_MB": extra,
+            "folded/ours_memory": saved,
+        }
+        shown = {name: "" if number is None else f"{number:.3g}" for name, number in numbers.items()}
+        rows.append({"case": case.name, "pass": label, **shown, "below_floor": " ".join(missed)})
+    return rows
+
+
+def first_call_seconds() -> float:
+    """Forward and backward of d = 64 in a process and with a compilation cache of their own."""
+    code = (
+        "import time, torch, ahop_layers as ah\n"
+        "x = torch.randn(8, 64, device='cuda', requires_grad=True); w = torch.randn(2, 64, device='cuda')\n"
+        "start = time.perf_counter(); ah.adaptive_similarity(x, x, w).sum().backward(); torch.cuda.synchronize()\n"
+        "print(time.perf_counter() - start)"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return float(run.stdout)
+
+
+def describe(device: str, threads: int) -> str:
+    """The device in a few words."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("Model name")), "CPU")
+    return f"{model} x{threads}"
+
+
+def main() -> None:
+    """Measure, print a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=CASES, default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="rows of other devices in this file are kept")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    about = {
+        "device": describe(options.device, options.threads),
+        "torch": torch.__version__,
+        "ahop_layers": ah.__version__,
+        "commit": commit.stdout.strip(),
+        "date": date.today().isoformat(),
+    }
+    print(f"{about['device']}, torch {about['torch']}")
+    rows: list[dict[str, object]] = []
+    known: dict[str, float] = {}
+    for case in CASES[options.device]:
+        if options.only not in case.name:
+            continue
+        for row in measure(case, options.device, options.threads, known):
+            widths = [38, 18, *(max(9, len(name)) for name in list(row)[2:])]
+            if not rows:
+                print("  ".join(f"{name:>{width}}" for name, width in zip(row, widths, strict=True)))
+            print("  ".join(f"{text!s:>{width}}" for text, width in zip(row.values(), widths, strict=True)), flush=True)
+            rows.append(row | about)
+    if options.device == "cuda":
+        print(f"first call, d = 64, forward and backward compiled: {first_call_seconds():.1f} s")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    if options.output.exists():
+        with options.output.open() as file:
+            rows = [row for row in csv.DictReader(file) if row["device"] != about["device"]] + rows
+    with options.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[-1].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
