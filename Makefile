@@ -38,6 +38,14 @@ test: lint
 bench: $(READY)
 	$(BIN)/python -m benchmarks.kernels
 
+# Leaks are not looked for: the interpreter's own would drown them.
+sanitize: $(READY)
+	AHOP_CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover" $(BIN)/python setup.py -q build_ext --force \
+		--build-lib build/sanitize --build-temp build/sanitize/temp
+	ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		AHOP_CPU_LIBRARY=build/sanitize/ahop_layers/ops/_footprint.so $(BIN)/python -m pytest tests/test_cpu.py
+
 clean:
 	rm -rf $(VENV) $(VENV)-* out build dist *.egg-info ahop_layers/ops/_footprint.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

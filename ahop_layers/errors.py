@@ -62,7 +62,9 @@ def check_pair(query: object, key: object) -> None:
 
 def broadcast_batch(*shapes: Sequence[int]) -> torch.Size:
     """Broadcast batch shapes, or raise."""
-    longest = max(shapes, key=len)
+    longest: Sequence[int] = ()
+    for shape in shapes:
+        longest = shape if len(shape) > len(longest) else longest
     if all(tuple(shape) == tuple(longest[len(longest) - len(shape) :]) for shape in shapes):
         return torch.Size(longest)  # the usual case, an order of magnitude faster than the general one
     try:

@@ -141,7 +141,9 @@ def test_against_reference(shape, d, dtype):
     check(*inputs(*shape, d, dtype=dtype), ALL)
 
 
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("dot", "dis"), ("l1", "dot"), ("dis", "l1")], ids=",".join)
+@pytest.mark.parametrize(
+    "bases", [("dis",), ("dot",), ("l1",), ("dot", "dis"), ("l1", "dot"), ("dis", "l1")], ids=",".join
+)
 def test_subsets_of_bases(bases):
     check(*inputs(2, 2, 4, 33, 24, bases), bases)
 
@@ -216,15 +218,15 @@ def test_empty(shape):
         assert torch.equal(got, torch.zeros_like(tensor))
 
 
-@pytest.mark.parametrize("need", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)], ids=str)
+@pytest.mark.parametrize(
+    "need", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)], ids=str
+)
 @pytest.mark.parametrize("shape", [(1, 2, 3, 40), (2, 1, 70, 5)], ids=str)
 def test_only_the_gradients_asked_for(shape, need):
     query, key, weight = inputs(*shape, 11)
     grad = torch.randn(shape)
     every = cpu.score_backward(grad, query, key, weight, ALL, EVERY)
-    for got, whole, wanted in zip(
-        cpu.score_backward(grad, query, key, weight, ALL, need), every, need, strict=True
-    ):
+    for got, whole, wanted in zip(cpu.score_backward(grad, query, key, weight, ALL, need), every, need, strict=True):
         if wanted:
             torch.testing.assert_close(got, whole)
         else:
@@ -332,10 +334,13 @@ def test_without_the_library(tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     program = (
-        "import torch, ahop_layers as ah; status = ah.backends()['cpu']; assert not status.available; print(status.detail)\n"
+        "import torch, ahop_layers as ah\n"
+        "status = ah.backends()['cpu']; assert not status.available; print(status.detail)\n"
         "assert ah.adaptive_similarity(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3)).shape == (2, 4)"
     )
     environment = {**os.environ, "AHOP_CPU_LIBRARY": str(path), "LD_PRELOAD": ""}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert "library.so" in result.stdout

@@ -1,7 +1,7 @@
 """The two public functions, the registered operators behind them, and the choice of a kernel.
 
-``adaptive_similarity`` checks its arguments, folds the weights and brings everything to one form; the operators
-``ahop::score`` and ``ahop::score_backward`` hand that form to the kernel of the device.
+``adaptive_similarity`` checks its arguments and brings everything to one form; the operators ``ahop::score`` and
+``ahop::score_backward`` fold the weights and hand that form to the kernel of the device.
 """
 
 from collections.abc import Sequence
@@ -80,12 +80,11 @@ def adaptive_similarity(
         query, key = _autocast_pair(query, key, device)
     elif query.dtype != key.dtype:
         raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
-    with torch.autocast(device, enabled=False):
-        if custom or backend == "reference":
+    if custom or backend == "reference":
+        with torch.autocast(device, enabled=False):
             scores = reference.adaptive_similarity(query, key, weight.to(query.dtype), names)
-        else:
-            folded = fold(weight.to(accumulator(query.dtype)))
-            scores = _canonical_score(query, key, folded, batch, names, backend)
+    else:
+        scores = _canonical_score(query, key, weight.to(accumulator(query.dtype)), batch, names, backend)
     return scores.to(accumulator(query.dtype) if autocast else query.dtype)
 
 
@@ -111,40 +110,58 @@ def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Ten
 
 
 def _canonical_score(
-    query: Tensor, key: Tensor, folded: Tensor, batch: torch.Size, names: tuple[str, ...], backend: str
+    query: Tensor, key: Tensor, weight: Tensor, batch: torch.Size, names: tuple[str, ...], backend: str
 ) -> Tensor:
     """Bring batch dimensions to (N, H), heads last, without copying, and call the operator."""
     # One batch dimension and shared weights: a head each would only multiply the weight gradient.
-    heads = batch[-1] if folded.ndim == 3 or len(batch) > 1 else 1
+    heads = batch[-1] if weight.ndim == 3 or len(batch) > 1 else 1
     outer = prod(batch[:-1]) if len(batch) and heads == batch[-1] else prod(batch)
-    query, key = (
-        tensor.expand(*batch, *tensor.shape[-2:]).reshape(outer, heads, *tensor.shape[-2:]) for tensor in (query, key)
-    )
-    scores = torch.ops.ahop.score(query, key, folded.expand(heads, *folded.shape[-2:]), ",".join(names), backend)
-    return scores.reshape(*batch, *scores.shape[-2:])  # type: ignore[no-any-return]
+    if len(batch) != 2 or query.shape[:-2] != batch or key.shape[:-2] != batch:  # else the views are time for nothing
+        query, key = (
+            each.expand(*batch, *each.shape[-2:]).reshape(outer, heads, *each.shape[-2:]) for each in (query, key)
+        )
+    weight = weight.expand(heads, *weight.shape[-2:])
+    scores: Tensor = torch.ops.ahop.score(query, key, weight, ",".join(names), backend)
+    return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
 
 
-@torch.library.custom_op("ahop::score", mutates_args=())
+# Defined by their schemas: the decorator torch.library.custom_op registers the same operators, but imports the compiler
+# at the first call, which takes seconds, and checks each call's results at a cost of its own.
+torch.library.define(
+    "ahop::score",
+    "(Tensor query, Tensor key, Tensor weight, str bases, str backend) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "ahop::score_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor weight, str bases, str backend, bool[] need)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@torch.library.impl("ahop::score", "default")
 def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
-    """(N, H, L, d), (N, H, S, d), folded (H, n_bases, d) -> (N, H, L, S)."""
-    return backend_.kernel(backend, query).score(query, key, weight, bases.split(","))
+    """(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)."""
+    return backend_.kernel(backend, query).score(query, key, fold(weight), bases.split(","))
 
 
-@torch.library.custom_op("ahop::score_backward", mutates_args=())
+@torch.library.impl("ahop::score_backward", "default")
 def _score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
-    wanted = (need[0], need[1], need[2])
-    return backend_.kernel(backend, query).score_backward(grad, query, key, weight, bases.split(","), wanted)
+    kernel, wanted = backend_.kernel(backend, query), (need[0], need[1], need[2])
+    grads = kernel.score_backward(grad, query, key, fold(weight), bases.split(","), wanted)
+    return grads[0], grads[1], grads[2].cumsum(-1)  # the transpose of fold
 
 
-@_score.register_fake
+@torch.library.register_fake("ahop::score")  # type: ignore[untyped-decorator]
 def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
     return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulator(query.dtype))
 
 
-@_score_backward.register_fake
+@torch.library.register_fake("ahop::score_backward")  # type: ignore[untyped-decorator]
 def _(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,8 +190,8 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-_score.register_autograd(_backward, setup_context=_setup_context)
-_score_backward.register_autograd(_no_double_backward)
+torch.library.register_autograd("ahop::score", _backward, setup_context=_setup_context)
+torch.library.register_autograd("ahop::score_backward", _no_double_backward)
 
 
 def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:

@@ -77,7 +77,7 @@ def detail() -> str:
 
 def serves(query: Tensor) -> bool:
     """Whether this backend takes such tensors."""
-    return query.device.type == "cpu" and 1 <= query.shape[-1] <= MAX_DIMENSIONS
+    return query.device.type == "cpu" and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in DTYPE_CODES
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:

@@ -27,8 +27,8 @@ enum { DIS, DOT, L1 };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, MERGE8, MERGE16, CHAIN2, CHAIN3 };
-enum { MIN_VECTORS = 3, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64 };
-enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 9 << 10, PARTIAL_BYTES = 8 << 20 };
+enum { MIN_VECTORS = 3, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, BOUNDLESS = 8 };
+enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
 
 /* A step of the sorting network: `groups` groups of rows, the first at `start`, the next `advance` further on. The rows
  * of a group are `step` apart and lie before `end`. */
@@ -245,6 +245,7 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 #define INT int32_t
 #define UNSIGNED uint32_t
 #define HUGE_T FLT_MAX
+#define LARGE_T 1e18f
 #if defined(X86)
 #define MIN(a, b) ((V)X86(min_ps)(a, b))
 #define MAX(a, b) ((V)X86(max_ps)(a, b))
@@ -258,6 +259,7 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 #undef MAX
 #undef MIN
 #undef HUGE_T
+#undef LARGE_T
 #undef INT
 #undef UNSIGNED
 #undef T
@@ -266,6 +268,7 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 #define INT int64_t
 #define UNSIGNED uint64_t
 #define HUGE_T DBL_MAX
+#define LARGE_T 1e150
 #if defined(X86)
 #define MIN(a, b) ((V)X86(min_pd)(a, b))
 #define MAX(a, b) ((V)X86(max_pd)(a, b))
@@ -279,6 +282,7 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 #undef MAX
 #undef MIN
 #undef HUGE_T
+#undef LARGE_T
 #undef INT
 #undef UNSIGNED
 #undef T
@@ -400,12 +404,12 @@ static void FN(load)(const void *from, int64_t dtype, int64_t offset, int64_t st
     }
 }
 
-/* Whether any of `count` numbers is infinite or NaN. */
+/* Whether any of `count` numbers is NaN or so large that a similarity could overflow. */
 static int FN(wild)(const T *numbers, int64_t count)
 {
     int wild = 0;
     for (int64_t i = 0; i < count; i++)
-        wild |= !(numbers[i] - numbers[i] == 0);
+        wild |= !(numbers[i] < LARGE_T) | !(numbers[i] > -LARGE_T);
     return wild;
 }
 
@@ -465,20 +469,24 @@ static void FN(similarities)(int32_t base, const T *query, const V *keys, V *x, 
     }
 }
 
-#define TAG(bounded) values[v] = value, x[v] = (V)(((I)(bounded) & ~mask) | (INT)i)
+#define TAG(bounded) values[v] = value, x[v] = (V)(((I)(bounded) & ~tags) | (((I){0} + (INT)i) & tags))
 
-/* Also tag each similarity with its dimension in the lowest bits, for the sort to carry along. Infinities with a tag
- * would be NaN: they are bounded, as are NaN. */
-static void FN(tagged)(int32_t base, const FN(buffers) *at, int64_t d, int64_t vectors, INT mask)
+/* The same with the dimension in the lowest bits, for the sort to carry along. Infinities with a tag would be NaN:
+ * where numbers are `wild`, similarities are bounded, as are NaN. */
+static void FN(tagged)(int32_t base, const FN(buffers) *at, int64_t d, int64_t vectors, INT mask, int wild)
 {
     const T *query = at->query;
     const V *keys = at->keys;
     V *values = at->values, *x = at->x;
+    const I tags = (I){0} + mask;
     const V huge = (V){0} + HUGE_T;
-    switch (base) {
+    switch (wild ? base : base + BOUNDLESS) {
     case DIS: FILL((q - k) * (q - k), TAG(MIN_NUMBER(value, huge)))
     case DOT: FILL(q * k, TAG(MAX(MIN_NUMBER(value, huge), -huge)))
     case L1: FILL(MAX(q - k, k - q), TAG(MIN_NUMBER(value, huge)))
+    case DIS + BOUNDLESS: FILL((q - k) * (q - k), TAG(value))
+    case DOT + BOUNDLESS: FILL(q * k, TAG(value))
+    case L1 + BOUNDLESS: FILL(MAX(q - k, k - q), TAG(value))
     }
 }
 
@@ -574,66 +582,65 @@ static int FN(forward)(const call_t *call)
     return run(FN(forward_task), &plan, tasks, FN(layout)(&plan, NULL, 0, &at));
 }
 
-/* Tags took the place of some low bits: where neighbours agree in all others, order them by their exact values. */
-static void FN(settle)(const T *values, V *x, int64_t d, int64_t vectors, INT mask)
+/* Order one lane, which is nearly in order already, by exact values. */
+static void FN(insert)(const T *values, WORD *words, int64_t d, int64_t width, INT mask)
 {
-    enum { RUN = 8 };
-    const int64_t width = vectors * LANES;
-    for (int64_t v = 0; v < vectors; v++)
-        for (int64_t start = 1; start < d; start += RUN) {
-            const int64_t end = least(start + RUN, d);
-            union {
-                I lanes;
-                uint64_t words[BYTES / 8];
-            } close = {{0}};
-            uint64_t any = 0;
-            U last = (U)x[(start - 1) * vectors + v];
-            for (int64_t i = start; i < end; i++) {
-                const U next = (U)x[i * vectors + v];
-                close.lanes |= (next ^ last) <= (UINT)mask;
-                last = next;
-            }
-            for (int i = 0; i < BYTES / 8; i++)
-                any |= close.words[i];
-            for (int64_t lane = 0; any && lane < LANES; lane++) {
-                if (!((WORD *)&close)[lane])
-                    continue;
-                WORD *word = (WORD *)(x + v) + lane;
-                const T *value = values + v * LANES + lane;
-                for (int64_t i = start; i < end; i++) {
-                    const INT moved = word[i * width];
-                    const T exact = value[(moved & mask) * width];
-                    int64_t j = i;
-                    for (; j > 0 && value[(word[(j - 1) * width] & mask) * width] > exact; j--)
-                        word[j * width] = word[(j - 1) * width];
-                    word[j * width] = moved;
-                }
-            }
-        }
-}
-
-/* Bring each weight to the dimension that its position came from, and exact values in place of the tagged words. */
-static void FN(untag)(const FN(buffers) *at, const T *weights, T scale, int64_t d, int64_t vectors, INT mask)
-{
-    const INT width = (INT)(vectors * LANES);
-    const WORD *values = (const WORD *)at->values;
-    WORD *slopes = (WORD *)at->slopes, *row = (WORD *)at->x;
-    for (int64_t i = 0; i < d; i++, row += width) {
-        const T scaled = weights[i] * scale;
-        INT weight;
-        memcpy(&weight, &scaled, sizeof weight);
-        for (INT lane = 0; lane < width; lane += 2) {
-            const INT one = (row[lane] & mask) * width + lane, two = (row[lane + 1] & mask) * width + lane + 1;
-            const INT first = values[one], second = values[two];
-            slopes[one] = weight;
-            slopes[two] = weight;
-            row[lane] = first;
-            row[lane + 1] = second;
-        }
+    for (int64_t i = 1; i < d; i++) {
+        const INT moved = words[i * width];
+        const T exact = values[(moved & mask) * width];
+        int64_t j = i;
+        for (; j > 0 && values[(words[(j - 1) * width] & mask) * width] > exact; j--)
+            words[j * width] = words[(j - 1) * width];
+        words[j * width] = moved;
     }
 }
 
-/* Add the gradients of the weights, by positions. */
+/* Tags took the place of some low bits: where neighbours agree in all others, order the lane by its exact values. */
+static void FN(settle)(const FN(buffers) *at, int64_t d, int64_t vectors, INT mask)
+{
+    enum { ABREAST = 4 };
+    const U tags = (U){0} + (UNSIGNED)mask;
+    for (int64_t v = 0; v < vectors; v += ABREAST) {
+        const int64_t end = least(ABREAST, vectors - v), rows = d * vectors;
+        const V *x = at->x + v;
+        I close[ABREAST] = {{0}};
+        if (end == ABREAST)
+            for (int64_t i = vectors; i < rows; i += vectors)
+                UNROLL for (int j = 0; j < ABREAST; j++)
+                    close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
+        else
+            for (int64_t i = vectors; i < rows; i += vectors)
+                for (int j = 0; j < end; j++)
+                    close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
+        for (int64_t lane = 0; lane < end * LANES; lane++)
+            if (((const WORD *)close)[lane])
+                FN(insert)((const T *)(at->values + v) + lane, (WORD *)(at->x + v) + lane, d, vectors * LANES, mask);
+    }
+}
+
+/* Bring each weight to the dimension that its position came from, and add the gradients of the weights. */
+static void FN(untag)(const FN(buffers) *at, const T *weights, T scale, V *weight_grad, int64_t d, int64_t vectors,
+                      INT mask)
+{
+    const INT width = (INT)(vectors * LANES);
+    const WORD *row = (const WORD *)at->x;
+    const T *values = (const T *)at->values, *grad = (const T *)at->grad;
+    T *slopes = (T *)at->slopes;
+    for (int64_t i = 0; i < d; i++, row += width) {
+        const T weight = weights[i] * scale;
+        T sums[2] = {0, 0};
+        for (INT lane = 0; lane < width; lane += 2) {
+            const INT one = (row[lane] & mask) * width + lane, two = (row[lane + 1] & mask) * width + lane + 1;
+            slopes[one] = weight;
+            slopes[two] = weight;
+            sums[0] += grad[lane] * values[one];
+            sums[1] += grad[lane + 1] * values[two];
+        }
+        ((T *)(weight_grad + i))[0] += sums[0];
+        ((T *)(weight_grad + i))[1] += sums[1];
+    }
+}
+
 static void FN(add_sorted)(const V *x, const V *grad, V *weight_grad, int64_t d, int64_t vectors)
 {
     for (int64_t i = 0; i < d; i++, x += vectors) {
@@ -678,7 +685,7 @@ static T FN(total)(V vector)
 }
 
 /* Add the gradients of one query against one block of keys. */
-static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t vectors)
+static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t vectors, int wild)
 {
     const int64_t d = call->d;
     INT mask = 0;
@@ -687,17 +694,16 @@ static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t 
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int32_t base = call->bases[b];
         if (call->need & (NEED_QUERY | NEED_KEY)) {
-            FN(tagged)(base, at, d, vectors, mask);
+            FN(tagged)(base, at, d, vectors, mask, wild);
             FN(sort)(call->program, at->x, d, vectors);
-            FN(settle)((const T *)at->values, at->x, d, vectors, mask);
-            FN(untag)(at, at->weights + b * d, base == DIS ? 2 : 1, d, vectors, mask);
+            FN(settle)(at, d, vectors, mask);
+            FN(untag)(at, at->weights + b * d, base == DIS ? 2 : 1, at->weight_grad + b * d, d, vectors, mask);
             FN(add_slopes)(base, at, d, vectors);
         } else {
             FN(similarities)(base, at->query, at->keys, at->x, d, vectors);
             FN(sort)(call->program, at->x, d, vectors);
-        }
-        if (call->need & NEED_WEIGHT)
             FN(add_sorted)(at->x, at->grad, at->weight_grad + b * d, d, vectors);
+        }
     }
 }
 
@@ -737,6 +743,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t pair = n * call->heads + h, first = block * plan->vectors * LANES;
             const int64_t vectors = FN(load_keys)(plan, n, h, first, &at);
             const int64_t keys = least(vectors * LANES, call->count - first);
+            const int wild_keys = FN(wild)((const T *)at.keys, d * vectors * LANES);
             memset(at.grad, 0, (size_t)(vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row++) {
                 const int64_t l = plan->first + row, origin = n * stride[0] + h * stride[1] + l * stride[2];
@@ -744,7 +751,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                     ((T *)at.grad)[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
                 FN(load_query)(call, n, h, l, at.query);
                 memset(at.query_grad, 0, (size_t)(d * BYTES));
-                FN(backward_row)(call, &at, vectors);
+                FN(backward_row)(call, &at, vectors, wild_keys || FN(wild)(at.query, d));
                 if (call->need & NEED_QUERY) {
                     T *query_grad = plan->query_partial
                         ? (T *)plan->query_partial + ((pair * tiles + tile) * plan->rows + row) * d
