@@ -12,6 +12,7 @@ help:
 	@echo "make lint           ruff and mypy alone"
 	@echo "make bench          time the kernels on this machine, rows into benchmarks/results/"
 	@echo "make sanitize       the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make test-hflayers  the suite beside the real hopfield-layers (HFLAYERS=path for a checkout of it)"
 	@echo "make clean          remove .venv, out/ and what was built"
 
 $(READY): pyproject.toml constraints.txt setup.py ahop_layers/ops/footprint.c Makefile
@@ -45,6 +46,18 @@ sanitize: $(READY)
 	ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		AHOP_CPU_LIBRARY=build/sanitize/ahop_layers/ops/_footprint.so $(BIN)/python -m pytest tests/test_cpu.py
+
+# The whole suite beside the real hopfield-layers, from its repository or from a checkout: HFLAYERS=path.
+test-hflayers:
+	@echo "==> setting up $(VENV)-hflayers"
+	test -x $(VENV)-hflayers/bin/python || $(PYTHON) -m venv $(VENV)-hflayers
+	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1" "setuptools>=77"
+	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
+		-e ".[examples,sparse,tabular,dev]"
+	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
+		$(if $(HFLAYERS),"$(HFLAYERS)",--group hflayers)
+	$(VENV)-hflayers/bin/python -c "import hflayers"
+	$(VENV)-hflayers/bin/python -m pytest
 
 clean:
 	rm -rf $(VENV) $(VENV)-* out build dist *.egg-info ahop_layers/ops/_footprint.*

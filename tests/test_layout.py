@@ -13,6 +13,7 @@ LAYOUT = """
     ops.networks ops.reference ops.chunked ops.cpu ops.ptx ops.ptx_kernels ops.triton_kernels
     ops.gpu ops.backend ops
     similarity
+    separation association core bags own hopfield layers
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -56,10 +57,14 @@ def test_no_assert_in_the_package():
 def test_public_names():
     assert sorted(ah.__all__) == [
         "AHopError",
+        "AdaptiveHopfield",
+        "AdaptiveHopfieldLayer",
+        "AdaptiveHopfieldPooling",
         "AdaptiveSimilarity",
         "adaptive_similarity",
         "backends",
         "footprint",
         "register_base",
+        "similarity_parameters",
     ]
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)

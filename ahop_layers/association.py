@@ -1,0 +1,176 @@
+"""The one path from projected queries, keys and values to what an association reads out.
+
+Score, mask, separate, read out; with update steps, the state that was read from the keys takes the query's place and
+the path is walked again. Every layer of the package, dot product or adaptive, padded or packed, goes through
+:func:`settle`.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional
+
+from ahop_layers.errors import AHopError, describe
+from ahop_layers.separation import Separation
+
+Score = Callable[[Tensor, Tensor], Tensor]
+Steps = int | None | Sequence[int]
+
+# A dot product under softmax converges; a learned similarity or a hard separation may cycle for ever.
+LONGEST_SEARCH = 1000
+
+
+def dot_product(query: Tensor, key: Tensor) -> Tensor:
+    """The score of attention: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
+    return query @ key.mT
+
+
+class Mask(NamedTuple):
+    """What to leave out, and what to add to the scores; both broadcast to (N, H, L, S), both may be absent."""
+
+    blocked: Tensor | None = None
+    added: Tensor | None = None
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """Add, then set what is blocked to ``-inf``."""
+        if self.added is not None:
+            scores = scores + self.added.to(scores.dtype)
+        return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
+
+    def grow(self) -> "Mask":
+        """The same with one more key at the end, which every query may use."""
+        blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in self)
+        return Mask(blocked, added)
+
+
+def combine_masks(padding: Tensor | None, association: Tensor | None, shape: tuple[int, int, int, int]) -> Mask | None:
+    """Bring the two masks of a call to one form.
+
+    Args:
+        padding: ``(N, S)``, True = ignore this key; bool, or uint8 (deprecated).
+        association: ``(L, S)`` or ``(N * H, L, S)``; bool or uint8, True = ignore, or any float dtype, added to scores.
+        shape: ``(N, H, L, S)``.
+
+    Raises:
+        AHopError: a shape or dtype that does not fit.
+    """
+    n, h, length, keys = shape
+    blocked = added = None
+    if association is not None:
+        if tuple(association.shape) == (length, keys):
+            association = association[None, None]
+        elif tuple(association.shape) == (n * h, length, keys):
+            association = rearrange(association, "(n h) l s -> n h l s", h=h)
+        else:
+            raise AHopError(
+                f"association_mask must be (L, S) = {(length, keys)} or (N * heads, L, S) = {(n * h, length, keys)},"
+                f" got {describe(association)}"
+            )
+        if association.is_floating_point():
+            added = association
+        else:
+            blocked = _as_bool("association_mask", association, "bool or of a float dtype")
+    if padding is not None:
+        if tuple(padding.shape) != (n, keys):
+            raise AHopError(f"stored_pattern_padding_mask must be (N, S) = {(n, keys)}, got {describe(padding)}")
+        ignored = rearrange(_as_bool("stored_pattern_padding_mask", padding, "bool"), "n s -> n 1 1 s")
+        blocked = ignored if blocked is None else blocked | ignored
+    return None if blocked is None and added is None else Mask(blocked, added)
+
+
+def _as_bool(name: str, mask: Tensor, expected: str) -> Tensor:
+    if mask.dtype == torch.uint8:
+        warnings.warn(f"a uint8 {name} is deprecated, use bool", DeprecationWarning, stacklevel=2)
+        return mask.bool()
+    if mask.dtype != torch.bool:
+        raise AHopError(f"{name} must be {expected}, got {mask.dtype}")
+    return mask
+
+
+def associate(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Score = dot_product,
+    separation: Separation,
+    scaling: float | Tensor = 1.0,
+    mask: Mask | None = None,
+    dropout: float = 0.0,
+    steps: Steps = 0,
+    eps: float | Tensor = 1e-4,
+) -> tuple[Tensor, Tensor]:
+    """Associate queries with keys and read the values out.
+
+    Args:
+        query, key, value: ``(N, H, L, d)``, ``(N, H, S, d)``, ``(N, H, S, e)``; N may be 1 where it is shared.
+        score: the similarity of queries and keys.
+        separation: from a row of scores to weights.
+        scaling: multiplies the scores; a number, or a tensor ``()`` or ``(H, 1, 1)``.
+        mask: see :func:`combine_masks`.
+        dropout: probability with which a weight is dropped at the readout; 0 outside training.
+        steps: how many times the state is replaced by what it reads from the keys, or one such number per head; None or
+            a negative number: until the weights of a head stop changing.
+        eps: a head stops once its weights change by no more than this in norm, in every sample; a number or ``(H,)``.
+
+    Returns:
+        The readout ``(N, H, L, e)`` and the weights ``(N, H, L, S)``. A query with every key masked reads zeros.
+
+    >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
+    >>> output, weights = associate(query, key, key, separation=Separation(), scaling=8**-0.5)
+    >>> reference = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    >>> torch.allclose(output, reference, atol=1e-5), weights.shape
+    (True, torch.Size([2, 4, 3, 5]))
+    """
+
+    def attend(state: Tensor) -> Tensor:
+        scores = score(state, key) * scaling
+        weights: Tensor = separation(scores if mask is None else mask.apply(scores), masked=mask is not None)
+        return weights
+
+    def follow(weights: Tensor) -> Tensor:
+        return weights @ key
+
+    def change(weights: Tensor, before: Tensor) -> Tensor:
+        return (weights - before).square().sum((-2, -1)).sqrt()
+
+    weights = settle(query, attend, follow, change, steps, eps)
+    return functional.dropout(weights, dropout) @ value, weights
+
+
+def settle(
+    state: Tensor,
+    attend: Callable[[Tensor], Tensor],
+    follow: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor, Tensor], Tensor],
+    steps: Steps,
+    eps: float | Tensor,
+) -> Tensor:
+    """Let the states move until their steps are used up or they have arrived, and return their last weights.
+
+    Args:
+        state: ``(N, H, L, d)``.
+        attend: states to weights.
+        follow: weights to the states they read from the keys, ``(N, H, L, d)``.
+        change: from two sets of weights to the norm of their difference, ``(N, H)``.
+        steps, eps: as in :func:`associate`.
+    """
+    limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
+    longest = [LONGEST_SEARCH if limit is None or limit < 0 else limit for limit in limits]
+    search = any(limit is None or limit < 0 for limit in limits)
+    weights, before = attend(state), None
+    for step in range(max(longest)):
+        moving = torch.tensor([step < limit for limit in longest], device=state.device)
+        if before is not None:
+            # A head at rest recomputes the same weights, so that it stays at rest without being remembered.
+            moving = moving & (change(weights.detach(), before) > eps).any(0)
+        # Only a search may look at the data: a fixed number of steps stays one graph for compile and export.
+        if search and not moving.any():
+            break
+        state = torch.where(moving[:, None, None], follow(weights), state)
+        before, weights = weights.detach(), attend(state)
+    return weights

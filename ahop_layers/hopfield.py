@@ -1,0 +1,197 @@
+"""Hopfield, HopfieldLayer and HopfieldPooling: those of ``hflayers`` where it is installed, else our own.
+
+``AHOP_OWN_HOPFIELD=1`` in the environment chooses our own in any case. Ours have the constructors, methods, properties,
+parameter names and outputs of ``hflayers`` 1.0.2. They differ in that they compile and export, raise
+:class:`~ahop_layers.AHopError`, read zeros where everything is masked, and repeat a static pattern over heads without
+mixing samples. ``concat_bias_pattern`` only creates its parameters, for the sake of checkpoints: no output of
+``hflayers`` depends on them.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.core import Retrieval
+from ahop_layers.errors import AHopError
+from ahop_layers.own import Face, OwnHopfield, Patterns, arguments, check_sizes, reads
+
+
+class _WithWeights(Face):
+    """What a layer with learned patterns shares: it completes its input to three patterns for ``self.hopfield``."""
+
+    hopfield: OwnHopfield
+
+    @property
+    def _inner(self) -> OwnHopfield:
+        return self.hopfield
+
+    def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
+        return self.hopfield._associate(self._patterns(input), padding_mask, association_mask)
+
+    def _weights(self, name: str, quantity: int, width: int | None, trainable: bool) -> nn.Parameter:
+        check_sizes(quantity=quantity)
+        if width is None:
+            raise AHopError(f"{name} need the size of a pattern, got input_size=None")
+        shape = (1, quantity, width) if self.hopfield.batch_first else (quantity, 1, width)
+        return nn.Parameter(torch.empty(shape), requires_grad=trainable)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew."""
+        self.hopfield.reset_parameters()
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(
+        self,
+        input: Patterns,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Retrieve; masks as in :class:`OwnHopfield`."""
+        output: Tensor = self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
+        return output
+
+    quantity = reads("_quantity")
+
+
+class OwnHopfieldLayer(_WithWeights):
+    """Looks its input up among learned patterns; the arguments are those of ``hflayers.HopfieldLayer``.
+
+    Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``; ``batch_first=False``: N second.
+
+    >>> OwnHopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 4, 8)).shape
+    torch.Size([3, 4, 8])
+    """
+
+    # fmt: off
+    def __init__(
+        self, input_size: int, hidden_size: int | None = None, output_size: int | None = None,
+        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
+        lookup_weights_as_separated: bool = False, lookup_targets_as_trainable: bool = True,
+        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
+        normalize_state_pattern: bool = True, normalize_state_pattern_affine: bool = True,
+        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
+        normalize_hopfield_space: bool = False, normalize_hopfield_space_affine: bool = False,
+        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
+        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
+        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
+        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
+        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
+        quantity: int = 1, trainable: bool = True,
+    ) -> None:
+        # fmt: on
+        given = arguments(locals(), *LAYER_ONLY)
+        nn.Module.__init__(self)
+        self._assemble(OwnHopfield(**given), given, quantity, trainable, lookup_weights_as_separated,
+                       lookup_targets_as_trainable)
+
+    def _assemble(self, hopfield: OwnHopfield, given: dict[str, Any], quantity: int, trainable: bool, separated: bool,
+                  train_targets: bool) -> None:
+        self.hopfield, self._quantity = hopfield, quantity
+        core, size = hopfield.association_core, given["input_size"]
+        width = core.head_dim if core.key_as_static else None
+        width = width or given["stored_pattern_size"] or size
+        self.lookup_weights = self._weights("lookup_weights", quantity, width, trainable)
+        if separated:
+            width = given["pattern_projection_size"] or width
+            self.target_weights: nn.Parameter | None = self._weights("target_weights", quantity, width, train_targets)
+        else:
+            self.register_parameter("target_weights", None)
+        self.reset_parameters()
+
+    def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
+        if not isinstance(input, Tensor):
+            raise AHopError(f"input must be a tensor (N, L, input_size), got {type(input).__name__}")
+        return self.lookup_weights, input, self.lookup_weights if self.target_weights is None else self.target_weights
+
+
+class OwnHopfieldPooling(_WithWeights):
+    """Pools bags of patterns by learned queries; the arguments are those of ``hflayers.HopfieldPooling``.
+
+    Shapes: input ``(N, S, input_size)``, or the stored patterns and pattern projections of such bags; output
+    ``(N, quantity * output_size)``. With ``batch_first=False`` the input is ``(S, N, input_size)`` and the output, as
+    in hflayers, ``(quantity, N * output_size)``.
+
+    >>> OwnHopfieldPooling(input_size=8, quantity=2)(torch.randn(3, 5, 8)).shape
+    torch.Size([3, 16])
+    """
+
+    # fmt: off
+    def __init__(
+        self, input_size: int, hidden_size: int | None = None, output_size: int | None = None,
+        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
+        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
+        normalize_state_pattern: bool = True, normalize_state_pattern_affine: bool = True,
+        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
+        normalize_hopfield_space: bool = False, normalize_hopfield_space_affine: bool = False,
+        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
+        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
+        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
+        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
+        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
+        quantity: int = 1, trainable: bool = True,
+    ) -> None:
+        # fmt: on
+        given = arguments(locals(), "quantity", "trainable")
+        nn.Module.__init__(self)
+        self._assemble(OwnHopfield(**given), given, quantity, trainable)
+
+    def _assemble(self, hopfield: OwnHopfield, given: dict[str, Any], quantity: int, trainable: bool) -> None:
+        self.hopfield, self._quantity = hopfield, quantity
+        core = hopfield.association_core
+        width = core.head_dim if core.query_as_static else None
+        self.pooling_weights = self._weights("pooling_weights", quantity, width or given["input_size"], trainable)
+        self.reset_parameters()
+
+    def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
+        patterns = (input, input) if isinstance(input, Tensor) else tuple(input)
+        if len(patterns) != 2:
+            raise AHopError(f"input must be a tensor, or stored and projection patterns, got {len(patterns)} tensors")
+        return patterns[0], self.pooling_weights, patterns[1]
+
+    def forward(
+        self,
+        input: Patterns,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Pool bags; masks as in :class:`OwnHopfield`."""
+        return super().forward(input, stored_pattern_padding_mask, association_mask).flatten(1)
+
+
+LAYER_ONLY = ("quantity", "trainable", "lookup_weights_as_separated", "lookup_targets_as_trainable")
+
+
+def _public() -> tuple[Any, Any, Any]:
+    if os.environ.get("AHOP_OWN_HOPFIELD", "0") in ("", "0"):
+        try:
+            import hflayers
+
+            return hflayers.Hopfield, hflayers.HopfieldLayer, hflayers.HopfieldPooling
+        except ImportError:
+            pass
+    return OwnHopfield, OwnHopfieldLayer, OwnHopfieldPooling
+
+
+Hopfield, HopfieldLayer, HopfieldPooling = _public()
+
+if TYPE_CHECKING:
+    HopfieldBase = OwnHopfield
+    HopfieldLayerBase = OwnHopfieldLayer
+    HopfieldPoolingBase = OwnHopfieldPooling
+else:
+
+    def _base(own: type, public: type) -> type:
+        """What an adaptive class inherits: our code, and the class of hflayers behind it, so that isinstance holds."""
+        return own if public is own else type(own.__name__, (own, public), {"__doc__": own.__doc__})
+
+    HopfieldBase = _base(OwnHopfield, Hopfield)
+    HopfieldLayerBase = _base(OwnHopfieldLayer, HopfieldLayer)
+    HopfieldPoolingBase = _base(OwnHopfieldPooling, HopfieldPooling)

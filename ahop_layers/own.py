@@ -1,0 +1,222 @@
+"""OwnHopfield, our own ``hflayers.Hopfield``, and what the three layers share."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.core import AssociationCore, Retrieval
+from ahop_layers.errors import AHopError, check_floating, describe
+
+Patterns = Tensor | Sequence[Tensor]
+
+
+def arguments(scope: dict[str, Any], *without: str) -> dict[str, Any]:
+    """The arguments of a constructor, from the ``locals()`` of its first line."""
+    return {name: value for name, value in scope.items() if name not in ("self", "__class__", *without)}
+
+
+def reads(path: str) -> Any:
+    """A read-only property that follows a dotted path."""
+    return property(attrgetter(path), doc=f"The value of ``{path}``.")
+
+
+def _norm_flags(path: str) -> tuple[Any, Any]:
+    """Properties that tell whether there is a norm at a dotted path, and whether it is affine."""
+    norm = attrgetter(path)
+    affine = property(lambda self: getattr(norm(self), "elementwise_affine", False))
+    return property(lambda self: norm(self) is not None), affine
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise unless every size is None or a whole number of at least 1."""
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
+
+
+def _norm(name: str, size: int | None, wanted: bool, affine: bool, eps: float) -> nn.LayerNorm | None:
+    if affine and not wanted:
+        raise AHopError(f"normalize_{name}_affine=True needs normalize_{name}=True, got False")
+    if wanted and size is None:
+        raise AHopError(f"normalize_{name}=True needs the size of the pattern, got input_size=None")
+    return nn.LayerNorm(size, eps=eps, elementwise_affine=affine) if wanted and size is not None else None
+
+
+class Face(nn.Module):
+    """The methods and properties that all three layers have."""
+
+    @property
+    def _inner(self) -> "OwnHopfield":
+        raise NotImplementedError
+
+    def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def get_association_matrix(
+        self,
+        input: Patterns,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The weights ``(N, heads, L, S)`` of a call, without gradient."""
+        return self._associate(input, stored_pattern_padding_mask, association_mask).weights
+
+    @torch.no_grad()
+    def get_projected_pattern_matrix(
+        self,
+        input: Patterns,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
+        return self._associate(input, stored_pattern_padding_mask, association_mask).projected
+
+    batch_first = reads("_inner._batch_first")
+    scaling = reads("_inner.association_core.scaling")
+    stored_pattern_dim = reads("_inner.association_core.kdim")
+    state_pattern_dim = input_size = reads("_inner.association_core.embed_dim")
+    pattern_projection_dim = reads("_inner.association_core.vdim")
+    hidden_size = reads("_inner.association_core.head_dim")
+    output_size = reads("_inner.association_core.out_dim")
+    pattern_size = reads("_inner.association_core.pattern_dim")
+    update_steps_max = reads("_inner.association_core.update_steps_max")
+    update_steps_eps = reads("_inner.association_core.update_steps_eps")
+    stored_pattern_as_static = reads("_inner.association_core.key_as_static")
+    state_pattern_as_static = reads("_inner.association_core.query_as_static")
+    pattern_projection_as_static = reads("_inner.association_core.value_as_static")
+    normalize_hopfield_space = reads("_inner.association_core.normalize_pattern")
+    normalize_hopfield_space_affine = reads("_inner.association_core.normalize_pattern_affine")
+    normalize_stored_pattern, normalize_stored_pattern_affine = _norm_flags("_inner.norm_stored_pattern")
+    normalize_state_pattern, normalize_state_pattern_affine = _norm_flags("_inner.norm_state_pattern")
+    normalize_pattern_projection, normalize_pattern_projection_affine = _norm_flags("_inner.norm_pattern_projection")
+
+
+class OwnHopfield(Face):
+    """Associates state patterns with stored patterns and reads their pattern projections.
+
+    The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, to be learned.
+
+    Shapes:
+        stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
+        ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. ``batch_first=False``: N second. A batch of
+        1 is shared by all samples.
+
+    Raises:
+        AHopError: an argument that does not fit.
+
+    >>> layer = OwnHopfield(input_size=8, num_heads=2)
+    >>> layer((torch.randn(3, 5, 8), torch.randn(3, 4, 8), torch.randn(3, 5, 8))).shape
+    torch.Size([3, 4, 8])
+    """
+
+    # fmt: off
+    def __init__(
+        self, input_size: int | None = None, hidden_size: int | None = None, output_size: int | None = None,
+        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
+        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
+        normalize_stored_pattern_eps: float = 1e-5, normalize_state_pattern: bool = True,
+        normalize_state_pattern_affine: bool = True, normalize_state_pattern_eps: float = 1e-5,
+        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
+        normalize_pattern_projection_eps: float = 1e-5, normalize_hopfield_space: bool = False,
+        normalize_hopfield_space_affine: bool = False, normalize_hopfield_space_eps: float = 1e-5,
+        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
+        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
+        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
+        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
+        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
+    ) -> None:
+        # fmt: on
+        nn.Module.__init__(self)  # and not the next class in line, which may be that of hflayers
+        check_sizes(input_size=input_size, hidden_size=hidden_size, output_size=output_size, num_heads=num_heads,
+                     pattern_size=pattern_size, stored_pattern_size=stored_pattern_size,
+                     pattern_projection_size=pattern_projection_size)
+        if not 0 <= dropout <= 1:
+            raise AHopError(f"dropout must be between 0 and 1, got {dropout!r}")
+        activation = None if association_activation is None else getattr(torch, association_activation, None)
+        if association_activation is not None and not callable(activation):
+            raise AHopError(f"association_activation must name a function of torch, got {association_activation!r}")
+        self.association_activation, self._batch_first = activation, batch_first
+        stored_size, projection_size = stored_pattern_size or input_size, pattern_projection_size or input_size
+        self.association_core = AssociationCore(
+            input_size, num_heads, kdim=stored_size, vdim=projection_size, head_dim=hidden_size,
+            pattern_dim=pattern_size, out_dim=output_size or input_size, query_as_static=state_pattern_as_static,
+            key_as_static=stored_pattern_as_static, value_as_static=pattern_projection_as_static,
+            value_as_connected=pattern_projection_as_connected, disable_out_projection=disable_out_projection,
+            dropout=dropout, bias=input_bias, add_bias_kv=concat_bias_pattern, add_zero_attn=add_zero_association,
+            normalize_pattern=normalize_hopfield_space, normalize_pattern_affine=normalize_hopfield_space_affine,
+            normalize_pattern_eps=normalize_hopfield_space_eps,
+        )
+        self.association_core.configure(scaling, update_steps_max, update_steps_eps)
+        self.norm_stored_pattern = _norm("stored_pattern", stored_size, normalize_stored_pattern,
+                                         normalize_stored_pattern_affine, normalize_stored_pattern_eps)
+        self.norm_state_pattern = _norm("state_pattern", input_size, normalize_state_pattern,
+                                        normalize_state_pattern_affine, normalize_state_pattern_eps)
+        self.norm_pattern_projection = _norm("pattern_projection", projection_size, normalize_pattern_projection,
+                                             normalize_pattern_projection_affine, normalize_pattern_projection_eps)
+
+    @property
+    def _inner(self) -> "OwnHopfield":
+        return self
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew."""
+        for module in (self.association_core, self.norm_stored_pattern, self.norm_state_pattern,
+                       self.norm_pattern_projection):
+            if module is not None:
+                module.reset_parameters()
+
+    def normalize(self, stored: Tensor, state: Tensor, projection: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the input norms that there are to patterns ``(N, rows, size)``, N first."""
+        norms = (self.norm_stored_pattern, self.norm_state_pattern, self.norm_pattern_projection)
+        core, normal = self.association_core, []
+        sizes = (core.kdim, core.embed_dim, core.vdim)
+        free_value = core.value_as_static and not core.value_as_connected
+        statics = (core.key_as_static, core.query_as_static, free_value)
+        for pattern, norm, size, static in zip((stored, state, projection), norms, sizes, statics, strict=True):
+            expected = norm.normalized_shape[0] if norm is not None else None if static else size
+            if expected is not None and pattern.shape[-1] != expected:
+                raise AHopError(f"a pattern must be (N, rows, {expected}), got {describe(pattern)}")
+            normal.append(pattern if norm is None else norm(pattern))
+        return normal[0], normal[1], normal[2]
+
+    def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
+        patterns = (input,) * 3 if isinstance(input, Tensor) else tuple(input)
+        if len(patterns) != 3:
+            raise AHopError(f"input must be a tensor, or stored, state and projection patterns, got {len(patterns)}")
+        for pattern in patterns:
+            check_floating(input=pattern)
+            if pattern.ndim != 3:
+                raise AHopError(f"a pattern must have 3 dimensions, (N, rows, size), got {describe(pattern)}")
+        if not self._batch_first:
+            patterns = tuple(pattern.transpose(0, 1) for pattern in patterns)
+        # Shapes are compared one by one, which keeps a dynamic batch dynamic under export.
+        batch = next((pattern.shape[0] for pattern in patterns if pattern.shape[0] != 1), 1)
+        one_batch = all(pattern.shape[0] in (1, batch) for pattern in patterns)
+        if not one_batch or patterns[0].shape[1] != patterns[2].shape[1]:
+            got = ", ".join(describe(pattern) for pattern in patterns)
+            raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
+        stored, state, projection = self.normalize(patterns[0], patterns[1], patterns[2])
+        retrieval: Retrieval = self.association_core(state, stored, projection, padding_mask, association_mask)
+        return retrieval
+
+    def forward(
+        self,
+        input: Patterns,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Retrieve for one tensor that is all three patterns, or for (stored, state, projection) patterns.
+
+        Args:
+            input: see the shapes above.
+            stored_pattern_padding_mask: ``(N, S)``, True = ignore.
+            association_mask: ``(L, S)`` or ``(N * heads, L, S)``; bool, True = ignore, or a float to add to the scores.
+        """
+        output = self._associate(input, stored_pattern_padding_mask, association_mask).output
+        output = output if self._batch_first else output.transpose(0, 1)
+        return output if self.association_activation is None else self.association_activation(output)

@@ -1,0 +1,140 @@
+"""Packed against padded pooling of 1,000 bags of 1 to 2,000 instances: time and peak memory.
+
+To run: ``python benchmarks/packed.py`` (``--device cuda`` where there is one). Prints a table and appends a row per
+comparison to ``benchmarks/results/packed.csv``.
+
+Both start from the instances of all bags laid end to end and end with the pooled bags, or with all gradients. The
+padded call therefore includes the padding. Bag sizes are drawn log-uniformly, as sizes of bags tend to be (a few large,
+many small), and uniformly, where padding can waste no more than half. Every measurement has a process of its own; its
+memory is the peak above what the instances and the model take.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import subprocess
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ahop_layers.layers import AdaptiveHopfieldPooling
+
+RESULTS = Path(__file__).parent / "results" / "packed.csv"
+
+
+def draw_sizes(kind: str, bags: int, longest: int) -> list[int]:
+    """Sizes of bags from 1 to ``longest``, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    share = torch.rand(bags, generator=generator)
+    sizes = longest**share if kind == "log-uniform" else share * longest
+    return sizes.ceil().long().clamp(1, longest).tolist()
+
+
+def pad_and_pool(pooling: AdaptiveHopfieldPooling, instances: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """What one does without ``pool_packed``."""
+    padded = pad_sequence(list(instances.split(sizes)), batch_first=True)
+    lengths = torch.tensor(sizes, device=instances.device)
+    mask = torch.arange(padded.shape[1], device=instances.device) >= lengths[:, None]
+    return pooling(padded, stored_pattern_padding_mask=mask)
+
+
+def reset_peak(device: str) -> int:
+    """Forget the peak so far and return what is held now, in bytes."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak(device)
+
+
+def peak(device: str) -> int:
+    """The most memory held since the last reset, in bytes."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def measure(args: argparse.Namespace, kind: str, way: str, backward: bool) -> tuple[float, int]:
+    """Median seconds and peak bytes of one way, in this process."""
+    torch.manual_seed(0)
+    sizes = draw_sizes(kind, args.bags, args.longest)
+    pooling = AdaptiveHopfieldPooling(args.width, num_heads=args.heads).to(args.device)
+    instances = torch.randn(sum(sizes), args.width, device=args.device, requires_grad=backward)
+    pool = pooling.pool_packed if way == "packed" else lambda x, s: pad_and_pool(pooling, x, s)
+
+    def run(x: torch.Tensor, s: list[int]) -> None:
+        with torch.set_grad_enabled(backward):
+            output = pool(x, s)
+            if backward:
+                output.sum().backward()
+        x.grad = None
+
+    run(instances[:8].detach().requires_grad_(backward), [3, 5])  # load every kernel before the memory is read
+    before, times, most = reset_peak(args.device), [], 1
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        run(instances, sizes)
+        most = max(most, peak(args.device) - before)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2], most
+
+
+def in_own_process(*job: object) -> tuple[float, int]:
+    """Run :func:`measure` where no earlier measurement has touched the memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, job)
+
+
+def keep(row: dict[str, object]) -> None:
+    """Append a row to the results, below a header."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    fresh = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def main() -> None:
+    """Measure, print, and keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bags", type=int, default=1000)
+    parser.add_argument("--longest", type=int, default=2000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    shape = f"{args.bags} bags of 1 to {args.longest}, width {args.width}, {args.heads} heads"
+    print(f"{shape}; {where}; torch {torch.__version__}")
+    print(f"{'sizes':12} {'pass':17} {'padded':>18} {'packed':>18} {'faster':>7} {'less memory':>12}")
+    for kind in ("log-uniform", "uniform"):
+        for backward in (False, True):
+            padded, packed = (in_own_process(args, kind, way, backward) for way in ("padded", "packed"))
+            label = "forward+backward" if backward else "forward"
+            faster, less = padded[0] / packed[0], padded[1] / packed[1]
+            shown = [f"{seconds:7.2f} s {memory / 2**20:5.0f} MB" for seconds, memory in (padded, packed)]
+            print(f"{kind:12} {label:17} {shown[0]:>18} {shown[1]:>18} {faster:6.1f}x {less:11.1f}x", flush=True)
+            keep({
+                "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit, "device": where,
+                "torch": torch.__version__, "bags": args.bags, "longest": args.longest, "width": args.width,
+                "heads": args.heads, "sizes": kind, "pass": label, "padded_s": f"{padded[0]:.4f}",
+                "packed_s": f"{packed[0]:.4f}", "padded_bytes": padded[1], "packed_bytes": packed[1],
+                "faster": f"{faster:.2f}", "less_memory": f"{less:.2f}",
+            })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""The adaptive layers: one import changed, nothing lost."""
+
+import copy
+import inspect
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ahop_layers import AdaptiveSimilarity, AHopError, hopfield
+from ahop_layers.layers import (
+    AdaptiveHopfield,
+    AdaptiveHopfieldLayer,
+    AdaptiveHopfieldPooling,
+    similarity_parameters,
+)
+from ahop_layers.separation import Separation
+
+RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
+OWN = {
+    AdaptiveHopfield: hopfield.OwnHopfield,
+    AdaptiveHopfieldLayer: hopfield.OwnHopfieldLayer,
+    AdaptiveHopfieldPooling: hopfield.OwnHopfieldPooling,
+}
+ADAPTIVE = {adaptive.__name__.removeprefix("Adaptive"): adaptive for adaptive in OWN}
+SEPARATIONS = ("softmax", "sparsemax", "entmax15", "entmax", "argmax")
+SMALL = [
+    pytest.param(AdaptiveHopfield, {"num_heads": 2}, id="hopfield"),
+    pytest.param(AdaptiveHopfield, {"num_heads": 2, "update_steps_max": 2, "separation": "entmax"}, id="steps"),
+    pytest.param(AdaptiveHopfieldLayer, {"quantity": 5, "debias": True}, id="layer"),
+    pytest.param(AdaptiveHopfieldPooling, {"quantity": 2, "separation": "sparsemax"}, id="pooling"),
+]
+
+
+def trained(layer: nn.Module) -> nn.Module:
+    """Move every parameter away from where it starts."""
+    for parameter in layer.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return layer
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_recorded_case_and_gradients(name):
+    case = RECORD[name]
+    adaptive = ADAPTIVE[case["cls"]](**case["kwargs"]).eval()
+    ours = OWN[type(adaptive)](**case["kwargs"]).eval()
+    for layer in (adaptive, ours):
+        layer.load_state_dict(case["state_dict"], strict=True)
+    for method, expected in (
+        (adaptive, case["output"]),
+        (adaptive.get_association_matrix, case["association"]),
+        (adaptive.get_projected_pattern_matrix, case["projected"]),
+    ):
+        torch.testing.assert_close(method(case["inputs"], **case["call"]), expected, atol=1e-5, rtol=1e-5)
+
+    shapes = [(key, value.shape) for key, value in adaptive.state_dict().items() if "similarity" not in key]
+    assert shapes == [(key, value.shape) for key, value in case["state_dict"].items()]
+    flags = {key: p.requires_grad for key, p in adaptive.named_parameters() if "similarity" not in key}
+    assert flags == case["requires_grad"]
+
+    cotangent, grads = torch.randn_like(case["output"]), []
+    for layer in (adaptive, ours):
+        single = isinstance(case["inputs"], torch.Tensor)
+        inputs = [x.clone().requires_grad_() for x in ([case["inputs"]] if single else case["inputs"])]
+        layer(inputs[0] if single else inputs, **case["call"]).backward(cotangent)
+        found = dict(layer.named_parameters())
+        grads.append([x.grad for x in inputs] + [found[key].grad for key in case["state_dict"]])
+    for adaptive_grad, own_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(adaptive_grad, own_grad, atol=1e-4, rtol=1e-4)
+    assert all(p.grad is not None for p in similarity_parameters(adaptive))
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_is_a_subclass_with_the_same_arguments_first(name):
+    adaptive, base = ADAPTIVE[name], getattr(hopfield, name)
+    assert issubclass(adaptive, base)
+    ours, theirs = (list(inspect.signature(c).parameters.values()) for c in (adaptive, base))
+    plain = [(p.name, p.default, p.kind) for p in ours if p.kind != p.KEYWORD_ONLY]
+    assert plain == [(p.name, p.default, p.kind) for p in theirs]
+    keywords = {p.name: p.default for p in ours if p.kind == p.KEYWORD_ONLY}
+    assert keywords == {"bases": ("dis", "dot"), "init": "dot", "debias": False, "separation": "softmax"}
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_hflayers_knows_them(name):
+    hflayers = pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")
+    if hopfield.Hopfield is hopfield.OwnHopfield:
+        pytest.skip("AHOP_OWN_HOPFIELD forces our own")
+    layer = ADAPTIVE[name](8)
+    assert isinstance(layer, getattr(hflayers, name))
+    assert isinstance(getattr(layer, "hopfield", layer), hflayers.Hopfield)
+    theirs = getattr(hflayers, name)(8).eval()
+    layer.eval().load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(layer(x), theirs(x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_plain_checkpoint_takes_a_trained_similarity_back_to_its_warm_start():
+    plain = trained(hopfield.OwnHopfieldPooling(8, num_heads=2))
+    adaptive = trained(AdaptiveHopfieldPooling(8, num_heads=2, debias=True, separation="entmax"))
+    adaptive.load_state_dict(plain.state_dict(), strict=True)
+    fresh = AdaptiveHopfieldPooling(8, num_heads=2, debias=True, separation="entmax")
+    for got, expected in zip(similarity_parameters(adaptive), similarity_parameters(fresh), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert (adaptive.hopfield.association_core.separation.alpha_logit == 0).all()
+
+
+def test_a_partial_checkpoint_leaves_the_similarity_alone():
+    model = nn.ModuleDict({"head": nn.Linear(2, 2), "pool": trained(AdaptiveHopfieldPooling(8))})
+    before = [p.clone() for p in similarity_parameters(model)]
+    model.load_state_dict({f"head.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()}, strict=False)
+    assert all(torch.equal(p, q) for p, q in zip(before, similarity_parameters(model), strict=True))
+
+
+def test_half_a_similarity_is_an_error():
+    state = AdaptiveHopfield(8).state_dict()
+    del state["association_core.similarity.w"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*similarity\.w"):
+        AdaptiveHopfield(8).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
+def test_round_trips(layer_class, keywords):
+    layer, x = trained(layer_class(8, **keywords)).eval(), torch.randn(3, 5, 8)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    loaded = layer_class(8, **keywords).eval()
+    loaded.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    for copied in (loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(copied(x), layer(x))
+
+
+def test_similarity_parameters():
+    layers = AdaptiveHopfieldLayer(8, debias=True), AdaptiveHopfieldPooling(8, num_heads=2)
+    model = nn.Sequential(nn.Linear(4, 8), *layers)
+    found = similarity_parameters(model)
+    assert [tuple(p.shape) for p in found] == [(1, 2, 8), (1, 2), (1, 8), (2, 2, 4), (2, 2)]
+    with pytest.raises(AHopError, match="with an AdaptiveSimilarity inside, got Linear"):
+        similarity_parameters(model[0])
+
+
+@pytest.mark.parametrize("separation", SEPARATIONS)
+@pytest.mark.parametrize("steps", [2, None, torch.tensor([0, 3])])
+def test_update_steps_work_with_every_separation(separation, steps):
+    layer = trained(AdaptiveHopfield(8, num_heads=2, update_steps_max=steps, separation=separation, debias=True))
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in (x, *layer.parameters()))
+
+
+def test_scaling_may_be_learned():
+    x = torch.randn(3, 5, 8)
+    for start in (torch.tensor(0.7), torch.full((2, 1, 1), 0.7)):
+        layer = AdaptiveHopfield(8, num_heads=2, scaling=nn.Parameter(start))
+        assert "association_core.scaling" in layer.state_dict()
+        plain = hopfield.OwnHopfield(8, num_heads=2, scaling=0.7)
+        layer.load_state_dict(plain.state_dict(), strict=True)
+        torch.testing.assert_close(layer(x), plain(x))
+        layer(x).square().sum().backward()
+        assert (layer.scaling.grad != 0).all()
+
+
+def test_scaling_multiplies_the_score_of_any_base():
+    x, layer = torch.randn(2, 4, 8), AdaptiveHopfield(8, scaling=0.0, init="uniform")
+    torch.testing.assert_close(layer.get_association_matrix(x), torch.full((2, 1, 4, 4), 0.25))
+
+
+def test_without_sizes_the_first_patterns_decide():
+    flags = ("stored_pattern", "state_pattern", "pattern_projection")
+    static = {f"{flag}_as_static": True for flag in flags} | {"disable_out_projection": True}
+    for flag in flags:
+        static |= {f"normalize_{flag}": False, f"normalize_{flag}_affine": False}
+    layer, x = AdaptiveHopfield(**static, debias=True), torch.randn(2, 4, 6)
+    copy.deepcopy(layer).load_state_dict(layer.state_dict())
+    layer(x)
+    similarity = layer.association_core.similarity
+    assert type(similarity) is AdaptiveSimilarity
+    assert (similarity.w.shape, similarity.bias.shape) == ((1, 2, 6), (1, 6))
+    fresh = AdaptiveHopfield(**static, debias=True)
+    fresh.load_state_dict(trained(layer).state_dict())
+    torch.testing.assert_close(fresh(x), layer(x))
+    assert AdaptiveHopfield(**static, init=torch.ones(1, 2, 6)).association_core.similarity.dim == 6
+
+
+def test_a_separation_of_ones_own():
+    layer = AdaptiveHopfield(8, separation=Separation("polynomial", degree=2))
+    assert layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
+    for bad in ({"separation": "hardmax"}, {"bases": ("cosine",)}, {"init": "dis", "bases": ("dot",)}):
+        with pytest.raises(AHopError, match="got"):
+            AdaptiveHopfieldPooling(8, **bad)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    layer=st.sampled_from([AdaptiveHopfield, AdaptiveHopfieldPooling]),
+    separation=st.sampled_from(SEPARATIONS),
+    steps=st.sampled_from([0, 2]),
+    seed=st.integers(0, 2**31),
+)
+def test_masked_equals_shorter(layer, separation, steps, seed):
+    torch.manual_seed(seed)
+    layer = trained(layer(8, num_heads=2, separation=separation, update_steps_max=steps, update_steps_eps=0.0)).eval()
+    stored = torch.randn(2, 6, 8)
+    mask = torch.zeros(2, 6, dtype=torch.bool)
+    mask[:, 4:] = True
+    pair = isinstance(layer, AdaptiveHopfieldPooling)
+    state = () if pair else (torch.randn(2, 3, 8),)
+    longer = layer((stored, *state, stored), stored_pattern_padding_mask=mask)
+    shorter = layer((stored[:, :4], *state, stored[:, :4]))
+    torch.testing.assert_close(longer, shorter, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
+def test_one_graph_and_export(layer_class, keywords):
+    layer, x = trained(layer_class(8, **keywords)).eval(), torch.randn(3, 5, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    compiled(x).sum().backward()
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("n", min=2)},)).module()
+    other = torch.randn(7, 5, 8)
+    torch.testing.assert_close(exported(other), layer(other))
+
+
+def test_one_graph_with_masks_under_inductor():
+    layer, x = trained(AdaptiveHopfieldPooling(8, num_heads=2)).eval(), torch.randn(3, 5, 8)
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[0] = True
+    compiled = torch.compile(layer, fullgraph=True)
+    expected = layer(x, stored_pattern_padding_mask=mask)
+    torch.testing.assert_close(compiled(x, stored_pattern_padding_mask=mask), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
+def test_autocast_and_half_precision(layer_class, keywords):
+    layer, x = trained(layer_class(8, **keywords)), torch.randn(3, 5, 8)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+    output.sum().backward()
+    if "steps" not in str(keywords):  # steps may carry a rounded state to another pattern
+        torch.testing.assert_close(output.float(), expected, atol=0.1, rtol=0.1)
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
+def test_gradient_checkpointing_in_a_sequential(layer_class, keywords):
+    model, x = nn.Sequential(nn.Linear(6, 8), layer_class(8, dropout=0.5, **keywords)), torch.randn(3, 5, 6)
+    grads = []
+    for forward in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        torch.manual_seed(1)
+        model.zero_grad()
+        forward(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for kept, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(kept, recomputed)
+
+
+def test_ddp_finds_no_unused_parameter(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        layers = AdaptiveHopfieldLayer(8, quantity=3, debias=True), AdaptiveHopfieldPooling(8, num_heads=2)
+        model = nn.Sequential(*layers)
+        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=False)
+        for _ in range(2):  # the second forward complains if the first left a gradient out
+            parallel(torch.randn(3, 5, 8)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()

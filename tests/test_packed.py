@@ -1,0 +1,154 @@
+"""Bags without padding: equal to the padded call, in less memory."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+
+from ahop_layers import AHopError, layers
+from ahop_layers.layers import AdaptiveHopfieldPooling
+
+ROOT = Path(__file__).parents[1]
+SIZES = [3, 0, 7, 1, 12, 5]
+
+
+def pad(instances, sizes):
+    padded = pad_sequence([*instances.split(sizes), torch.zeros(1, instances.shape[1])], batch_first=True)[:-1]
+    return padded, torch.arange(padded.shape[1]) >= torch.tensor(sizes)[:, None]
+
+
+def both(pooling, instances, sizes):
+    """Outputs, weights and all gradients of the packed and of the padded call."""
+    results = []
+    for packed in (True, False):
+        x = instances.clone().requires_grad_()
+        pooling.zero_grad()
+        if packed:
+            output, weights = pooling.pool_packed(x, sizes, return_association=True)
+        else:
+            padded, mask = pad(x, sizes)
+            output = pooling(padded, stored_pattern_padding_mask=mask)
+            weights = pooling.get_association_matrix(padded, stored_pattern_padding_mask=mask)
+            weights = weights[..., : padded.shape[1]].permute(0, 3, 1, 2)[~mask]
+        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output))
+        grads = [p.grad.clone() for p in pooling.parameters() if p.grad is not None]
+        results.append([output.detach(), weights.detach(), x.grad, *grads])
+    return zip(*results, strict=True)
+
+
+CASES = [
+    {},
+    {"quantity": 3, "num_heads": 2, "output_size": 5},
+    {"update_steps_max": 2, "quantity": 2},
+    {"update_steps_max": None, "num_heads": 2, "update_steps_eps": 1e-2},
+    {"add_zero_association": True, "num_heads": 2},
+    {"add_zero_association": True, "separation": "sparsemax", "update_steps_max": 1},
+    {"separation": "sparsemax", "num_heads": 2, "quantity": 2},
+    {"separation": "entmax15"},
+    {"separation": "entmax", "num_heads": 2},
+    {"separation": "argmax", "quantity": 2},
+    {"association_activation": "tanh", "normalize_hopfield_space": True, "debias": True},
+    {"scaling": torch.tensor([0.5, 1.5]), "num_heads": 2, "disable_out_projection": True},
+]
+
+
+@pytest.mark.parametrize("keywords", CASES, ids=lambda keywords: "-".join(keywords) or "default")
+def test_packed_equals_padded(keywords):
+    pooling = AdaptiveHopfieldPooling(8, **keywords)
+    for parameter in pooling.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    for packed, padded in both(pooling.double(), torch.randn(sum(SIZES), 8).double(), SIZES):
+        torch.testing.assert_close(packed, padded)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
+    group=st.sampled_from([1, 8, 2**16]),
+    separation=st.sampled_from(["softmax", "entmax15"]),
+)
+def test_packed_equals_padded_for_any_bags_and_groups(sizes, group, separation):
+    kept, layers.GROUP = layers.GROUP, group
+    try:
+        pooling = AdaptiveHopfieldPooling(6, num_heads=2, separation=separation)
+        for packed, padded in both(pooling, torch.randn(sum(sizes), 6), sizes):
+            torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-4)
+    finally:
+        layers.GROUP = kept
+
+
+def test_empty_bags_read_zeros():
+    pooling = AdaptiveHopfieldPooling(8)
+    bias = torch.nn.init.normal_(pooling.hopfield.association_core.out_proj.bias)
+    torch.testing.assert_close(pooling.pool_packed(torch.randn(4, 8), [0, 4, 0])[[0, 2]], bias.expand(2, 8))
+    torch.testing.assert_close(pooling.pool_packed(torch.randn(0, 8), [0, 0]), bias.expand(2, 8))
+    assert pooling.pool_packed(torch.randn(0, 8), []).shape == (0, 8)
+    sparse = AdaptiveHopfieldPooling(8, separation="sparsemax", update_steps_max=1)
+    output, weights = sparse.pool_packed(torch.randn(0, 8), [0, 0], return_association=True)
+    assert (output == 0).all()
+    assert weights.shape == (0, 1, 1)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(layout):
+    pooling, bags = AdaptiveHopfieldPooling(8), [torch.randn(size, 8) for size in (3, 5, 1)]
+    nested = torch.nested.nested_tensor(bags, layout=layout, requires_grad=True)
+    torch.testing.assert_close(pooling.pool_packed(nested), pooling.pool_packed(torch.cat(bags), [3, 5, 1]))
+    pooling.pool_packed(nested).sum().backward()
+    assert nested.grad is not None
+    with pytest.raises(AHopError, match="got bag_sizes as well"):
+        pooling.pool_packed(nested, [3, 5, 1])
+
+
+def test_sizes_as_a_tensor_dropout_and_the_batch_second():
+    pooling, instances = AdaptiveHopfieldPooling(8, dropout=0.5, batch_first=False), torch.randn(9, 8)
+    dropped = pooling.pool_packed(instances, torch.tensor([4, 5]))
+    kept = pooling.eval().pool_packed(instances, [4, 5])
+    assert not torch.allclose(dropped, kept)
+    second = pooling(torch.stack([instances[:4], instances[4:8]], 1))
+    torch.testing.assert_close(pooling.pool_packed(instances[:8], [4, 4]).flatten(), second.flatten())
+
+
+def test_half_precision_and_autocast():
+    pooling, instances = AdaptiveHopfieldPooling(8, num_heads=2), torch.randn(sum(SIZES), 8)
+    expected = pooling.pool_packed(instances, SIZES)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = pooling.pool_packed(instances, SIZES)
+    torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
+    assert pooling.bfloat16().pool_packed(instances.bfloat16(), SIZES).dtype == torch.bfloat16
+
+
+def test_what_does_not_fit():
+    pooling, instances = AdaptiveHopfieldPooling(8), torch.randn(4, 8)
+    for sizes, message in (
+        ([1, 2], "add up to the 4 instances, got 3"),
+        ([5, -1], "whole numbers of at least 0, got"),
+        ([1.5, 2.5], "whole numbers of at least 0, got"),
+        (None, "whole numbers of at least 0, got None"),
+    ):
+        with pytest.raises(AHopError, match=message):
+            pooling.pool_packed(instances, sizes)
+    with pytest.raises(AHopError, match=r"must be \(total, input_size\) or nested, got \(1, 4, 8\)"):
+        pooling.pool_packed(instances[None], [4])
+    with pytest.raises(AHopError, match=r"8\), got \(1, 4, 7\)"):
+        pooling.pool_packed(instances[:, :7], [4])
+
+
+def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "packed.py"))
+    settings = {"bags": 5, "longest": 20, "width": 8, "heads": 2, "repeats": 1}
+    monkeypatch.setattr(sys, "argv", ["packed.py", *(f"--{name}={value}" for name, value in settings.items())])
+    scope = benchmark["main"].__globals__
+    monkeypatch.setitem(scope, "RESULTS", tmp_path / "packed.csv")
+    monkeypatch.setitem(scope, "in_own_process", benchmark["measure"])
+    benchmark["main"]()
+    assert "log-uniform" in capsys.readouterr().out
+    header, *rows = (tmp_path / "packed.csv").read_text().splitlines()
+    assert {"device", "torch", "commit", "faster", "less_memory"} <= set(header.split(","))
+    assert len(rows) == 4
