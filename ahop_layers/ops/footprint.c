@@ -582,10 +582,10 @@ static int FN(forward)(const call_t *call)
     return run(FN(forward_task), &plan, tasks, FN(layout)(&plan, NULL, 0, &at));
 }
 
-/* Order one lane, which is nearly in order already, by exact values. */
-static void FN(insert)(const T *values, WORD *words, int64_t d, int64_t width, INT mask)
+/* Order rows `start` to `end` of a lane by exact values, as far down as they have to go. */
+static void FN(insert)(const T *values, WORD *words, int64_t start, int64_t end, int64_t width, INT mask)
 {
-    for (int64_t i = 1; i < d; i++) {
+    for (int64_t i = start; i < end; i++) {
         const INT moved = words[i * width];
         const T exact = values[(moved & mask) * width];
         int64_t j = i;
@@ -595,27 +595,30 @@ static void FN(insert)(const T *values, WORD *words, int64_t d, int64_t width, I
     }
 }
 
-/* Tags took the place of some low bits: where neighbours agree in all others, order the lane by its exact values. */
+/* Tags took the place of some low bits: where neighbours agree in all others, order them by their exact values. */
 static void FN(settle)(const FN(buffers) *at, int64_t d, int64_t vectors, INT mask)
 {
     enum { ABREAST = 4 };
+    const int64_t run = d <= 128 ? 64 : 8; /* more tag bits, more neighbours that agree */
     const U tags = (U){0} + (UNSIGNED)mask;
-    for (int64_t v = 0; v < vectors; v += ABREAST) {
-        const int64_t end = least(ABREAST, vectors - v), rows = d * vectors;
-        const V *x = at->x + v;
-        I close[ABREAST] = {{0}};
-        if (end == ABREAST)
-            for (int64_t i = vectors; i < rows; i += vectors)
-                UNROLL for (int j = 0; j < ABREAST; j++)
-                    close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
-        else
-            for (int64_t i = vectors; i < rows; i += vectors)
-                for (int j = 0; j < end; j++)
-                    close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
-        for (int64_t lane = 0; lane < end * LANES; lane++)
-            if (((const WORD *)close)[lane])
-                FN(insert)((const T *)(at->values + v) + lane, (WORD *)(at->x + v) + lane, d, vectors * LANES, mask);
-    }
+    for (int64_t v = 0; v < vectors; v += ABREAST)
+        for (int64_t start = 1; start < d; start += run) {
+            const int64_t end = least(start + run, d), columns = least(ABREAST, vectors - v);
+            const V *x = at->x + v;
+            I close[ABREAST] = {{0}};
+            if (columns == ABREAST)
+                for (int64_t i = start * vectors; i < end * vectors; i += vectors)
+                    UNROLL for (int j = 0; j < ABREAST; j++)
+                        close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
+            else
+                for (int64_t i = start * vectors; i < end * vectors; i += vectors)
+                    for (int64_t j = 0; j < columns; j++)
+                        close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
+            for (int64_t lane = 0; lane < columns * LANES; lane++)
+                if (((const WORD *)close)[lane])
+                    FN(insert)((const T *)(at->values + v) + lane, (WORD *)(at->x + v) + lane, start, end,
+                               vectors * LANES, mask);
+        }
 }
 
 /* Bring each weight to the dimension that its position came from, and add the gradients of the weights. */
