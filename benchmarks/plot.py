@@ -31,7 +31,7 @@ def draw(rows: list[dict[str, str]], target: Path) -> None:
         axis.set_yticks(range(len(cases)), cases, fontsize=8)
         axis.set_xlim(right=4 * max(float(row["paper/ours"]) for row in mine))
         axis.invert_yaxis()
-        axis.legend(loc="lower right", fontsize=8)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8, frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     target.parent.mkdir(exist_ok=True)
     figure.savefig(target, dpi=130, facecolor="white")
