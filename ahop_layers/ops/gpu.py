@@ -78,7 +78,7 @@ def score_backward(
         query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, bases)
     grads = (query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype))
     query_grad, key_grad, weight_grad = (
-        each if wanted else each.new_empty(0) for each, wanted in zip(grads, need, strict=True)
+        each.contiguous() if wanted else each.new_empty(0) for each, wanted in zip(grads, need, strict=True)
     )
     return query_grad, key_grad, weight_grad
 
@@ -163,7 +163,8 @@ def _rows(tensor: Tensor, plan: Plan, fill: float) -> Tensor:
 def _aligned(tensor: Tensor, alignment: int) -> Tensor:
     places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
     fits = tensor.stride(-1) == 1 and all(place % alignment == 0 for place in places)
-    return tensor if fits else tensor.contiguous()
+    # A clone and not contiguous(), which would give a contiguous tensor back where it lies, aligned or not.
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _weights(weight: Tensor, plan: Plan) -> Tensor:
