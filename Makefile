@@ -19,8 +19,15 @@ $(READY): pyproject.toml constraints.txt setup.py ahop_layers/ops/footprint.c Ma
 	@echo "==> setting up $(VENV) (first run: a few minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[examples,sparse,tabular,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
+		-e ".[examples,sparse,tabular,dev]" transformers
+	$(call frameworks,$(VENV))
 	touch $@
+
+# torchvision is built for one build of torch. Beside another it fails to import, and Lightning would import it: so it
+# lies in a folder of its own, which the tests that want it add to their path (tests/frameworks.py).
+frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
+	--target $(1)/vit timm torchvision
 
 demo: $(READY)
 	@echo "==> running the demonstration"
@@ -53,7 +60,8 @@ test-hflayers:
 	test -x $(VENV)-hflayers/bin/python || $(PYTHON) -m venv $(VENV)-hflayers
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1" "setuptools>=77"
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
-		-e ".[examples,sparse,tabular,dev]"
+		-e ".[examples,sparse,tabular,dev]" transformers
+	$(call frameworks,$(VENV)-hflayers)
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
 		$(if $(HFLAYERS),"$(HFLAYERS)",--group hflayers)
 	$(VENV)-hflayers/bin/python -c "import hflayers"

@@ -1,7 +1,11 @@
 """Adaptive Hopfield layers: a learned similarity in place of the dot product of attention and Hopfield layers."""
 
+from ahop_layers.attention import AdaptiveAttention
+from ahop_layers.convert import adapt_, revert_
+from ahop_layers.converters import register_converter
 from ahop_layers.errors import AHopError
 from ahop_layers.layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, similarity_parameters
+from ahop_layers.maps import association_maps
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
 from ahop_layers.similarity import AdaptiveSimilarity
@@ -9,13 +13,18 @@ from ahop_layers.version import __version__ as __version__
 
 __all__ = [
     "AHopError",
+    "AdaptiveAttention",
     "AdaptiveHopfield",
     "AdaptiveHopfieldLayer",
     "AdaptiveHopfieldPooling",
     "AdaptiveSimilarity",
+    "adapt_",
     "adaptive_similarity",
+    "association_maps",
     "backends",
     "footprint",
     "register_base",
+    "register_converter",
+    "revert_",
     "similarity_parameters",
 ]

@@ -7,6 +7,7 @@ the path is walked again. Every layer of the package, dot product or adaptive, p
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -41,25 +42,41 @@ class Mask(NamedTuple):
             scores = scores + self.added.to(scores.dtype)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
 
+    def join(self, other: "Mask") -> "Mask":
+        """Both masks in one."""
+        blocked = self.blocked if other.blocked is None else other.blocked
+        added = self.added if other.added is None else other.added
+        if self.blocked is not None and other.blocked is not None:
+            blocked = self.blocked | other.blocked
+        if self.added is not None and other.added is not None:
+            added = self.added + other.added
+        return Mask(blocked, added)
+
     def grow(self) -> "Mask":
         """The same with one more key at the end, which every query may use."""
         blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in self)
         return Mask(blocked, added)
 
 
-def combine_masks(padding: Tensor | None, association: Tensor | None, shape: tuple[int, int, int, int]) -> Mask | None:
+def combine_masks(
+    padding: Tensor | None,
+    association: Tensor | None,
+    shape: tuple[int, int, int, int],
+    names: tuple[str, str] = ("stored_pattern_padding_mask", "association_mask"),
+) -> Mask | None:
     """Bring the two masks of a call to one form.
 
     Args:
-        padding: ``(N, S)``, True = ignore this key; bool, or uint8 (deprecated).
-        association: ``(L, S)`` or ``(N * H, L, S)``; bool or uint8, True = ignore, or any float dtype, added to scores.
+        padding: ``(N, S)`` for keys; bool or uint8 (deprecated), True = ignore, or any float dtype, added to scores.
+        association: ``(L, S)`` or ``(N * H, L, S)`` for pairs, with the same dtypes.
         shape: ``(N, H, L, S)``.
+        names: what the caller calls the two masks, for messages.
 
     Raises:
         AHopError: a shape or dtype that does not fit.
     """
     n, h, length, keys = shape
-    blocked = added = None
+    parts = []
     if association is not None:
         if tuple(association.shape) == (length, keys):
             association = association[None, None]
@@ -67,28 +84,27 @@ def combine_masks(padding: Tensor | None, association: Tensor | None, shape: tup
             association = rearrange(association, "(n h) l s -> n h l s", h=h)
         else:
             raise AHopError(
-                f"association_mask must be (L, S) = {(length, keys)} or (N * heads, L, S) = {(n * h, length, keys)},"
+                f"{names[1]} must be (L, S) = {(length, keys)} or (N * heads, L, S) = {(n * h, length, keys)},"
                 f" got {describe(association)}"
             )
-        if association.is_floating_point():
-            added = association
-        else:
-            blocked = _as_bool("association_mask", association, "bool or of a float dtype")
+        parts.append(_as_mask(names[1], association))
     if padding is not None:
         if tuple(padding.shape) != (n, keys):
-            raise AHopError(f"stored_pattern_padding_mask must be (N, S) = {(n, keys)}, got {describe(padding)}")
-        ignored = rearrange(_as_bool("stored_pattern_padding_mask", padding, "bool"), "n s -> n 1 1 s")
-        blocked = ignored if blocked is None else blocked | ignored
-    return None if blocked is None and added is None else Mask(blocked, added)
+            raise AHopError(f"{names[0]} must be (N, S) = {(n, keys)}, got {describe(padding)}")
+        parts.append(_as_mask(names[0], rearrange(padding, "n s -> n 1 1 s")))
+    return reduce(Mask.join, parts) if parts else None
 
 
-def _as_bool(name: str, mask: Tensor, expected: str) -> Tensor:
+def _as_mask(name: str, mask: Tensor) -> Mask:
+    """Read a mask of a call: a float is added, True blocks."""
+    if mask.is_floating_point():
+        return Mask(added=mask)
     if mask.dtype == torch.uint8:
         warnings.warn(f"a uint8 {name} is deprecated, use bool", DeprecationWarning, stacklevel=2)
-        return mask.bool()
+        return Mask(blocked=mask.bool())
     if mask.dtype != torch.bool:
-        raise AHopError(f"{name} must be {expected}, got {mask.dtype}")
-    return mask
+        raise AHopError(f"{name} must be bool or of a float dtype, got {mask.dtype}")
+    return Mask(blocked=mask)
 
 
 def associate(

@@ -22,6 +22,15 @@ class Retrieval(NamedTuple):
     projected: Tensor
 
 
+def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Complete a checkpoint of the layer that ``module`` replaced by the warm start of what it has besides."""
+    for name in ("similarity", "separation"):
+        part: Any = getattr(module, name)
+        if part is not None and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
+            part.reset_parameters()
+            state_dict.update({f"{prefix}{name}.{key}": value for key, value in part.state_dict().items()})
+
+
 class AssociationCore(nn.Module):
     """Projections around :func:`associate`, with the argument and parameter names of hflayers' core.
 
@@ -75,16 +84,16 @@ class AssociationCore(nn.Module):
         self.similarity: AdaptiveSimilarity | None = None
         self.separation = Separation()
         wide, out = num_heads * (self.head_dim or 0), num_heads * (self.pattern_dim or 0)
-        self._rows = [0 if static else size for static, size in zip(statics, (wide, wide, out), strict=True)]
+        rows = self._rows
         # hflayers keeps room for the bias of a static value, which is never added.
-        biases = 0 if all(statics) or not bias else sum(self._rows[:2]) + out
+        biases = 0 if all(statics) or not bias else sum(rows[:2]) + out
         shapes: dict[str, tuple[int, ...]] = {
             "p_norm_weight": ((self.head_dim or 0) * normalize_pattern_affine,),
             "p_norm_bias": ((self.head_dim or 0) * normalize_pattern_affine,),
-            "in_proj_weight": (0 if separate else sum(self._rows), embed_dim or 0),
-            "q_proj_weight": (self._rows[0] * separate, embed_dim or 0),
-            "k_proj_weight": (self._rows[1] * separate, kdim or 0),
-            "v_proj_weight": (self._rows[2] * separate, (wide if value_as_connected else vdim) or 0),
+            "in_proj_weight": (0 if separate else sum(rows), embed_dim or 0),
+            "q_proj_weight": (rows[0] * separate, embed_dim or 0),
+            "k_proj_weight": (rows[1] * separate, kdim or 0),
+            "v_proj_weight": (rows[2] * separate, (wide if value_as_connected else vdim) or 0),
             "in_proj_bias": (biases,),
             "bias_k": (1, 1, wide * (add_bias_kv and not key_as_static)),
             "bias_v": (1, 1, wide * (add_bias_kv and not value_as_static)),
@@ -93,6 +102,16 @@ class AssociationCore(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if prod(shape) else None)
         self.out_proj = None if disable_out_projection else nn.Linear(out, out_dim or 0, bias=bias)
         self.reset_parameters()
+
+    @property
+    def _rows(self) -> tuple[int, int, int]:
+        """How many rows of the projections make query, key and value; a static part has none."""
+        wide, out = ((size or 0) * self.num_heads for size in (self.head_dim, self.pattern_dim))
+        return (
+            0 if self.query_as_static else wide,
+            0 if self.key_as_static else wide,
+            0 if self.value_as_static else out,
+        )
 
     def configure(self, scaling: float | Tensor | None, steps: int | Tensor | None, eps: float | Tensor) -> None:
         """Set how scores are scaled and how often states are updated.
@@ -179,11 +198,7 @@ class AssociationCore(nn.Module):
         """Give what a checkpoint of hflayers has no value for its warm start, or leave it alone."""
         mine = any(key.startswith(prefix) for key in state_dict)
         if mine or not any(True for name, _ in self.named_parameters() if not name.startswith(("similarity", "sep"))):
-            for name in ("similarity", "separation"):
-                module = getattr(self, name)
-                if module is not None and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
-                    module.reset_parameters()
-                    state_dict.update({f"{prefix}{name}.{key}": value for key, value in module.state_dict().items()})
+            add_warm_start(self, state_dict, prefix)
             if isinstance(self.scaling, nn.Parameter):
                 state_dict.setdefault(f"{prefix}scaling", self.scaling.detach())
         super()._load_from_state_dict(state_dict, prefix, *args)

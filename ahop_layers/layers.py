@@ -109,16 +109,29 @@ class AdaptiveHopfield(HopfieldBase):
     ) -> None:
         # fmt: on
         super().__init__(**arguments(locals(), *KEYWORDS))
+        self.make_adaptive(input_size, bases, init, debias, separation)
+
+    def make_adaptive(
+        self,
+        width: int | None,
+        bases: Sequence[str] = ("dis", "dot"),
+        init: str | Tensor = "dot",
+        debias: bool = False,
+        separation: str | Separation = "softmax",
+    ) -> None:
+        """Give the core its similarity and separation; ``width`` is that of static patterns, where it is known."""
         core = self.association_core
-        dim = input_size if stored_pattern_as_static and state_pattern_as_static else core.head_dim
+        like = next(self.parameters(), torch.empty(0))
+        dim = width if core.key_as_static and core.query_as_static else core.head_dim
         if dim is None and isinstance(init, Tensor):
             dim = init.shape[-1]
-        core.similarity = (
-            _LazySimilarity(num_heads, bases, init, debias)
+        similarity = (
+            _LazySimilarity(core.num_heads, bases, init, debias)
             if dim is None
-            else AdaptiveSimilarity(dim, num_heads, bases, init, debias)
+            else AdaptiveSimilarity(dim, core.num_heads, bases, init, debias)
         )
-        core.separation = separation if isinstance(separation, Separation) else Separation(separation, num_heads)
+        separation = separation if isinstance(separation, Separation) else Separation(separation, core.num_heads)
+        core.similarity, core.separation = similarity.to(like), separation.to(like)
 
 
 class AdaptiveHopfieldLayer(HopfieldLayerBase):

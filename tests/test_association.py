@@ -108,14 +108,26 @@ def test_a_query_without_keys_reads_zeros(masked_by, separation):
     assert all(x.grad.isfinite().all() for x in (query, key, value, *similarity.parameters()))
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bool, torch.bool), (torch.float, torch.float), (torch.float, torch.bool)])
+def test_two_masks_in_one(dtypes):
+    chosen = torch.rand(N, S) < 0.3, torch.rand(N * H, L, S) < 0.3
+    masks = [
+        m if t is torch.bool else torch.zeros(m.shape).masked_fill(m, -9.0) for m, t in zip(chosen, dtypes, strict=True)
+    ]
+    expected = torch.zeros(N, H, L, S)
+    for mask in (masks[0][:, None, None], masks[1].view(N, H, L, S)):
+        expected = expected.masked_fill(mask, -torch.inf) if mask.dtype is torch.bool else expected + mask
+    assert torch.equal(combine_masks(*masks, (N, H, L, S)).apply(torch.zeros(N, H, L, S)), expected)
+
+
 def test_masks_that_do_not_fit():
     shape = (N, H, L, S)
     with pytest.raises(AHopError, match=r"must be \(N, S\) = \(2, 5\), got \(5, 2\)"):
         combine_masks(torch.zeros(S, N, dtype=torch.bool), None, shape)
     with pytest.raises(AHopError, match=r"\(L, S\) = \(4, 5\) or \(N \* heads, L, S\) = \(6, 4, 5\), got \(2, 4, 5\)"):
         combine_masks(None, torch.zeros(N, L, S), shape)
-    with pytest.raises(AHopError, match=r"must be bool, got torch\.float32"):
-        combine_masks(torch.zeros(N, S), None, shape)
+    with pytest.raises(AHopError, match=r"padding_mask must be bool or of a float dtype, got torch\.int32"):
+        combine_masks(torch.zeros(N, S, dtype=torch.int), None, shape)
     with pytest.raises(AHopError, match=r"bool or of a float dtype, got torch.int64"):
         combine_masks(None, torch.zeros(L, S, dtype=torch.long), shape)
     assert combine_masks(None, None, shape) is None

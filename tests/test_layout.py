@@ -14,6 +14,7 @@ LAYOUT = """
     ops.gpu ops.backend ops
     similarity
     separation association core bags own hopfield layers
+    attention foreign converters convert maps
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -57,14 +58,19 @@ def test_no_assert_in_the_package():
 def test_public_names():
     assert sorted(ah.__all__) == [
         "AHopError",
+        "AdaptiveAttention",
         "AdaptiveHopfield",
         "AdaptiveHopfieldLayer",
         "AdaptiveHopfieldPooling",
         "AdaptiveSimilarity",
+        "adapt_",
         "adaptive_similarity",
+        "association_maps",
         "backends",
         "footprint",
         "register_base",
+        "register_converter",
+        "revert_",
         "similarity_parameters",
     ]
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)

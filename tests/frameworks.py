@@ -1,0 +1,37 @@
+"""Import timm, torchvision and transformers for tests, beside any build of torch."""
+
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@cache
+def make_torchvision_importable() -> None:
+    """Declare the two operators without which torchvision does not import, where its own were built for another torch.
+
+    Vision transformers use neither.
+    """
+    own_folder = Path(sys.prefix) / "vit"  # where the Makefile installs it
+    if own_folder.is_dir():
+        sys.path.append(str(own_folder))
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        with suppress(OSError):
+            torch.ops.load_library(str(library))
+    if not hasattr(torch.ops.torchvision, "nms"):
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def framework(name: str) -> ModuleType:
+    """The module, or skip the test that asks for it."""
+    make_torchvision_importable()  # timm and transformers import it too
+    return pytest.importorskip(name, reason=f"{name} is not installed (extra vit)", exc_type=ImportError)

@@ -1,0 +1,211 @@
+"""AdaptiveAttention computes what nn.MultiheadAttention computes, until it is trained."""
+
+import pytest
+import torch
+from torch import nn
+
+import ahop_layers as ah
+
+N, L, S, E, H = 3, 5, 7, 12, 3
+OPTIONS = {
+    "plain": {},
+    "no-bias": {"bias": False},
+    "sizes": {"kdim": 5, "vdim": 9},
+    "more-keys": {"add_bias_kv": True, "add_zero_attn": True},
+    "batch-first": {"batch_first": True, "add_zero_attn": True},
+}
+
+
+def pair(**options):
+    """nn.MultiheadAttention, and ours with its weights."""
+    theirs = nn.MultiheadAttention(E, H, **options)
+    ours = ah.AdaptiveAttention(E, H, **options)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases start at zero, where a lost one would not show
+            parameter.normal_(std=0.4)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return theirs, ours
+
+
+def inputs(length=L, stored=S, **options):
+    sizes = (length, E), (stored, options.get("kdim") or E), (stored, options.get("vdim") or E)
+    xs = [torch.randn(N, *size, requires_grad=True) for size in sizes]
+    return xs if options.get("batch_first") else [x.detach().transpose(0, 1).requires_grad_() for x in xs]
+
+
+def masks(kind):
+    torch.manual_seed(1)
+    padding = torch.zeros(N, S, dtype=torch.bool)
+    padding[1, 4:] = True
+    pairs = torch.rand(N * H, L, S) < 0.3
+    pairs[..., 0] = False  # nn.MultiheadAttention gives NaN where nothing is left
+    return {
+        "none": {},
+        "padding": {"key_padding_mask": padding},
+        "float padding": {"key_padding_mask": torch.randn(N, S)},
+        "(L, S)": {"attn_mask": pairs[0]},
+        "both": {"attn_mask": pairs, "key_padding_mask": padding},
+        "both float": {"attn_mask": torch.randn(N * H, L, S), "key_padding_mask": torch.randn(N, S)},
+    }[kind]
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "float padding", "(L, S)", "both", "both float"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_equals_multihead_attention_with_gradients(option, mask):
+    theirs, ours = pair(**OPTIONS[option])
+    x = inputs(**OPTIONS[option])
+    results = []
+    for module in (theirs, ours):
+        output, weights = module(*x, **masks(mask), average_attn_weights=False)
+        gradients = torch.autograd.grad(output.square().sum(), [*x, *old_parameters(module)])
+        results.append([output, weights, *gradients])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+def old_parameters(module):
+    return [p for name, p in module.named_parameters() if not name.startswith("similarity")]
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("need", [True, False])
+def test_what_it_returns(need, average):
+    theirs, ours = pair()
+    query, key, value = inputs()
+    for x in ((query, key, value), (query[:, 0], key[:, 0], value[:, 0])):  # batched and unbatched
+        expected, got = (m(*x, need_weights=need, average_attn_weights=average) for m in (theirs, ours))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_unbatched_with_padding():
+    theirs, ours = pair()
+    x = torch.randn(S, E)
+    ignored = torch.arange(S) > 3
+    expected, got = (m(x, x, x, key_padding_mask=ignored) for m in (theirs, ours))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_causal_with_and_without_its_mask():
+    theirs, ours = pair()
+    x = torch.randn(L, N, E)
+    mask = nn.Transformer.generate_square_subsequent_mask(L)
+    expected = theirs(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    for given in (mask, mask == -torch.inf, None):
+        got = ours(x, x, x, attn_mask=given, is_causal=True, need_weights=False)[0]
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fully_masked_query_reads_zeros():
+    _, ours = pair()
+    query, key, value = inputs()
+    ignored = torch.zeros(N, S, dtype=torch.bool)
+    ignored[1] = True
+    output, weights = ours(query, key, value, key_padding_mask=ignored)
+    assert (weights[1] == 0).all()
+    torch.testing.assert_close(output[:, 1], ours.out_proj.bias.expand(L, E))
+    output.sum().backward()
+    assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_in_an_encoder_layer(training):
+    """In eval mode the encoder layer has a fast path that would bypass a subclass."""
+    layer = nn.TransformerEncoderLayer(E, H * 2, 24, dropout=0.0, batch_first=True)
+    x, ignored = torch.randn(N, S, E), torch.arange(S).expand(N, S) > torch.tensor([6, 3, 5])[:, None]
+    layer.train(training)
+    with torch.no_grad():
+        expected = layer(x, src_key_padding_mask=ignored)
+        attention = ah.AdaptiveAttention(E, H * 2, batch_first=True)
+        attention.load_state_dict(layer.self_attn.state_dict())
+        layer.self_attn = attention.train(training)
+        kept = ~ignored  # the fast path leaves something else at padded places
+        torch.testing.assert_close(layer(x, src_key_padding_mask=ignored)[kept], expected[kept], rtol=1e-5, atol=1e-5)
+        attention.similarity.beta.mul_(5.0)
+        assert not torch.allclose(layer(x, src_key_padding_mask=ignored)[kept], expected[kept], atol=1e-2)
+
+
+def test_nested_tensors():
+    _, ours = pair(batch_first=True)
+    samples = [torch.randn(size, E) for size in (4, 1, 6)]
+    nested = torch.nested.nested_tensor(samples)
+    with torch.no_grad():
+        output, _ = ours(nested, nested, nested)
+        for got, sample in zip(output.unbind(), samples, strict=True):
+            torch.testing.assert_close(got, ours(sample, sample, sample)[0], rtol=1e-5, atol=1e-6)
+        with pytest.raises(ah.AHopError, match="nested tensors need"):
+            ours(nested, torch.nested.nested_tensor(samples), nested)
+
+
+def test_dropout_acts_in_training_only():
+    ours = ah.AdaptiveAttention(E, H, dropout=0.9)
+    x = inputs()
+    assert not torch.equal(ours(*x)[0], ours(*x)[0])
+    ours.eval()
+    assert torch.equal(ours(*x)[0], ours(*x)[0])
+
+
+def test_device_and_dtype():
+    assert {p.dtype for p in ah.AdaptiveAttention(E, H, dtype=torch.float64).parameters()} == {torch.float64}
+    assert {p.device.type for p in ah.AdaptiveAttention(E, H, device="meta").parameters()} == {"meta"}
+
+
+def test_autocast_errs_like_multihead_attention():
+    theirs, ours = pair()
+    x = inputs()
+    exact = theirs(*x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        low, got = theirs(*x)[0], ours(*x)[0]
+    error, bound = ((y - exact).abs().max() for y in (got, low))
+    assert error <= 2 * bound + 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("keywords", [{"separation": "sparsemax"}, {"debias": True}, {"bases": ("dot",)}])
+def test_keywords_reach_similarity_and_separation(keywords):
+    ours = ah.AdaptiveAttention(E, H, **keywords)
+    assert ours.separation.name == keywords.get("separation", "softmax")
+    assert ours.similarity.bases == keywords.get("bases", ("dis", "dot"))
+    assert (ours.similarity.bias is not None) == keywords.get("debias", False)
+    output, _ = ours(*inputs())
+    output.square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in ours.similarity.parameters())
+
+
+def test_another_similarity_or_none():
+    theirs, ours = pair()
+    x = inputs()
+    ours.similarity = None
+    torch.testing.assert_close(ours(*x), theirs(*x), rtol=1e-5, atol=1e-6)
+
+
+def test_compile_and_export():
+    _, ours = pair(batch_first=True)
+    x, ignored = torch.randn(N, S, E), torch.arange(S).expand(N, S) > 4
+    expected = ours(x, x, x, key_padding_mask=ignored)[0]
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, x, x, key_padding_mask=ignored)[0], expected, rtol=1e-5, atol=1e-6)
+    exported = torch.export.export(ours.eval(), (x, x, x), {"key_padding_mask": ignored}).module()
+    torch.testing.assert_close(exported(x, x, x, key_padding_mask=ignored)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((10, 3), "embed_dim must be a multiple of num_heads, got 10 and 3"),
+        ((10, 0), "embed_dim must be a multiple of num_heads, got 10 and 0"),
+        ((12, 3, 1.5), "dropout must be between 0 and 1, got 1.5"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ah.AHopError, match=message):
+        ah.AdaptiveAttention(*arguments)
+
+
+def test_bad_inputs():
+    ours = ah.AdaptiveAttention(E, H, batch_first=True)
+    x = torch.randn(N, S, E)
+    with pytest.raises(ah.AHopError, match=r"must be \(N, L, 12\), \(N, S, 12\), \(N, S, 12\), batch first, got"):
+        ours(x, x[:, :3], x)
+    with pytest.raises(ah.AHopError, match=r"attn_mask must be \(L, S\) = \(7, 7\)"):
+        ours(x, x, x, attn_mask=torch.zeros(S, S + 1))
+    with pytest.raises(ah.AHopError, match=r"key_padding_mask must be \(N, S\) = \(3, 7\)"):
+        ours(x, x, x, key_padding_mask=torch.zeros(S, N))

@@ -1,0 +1,418 @@
+"""adapt_ changes nothing but the classes, and revert_ undoes it: on real models of every library it knows."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from frameworks import framework
+from torch import nn
+
+import ahop_layers as ah
+from ahop_layers import hopfield
+from ahop_layers.attention import Adaptive
+from ahop_layers.converters import CONVERTERS
+
+IMAGE = (2, 3, 32, 32)
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64}
+
+
+def images(*shape):
+    return lambda: (torch.randn(shape or IMAGE),)
+
+
+def timm_vit(**options):
+    timm = framework("timm")
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
+    return timm.models.VisionTransformer(**{**small, **options})
+
+
+def timm_named(name):
+    return lambda: framework("timm").create_model(name)
+
+
+def torchvision_vit():
+    model = framework("torchvision").models.VisionTransformer(32, 8, 2, 3, 48, 64, num_classes=5)
+    nn.init.normal_(model.heads.head.weight)  # zero at the start: every model would look alike
+    return model
+
+
+def transformers_vision(model, config, **options):
+    def make():
+        transformers = framework("transformers")
+        settings = getattr(transformers, config)(**SIZES, image_size=32, patch_size=8, **options)
+        return getattr(transformers, model)(settings)
+
+    return make
+
+
+def padded():
+    ignored = torch.arange(6).expand(3, 6) > torch.tensor([5, 2, 4])[:, None]
+    return {"src": torch.randn(3, 6, 16), "src_key_padding_mask": ignored}
+
+
+def causal():
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    target = torch.randn(3, 5, 16)
+    return {"src": torch.randn(3, 6, 16), "tgt": target, "tgt_mask": mask, "tgt_is_causal": True}
+
+
+class Bags(nn.Module):
+    """A model as people build them on hflayers: lookup, self-association, pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.lookup = hopfield.HopfieldLayer(input_size=16, quantity=9, num_heads=2)
+        self.relate = hopfield.Hopfield(input_size=16, num_heads=4, scaling=0.3, update_steps_max=1)
+        self.pool = hopfield.HopfieldPooling(input_size=16, hidden_size=6, num_heads=2, quantity=2)
+        with torch.no_grad():
+            # Where the norms of stored and state patterns have equal values, hflayers sends both gradients to one.
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+
+    def forward(self, x, mask=None):
+        return self.pool(self.relate(self.lookup(x)), stored_pattern_padding_mask=mask)
+
+
+def encoder():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 3)
+
+
+# name: (model, input, number of attention modules)
+MODELS = {
+    "timm-tiny": (timm_named("vit_tiny_patch16_224"), images(1, 3, 224, 224), 12),
+    "timm-qk-norm": (lambda: timm_vit(qk_norm=True), images(), 2),
+    "timm-scale-norm": (lambda: timm_vit(scale_attn_norm=True, qkv_bias=False), images(), 2),
+    "timm-distilled": (timm_named("deit_tiny_distilled_patch16_224"), images(1, 3, 224, 224), 12),
+    "torchvision": (torchvision_vit, images(), 2),
+    "transformers-vit": (transformers_vision("ViTModel", "ViTConfig"), images(), 2),
+    "transformers-deit": (transformers_vision("DeiTModel", "DeiTConfig"), images(), 2),
+    "transformers-dinov2": (transformers_vision("Dinov2Model", "Dinov2Config"), images(), 2),
+    "transformers-clip": (transformers_vision("CLIPVisionModel", "CLIPVisionConfig"), images(), 2),
+    "encoder": (encoder, padded, 3),
+    "transformer": (lambda: nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True), causal, 6),
+    "hopfield": (Bags, lambda: {"x": torch.randn(3, 6, 16), "mask": padded()["src_key_padding_mask"]}, 3),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    make, make_input, count = MODELS[request.param]
+    torch.manual_seed(0)
+    return make(), make_input(), count, make
+
+
+def call(model, given):
+    output = model(**given) if isinstance(given, dict) else model(*given)
+    if isinstance(output, (tuple, torch.Tensor)):
+        return output if isinstance(output, torch.Tensor) else output[0]
+    return output[0]
+
+
+def loss(output):
+    """Any direction will do, but the plain square is nearly constant behind a layer norm."""
+    return (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum()
+
+
+def close(got, expected):
+    """Within 1e-5 of the largest value."""
+    return (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_outputs_and_gradients_stay_and_revert_restores(case):
+    model, given, count, _ = case
+    before = {
+        "modules": dict(model.named_modules()),
+        "classes": {name: type(module) for name, module in model.named_modules()},
+        "parameters": dict(model.named_parameters()),
+        "state": {name: value.clone() for name, value in model.state_dict().items()},
+    }
+    with torch.no_grad():
+        calm = call(model.eval(), given)
+    trained = call(model.train(), given)
+    gradients = torch.autograd.grad(loss(trained), list(model.parameters()), allow_unused=True)
+
+    report = ah.adapt_(model)
+    assert len(report.adapted) == count
+    assert not report.passed_over
+    with torch.no_grad():
+        assert close(call(model.eval(), given), calm)
+    now = call(model.train(), given)
+    assert close(now, trained)
+    old = [parameter for name, parameter in model.named_parameters() if name in before["parameters"]]
+    largest = max(g.abs().max() for g in gradients if g is not None)
+    got = torch.autograd.grad(loss(now), old, allow_unused=True)
+    for one, other in zip(got, gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (one - other).abs().max() <= 1e-5 * largest
+
+    assert ah.revert_(model) == list(report.adapted)
+    assert dict(model.named_modules()) == before["modules"]
+    assert {name: type(module) for name, module in model.named_modules()} == before["classes"]
+    assert all(p is before["parameters"][name] for name, p in model.named_parameters())
+    assert list(model.state_dict()) == list(before["state"])
+    assert all(torch.equal(value, before["state"][name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(call(model.eval(), given), calm)
+
+
+def test_one_step_of_training_reaches_every_similarity(case):
+    model, given, _, _ = case
+    ah.adapt_(model)
+    similarities = [part for part in model.modules() if isinstance(part, ah.AdaptiveSimilarity)]
+    assert all((part.beta[..., 0] == 0).all() for part in similarities)  # beta_dis
+    before = copy.deepcopy([part.state_dict() for part in similarities])
+    loss(call(model, given)).backward()
+    torch.optim.SGD(ah.similarity_parameters(model), 1.0).step()
+    for part, old in zip(similarities, before, strict=True):
+        assert not torch.equal(part.beta, old["beta"])
+        assert not torch.equal(part.w, old["w"])
+
+
+def test_state_dict_copy_and_pickle(case):
+    model, given, _, make = case
+    unadapted = model.state_dict()
+    ah.adapt_(model.eval())
+    with torch.no_grad():
+        for parameter in ah.similarity_parameters(model):
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+        expected = call(model, given)
+        other = make().eval()
+        ah.adapt_(other)
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        other.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
+        assert torch.equal(call(other, given), expected)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(call(twin, given), expected)
+            ah.revert_(twin)
+        assert torch.equal(call(model, given), expected)
+        # A checkpoint from before adapt_ loads too, and gives the warm start.
+        model.load_state_dict(unadapted, strict=True)
+        ah.revert_(other)
+        assert close(call(model, given), call(other, given))
+
+
+@pytest.mark.parametrize("make", [timm_vit, torchvision_vit], ids=["timm", "torchvision"])
+def test_compile_and_export(make):
+    model, x = make().eval(), torch.randn(IMAGE)
+    ah.adapt_(model)
+    for parameter in ah.similarity_parameters(model):
+        nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        expected = model(x)
+        exported = torch.export.export(model, (x,)).module()
+        torch.testing.assert_close(exported(x), expected, rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-5)
+    compiled.sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in ah.similarity_parameters(model))
+
+
+@pytest.mark.parametrize("make", [timm_vit, torchvision_vit], ids=["timm", "torchvision"])
+def test_autocast_errs_no_more_than_before(make):
+    model, x = make().eval(), torch.randn(IMAGE)
+    with torch.no_grad():
+        exact = model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = model(x)
+            ah.adapt_(model)
+            got = model(x)
+    error, bound = ((y - exact).abs().max() for y in (got, low))
+    assert error <= 2 * bound + 2**-8 * exact.abs().max()
+
+
+def test_masks_of_timm():
+    layer = framework("timm").layers.Attention(16, num_heads=2).eval()
+    x, allowed = torch.randn(2, 5, 16), torch.rand(2, 1, 5, 5) < 0.6
+    allowed[..., 0] = True
+    cases = [{"attn_mask": allowed}, {"attn_mask": torch.randn(5, 5)}, {"is_causal": True}]
+    expected = [layer(x, **case) for case in cases]
+    ah.adapt_(layer)
+    for case, value in zip(cases, expected, strict=True):
+        torch.testing.assert_close(layer(x, **case), value, rtol=1e-5, atol=1e-6)
+
+
+def test_masks_of_transformers_text():
+    transformers = framework("transformers")
+    sizes = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    model = transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, **sizes)).eval()
+    given = {"input_ids": torch.randint(3, 20, (2, 7)), "attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3])}
+    with torch.no_grad():
+        for part in ({"input_ids": given["input_ids"]}, given):
+            expected = call(model, part)
+            ah.adapt_(model)
+            assert close(call(model, part), expected)
+            ah.revert_(model)
+
+
+def test_transformers_still_records_attentions():
+    model = transformers_vision("ViTModel", "ViTConfig", attn_implementation="eager")().eval()
+    x = torch.randn(IMAGE)
+    with torch.no_grad():
+        expected = model(x, output_attentions=True).attentions
+        ah.adapt_(model)
+        torch.testing.assert_close(model(x, output_attentions=True).attentions, expected, rtol=1e-5, atol=1e-6)
+
+
+class FormerSelfAttention(nn.Module):
+    """The parts and the call of ViTSelfAttention before transformers 5."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.num_attention_heads, self.attention_head_size = 3, 4
+        self.query, self.key, self.value = (nn.Linear(12, 12) for _ in range(3))
+        if dropout == "module":
+            self.dropout = nn.Dropout(0.0)
+        else:
+            self.dropout_prob = 0.0
+
+    def forward(self, hidden_states, head_mask=None, output_attentions=False):
+        q, k, v = (
+            part(hidden_states).unflatten(-1, (3, 4)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        weights = (q @ k.mT / 2).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2), weights
+
+
+@pytest.mark.parametrize("dropout", ["module", "number"])
+def test_former_names_of_transformers(dropout, monkeypatch):
+    former = CONVERTERS["transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention"]
+    monkeypatch.setitem(CONVERTERS, f"{__name__}.FormerSelfAttention", former)
+    layer, x = FormerSelfAttention(dropout), torch.randn(2, 5, 12)
+    expected = layer(x)
+    assert ah.adapt_(layer).adapted == {"": "FormerSelfAttention"}
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ah.AHopError, match="head_mask must be None"):
+        layer(x, torch.ones(3))
+
+
+def test_where_and_last():
+    names = ["layers.0.self_attn", "layers.1.self_attn", "layers.2.self_attn"]
+    for where, expected in (
+        (lambda name, module: name.startswith("layers.1"), names[1:2]),
+        ("layers.[02].*", [names[0], names[2]]),
+        (["layers.0.*", "*.2.self_attn"], [names[0], names[2]]),
+    ):
+        model = encoder()
+        report = ah.adapt_(model, where=where)
+        assert list(report.adapted) == expected
+        assert set(report.passed_over.values()) == {"not chosen by where"}
+        assert [isinstance(layer.self_attn, Adaptive) for layer in model.layers] == [n in expected for n in names]
+    assert list(ah.adapt_(encoder(), last=2).adapted) == names[1:]
+    transformer = nn.Transformer(16, 4, 2, 2, 32)
+    assert list(ah.adapt_(transformer, last=1).adapted) == [
+        "decoder.layers.1.self_attn",
+        "decoder.layers.1.multihead_attn",
+    ]
+    both = nn.Sequential(encoder(), Bags())
+    assert list(ah.adapt_(both, last=1).adapted) == ["1.lookup", "1.relate", "1.pool"]
+
+
+def test_dry_run_changes_nothing():
+    model = encoder()
+    classes = [type(module) for module in model.modules()]
+    report = ah.adapt_(model, dry_run=True)
+    assert [type(module) for module in model.modules()] == classes
+    assert list(report.adapted) == list(ah.adapt_(model).adapted)
+    assert "would adapt 3" in str(report)
+
+
+def test_freeze_rest_and_back():
+    model = encoder()
+    model.layers[0].norm1.weight.requires_grad_(False)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    report = ah.adapt_(model, freeze_rest=True)
+    left = [p for p in model.parameters() if p.requires_grad]
+    assert {id(p) for p in left} == {id(p) for p in ah.similarity_parameters(model)}
+    assert sum(p.numel() for p in left) == report.new_parameters == 3 * 4 * (2 * 4 + 2)
+    ah.revert_(model)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trainable
+
+
+def test_twice_and_never():
+    model = encoder()
+    with pytest.raises(ah.AHopError, match="expected a model that adapt_ adapted, got TransformerEncoder"):
+        ah.revert_(model)
+    ah.adapt_(model, last=1)
+    with pytest.raises(ah.AHopError, match=r"must not be adapted yet, got one with layers\.2\.self_attn adapted"):
+        ah.adapt_(model)
+
+
+def test_nothing_to_adapt():
+    with pytest.raises(ah.AHopError, match="expected a model with attention to adapt, got Sequential with none"):
+        ah.adapt_(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(ah.AHopError, match=r"layers\.0\.self_attn passed over: not chosen by where"):
+        ah.adapt_(encoder(), where="nowhere.*")
+    with pytest.raises(ah.AHopError, match="0 passed over: it is adaptive already"):
+        ah.adapt_(nn.Sequential(ah.AdaptiveAttention(8, 2)))
+
+
+def test_swin_is_passed_over_with_a_reason():
+    swin = framework("torchvision").models.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4])
+    with pytest.raises(ah.AHopError, match=r"ShiftedWindowAttention adds a position bias to scores within windows"):
+        ah.adapt_(swin)
+
+
+def test_a_forward_of_its_own_is_not_overridden():
+    class Special(nn.MultiheadAttention):
+        def forward(self, *args, **keywords):
+            return super().forward(*args, **keywords)
+
+    class Plain(nn.MultiheadAttention):
+        pass
+
+    patched = nn.MultiheadAttention(8, 2)
+    patched.forward = lambda *args: None
+    report = ah.adapt_(nn.Sequential(Special(8, 2), patched, Plain(8, 2)))
+    assert list(report.adapted) == ["2"]
+    assert all("has a forward of its own" in reason for reason in report.passed_over.values())
+    assert list(report.passed_over) == ["0", "1"]
+
+
+def test_a_bad_keyword_leaves_the_model_as_it_was():
+    model = encoder()
+    classes = [type(module) for module in model.modules()]
+    for keywords, message in (({"bases": ("cosine",)}, "cosine"), ({"basis": 1}, "basis"), ({"last": 0}, "last")):
+        with pytest.raises(ah.AHopError, match=message):
+            ah.adapt_(model, **keywords)
+        assert [type(module) for module in model.modules()] == classes
+        assert not any(isinstance(module, ah.AdaptiveSimilarity) for module in model.modules())
+
+
+def test_a_shared_module_is_adapted_once():
+    shared = nn.MultiheadAttention(8, 2)
+    report = ah.adapt_(nn.ModuleList([shared, shared]))
+    assert list(report.adapted) == ["0"]
+    assert report.new_parameters == 2 * (2 * 4 + 2)
+
+
+def test_the_separation_of_a_hopfield_layer_stays():
+    model = hopfield.OwnHopfieldPooling(8, num_heads=2)
+    model.hopfield.association_core.separation = ah.separation.Separation("sparsemax")
+    x = torch.randn(2, 5, 8)
+    expected = model(x)
+    ah.adapt_(model)
+    assert isinstance(model, ah.AdaptiveHopfieldPooling)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.pool_packed(x.flatten(0, 1), [5, 5]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_models():
+    model, x = encoder().eval().bfloat16(), torch.randn(2, 4, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        ah.adapt_(model)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_no_library_is_imported():
+    code = "import sys, ahop_layers; print([m for m in ('timm', 'torchvision', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

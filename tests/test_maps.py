@@ -1,0 +1,71 @@
+"""association_maps: the weights of every adaptive layer, and nothing left behind."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from test_convert import Bags, encoder
+from torch import nn
+
+import ahop_layers as ah
+
+
+def test_maps_are_the_weights_that_were_used():
+    model, x = encoder().eval(), torch.randn(2, 5, 16)
+    expected, hidden = {}, x
+    for number, layer in enumerate(model.layers):
+        weights = layer.self_attn(hidden, hidden, hidden, average_attn_weights=False)[1]
+        expected[f"layers.{number}.self_attn"] = weights
+        hidden = layer(hidden)
+    ah.adapt_(model)
+    maps = ah.association_maps(model, x)
+    assert list(maps) == list(expected)
+    for name, weights in expected.items():
+        torch.testing.assert_close(maps[name], weights, rtol=1e-5, atol=1e-6)
+        assert not maps[name].requires_grad
+
+
+def test_hopfield_layers_by_their_outer_names():
+    model, x = Bags().eval(), torch.randn(3, 6, 16)
+    ah.adapt_(model, where=["pool", "relate"])
+    mask = torch.arange(6).expand(3, 6) > 3
+    maps = ah.association_maps(model, x, mask=mask)
+    assert {name: tuple(weights.shape) for name, weights in maps.items()} == {
+        "relate": (3, 4, 6, 6),
+        "pool": (3, 2, 2, 6),
+    }
+    assert (maps["pool"][..., 4:] == 0).all()
+
+
+def test_of_a_compiled_model():
+    model, x = encoder().eval(), torch.randn(2, 5, 16)
+    ah.adapt_(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+    expected = ah.association_maps(model, x)
+    got = ah.association_maps(compiled, x)
+    assert all(torch.equal(a, b) for a, b in zip(got.values(), expected.values(), strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_hook_and_no_memory_is_left(fails):
+    model, x = encoder(), torch.randn(2, 5, 16)
+    ah.adapt_(model)
+    if fails:
+        model.layers[1].linear1 = nn.Linear(1, 1)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            ah.association_maps(model, x)
+    else:
+        maps = ah.association_maps(model, x)
+        kept = weakref.ref(maps["layers.0.self_attn"])
+        del maps
+        gc.collect()
+        assert kept() is None
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_without_adaptive_layers():
+    with pytest.raises(ah.AHopError, match="expected a model that uses adaptive layers, got TransformerEncoder"):
+        ah.association_maps(encoder(), torch.randn(2, 5, 16))
