@@ -14,7 +14,7 @@ LAYOUT = """
     ops.gpu ops.backend ops
     similarity
     separation association core bags own hopfield layers
-    attention foreign converters convert maps
+    attention foreign converters convert maps plots
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 

@@ -1,0 +1,137 @@
+"""Pictures show the weights they are given, in any style, without a window."""
+
+import subprocess
+import sys
+
+import matplotlib.style
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import ahop_layers as ah
+from ahop_layers import plots
+from ahop_layers.ops.reference import fold
+
+KEYS = 13  # a class token and 3 x 4 patches
+
+
+@pytest.fixture
+def weights():
+    return torch.rand(2, KEYS, KEYS).softmax(-1)
+
+
+def drawn(figure):
+    """The image below and the map above it."""
+    return [np.asarray(picture.get_array()) for picture in figure.axes[0].images]
+
+
+@pytest.mark.parametrize("token", [0, 5])
+def test_a_map_shows_the_patches_of_its_token(weights, token):
+    figure = plots.association_map(weights, torch.rand(3, 6, 8), patches=(3, 4), token=token)
+    _, overlay = drawn(figure)
+    expected = weights.mean(0)[token, 1:].reshape(3, 4)
+    np.testing.assert_allclose(overlay, expected, rtol=1e-6)
+
+
+def test_a_map_covers_the_image(weights):
+    figure = plots.association_map(weights[0], torch.rand(6, 8), patches=(3, 4))
+    picture, overlay = figure.axes[0].images
+    assert picture.get_extent() == overlay.get_extent()
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (1, 6, 8), (3, 6, 8)])
+def test_any_range_of_pixels_is_stretched(weights, shape):
+    image = 40 * torch.rand(shape) - 300
+    below, _ = drawn(plots.association_map(weights, image, patches=(3, 4)))
+    assert below.shape[:2] == (6, 8)
+    assert (below.min(), below.max()) == (0, 1)
+
+
+def test_a_flat_image_and_half_precision_are_no_trouble(weights):
+    below, _ = drawn(plots.association_map(weights.bfloat16(), torch.full((6, 8), 7.0), patches=(3, 4)))
+    assert np.isfinite(below).all()
+
+
+def test_a_square_of_patches_needs_no_argument():
+    _, overlay = drawn(plots.association_map(torch.rand(17, 17), torch.rand(8, 8)))
+    assert overlay.shape == (4, 4)
+
+
+def test_it_draws_where_it_is_told(weights):
+    figure = Figure()
+    axes = figure.subplots(1, 2)
+    assert plots.association_map(weights, torch.rand(6, 8), patches=(3, 4), ax=axes[1]) is figure
+    assert [len(axis.images) for axis in axes] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": torch.rand(KEYS)}, r"weights must be \(L, S\) or \(H, L, S\), got \(13,\)"),
+        ({"image": torch.rand(2, 6, 8)}, r"image must be .* got \(2, 6, 8\)"),
+        ({"image": "cat.png"}, "image must be .* got str"),
+        ({"patches": (4, 4)}, r"at most 13 patches, got \(4, 4\)"),
+        ({"patches": (0, 4)}, r"got \(0, 4\)"),
+        ({"token": 13}, "one of the 13 queries, counted from 0, got 13"),
+        ({"token": -1}, "got -1"),
+    ],
+)
+def test_a_map_refuses_what_does_not_fit(weights, change, message):
+    arguments = {"weights": weights, "image": torch.rand(6, 8), "patches": (3, 4)} | change
+    with pytest.raises(ah.AHopError, match=message):
+        plots.association_map(**arguments)
+
+
+@pytest.fixture
+def model():
+    second = ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform")
+    model = nn.Sequential(ah.AdaptiveSimilarity(5, num_heads=3), nn.Linear(2, 2), second)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_weights_of_every_layer_head_and_base(model, folded):
+    axes = plots.footprint_weights(model, folded=folded).axes
+    shown = [axis for axis in axes if axis.get_visible()]
+    assert len(shown) == 3 + 1  # three heads in one layer, one in the other
+    first = model[0]
+    expected = (first.beta[..., None] * first.w).detach()
+    expected = fold(expected) if folded else expected
+    for head, axis in enumerate(axes[::2]):
+        curves = {line.get_label(): line.get_ydata() for line in axis.lines}
+        for number, base in enumerate(first.bases):
+            np.testing.assert_allclose(curves[base], expected[head, number], rtol=1e-6)
+
+
+def test_a_warm_start_is_a_flat_line():
+    axis = plots.footprint_weights(ah.AdaptiveSimilarity(6)).axes[0]
+    curves = {line.get_label(): line.get_ydata() for line in axis.lines}
+    np.testing.assert_array_equal(curves["dot"], np.ones(6))
+    np.testing.assert_array_equal(curves["dis"], np.zeros(6))
+
+
+def test_weights_refuse_what_does_not_fit(model):
+    with pytest.raises(ah.AHopError, match="AdaptiveSimilarity inside, got Linear without"):
+        plots.footprint_weights(nn.Linear(2, 2))
+    with pytest.raises(ah.AHopError, match="one layer with one head, got 2 layers with up to 3 heads"):
+        plots.footprint_weights(model, ax=Figure().subplots())
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_it_can_be_read_in_light_and_dark(model, style, tmp_path):
+    with matplotlib.style.context(style):
+        figure = plots.footprint_weights(model)
+        figure.savefig(tmp_path / "picture.png")
+    ground = np.array(matplotlib.colors.to_rgb(figure.get_facecolor()))
+    axis = figure.axes[0]
+    for colour in (axis.title.get_color(), *(line.get_color() for line in axis.lines)):
+        assert np.abs(np.array(matplotlib.colors.to_rgb(colour)) - ground).max() > 0.3
+
+
+def test_the_package_does_not_import_matplotlib():
+    code = "import sys, ahop_layers.plots; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
