@@ -22,7 +22,7 @@ def modules() -> dict[str, Path]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
         parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
-        if parts:
+        if parts and parts != ["__main__"]:  # a command, and nobody imports it
             found[".".join(parts)] = path
     return found
 
