@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_runs_in_order(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert len(blocks) >= 4
+    assert blocks
     for name in ("timm", "torchvision", "transformers"):
         if re.search(rf"^(import|from) {name}", "\n".join(blocks), flags=re.MULTILINE):
             framework(name)
