@@ -31,7 +31,7 @@ frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c const
 
 demo: $(READY)
 	@echo "==> running the demonstration"
-	$(BIN)/python examples/retrieval.py
+	$(BIN)/python examples/demo.py
 
 lint: $(READY)
 	@echo "==> lint and types"

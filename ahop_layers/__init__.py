@@ -1,11 +1,13 @@
 """Adaptive Hopfield layers: a learned similarity in place of the dot product of attention and Hopfield layers."""
 
+from ahop_layers import variants as variants
 from ahop_layers.attention import AdaptiveAttention
 from ahop_layers.convert import adapt_, revert_
 from ahop_layers.converters import register_converter
 from ahop_layers.errors import AHopError
 from ahop_layers.layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, similarity_parameters
 from ahop_layers.maps import association_maps
+from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
 from ahop_layers.similarity import AdaptiveSimilarity
@@ -18,6 +20,7 @@ __all__ = [
     "AdaptiveHopfieldLayer",
     "AdaptiveHopfieldPooling",
     "AdaptiveSimilarity",
+    "AssociativeMemory",
     "adapt_",
     "adaptive_similarity",
     "association_maps",
@@ -27,4 +30,5 @@ __all__ = [
     "register_converter",
     "revert_",
     "similarity_parameters",
+    "variants",
 ]

@@ -3,8 +3,8 @@
 To run: python examples/retrieval.py
 
 The queries are mixed variants of the stored digits: noise is added, a part of the pixels is replaced by random values,
-and one fixed bias is added to all. The adaptive similarity is fitted on variants drawn for training and compared on
-variants it has not seen. Writes out/retrieval.png.
+and one fixed bias is added to all. The adaptive memories are fitted on variants drawn for training and compared on
+variants they have not seen. The last row is what the best possible decision reaches. Writes out/retrieval.png.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import matplotlib
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
-from tqdm import tqdm
 
 import ahop_layers as ah
+from ahop_layers.variants import Mixed, retrieval_accuracy, retrieval_error
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,38 +25,6 @@ import matplotlib.pyplot as plt
 def stored_digits(count: int) -> Tensor:
     """Real 8x8 digits that scikit-learn ships, as patterns (count, 64) in [-1, 1]."""
     return torch.tensor(load_digits().data[:count] / 8 - 1, dtype=torch.float32)
-
-
-class MixedVariants:
-    """Draws (index, query): noise first, then masked pixels, then the bias, as the paper's appendix has it."""
-
-    def __init__(self, patterns: Tensor, difficulty: float, generator: torch.Generator) -> None:
-        self.patterns, self.difficulty, self.generator = patterns, difficulty, generator
-        self.bias = difficulty * (2.0 * torch.randint(2, patterns.shape[1:], generator=generator) - 1)
-
-    def draw(self, count: int) -> tuple[Tensor, Tensor]:
-        """``index (count,)`` of the patterns and ``query (count, d)``, one variant of each."""
-        index = torch.randint(len(self.patterns), (count,), generator=self.generator)
-        patterns = self.patterns[index]
-        noisy = patterns + self.difficulty**0.5 * torch.randn(patterns.shape, generator=self.generator)
-        masked = torch.rand(patterns.shape, generator=self.generator).argsort(-1) < self.difficulty * patterns.shape[1]
-        replaced = 2 * torch.rand(patterns.shape, generator=self.generator) - 1
-        return index, torch.where(masked, replaced, noisy) + self.bias
-
-
-def fit(similarity: ah.AdaptiveSimilarity, variants: MixedVariants, steps: int) -> None:
-    """Minimise the paper's loss: the negative log-probability of the pattern a query was made from."""
-    optimizer = torch.optim.Adam(similarity.parameters(), lr=0.02)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    with tqdm(range(steps), desc="fitting the adaptive similarity", unit="step") as progress:
-        for _ in progress:
-            index, query = variants.draw(128)
-            loss = torch.nn.functional.cross_entropy(similarity(query, variants.patterns), index)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            progress.set_postfix(loss=f"{loss.item():.3f}")
 
 
 def save_picture(path: Path, rows: dict[str, Tensor]) -> None:
@@ -73,21 +41,6 @@ def save_picture(path: Path, rows: dict[str, Tensor]) -> None:
     plt.close(figure)
 
 
-@torch.no_grad()
-def compare(
-    scores: dict[str, Tensor], index: Tensor, query: Tensor, patterns: Tensor, path: Path
-) -> dict[str, tuple[float, float]]:
-    """Accuracy and squared error per pixel of each method, and the picture of the first queries."""
-    found = {name: score.argmax(-1) for name, score in scores.items()}
-    shown = slice(0, 14)
-    pictures = {"query": query[shown]} | {name: patterns[best[shown]] for name, best in found.items()}
-    save_picture(path, pictures | {"original": patterns[index[shown]]})
-    return {
-        name: ((best == index).float().mean().item(), (patterns[best] - patterns[index]).square().mean().item())
-        for name, best in found.items()
-    }
-
-
 def main() -> None:
     """Run the comparison and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,21 +51,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (out)")
     arguments = parser.parse_args()
 
-    generator = torch.Generator().manual_seed(arguments.seed)
     patterns = stored_digits(arguments.patterns)
-    variants = MixedVariants(patterns, arguments.difficulty, generator)
-    similarity = ah.AdaptiveSimilarity(patterns.shape[1], debias=True)  # starts as the dot product
-    fit(similarity, variants, arguments.steps)
+    variant = Mixed(*[arguments.difficulty] * 3, seed=arguments.seed)
+    memories = {
+        "dot product": ah.AssociativeMemory.preset("M-Hop", patterns),
+        "adaptive": ah.AssociativeMemory.preset("A-Hop", patterns, debias=True),
+        "with table": ah.AssociativeMemory.preset("A-Hop", patterns, debias=True, table=True),
+    }
+    for name, memory in memories.items():
+        if name != "dot product":
+            print(f"fitting: {name}")
+            memory.fit(variant, epochs=arguments.steps, batch=128, seed=arguments.seed)
 
-    index, query = variants.draw(2000)
-    scores = {"dot product": query @ patterns.T, "adaptive": similarity(query, patterns).detach()}
+    index, query = variant.sample(patterns, 1000, torch.Generator().manual_seed(arguments.seed + 1))
+    shown = slice(0, 14)
+    pictures = {name: patterns[memory.recall(query[shown])] for name, memory in memories.items()}
     path = arguments.out / "retrieval.png"
-    results = compare(scores, index, query, patterns, path)
+    save_picture(path, {"query": query[shown], **pictures, "original": patterns[index[shown]]})
 
     print(f"\n{len(patterns)} digits stored, difficulty {arguments.difficulty}, {len(index)} new queries\n")
     print(f"{'similarity':<14}{'accuracy':>10}{'error':>10}")
-    for name, (accuracy, error) in results.items():
+    for name, memory in memories.items():
+        accuracy, error = retrieval_accuracy(memory, index, query), retrieval_error(memory, index, query)
         print(f"{name:<14}{accuracy:>10.3f}{error:>10.3f}")
+    limit = (variant.most_likely(query, patterns) == index).double().mean().item()
+    print(f"{'Bayes limit':<14}{limit:>10.3f}")
     print(f"\npicture: {path}")
 
 

@@ -12,8 +12,9 @@ LAYOUT = """
     version errors
     ops.networks ops.reference ops.chunked ops.cpu ops.ptx ops.ptx_kernels ops.triton_kernels
     ops.gpu ops.backend ops
-    similarity
-    separation association core bags own hopfield layers
+    similarity table separation association
+    variants modulation energy presets fitting memory
+    core bags own hopfield layers
     attention foreign converters convert maps plots
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
@@ -63,6 +64,7 @@ def test_public_names():
         "AdaptiveHopfieldLayer",
         "AdaptiveHopfieldPooling",
         "AdaptiveSimilarity",
+        "AssociativeMemory",
         "adapt_",
         "adaptive_similarity",
         "association_maps",
@@ -72,5 +74,6 @@ def test_public_names():
         "register_converter",
         "revert_",
         "similarity_parameters",
+        "variants",
     ]
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)

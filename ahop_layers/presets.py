@@ -1,0 +1,88 @@
+"""The networks of the paper's first table, each a row: what they are made of."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ahop_layers.association import dot_product
+from ahop_layers.errors import AHopError, check_choice
+from ahop_layers.modulation import KernelModulation
+from ahop_layers.separation import Separation
+from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import AdaptiveTableSimilarity
+from ahop_layers.variants import check_patterns
+
+Similarity = Callable[[Tensor, Tensor], Tensor]
+
+
+class Preset(NamedTuple):
+    """A row of the table: names of parts, what :meth:`AssociativeMemory.fit` minimises, the keywords there are."""
+
+    similarity: str
+    separation: str
+    kernel: bool = False
+    objective: str = "retrieval"
+    activation: str | None = None
+    keywords: tuple[str, ...] = ()
+
+
+PRESETS = {
+    "Hop": Preset("dot", "identity", activation="sign"),
+    "D-Hop": Preset("dot", "polynomial", activation="sign", keywords=("degree",)),
+    "E-Hop": Preset("dot", "exponential", activation="sign"),
+    "M-Hop": Preset("dot", "softmax"),
+    "U-Hop": Preset("l1", "argmax"),
+    "S-Hop": Preset("dot", "sparsemax"),
+    "K-Hop": Preset("dot", "entmax15", kernel=True, objective="separation", keywords=("features",)),
+    "K2-Hop": Preset("dot", "softmax", kernel=True, keywords=("features",)),
+    "A-Hop": Preset("adaptive", "softmax", keywords=("bases", "init", "debias", "table")),
+}
+
+
+def negative_distance(query: Tensor, key: Tensor) -> Tensor:
+    """The negative squared distance: ``(L, d), (S, d) -> (L, S)``."""
+    return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1)
+
+
+def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
+    """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
+    return -torch.cdist(query, key, p=1)
+
+
+_FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
+
+
+def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **options: Any) -> Similarity:
+    """The similarity of that name for ``patterns (N, d)``; ``table`` and options are for ``"adaptive"``."""
+    check_choice("similarity", name, (*_FIXED, "adaptive"))
+    if name != "adaptive":
+        return _FIXED[name]
+    if not table:
+        return AdaptiveSimilarity(patterns.shape[1], **options).to(patterns)
+    return AdaptiveTableSimilarity(patterns.shape[1], **options, key_range=patterns.abs().max()).to(patterns)
+
+
+def parts(name: str, patterns: Tensor, *, prior: bool = False, **keywords: Any) -> dict[str, Any]:
+    """The arguments of :class:`AssociativeMemory` that make it the preset ``name``.
+
+    Raises:
+        AHopError: an unknown name, or a keyword the network does not have.
+    """
+    check_choice("name", name, tuple(PRESETS))
+    check_patterns(patterns)
+    row = PRESETS[name]
+    unknown = [key for key in keywords if key not in row.keywords]
+    if unknown:
+        raise AHopError(f"{name} takes the keywords {', '.join(('prior', *row.keywords))}, got {', '.join(unknown)}")
+    kernel = KernelModulation(patterns.shape[1], keywords.pop("features", None)).to(patterns) if row.kernel else None
+    separation = Separation(row.separation, degree=keywords.pop("degree", 3))
+    return {
+        "similarity": named_similarity(row.similarity, patterns, **keywords),
+        "separation": separation,
+        "modulation": kernel,
+        "objective": row.objective,
+        "activation": row.activation,
+        "prior": prior,
+    }

@@ -1,0 +1,126 @@
+"""A base similarity that is itself learned, alone and beside the footprints of an adaptive similarity."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.errors import AHopError, check_choice
+from ahop_layers.similarity import AdaptiveSimilarity, without_bias
+
+
+class TableSimilarity(nn.Module):
+    """A similarity of two numbers, learned as a table, and summed over the dimensions.
+
+    ``score = sum over i of table(query_i - bias_i, key_i)``, where the table is interpolated linearly in both numbers
+    between evenly spaced knots, and continued linearly beyond the outermost. Every decomposable similarity is such a
+    sum. It is linear in the table, and costs one matrix product. Unlike footprints it can tell by the query alone how
+    much a dimension is worth: a value outside the range of the patterns, for one, has not been masked.
+
+    Args:
+        dim: number of dimensions ``d`` of a query or key.
+        key_range: the outermost knots of key values stand at plus and minus this, those of queries at twice this.
+        knots: how many there are, for query values and for key values, at least 2 each.
+        init: ``"dot"`` (the score is exactly the dot product) or ``"zero"``.
+        debias: learn a vector that is subtracted from every query, zero at the start.
+
+    Parameters:
+        table ``(query knots, key knots)``, and with ``debias`` bias ``(d,)``. The range is a buffer.
+
+    Raises:
+        AHopError: an argument that does not fit.
+
+    >>> import torch
+    >>> similarity = TableSimilarity(16)
+    >>> query, key = torch.randn(4, 16), torch.randn(9, 16)
+    >>> torch.allclose(similarity(query, key), query @ key.T, atol=1e-4)
+    True
+    """
+
+    reach: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        key_range: float | Tensor = 1.0,
+        knots: tuple[int, int] = (41, 9),
+        init: str = "dot",
+        debias: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(dim, int) or dim < 1:
+            raise AHopError(f"dim must be a whole number of at least 1, got {dim!r}")
+        if not key_range > 0:
+            raise AHopError(f"key_range must be positive, got {key_range!r}")
+        if len(knots) != 2 or min(knots) < 2:
+            raise AHopError(f"knots must be two whole numbers of at least 2, got {knots!r}")
+        check_choice("init", init, ("zero", "dot"))
+        self.dim, self.knots, self.init = dim, tuple(knots), init
+        self.register_buffer("reach", torch.tensor(float(key_range)))
+        self.table = nn.Parameter(torch.empty(*knots))
+        self.bias = nn.Parameter(torch.empty(dim)) if debias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the table to what ``init`` says, and the bias to zero."""
+        if self.bias is not None:
+            self.bias.zero_()
+        rows, columns = (torch.linspace(-1, 1, count) for count in self.knots)
+        products = 2 * self.reach**2 * torch.outer(rows, columns).to(self.table)
+        self.table.copy_(products if self.init == "dot" else torch.zeros_like(products))
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``."""
+        table, reach = self.table.to(query.dtype), self.reach.to(query.dtype)
+        queries = _interpolation(without_bias(query, self.bias) / (2 * reach), self.knots[0]) @ table
+        keys = _interpolation(key / reach, self.knots[1])
+        return queries.flatten(-2) @ keys.flatten(-2).mT
+
+    def extra_repr(self) -> str:
+        """Give the constructor back."""
+        return f"{self.dim}, {self.reach:.4g}, knots={self.knots}, init={self.init!r}, debias={self.bias is not None}"
+
+
+def _interpolation(values: Tensor, count: int) -> Tensor:
+    """How much of each knot between -1 and 1 makes up a value, linearly: ``(..., d) -> (..., d, count)``."""
+    place = ((values + 1) * ((count - 1) / 2)).unsqueeze(-1)
+    inside = place.clamp(0, count - 1)
+    knots = torch.arange(count, dtype=values.dtype, device=values.device)
+    share = (1 - (inside - knots).abs()).clamp(min=0)
+    # Beyond the ends the outermost two knots carry the line on.
+    below, above = (place - inside).clamp(max=0), (place - inside).clamp(min=0)
+    first = (knots == 1).to(values.dtype) - (knots == 0).to(values.dtype)
+    return share + below * first - above * first.flip(0)
+
+
+class AdaptiveTableSimilarity(AdaptiveSimilarity):
+    """An adaptive similarity with one more base, which is learned itself: footprints plus a table.
+
+    Args:
+        dim, bases, init, debias: as for :class:`AdaptiveSimilarity`.
+        key_range, knots: as for :class:`TableSimilarity`, whose table is zero at the start.
+
+    >>> import torch, ahop_layers as ah
+    >>> similarity = AdaptiveTableSimilarity(16, debias=True)
+    >>> query, key = torch.randn(4, 16), torch.randn(9, 16)
+    >>> torch.allclose(similarity(query, key), query @ key.T, atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        bases: Sequence[str] = ("dis", "dot"),
+        init: str | Tensor = "dot",
+        debias: bool = False,
+        key_range: float | Tensor = 1.0,
+        knots: tuple[int, int] = (41, 9),
+    ) -> None:
+        super().__init__(dim, None, bases, init, debias)
+        self.table = TableSimilarity(dim, key_range, knots, init="zero")
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``."""
+        learned: Tensor = self.table(self.unbiased(query), key)
+        return super().forward(query, key) + learned

@@ -1,0 +1,237 @@
+"""Memory retrieval, as the paper's figure and tables have it: how often the pattern behind a query is found.
+
+To run: python -m benchmarks.retrieval [--table figure|accuracy|ablations|timing|all] [--quick] [--device cuda]
+
+Patterns are drawn anew in every run, and so are the signs of the bias. Queries are mixed variants, drawn as the paper's
+appendix says: noise of variance d_noise, then a share d_mask of the dimensions replaced by uniform values, then a bias
+of fixed random signs and size d_bias. Accuracy counts patterns that were found, error is squared and per dimension,
+both on queries that no fit has seen. In brackets stand the paper's figures, below them the Bayes limit: the accuracy of
+the exact maximum-a-posteriori decision, for one who knows the bias and for one who must guess its signs from the query
+at hand. Sorted similarities forget which dimension is which, so no A-Hop without de-biasing can pass the latter. Where
+a figure of the paper does, its queries cannot have been drawn and scored in this way.
+
+A measured row is kept at once, and not measured again: an interrupted run goes on where it was. MNIST needs
+``--data-dir`` or AHOP_DATA_DIR; without it its columns are left out.
+"""
+
+import argparse
+import csv
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ahop_layers.memory import AssociativeMemory
+from ahop_layers.variants import Mixed, bayes_accuracy, retrieval_accuracy, retrieval_error
+from benchmarks import retrieval_report as report
+from benchmarks.retrieval_systems import SYSTEMS, ReferenceSimilarity, data_folder, mnist, synthetic
+
+RESULTS = Path(__file__).parent / "results"
+LIMITS = {"Bayes limit": True, "Bayes limit, bias guessed": False}
+KEY = ("data", "patterns", "dim", "mask", "noise", "bias", "system", "run", "steps", "batch")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to measure; the row of the same job is never measured twice."""
+
+    data: str
+    patterns: int
+    dim: int
+    mask: float
+    noise: float
+    bias: float
+    system: str
+    run: int
+    steps: int
+    batch: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What the row is found by."""
+        return tuple(str(value) for value in asdict(self).values())
+
+
+class Budget(NamedTuple):
+    """Steps of a fit, and queries a step."""
+
+    steps: int
+    batch: int
+
+
+class Size(NamedTuple):
+    """How large a benchmark is: the full one, or a small version for a CPU."""
+
+    runs: int = 5
+    queries: int = 2000
+    patterns: tuple[int, ...] = (2048, 4096)
+    dim: int = 64
+    figure: Budget = Budget(200, 256)
+    synthetic: Budget = Budget(600, 512)
+    images: Budget = Budget(100, 256)
+    ablations: Budget = Budget(300, 256)
+    timing: Budget = Budget(200, 512)
+    timed: tuple[tuple[int, int], ...] = ((64, 2048), (128, 2048), (256, 2048), (64, 4096), (64, 8192))
+
+
+SMALL = Budget(25, 32)
+QUICK = Size(
+    runs=1, queries=200, patterns=(96,), dim=24, figure=SMALL, synthetic=Budget(50, 64), ablations=SMALL,
+    timing=Budget(10, 32), timed=((16, 96), (24, 96)),
+)  # fmt: skip
+
+
+def jobs(table: str, size: Size, images: bool) -> list[Job]:
+    """The rows of one table."""
+    settings: list[tuple[str, int, int, tuple[float, float, float], Budget]] = []
+    if table == "figure":
+        systems = report.FIGURE_SYSTEMS
+        for patterns, levels in product(size.patterns, report.FIGURE_LEVELS):
+            settings.append(("synthetic", patterns, size.dim, levels, size.figure))
+    else:
+        systems = report.ACCURACY_SYSTEMS if table == "accuracy" else report.ABLATION_SYSTEMS
+        budget = size.synthetic if table == "accuracy" else size.ablations
+        for level in (0.4, 0.5):
+            settings.append(("synthetic", size.patterns[0], size.dim, (level,) * 3, budget))
+        for level in (0.6, 0.7) if table == "accuracy" and images else ():
+            settings.append(("mnist", size.patterns[0], 784, (level,) * 3, size.images))
+    found = []
+    for (data, patterns, dim, levels, budget), system, run in product(settings, systems, range(size.runs)):
+        fits = system in SYSTEMS and SYSTEMS[system].lr > 0
+        found.append(Job(data, patterns, dim, *levels, system, run, *(budget if fits else Budget(0, 0))))
+    return found
+
+
+def measure(job: Job, size: Size, patterns: Tensor) -> dict[str, float]:
+    """Accuracy and error of a system, or a Bayes limit, on fresh queries."""
+    variant = Mixed(job.mask, job.noise, job.bias, seed=job.run)
+    generator = torch.Generator(patterns.device).manual_seed(1000 + job.run)
+    queries = size.queries if job.data == "synthetic" else size.queries // 4
+    start = time.perf_counter()
+    if job.system in LIMITS:
+        accuracy = bayes_accuracy(variant, patterns, queries, generator, bias_known=LIMITS[job.system])
+        return {"accuracy": accuracy, "seconds": time.perf_counter() - start}
+    memory = SYSTEMS[job.system].fitted(patterns, variant, job.steps, job.batch, job.run)
+    index, query = variant.sample(patterns, queries, generator)
+    accuracy = retrieval_accuracy(memory, index, query)
+    error = retrieval_error(memory, index, query)
+    return {"accuracy": accuracy, "error": error, "seconds": time.perf_counter() - start}
+
+
+def timings(size: Size, device: torch.device) -> list[dict[str, object]]:
+    """Milliseconds of a fit and of a recall, by dimensions and patterns; and of a step with and without kernels."""
+    rows: list[dict[str, object]] = []
+    variant = Mixed(0.4, 0.4, 0.4)
+
+    def clock(memory: AssociativeMemory, steps: int) -> tuple[float, float]:
+        query = variant.sample(memory.patterns, size.timing.batch)[1]
+        memory.fit(variant, epochs=2, batch=size.timing.batch, progress=False)  # kernels are loaded or compiled
+        memory.recall(query)
+        elapsed = []
+        for work in (
+            lambda: memory.fit(variant, epochs=steps, batch=size.timing.batch, progress=False)[-1].item(),
+            lambda: memory.recall(query)[-1].item(),
+        ):
+            start = time.perf_counter()
+            work()
+            elapsed.append(1000 * (time.perf_counter() - start))
+        return elapsed[0], elapsed[1]
+
+    for dim, count in size.timed:
+        patterns = synthetic(count, dim, 0).to(device)
+        for system in ("A-Hop, debias", "A-Hop, debias, table", "table alone, debias", "unsorted, U"):
+            train, infer = clock(SYSTEMS[system].build(patterns), size.timing.steps)
+            rows.append({"dim": dim, "patterns": count, "system": system, "train_ms": train, "recall_ms": infer})
+    dim, count = size.timed[0]
+    plain = AssociativeMemory(synthetic(count, dim, 0), ReferenceSimilarity(dim, debias=True))
+    train, infer = clock(plain, 3)
+    scaled = train / 3 * size.timing.steps
+    rows.append({"dim": dim, "patterns": count, "system": "reference, CPU", "train_ms": scaled, "recall_ms": infer})
+    return [{**row, "steps": size.timing.steps, "batch": size.timing.batch} for row in rows]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows that are there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    """Replace the file as a whole, so that an interruption leaves the old or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def provenance(device: torch.device) -> dict[str, object]:
+    """Where and with what a row was measured."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU"
+    return {"device": name, "torch": torch.__version__, "commit": commit, "date": date.today().isoformat()}
+
+
+def main() -> None:
+    """Measure what is missing, print the tables, draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", default="all", choices=["figure", "accuracy", "ablations", "timing", "all"])
+    parser.add_argument("--runs", type=int, help="runs of each row (5; with --quick 1)")
+    parser.add_argument("--quick", action="store_true", help="a small version: few patterns, few steps, no MNIST")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
+    parser.add_argument("--data-dir", type=Path, help="folder with mnist/ (the environment's AHOP_DATA_DIR)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the rows and the plot")
+    args = parser.parse_args()
+    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    device, size = torch.device("cuda" if cuda else "cpu"), QUICK if args.quick else Size()
+    size = size if args.runs is None else size._replace(runs=args.runs)
+    folder = None if args.quick else data_folder(args.data_dir)
+    tables = ["figure", "accuracy", "ablations", "timing"] if args.table == "all" else [args.table]
+    origin = provenance(device)
+    suffix = "_quick" if args.quick else ""
+    path = args.output / f"retrieval{suffix}.csv"
+
+    by_table = {table: jobs(table, size, folder is not None) for table in tables if table != "timing"}
+    wanted = list(dict.fromkeys(job for each in by_table.values() for job in each))
+    rows: list[dict[str, object]] = [dict(row) for row in read(path)]
+    done = {tuple(str(row[name]) for name in KEY) for row in rows}
+    missing = sorted((job for job in wanted if job.key not in done), key=lambda job: (job.data, job.patterns, job.run))
+    patterns, held = torch.empty(0), None
+    for job in tqdm(missing, desc="retrieval", unit="row", disable=None):
+        source = (job.data, job.patterns, job.dim, job.run)
+        if source != held:
+            drawn = mnist(folder, job.patterns, job.run) if job.data == "mnist" and folder else synthetic(*source[1:])
+            patterns, held = drawn.to(device), source
+        blank = {"accuracy": "", "error": "", "seconds": ""}
+        rows.append({**asdict(job), **blank, **measure(job, size, patterns), **origin})
+        write(path, rows)
+
+    kept = {tuple(row[name] for name in KEY): row for row in read(path)}
+    for table, each in by_table.items():
+        print(report.TABLES[table]([kept[job.key] for job in each]))
+    if "timing" in tables:
+        timed = [{**row, **origin} for row in timings(size, device)]
+        write(args.output / f"retrieval_timing{suffix}.csv", timed)
+        print(report.timing_table(timed))
+    if "figure" in tables:
+        rows_of_figure = [kept[job.key] for job in by_table["figure"]]
+        print(f"picture: {report.draw(rows_of_figure, size.patterns, args.output / f'retrieval{suffix}.png')}")
+
+
+if __name__ == "__main__":
+    main()

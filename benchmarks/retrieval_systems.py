@@ -1,0 +1,155 @@
+"""What the retrieval benchmark compares: data sets, memories, the MLP, and the ablated similarities."""
+
+import gzip
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.memory import AssociativeMemory
+from ahop_layers.ops import adaptive_similarity
+from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import TableSimilarity
+from ahop_layers.variants import Mixed
+
+Build = Callable[[Tensor], AssociativeMemory]
+
+
+def synthetic(count: int, dim: int, run: int) -> Tensor:
+    """Patterns drawn uniformly from [-1, 1]."""
+    return torch.rand(count, dim, generator=torch.Generator().manual_seed(run)) * 2 - 1
+
+
+def mnist(folder: Path, count: int, run: int) -> Tensor:
+    """Training digits chosen by ``run``, as rows of 784 pixels in [-1, 1]."""
+    with gzip.open(folder / "mnist" / "train-images-idx3-ubyte.gz") as file:
+        pixels = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).reshape(-1, 784)
+    chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(run))[:count]
+    return pixels[chosen].float() / 127.5 - 1
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """The folder of real data sets, from the command line or the environment; none where there is none."""
+    folder = given or (Path(os.environ["AHOP_DATA_DIR"]) if "AHOP_DATA_DIR" in os.environ else None)
+    return folder if folder is not None and (folder / "mnist").is_dir() else None
+
+
+class Perceptron(nn.Module):
+    """The 4-layer MLP baseline: from a query straight to a score of each pattern."""
+
+    def __init__(self, patterns: Tensor, width: int = 512) -> None:
+        super().__init__()
+        count, dim = patterns.shape
+        sizes = [dim, width, width, width]
+        hidden = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(width, count)).to(patterns)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores ``(L, N)`` of ``query (L, d)``; the patterns are only known by their place."""
+        return self.layers(query)
+
+
+class AblatedSimilarity(nn.Module):
+    """The adaptive similarity with parts exchanged: ``s = sum over bases of (w U) . q``, q sorted or as it comes.
+
+    With ``U`` the triangle of ones this is the paper's formula, trained in ``w`` as the paper does.
+    """
+
+    def __init__(
+        self, patterns: Tensor, matrix: str = "triangle", learn_matrix: bool = False, in_order: bool = True
+    ) -> None:
+        super().__init__()
+        dim = patterns.shape[1]
+        start = {
+            "triangle": lambda: torch.ones(dim, dim).tril(),
+            "identity": lambda: torch.eye(dim),
+            "random": lambda: torch.randn(dim, dim, generator=torch.Generator().manual_seed(dim)) / dim**0.5,
+        }[matrix]()
+        self.matrix = nn.Parameter(start, requires_grad=learn_matrix)
+        # Every one of them starts as the dot product.
+        self.w = nn.Parameter(torch.stack([torch.zeros(dim), torch.linalg.solve(start.T, torch.ones(dim))]))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.in_order = in_order
+        self.to(patterns)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score ``query (L, d)`` against ``key (S, d)``: ``(L, S)``."""
+        folded, query = self.w @ self.matrix, query - self.bias
+        if self.in_order:
+            return adaptive_similarity(query, key, folded - nn.functional.pad(folded[:, 1:], (0, 1)))
+        # -(x - xi)^2 without the term that all patterns share.
+        distance, product = folded
+        return (query * (2 * distance + product)) @ key.T - key.square() @ distance
+
+
+class ReferenceSimilarity(AdaptiveSimilarity):
+    """The same scores by sort, cumulative sum and product: what a fit costs without kernels."""
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score ``query (L, d)`` against ``key (S, d)``: ``(L, S)``."""
+        weight = self.beta.unsqueeze(-1) * self.w
+        return adaptive_similarity(self.unbiased(query), key, weight, self.bases, backend="reference")
+
+
+@dataclass(frozen=True)
+class System:
+    """A memory to measure: how it is built, and how it is fitted (not at all where ``lr`` is 0)."""
+
+    build: Build
+    lr: float = 0.0
+    samples: int = 0  # so many fixed queries in place of fresh ones
+
+    def fitted(self, patterns: Tensor, variant: Mixed, steps: int, batch: int, run: int) -> AssociativeMemory:
+        """The memory of these patterns after ``steps`` steps."""
+        torch.manual_seed(run)
+        memory = self.build(patterns)
+        data: Any = variant
+        if self.samples:
+            data = variant.sample(patterns, self.samples, torch.Generator(patterns.device).manual_seed(run))
+            batch = min(batch, self.samples)
+            steps = max(1, steps * batch // self.samples)  # as many steps, but several make up an epoch
+        if self.lr:
+            memory.fit(data, epochs=steps, lr=self.lr, batch=batch, progress=False, seed=run)
+        return memory
+
+
+def _preset(name: str, lr: float = 0.0, samples: int = 0, **keywords: Any) -> System:
+    return System(partial(AssociativeMemory.preset, name, **keywords), lr, samples)
+
+
+def _similarity(kind: Callable[..., nn.Module], lr: float, **keywords: Any) -> System:
+    return System(lambda patterns: AssociativeMemory(patterns, kind(patterns, **keywords)), lr)
+
+
+def _table(patterns: Tensor) -> nn.Module:
+    return TableSimilarity(patterns.shape[1], patterns.abs().max(), debias=True).to(patterns)
+
+
+SYSTEMS = {
+    "M-Hop": _preset("M-Hop"),
+    "U-Hop": _preset("U-Hop"),
+    "K-Hop": _preset("K-Hop", lr=0.001),
+    "K2-Hop": _preset("K2-Hop", lr=0.001),
+    "MLP": _similarity(Perceptron, lr=0.001),
+    "A-Hop": _preset("A-Hop", lr=0.05),
+    "A-Hop, debias": _preset("A-Hop", lr=0.05, debias=True),
+    "A-Hop, debias, table": _preset("A-Hop", lr=0.05, debias=True, table=True),
+    "table alone, debias": _similarity(_table, lr=0.05),
+    "unsorted": _similarity(AblatedSimilarity, lr=0.02, matrix="identity", in_order=False),
+    "unsorted, U": _similarity(AblatedSimilarity, lr=0.02, in_order=False),
+    "sorted, U fixed triangle": _similarity(AblatedSimilarity, lr=0.02),
+    "sorted, U fixed identity": _similarity(AblatedSimilarity, lr=0.02, matrix="identity"),
+    "sorted, U fixed random": _similarity(AblatedSimilarity, lr=0.02, matrix="random"),
+    "sorted, U learned triangle": _similarity(AblatedSimilarity, lr=0.005, learn_matrix=True),
+    "sorted, U learned identity": _similarity(AblatedSimilarity, lr=0.005, matrix="identity", learn_matrix=True),
+    "sorted, U learned random": _similarity(AblatedSimilarity, lr=0.005, matrix="random", learn_matrix=True),
+    "dot only": _preset("A-Hop", lr=0.05, debias=True, bases=("dot",)),
+    "dis only": _preset("A-Hop", lr=0.05, debias=True, bases=("dis",), init="dis"),
+    "dis, dot, 512 samples": _preset("A-Hop", lr=0.05, samples=512, debias=True),
+}

@@ -1,0 +1,394 @@
+"""The associative memory: its presets, its energies, what it learns, and what it costs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ahop_layers import memory as memory_module
+from ahop_layers.errors import AHopError
+from ahop_layers.fitting import start_bias
+from ahop_layers.memory import AssociativeMemory
+from ahop_layers.modulation import KernelModulation
+from ahop_layers.presets import PRESETS
+from ahop_layers.separation import entmax15, sparsemax
+from ahop_layers.similarity import AdaptiveSimilarity, folded_weights, trainable_forms
+from ahop_layers.table import AdaptiveTableSimilarity, TableSimilarity
+from ahop_layers.variants import Biased, Masked, Mixed, Noisy, retrieval_accuracy, retrieval_error
+
+
+def uniform(n, d, dtype=torch.float64):
+    return torch.rand(n, d, dtype=dtype) * 2 - 1
+
+
+# What the first table of the paper says, written out: similarity, separation.
+TABLE = {
+    "Hop": (lambda x, p: x @ p.T, lambda s: s),
+    "D-Hop": (lambda x, p: x @ p.T, lambda s: s**3),
+    "E-Hop": (lambda x, p: x @ p.T, torch.exp),
+    "M-Hop": (lambda x, p: x @ p.T, lambda s: s.softmax(-1)),
+    "U-Hop": (
+        lambda x, p: -(x[:, None] - p).abs().sum(-1),
+        lambda s: functional.one_hot(s.argmax(-1), s.shape[-1]).double(),
+    ),
+    "S-Hop": (lambda x, p: x @ p.T, sparsemax),
+    "K-Hop": (lambda x, p: x @ p.T, entmax15),
+    "K2-Hop": (lambda x, p: x @ p.T, lambda s: s.softmax(-1)),
+    "A-Hop": (lambda x, p: x @ p.T, lambda s: s.softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_the_table(name):
+    patterns, x = uniform(30, 8), uniform(7, 8)
+    memory = AssociativeMemory.preset(name, patterns)
+    similarity, separate = TABLE[name]
+    scores = similarity(x, patterns)
+    output = separate(scores) @ patterns
+    torch.testing.assert_close(memory.scores(x), scores)
+    torch.testing.assert_close(memory.retrieve(x), output.sign() if name in ("Hop", "D-Hop", "E-Hop") else output)
+    assert torch.equal(memory.recall(x), scores.argmax(-1))
+
+
+def test_a_kernel_is_a_dot_product_after_phi():
+    patterns, x = uniform(30, 8), uniform(7, 8)
+    memory = AssociativeMemory.preset("K2-Hop", patterns, features=5)
+    phi = memory.modulation.phi
+    torch.nn.init.normal_(phi)
+    torch.testing.assert_close(memory.scores(x), (x @ phi.T) @ (patterns @ phi.T).T)
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8), (0, 8)])
+def test_leading_dimensions_are_kept(shape):
+    memory, x = AssociativeMemory(uniform(30, 8), similarity="dis"), torch.rand(shape, dtype=torch.float64)
+    assert memory.scores(x).shape == (*shape[:-1], 30)
+    assert memory.recall(x).shape == shape[:-1]
+    assert memory.retrieve(x, steps=2).shape == shape
+    assert memory.energy(x).shape == shape[:-1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("prior", [False, True])
+def test_blocks_equal_the_whole(name, prior, monkeypatch):
+    memory, x = AssociativeMemory.preset(name, uniform(61, 8), prior=prior), uniform(23, 8)
+    if prior:
+        torch.nn.init.normal_(memory.prior)
+    whole = memory.scores(x), memory.recall(x), memory.retrieve(x, steps=2)
+    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 8 * 7)
+    monkeypatch.setattr(memory_module, "BLOCK_SCORES", 61 * 5)
+    torch.testing.assert_close((memory.scores(x), memory.recall(x), memory.retrieve(x, steps=2)), whole)
+
+
+def adversarial_states(patterns):
+    """On patterns, between two, far away, at zero, and anywhere."""
+    middle = (patterns[:-1] + patterns[1:]) / 2
+    far = 1e3 * torch.randn(20, patterns.shape[1], dtype=patterns.dtype)
+    return torch.cat(
+        [patterns, middle, far, torch.zeros_like(patterns[:1]), torch.randn(60, patterns.shape[1]).double()]
+    )
+
+
+def falls(memory, x, steps=15):
+    """Whether the energy never rises along the dynamics, beyond rounding; the states carry the similarity's bias."""
+    bias = getattr(memory.similarity, "bias", None)
+    energy = memory.energy(x)
+    for _ in range(steps):
+        x = memory.retrieve(x) + (0 if bias is None else bias.detach())
+        following = memory.energy(x)
+        if (following > energy + 1e-9 * energy.abs().clamp(min=1)).any():
+            return False
+        energy = following
+    return True
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_the_unified_energy_falls_and_is_bounded(scale):
+    patterns = scale * torch.randn(40, 6, dtype=torch.float64)
+    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
+    torch.nn.init.normal_(memory.similarity.bias, std=2.0)
+    x = adversarial_states(patterns)
+    assert falls(memory, x)
+    # In the paper's form, -|x - xi|^2 + b . (x - xi) with b = 2 * bias, energies are lower by |b|^2 / 4.
+    b = 2 * memory.similarity.bias
+    unified = -((x[:, None] - patterns).square().neg().sum(-1) + (x[:, None] - patterns) @ b).logsumexp(-1)
+    torch.testing.assert_close(memory.energy(x), unified + b @ b / 4)
+    assert (unified >= -torch.tensor(40.0).double().log() - b @ b / 4 - 1e-9).all()
+
+
+@pytest.mark.parametrize("name", ["M-Hop", "S-Hop", "K-Hop", "K2-Hop"])
+def test_attention_energies_fall(name):
+    patterns = uniform(40, 6) * 2
+    memory = AssociativeMemory.preset(name, patterns)
+    if memory.modulation is not None:
+        torch.nn.init.normal_(memory.modulation.phi)
+    x = adversarial_states(patterns)
+    assert falls(memory, x)
+    # The gradient of the energy vanishes exactly where the dynamics rest: it is mod(x - T(x)).
+    x = uniform(9, 6).requires_grad_()
+    (gradient,) = torch.autograd.grad(memory.energy(x).sum(), x)
+    moved = x - memory(x)
+    torch.testing.assert_close(gradient, moved if memory.modulation is None else memory.modulation(moved))
+
+
+@pytest.mark.parametrize(("name", "keywords"), [("Hop", {}), ("D-Hop", {}), ("D-Hop", {"degree": 5}), ("E-Hop", {})])
+def test_classic_energies_fall_on_binary_states(name, keywords):
+    patterns = torch.randn(12, 16).sign().double()
+    memory = AssociativeMemory.preset(name, patterns, **keywords)
+    assert falls(memory, torch.cat([patterns, torch.randn(200, 16).sign().double()]))
+
+
+def test_an_even_degree_promises_nothing():
+    """Why the default is odd: with an even power the energy can rise."""
+    memory = AssociativeMemory.preset("D-Hop", torch.randn(12, 16).sign().double(), degree=2)
+    assert not falls(memory, torch.randn(500, 16).sign().double())
+
+
+def test_learned_entmax_has_an_energy():
+    memory = AssociativeMemory(uniform(40, 6) * 2, separation="entmax").double()
+    torch.nn.init.constant_(memory.separation.alpha_logit, -0.7)
+    assert falls(memory, adversarial_states(memory.patterns))
+
+
+def test_the_universal_network_has_no_energy():
+    with pytest.raises(AHopError, match=r"no energy for another similarity than the dot product with .* 'argmax'"):
+        AssociativeMemory.preset("U-Hop", uniform(5, 3)).energy(uniform(2, 3))
+
+
+def test_the_memory_itself_has_gradients():
+    memory, x = AssociativeMemory.preset("A-Hop", uniform(10, 4), debias=True), uniform(3, 4).requires_grad_()
+    torch.testing.assert_close(memory(x, steps=2), memory.retrieve(x, steps=2))
+    assert not memory.retrieve(x).requires_grad
+    memory(x, steps=2).square().sum().backward()
+    assert all(gradient.abs().sum() > 0 for gradient in (x.grad, memory.similarity.w.grad, memory.similarity.bias.grad))
+
+
+def test_steps_follow_the_bias():
+    """A query with the learned bias reaches its pattern and stays there; the readout itself carries no bias."""
+    patterns, variant = 3 * torch.randn(50, 16), Biased(2.0)
+    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
+    with torch.no_grad():
+        memory.similarity.bias.copy_(variant.shift(patterns))
+    index, query = variant.sample(patterns, 40)
+    for steps in (1, 2, 5):
+        torch.testing.assert_close(memory.retrieve(query, steps=steps), patterns[index], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"table": True}])
+def test_fit_learns_what_no_fixed_similarity_knows(keywords):
+    patterns, variant = uniform(200, 24, torch.float32), Mixed(0.3, 0.2, 0.5)
+    index, query = variant.sample(patterns, 1000)
+    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True, **keywords)
+    before, error = retrieval_accuracy(memory, index, query), retrieval_error(memory, index, query)
+    losses = memory.fit(variant, epochs=120, batch=64, progress=False)
+    after = retrieval_accuracy(memory, index, query)
+    limit = (variant.most_likely(query, patterns) == index).double().mean().item()
+    assert losses.shape == (120,)
+    assert losses[-10:].mean() < losses[:10].mean()
+    assert before + 0.15 < after <= limit + 0.01  # of 1000 queries the fit may be lucky on a few
+    assert retrieval_error(memory, index, query) < error
+    assert (memory.similarity.bias - variant.shift(patterns)).abs().mean() < 0.1
+    assert memory.similarity.bias.requires_grad
+    assert all(parameter.requires_grad for parameter in memory.parameters())
+
+
+def test_the_same_seed_gives_the_same_bits():
+    def fitted(seed):
+        memory = AssociativeMemory.preset("A-Hop", torch.linspace(-1, 1, 200).reshape(20, 10).sin(), table=True)
+        memory.fit(Noisy(0.3), epochs=5, batch=16, progress=False, seed=seed)
+        return memory.state_dict()
+
+    first, second, other = fitted(1), fitted(1), fitted(2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["similarity.w"], other["similarity.w"])
+
+
+def test_a_bias_starts_at_its_least_squares_estimate():
+    patterns, variant = uniform(50, 12, torch.float32) + 2.0, Mixed(0.3, 0.2, 0.6)  # patterns need no mean of zero
+    pairs = variant.sample(patterns, 20_000)
+    bias = torch.nn.Parameter(torch.zeros(12))
+    start_bias(bias, pairs, patterns, 1, torch.Generator())
+    torch.testing.assert_close(bias.detach(), variant.shift(patterns), atol=0.05, rtol=0)
+    learned = bias.detach().clone()
+    start_bias(bias, (pairs[0], pairs[1] + 1), patterns, 1, torch.Generator())
+    assert torch.equal(bias.detach(), learned)  # one that is there already is kept
+
+
+def test_pairs_are_used_up_each_epoch():
+    patterns = uniform(20, 8, torch.float32)
+    pairs = Noisy(0.2).sample(patterns, 70)
+    memory = AssociativeMemory.preset("K2-Hop", patterns)
+    assert memory.fit(pairs, epochs=3, batch=32, progress=False).shape == (9,)
+    assert not torch.equal(memory.modulation.phi, torch.eye(8))
+
+
+def test_a_prior_learns_which_patterns_come_often():
+    patterns = uniform(10, 4, torch.float32)
+    index = torch.randint(2, (400,)) * 3  # only patterns 0 and 3
+    memory = AssociativeMemory.preset("M-Hop", patterns, prior=True)
+    memory.fit((index, Noisy(1.0).corrupt(patterns[index])), epochs=40, progress=False, lr=0.1)
+    common, rare = memory.prior[[0, 3]], memory.prior[[1, 2, 4, 5, 6, 7, 8, 9]]
+    assert common.min() > rare.max() + 1
+
+
+def test_separation_loss_moves_patterns_apart():
+    patterns = torch.randn(100, 8) * torch.tensor([3.0] + [0.3] * 7)
+    memory = AssociativeMemory.preset("K-Hop", patterns)
+    before = memory.modulation.separation_loss(patterns)
+    memory.fit(epochs=100, progress=False)
+    assert memory.modulation.separation_loss(patterns) < before - 0.01
+
+
+@pytest.mark.parametrize(("form", "trained"), [(folded_weights, 2), (trainable_forms, 3)])
+def test_another_form_changes_nothing_but_the_way_to_train(form, trained):
+    similarity = AdaptiveSimilarity(12, debias=True)
+    with torch.no_grad():
+        for parameter in similarity.parameters():
+            parameter.normal_()
+    query, key = torch.randn(5, 12), torch.randn(7, 12)
+    before, parameter, names = similarity(query, key), similarity.w, list(similarity.state_dict())
+    with form(similarity):
+        torch.testing.assert_close(similarity(query, key), before)
+        assert sum(p.requires_grad for p in similarity.parameters()) == trained  # u, the bias, perhaps w; beta rests
+    torch.testing.assert_close(similarity(query, key), before)
+    assert similarity.w is parameter
+    assert similarity.beta.requires_grad
+    assert sorted(similarity.state_dict()) == sorted(names)
+
+
+@pytest.mark.parametrize(("variant", "share"), [(Masked(0.7), 0.8), (Mixed(0.3, 0.3), 0.5)])
+def test_fits_with_and_without_noise(variant, share):
+    """Masks alone ask for large weights, noise for fine ones; one learning rate must do for both."""
+    patterns = uniform(100, 32, torch.float32)
+    index, query = variant.sample(patterns, 500)
+    memory = AssociativeMemory.preset("A-Hop", patterns)
+    before = retrieval_accuracy(memory, index, query)
+    memory.fit(variant, epochs=150, batch=64, progress=False)
+    limit = (variant.most_likely(query, patterns) == index).double().mean().item()
+    assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
+
+
+def test_an_interrupted_fit_leaves_a_whole_memory():
+    memory = AssociativeMemory.preset("A-Hop", uniform(10, 6, torch.float32))
+
+    def failing():
+        raise KeyboardInterrupt
+
+    memory.similarity.register_forward_hook(lambda *_: failing())
+    with pytest.raises(KeyboardInterrupt):
+        memory.fit(Noisy(0.1), epochs=2, progress=False)
+    assert isinstance(memory.similarity.w, torch.nn.Parameter)
+    assert memory.similarity.beta.requires_grad
+
+
+def test_add_and_remove_without_refitting():
+    patterns, more = uniform(20, 8), uniform(5, 8)
+    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", prior=True)
+    torch.nn.init.constant_(memory.prior, 2.0)
+    x = more + 0.01
+    assert memory.add(more).tolist() == [20, 21, 22, 23, 24]
+    assert torch.equal(memory.recall(x), torch.arange(20, 25))
+    assert torch.equal(memory.prior.detach(), torch.full((25,), 2.0).double())
+    memory.remove([0, 3, 24])
+    assert torch.equal(memory.recall(x[:4]), torch.arange(18, 22))
+    assert memory.prior.shape == (22,)
+    memory.remove(torch.arange(22) != 5)
+    torch.testing.assert_close(memory.patterns, patterns[7:8])
+    with pytest.raises(AHopError, match="at least one pattern, got all 1 to remove"):
+        memory.remove([0])
+
+
+def test_a_checkpoint_brings_its_own_number_of_patterns(tmp_path):
+    memory = AssociativeMemory.preset("A-Hop", uniform(20, 8, torch.float32), debias=True, table=True, prior=True)
+    for parameter in memory.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.save(memory.state_dict(), tmp_path / "memory.pt")
+    other = AssociativeMemory.preset("A-Hop", uniform(3, 8, torch.float32), debias=True, table=True, prior=True)
+    other.load_state_dict(torch.load(tmp_path / "memory.pt", weights_only=True))
+    x = uniform(6, 8, torch.float32)
+    assert torch.equal(other.scores(x), memory.scores(x))
+    assert other.prior.requires_grad
+    with pytest.raises(RuntimeError, match="size mismatch for patterns"):
+        AssociativeMemory(uniform(3, 9)).load_state_dict(AssociativeMemory(uniform(3, 8)).state_dict())
+
+
+def test_a_table_interpolates_and_continues():
+    similarity = TableSimilarity(1, 1.0, knots=(3, 2)).double()
+    values = torch.tensor([[1.0, 2.0], [0.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
+    with torch.no_grad():
+        similarity.table.copy_(values)
+    query = torch.tensor([[-2.0], [-1.0], [2.0], [4.0], [-4.0]], dtype=torch.float64)
+    low, high = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
+    assert similarity(query, low).squeeze().tolist() == [1.0, 0.5, 5.0, 10.0, 2.0]
+    assert similarity(query, (low + high) / 2).squeeze().tolist() == [1.5, 1.75, 5.5, 9.0, 1.0]
+    inside = 0.9 * uniform(3, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda q, k: similarity(q, k), (inside, uniform(5, 4).requires_grad_()))
+
+
+def test_a_table_adds_to_the_footprints():
+    similarity = AdaptiveTableSimilarity(6, debias=True)
+    for parameter in similarity.parameters():
+        torch.nn.init.normal_(parameter)
+    plain = AdaptiveSimilarity(6, debias=True)
+    plain.load_state_dict({name: value for name, value in similarity.state_dict().items() if "table" not in name})
+    query, key = torch.randn(4, 6), torch.randn(5, 6)
+    expected = plain(query, key) + similarity.table(query - similarity.bias, key)
+    torch.testing.assert_close(similarity(query, key), expected)
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from ahop_layers.fitting import start_bias
+from ahop_layers.memory import AssociativeMemory
+torch.manual_seed(0)
+count, table = int(sys.argv[1]), sys.argv[2] == "table"
+patterns = torch.rand(count, 64) * 2 - 1
+memory = AssociativeMemory.preset("A-Hop", patterns, table=table, prior=True)
+memory.recall(patterns[:2])
+status = lambda name: int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmHWM")
+found = memory.recall(patterns[:16])
+print((status("VmHWM") - before) // 1024, int((found == torch.arange(16)).sum()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
+@pytest.mark.parametrize("kind", ["footprints", "table"])
+def test_recall_needs_little_memory_beside_the_patterns(kind):
+    """Bounded by the blocks and not by the number of patterns: without them a table would take 1.4 GB here."""
+    command = [sys.executable, "-c", PEAK, "150000", kind]
+    megabytes, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(found) == 16
+    assert int(megabytes) < (40 if kind == "footprints" else 400)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: AssociativeMemory(p[0]), r"patterns must be \(N, d\) with N, d >= 1, got \(4,\)"),
+        (lambda p: AssociativeMemory(p, similarity="cosine"), "similarity must be one of dot, dis, l1, adaptive, got"),
+        (lambda p: AssociativeMemory(p, activation="relu"), "activation must be 'sign' or None, got 'relu'"),
+        (lambda p: AssociativeMemory(p, objective="separation"), "needs a KernelModulation, got NoneType"),
+        (lambda p: AssociativeMemory(p, objective="speed"), "objective must be one of retrieval, separation"),
+        (lambda p: AssociativeMemory.preset("Z-Hop", p), "name must be one of Hop, D-Hop"),
+        (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes the keywords prior, got debias"),
+        (lambda p: AssociativeMemory(p).scores(p[:, :3]), r"expected \(..., d\) with d = 4 .* got \(6, 3\)"),
+        (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be a whole number of at least 1, got 0"),
+        (lambda p: AssociativeMemory(p).fit(Noisy(0.1)), "nothing to learn"),
+        (lambda p: AssociativeMemory(p, "adaptive").fit(), "data must be a variant or a pair .*, got NoneType"),
+        (lambda p: AssociativeMemory(p, "adaptive").fit((torch.zeros(2).long(), p)), r"got \(2,\) and \(6, 4\)"),
+        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs=0), "epochs must be a whole number"),
+        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=0.0), "lr must be positive, got 0.0"),
+        (lambda p: KernelModulation(0), "dim must be a whole number of at least 1, got 0"),
+        (lambda p: TableSimilarity(0), "dim must be a whole number of at least 1, got 0"),
+        (lambda p: TableSimilarity(4, 0.0), "key_range must be positive, got 0.0"),
+        (lambda p: TableSimilarity(4, knots=(1, 5)), r"knots must be two whole numbers of at least 2, got \(1, 5\)"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(AHopError, match=message):
+        make(torch.rand(6, 4))

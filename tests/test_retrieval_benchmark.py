@@ -1,0 +1,122 @@
+"""The retrieval benchmark: its small version runs, resumes, and says what the paper's tables need."""
+
+import csv
+import re
+import sys
+
+import pytest
+import torch
+
+from ahop_layers.memory import AssociativeMemory
+from ahop_layers.variants import Mixed
+from benchmarks import retrieval
+from benchmarks.retrieval import QUICK, Size, jobs, write
+from benchmarks.retrieval_report import FIGURE_LEVELS, FIGURE_SYSTEMS, PAPER
+from benchmarks.retrieval_systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, synthetic
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run the command line in this process, smaller still than its small version, and return what it prints."""
+    budget = retrieval.Budget(25, 32)
+    tiny = QUICK._replace(synthetic=budget, figure=retrieval.Budget(1, 8), patterns=(48,), queries=100)
+    monkeypatch.setattr(retrieval, "QUICK", tiny)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # steps this small only wait for each other
+
+    def main(*options):
+        monkeypatch.setattr(
+            sys, "argv", ["retrieval", "--quick", "--device", "cpu", "--output", str(tmp_path), *options]
+        )
+        retrieval.main()
+        return capsys.readouterr().out
+
+    yield main
+    torch.set_num_threads(threads)
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_small_version_resumes_and_compares(tmp_path, run):
+    first = run("--table", "accuracy")
+    rows = read(tmp_path / "retrieval_quick.csv")
+    assert len(rows) == len(jobs("accuracy", QUICK, images=False))
+    found = {row["system"]: float(row["accuracy"]) for row in rows if row["noise"] == "0.4"}
+    assert found["M-Hop"] < found["A-Hop, debias"] <= found["Bayes limit"]
+    assert found["Bayes limit, bias guessed"] < found["Bayes limit"]
+    for system in found:
+        assert re.search(rf"^{re.escape(system)} +\d\.\d+", first, flags=re.MULTILINE)
+
+    # Two rows are lost, one is altered: the lost ones are measured again, the altered one is believed.
+    rows[0]["accuracy"] = "0.123"
+    write(tmp_path / "retrieval_quick.csv", rows[:-2])
+    second = run("--table", "accuracy")
+    again = read(tmp_path / "retrieval_quick.csv")
+    assert [row["accuracy"] for row in again] == [row["accuracy"] for row in rows]
+    assert "0.123" in second
+    assert [path.name for path in tmp_path.iterdir()] == ["retrieval_quick.csv"]
+
+
+def test_the_figure_is_drawn(tmp_path, run):
+    assert "picture: " in run("--table", "figure")
+    assert (tmp_path / "retrieval_quick.png").stat().st_size > 20_000
+    assert len(read(tmp_path / "retrieval_quick.csv")) == len(FIGURE_LEVELS) * len(FIGURE_SYSTEMS)
+
+
+def test_timing_compares_with_the_reference(tmp_path, run):
+    assert "times the reference" in run("--table", "timing")
+    rows = read(tmp_path / "retrieval_timing_quick.csv")
+    assert {row["system"] for row in rows} >= {"A-Hop, debias", "unsorted, U", "reference, CPU"}
+    assert all(float(row["train_ms"]) > 0 and float(row["recall_ms"]) > 0 for row in rows)
+
+
+def test_the_tables_are_the_papers():
+    """Twelve settings at two sizes, four columns of accuracy, five runs, and every ablation the paper has."""
+    assert len(set(FIGURE_LEVELS)) == 12
+    size = Size()
+    assert {job.patterns for job in jobs("figure", size, images=True)} == {2048, 4096}
+    accuracy = jobs("accuracy", size, images=True)
+    assert {(job.data, job.noise) for job in accuracy} == {
+        ("synthetic", 0.4), ("synthetic", 0.5), ("mnist", 0.6), ("mnist", 0.7)
+    }  # fmt: skip
+    assert {job.run for job in accuracy} == set(range(5))
+    measured = {job.system for table in ("accuracy", "ablations") for job in jobs(table, size, images=True)}
+    assert measured >= set(PAPER)
+
+
+@pytest.mark.parametrize("matrix", ["triangle", "identity", "random"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_every_ablation_starts_as_the_dot_product(matrix, in_order):
+    patterns, query = synthetic(20, 12, 0), torch.randn(5, 12)
+    similarity = AblatedSimilarity(patterns, matrix=matrix, in_order=in_order)
+    torch.testing.assert_close(similarity(query, patterns), query @ patterns.T, atol=1e-4, rtol=1e-4)
+
+
+def test_unsorted_scores_rank_as_weighted_distances_and_products():
+    patterns, query = synthetic(20, 12, 0), torch.randn(5, 12)
+    similarity = AblatedSimilarity(patterns, in_order=False)
+    torch.nn.init.normal_(similarity.w)
+    distance, product = similarity.w @ similarity.matrix
+    per_dimension = -distance * (query[:, None] - patterns).square() + product * query[:, None] * patterns
+    difference = similarity(query, patterns) - per_dimension.sum(-1)
+    torch.testing.assert_close(difference, difference[:, :1].expand_as(difference), atol=1e-4, rtol=1e-4)
+
+
+def test_the_reference_loop_learns_the_same():
+    patterns, variant = synthetic(30, 8, 0), Mixed(0.3, 0.2, 0.3)
+    ours, plain = (SYSTEMS["A-Hop, debias"].build(patterns) for _ in range(2))
+    plain.similarity = ReferenceSimilarity(8, debias=True)
+    losses, expected = (memory.fit(variant, epochs=10, batch=32, progress=False) for memory in (ours, plain))
+    torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_fixed_samples_take_as_many_steps(monkeypatch):
+    system, steps, original = SYSTEMS["dis, dot, 512 samples"], [], AssociativeMemory.fit
+    monkeypatch.setattr(
+        AssociativeMemory, "fit", lambda self, *args, **keywords: steps.append(len(original(self, *args, **keywords)))
+    )
+    system.fitted(synthetic(30, 8, 0), Mixed(0.3, 0.2, 0.3), steps=20, batch=128, run=0)
+    assert steps == [20]
