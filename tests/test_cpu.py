@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.un
 ALL = ("dis", "dot", "l1")
 EVERY = (True, True, True)
 DIMENSIONS = (1, 2, 3, 7, 16, 17, 48, 64, 100, 784, 1024)
-SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9))
+SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9), (70, 2, 1, 1))
 
 
 @pytest.fixture(autouse=True, params=tuple(cpu.instruction_sets()))

@@ -6,6 +6,7 @@ in vector registers. The interface is that of :mod:`ahop_layers.ops.chunked`.
 
 import ctypes
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,16 +26,8 @@ SERIAL_WORK = 50_000
 """Below so many similarities a call takes less time than starting a thread would gain."""
 
 
-class _Call(ctypes.Structure):
-    """``call_t`` of footprint.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "weight", "scores")),
-        *((name, ctypes.c_void_p) for name in ("query_grad", "key_grad", "weight_grad", "bases", "program")),
-        *((name, ctypes.c_int64) for name in ("n", "heads", "length", "count", "d", "n_bases")),
-        *((name, ctypes.c_int64 * 4) for name in ("query_stride", "key_stride", "score_stride")),
-        *((name, ctypes.c_int64) for name in ("dtype", "need", "threads")),
-    )
+CALL = struct.Struct("9P21q")
+"""``call_t`` of footprint.c: nine pointers, six sizes, three times four strides, dtype, need, threads."""
 
 
 @lru_cache(maxsize=None)
@@ -47,7 +40,7 @@ def _library() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
         library.ahop_isa.argtypes, library.ahop_isa.restype = [ctypes.c_int64], ctypes.c_char_p
         for function in (library.ahop_forward, library.ahop_backward):
-            function.argtypes, function.restype = [ctypes.c_int64, ctypes.POINTER(_Call)], ctypes.c_int
+            function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_char_p], ctypes.c_int
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded: {error}"
     return library
@@ -93,9 +86,12 @@ def score_backward(
     """Gradients of :func:`score`; one that ``need`` does not ask for comes back empty."""
     dtype = accumulator(query.dtype)
     grads = [
-        torch.zeros(tensor.shape if wanted else 0, dtype=dtype)
+        tensor.new_empty(tensor.shape if wanted else 0, dtype=dtype)
         for tensor, wanted in zip((query, key, weight), need, strict=True)
     ]
+    if grad.numel() == 0:
+        for each in grads:
+            each.zero_()
     _run("ahop_backward", query, key, weight, grad.to(dtype), bases, grads)
     query_grad, key_grad, weight_grad = grads
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype)
@@ -118,24 +114,27 @@ def _run(
         raise RuntimeError(library)
     n, heads, length, d = query.shape
     weight = weight.to(scores.dtype).contiguous()
-    pair_grads = list(grads[:2])
+    pair_grads, weight_grads = list(grads[:2]), grads[2:]
     if length > key.shape[-2]:  # every base is symmetric in query and key
         query, key, scores = key, query, scores.transpose(-1, -2)
         pair_grads.reverse()
-    network = _program(d)
-    codes = (ctypes.c_int32 * len(bases))(*(BASE_CODES[base] for base in bases))
-    pointers = [tensor.data_ptr() for tensor in (query, key, weight, scores, *pair_grads, *grads[2:])]
+    pointers = [tensor.data_ptr() for tensor in (query, key, weight, scores, *pair_grads, *weight_grads)]
     pointers += [0] * (7 - len(pointers))
-    need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *grads[2:])) if tensor.numel())
+    need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
     threads = torch.get_num_threads() if scores.numel() * d * len(bases) >= SERIAL_WORK else 1
-    call = _Call(
-        *(*pointers, ctypes.addressof(codes), ctypes.addressof(network)),
+    call = CALL.pack(
+        *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_program(d))),
         *(n, heads, query.shape[-2], key.shape[-2], d, len(bases)),
-        *((ctypes.c_int64 * 4)(*tensor.stride()) for tensor in (query, key, scores)),
+        *(*query.stride(), *key.stride(), *scores.stride()),
         *(DTYPE_CODES[query.dtype], need, threads),
     )
-    if getattr(library, function)(next(iter(instruction_sets().values())), ctypes.byref(call)):
+    if getattr(library, function)(next(iter(instruction_sets().values())), call):
         raise MemoryError("the native kernel could not allocate its scratch memory")
+
+
+@lru_cache(maxsize=None)
+def _codes(bases: tuple[str, ...]) -> "ctypes.Array[ctypes.c_int32]":
+    return (ctypes.c_int32 * len(bases))(*(BASE_CODES[base] for base in bases))
 
 
 class Step(NamedTuple):
@@ -156,7 +155,8 @@ def steps(d: int) -> Iterator[Step]:
     that do not touch one another, and those of small distance form chains, two or three distances at a time.
     """
     whole, rest = divmod(d, 16)
-    yield Step(SORT16, 0, 16, whole, 1, d)
+    if whole:
+        yield Step(SORT16, 0, 16, whole, 1, d)
     if rest > 1:
         code = next(code for size, code in ((2, SORT2), (4, SORT4), (8, SORT8), (16, SORT16)) if size >= rest)
         yield Step(code, 16 * whole, 16, 1, 1, d)

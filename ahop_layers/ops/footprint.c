@@ -1,8 +1,9 @@
 /* Scores of query-key pairs by their sorted per-dimension similarities, and the gradients of these scores.
  *
- * Vector lanes run along keys: a block holds d rows of a few vectors each, and a sorting network of row-wise minima and
- * maxima sorts all lanes at once. The network comes from Python as data (see cpu.py): groups of rows few enough to be
- * sorted or merged in registers, so that memory is touched once per group and not once per comparator.
+ * Vector lanes run along keys: a block holds a few columns of d vectors each and one more, and a sorting network of
+ * row-wise minima and maxima sorts all lanes of a column at once. The network comes from Python as data (see cpu.py):
+ * groups of rows few enough to be sorted or merged in registers, so that memory is touched once per group and not once
+ * per comparator.
  *
  * Similarities are sorted in ascending order: -(q-k)^2 and -|q-k| as their negatives, with the sign moved into the
  * weight, and q*k with the weights reversed.
@@ -27,7 +28,7 @@ enum { DIS, DOT, L1 };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, MERGE8, MERGE16, CHAIN2, CHAIN3 };
-enum { MIN_VECTORS = 3, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, BOUNDLESS = 8 };
+enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, BOUNDLESS = 8 };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
 
 /* A step of the sorting network: `groups` groups of rows, the first at `start`, the next `advance` further on. The rows
@@ -51,8 +52,9 @@ typedef struct {
 typedef struct {
     const call_t *call;
     int64_t vectors, blocks; /* of a block of keys; blocks of all keys */
+    int64_t groups;          /* runs of the batch */
     int64_t chunks;          /* forward: chunks of queries */
-    int64_t groups, tiles;   /* backward: runs of the batch, runs of blocks */
+    int64_t tiles;           /* backward: runs of blocks */
     int64_t first, rows;     /* backward: the queries of this round */
     void *query_partial;     /* [n][head][tile][row][d], or NULL where one tile holds all keys */
     double *weight_partial;  /* [head][group][tile][base][d] */
@@ -158,6 +160,17 @@ static inline double from_float64(double value) { return value; }
 #define ROWS16 ROWS8, r[8], r[9], r[10], r[11], r[12], r[13], r[14], r[15]
 #define APPLY(shape, ...) shape(__VA_ARGS__)
 #define UNROLL _Pragma("GCC unroll 16")
+#define INLINE static inline __attribute__((always_inline))
+
+/* Call a function for the columns of a block: for several at once, then for one after the other. */
+#define ACROSS(function, ...)                                                   \
+    {                                                                           \
+        int64_t v = 0;                                                          \
+        for (; v + ABREAST <= vectors; v += ABREAST)                            \
+            function(__VA_ARGS__, v, ABREAST);                                  \
+        for (; v < vectors; v++)                                                \
+            function(__VA_ARGS__, v, 1);                                        \
+    }
 
 #define JOIN_(a, b, c) a##_##b##_##c
 #define JOIN(a, b, c) JOIN_(a, b, c)
@@ -293,13 +306,11 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 #define I FN(integers)
 #define U FN(unsigned)
 #define WORD FN(word)
-#define UINT FN(place)
 typedef T V __attribute__((vector_size(BYTES), may_alias));
 typedef INT I __attribute__((vector_size(BYTES), may_alias));
 typedef UNSIGNED U __attribute__((vector_size(BYTES), may_alias));
 typedef INT WORD __attribute__((may_alias));
-typedef UNSIGNED UINT __attribute__((may_alias));
-#define LANES ((int64_t)(BYTES / sizeof(T)))
+#define LANES ((int)(BYTES / sizeof(T)))
 
 /* Where an operand is NaN, the second one is taken: what x86 does. MIN_NUMBER never takes the NaN of the first. */
 #if !defined(MIN)
@@ -310,91 +321,95 @@ typedef UNSIGNED UINT __attribute__((may_alias));
 #define MIN_NUMBER MIN
 #endif
 
-/* Rows `from` to `to` of a group that lies before the end, ... */
-#define LOAD(first, from, to)                                           \
-    in = x + ((first) + (from) * step) * vectors + v;                   \
-    UNROLL for (int i = from; i < (to); i++, in += stride) r[i] = *in;
-#define STORE(first, to)                                                \
-    out = x + (first) * vectors + v;                                    \
-    UNROLL for (int i = 0; i < (to); i++, out += stride) *out = r[i];
-
-/* ... and one that reaches past it: row d, which holds infinity, stands for all rows there. */
-#define RAGGED(size, first, body)                                       \
-    UNROLL for (int i = 0; i < (size); i++)                             \
-        p[i] = x + ((first) + i * step < end ? (first) + i * step : d) * vectors; \
-    for (int64_t v = 0; v < vectors; v++) {                             \
-        UNROLL for (int i = 0; i < (size); i++) r[i] = p[i][v];         \
-        body                                                            \
-        UNROLL for (int i = 0; i < (size); i++) p[i][v] = r[i];         \
+/* A group that reaches past the end: row d, which holds infinity, stands for all rows there. */
+#define RAGGED(size, first, body)                                               \
+    {                                                                           \
+        int64_t row[size];                                                      \
+        UNROLL for (int i = 0; i < (size); i++)                                 \
+            row[i] = (first) + i * step < end ? (first) + i * step : d;         \
+        for (V *y = x; y < x + vectors * pitch; y += pitch) {                   \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = y[row[i]];           \
+            body                                                                \
+            UNROLL for (int i = 0; i < (size); i++) y[row[i]] = r[i];           \
+        }                                                                       \
     }
 
-#define GROUP(size, shape)                                              \
-    for (; groups; groups--, start += advance) {                        \
-        V r[size], *in, *out, *p[size];                                 \
-        if (start + (size - 1) * step < end)                            \
-            for (int64_t v = 0; v < vectors; v++) {                     \
-                LOAD(start, 0, size)                                    \
-                APPLY(shape, ROWS##size)                                \
-                STORE(start, size)                                      \
-            }                                                           \
-        else {                                                          \
-            RAGGED(size, start, APPLY(shape, ROWS##size))               \
-        }                                                               \
-    }                                                                   \
+#define GROUP(size, shape)                                                      \
+    for (; groups; groups--, start += advance) {                                \
+        V r[size];                                                              \
+        if (start + (size - 1) * step < end)                                    \
+            for (V *y = x + start; y < x + vectors * pitch; y += pitch) {       \
+                UNROLL for (int i = 0; i < (size); i++) r[i] = y[i * step];     \
+                APPLY(shape, ROWS##size)                                        \
+                UNROLL for (int i = 0; i < (size); i++) y[i * step] = r[i];     \
+            }                                                                   \
+        else                                                                    \
+            RAGGED(size, start, APPLY(shape, ROWS##size))                       \
+    }                                                                           \
     break;
 
 /* The last steps of a merge reach over the edge of each window of rows: those past it are carried to the next. */
 #define CHAIN(carried, window, body)                                            \
     for (; groups; groups--, start += advance) {                                \
-        V r[carried + window], *in, *out, *p[carried + window];                 \
+        V r[carried + window];                                                  \
         int64_t first = start + step;                                           \
         const int64_t whole = most(0, (end - 1 - first - (carried - 1) * step) / (window * step)); \
         for (int64_t v = 0; whole && v < vectors; v++) {                        \
-            LOAD(first, 0, carried)                                             \
-            in = x + (first + carried * step) * vectors + v;                    \
-            out = x + first * vectors + v;                                      \
-            for (int64_t left = whole; left; left--) {                          \
-                UNROLL for (int i = carried; i < carried + window; i++, in += stride) r[i] = *in; \
+            V *y = x + v * pitch + first;                                       \
+            UNROLL for (int i = 0; i < carried; i++) r[i] = y[i * step];        \
+            for (int64_t left = whole; left; left--, y += window * step) {      \
+                UNROLL for (int i = carried; i < carried + window; i++) r[i] = y[i * step]; \
                 body                                                            \
-                UNROLL for (int i = 0; i < window; i++, out += stride) *out = r[i]; \
+                UNROLL for (int i = 0; i < window; i++) y[i * step] = r[i];     \
                 UNROLL for (int i = 0; i < carried; i++) r[i] = r[i + window];  \
             }                                                                   \
-            UNROLL for (int i = 0; i < carried; i++, out += stride) *out = r[i]; \
+            UNROLL for (int i = 0; i < carried; i++) y[i * step] = r[i];        \
         }                                                                       \
-        for (first += whole * window * step; first + step < end; first += window * step) { \
+        for (first += whole * window * step; first + step < end; first += window * step) \
             RAGGED(carried + window, first, body)                               \
-        }                                                                       \
     }                                                                           \
     break;
 
-/* Sort the rows of a block. */
+/* The same with a usual step known to the compiler. */
+#define USUAL(usual, ...)                                                       \
+    if (step == usual) {                                                        \
+        enum { step = usual };                                                  \
+        __VA_ARGS__                                                             \
+    } else                                                                      \
+        __VA_ARGS__
+
+/* Sort the columns of a block. */
 static void FN(sort)(const step_t *program, V *x, int64_t d, int64_t vectors)
 {
+    const int64_t pitch = d + 1;
     for (;; program++) {
-        const int64_t step = program->step, stride = step * vectors, advance = program->advance, end = program->end;
+        const int64_t step = program->step, advance = program->advance, end = program->end;
         int64_t start = program->start, groups = program->groups;
         switch (program->code) {
         case SORT2: GROUP(2, S2)
         case SORT4: GROUP(4, S4)
         case SORT8: GROUP(8, S8)
-        case SORT16: GROUP(16, S16)
-        case MERGE8: GROUP(8, M8)
-        case MERGE16: GROUP(16, M16)
-        case CHAIN2: CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3]))
-        case CHAIN3: CHAIN(3, 8, CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
-                                 CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
-                                 CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7]))
+        case SORT16: USUAL(1, GROUP(16, S16))
+        case MERGE8: USUAL(4, GROUP(8, M8))
+        case MERGE16: USUAL(4, GROUP(16, M16))
+        case CHAIN2: USUAL(1, CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3])))
+        case CHAIN3: USUAL(1, CHAIN(3, 8, CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
+                                          CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
+                                          CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])))
         default: return;
         }
     }
 }
 
-#define CONVERT(type, convert)                                                 \
-    for (int64_t i = 0; i < d; i++)                                            \
-        to[i * step] = (T)convert(((const type *)from)[offset + i * stride]);  \
+#define CONVERT(type, convert)                                                              \
+    for (int64_t i = 0, place = 0; i < d; i++, place += stride)                             \
+        UNROLL for (int lane = 0; lane < lanes; lane++)                                     \
+            to[i * lanes + lane] = (T)convert(((const type *)from)[offset[lane] + place]);  \
     break;
 
-static void FN(load)(const void *from, int64_t dtype, int64_t offset, int64_t stride, int64_t d, T *to, int64_t step)
+/* Copy d numbers into each of several lanes. */
+INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int lanes, int64_t stride, int64_t d,
+                     T *to)
 {
     switch (dtype) {
     case FLOAT32: CONVERT(float, from_float32)
@@ -416,28 +431,32 @@ static int FN(wild)(const T *numbers, int64_t count)
 typedef struct {
     V *keys, *x;
     T *query, *weights;
-    V *grad, *values, *slopes, *key_grad, *query_grad, *weight_grad;
+    V *sums, *grad, *values, *key_grad, *query_grad, *weight_grad;
 } FN(buffers);
 
 /* Copy keys from `first` on into the lanes of a block, the last one again into lanes past it: zeros would only make
- * ties to settle. Returns the vectors this takes. */
-static int64_t FN(load_keys)(const plan_t *plan, int64_t n, int64_t h, int64_t first, const FN(buffers) *at)
+ * ties to settle. Returns whether a number is wild. */
+static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first, int64_t vectors,
+                         const FN(buffers) *at)
 {
-    const call_t *call = plan->call;
-    const int64_t *stride = call->key_stride, d = call->d, origin = n * stride[0] + h * stride[1];
-    const int64_t vectors = least(plan->vectors, ceil_div(call->count - first, LANES)), width = vectors * LANES;
-    for (int64_t lane = 0; lane < width; lane++)
-        FN(load)(call->key, call->dtype, origin + least(first + lane, call->count - 1) * stride[2], stride[3], d,
-                 (T *)at->keys + lane, width);
-    for (int64_t v = 0; v < vectors; v++)
-        at->x[d * vectors + v] = (V){0} + (T)__builtin_inf();
-    return vectors;
+    const int64_t *stride = call->key_stride, pitch = call->d + 1, origin = n * stride[0] + h * stride[1];
+    int wild = 0;
+    for (int64_t v = 0; v < vectors; v++) {
+        int64_t offset[LANES];
+        for (int lane = 0; lane < LANES; lane++)
+            offset[lane] = origin + least(first + v * LANES + lane, call->count - 1) * stride[2];
+        FN(load)(call->key, call->dtype, offset, LANES, stride[3], call->d, (T *)(at->keys + v * pitch));
+        wild |= FN(wild)((const T *)(at->keys + v * pitch), call->d * LANES);
+        at->x[v * pitch + call->d] = (V){0} + (T)__builtin_inf();
+    }
+    return wild;
 }
 
-static void FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, T *query)
+static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, T *query)
 {
-    const int64_t *stride = call->query_stride;
-    FN(load)(call->query, call->dtype, n * stride[0] + h * stride[1] + l * stride[2], stride[3], call->d, query, 1);
+    const int64_t *stride = call->query_stride, offset = n * stride[0] + h * stride[1] + l * stride[2];
+    FN(load)(call->query, call->dtype, &offset, 1, stride[3], call->d, query);
+    return FN(wild)(query, call->d);
 }
 
 /* The weight of each position in ascending order, for head h. */
@@ -450,34 +469,41 @@ static void FN(load_weights)(const call_t *call, int64_t h, T *weights)
     }
 }
 
-#define FILL(expression, note)                                      \
-    for (int64_t i = 0; i < d; i++) {                               \
-        const T q = query[i];                                       \
-        for (int64_t v = i * vectors; v < (i + 1) * vectors; v++) { \
-            const V k = keys[v], value = expression;                \
-            note;                                                   \
-        }                                                           \
-    }                                                               \
+#define FILL(expression, note)                              \
+    for (int64_t i = 0; i < d; i++) {                       \
+        const T q = query[i];                               \
+        UNROLL for (int j = 0; j < columns; j++) {          \
+            const V k = keys[j * pitch + i], value = expression; \
+            note;                                           \
+        }                                                   \
+    }                                                       \
     break;
 
-static void FN(similarities)(int32_t base, const T *query, const V *keys, V *x, int64_t d, int64_t vectors)
+INLINE void FN(similarities)(int32_t base, const FN(buffers) *at, int64_t d, int64_t first, int64_t columns)
 {
+    const int64_t pitch = d + 1;
+    const T *query = at->query;
+    const V *keys = at->keys + first * pitch;
+    V *x = at->x + first * pitch;
     switch (base) {
-    case DIS: FILL((q - k) * (q - k), x[v] = value)
-    case DOT: FILL(q * k, x[v] = value)
-    case L1: FILL(MAX(q - k, k - q), x[v] = value)
+    case DIS: FILL((q - k) * (q - k), x[j * pitch + i] = value)
+    case DOT: FILL(q * k, x[j * pitch + i] = value)
+    case L1: FILL(MAX(q - k, k - q), x[j * pitch + i] = value)
     }
 }
 
-#define TAG(bounded) values[v] = value, x[v] = (V)(((I)(bounded) & ~tags) | (((I){0} + (INT)i) & tags))
+#define TAG(bounded) \
+    values[j * pitch + i] = value, x[j * pitch + i] = (V)(((I)(bounded) & ~tags) | (((I){0} + (INT)i) & tags))
 
 /* The same with the dimension in the lowest bits, for the sort to carry along. Infinities with a tag would be NaN:
  * where numbers are `wild`, similarities are bounded, as are NaN. */
-static void FN(tagged)(int32_t base, const FN(buffers) *at, int64_t d, int64_t vectors, INT mask, int wild)
+INLINE void FN(tagged)(int32_t base, const FN(buffers) *at, INT mask, int wild, int64_t d, int64_t first,
+                       int64_t columns)
 {
+    const int64_t pitch = d + 1;
     const T *query = at->query;
-    const V *keys = at->keys;
-    V *values = at->values, *x = at->x;
+    const V *keys = at->keys + first * pitch;
+    V *values = at->values + first * pitch, *x = at->x + first * pitch;
     const I tags = (I){0} + mask;
     const V huge = (V){0} + HUGE_T;
     switch (wild ? base : base + BOUNDLESS) {
@@ -494,24 +520,24 @@ static void FN(tagged)(int32_t base, const FN(buffers) *at, int64_t d, int64_t v
 static void FN(cut_keys)(plan_t *plan, int64_t bytes)
 {
     const int64_t all = ceil_div(plan->call->count, LANES);
-    const int64_t fit = least(MAX_VECTORS, most(MIN_VECTORS, bytes / (plan->call->d * BYTES)));
-    plan->vectors = ceil_div(all, ceil_div(all, fit));
+    const int64_t fit = least(MAX_VECTORS, most(ABREAST, bytes / (plan->call->d * BYTES)));
+    plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
     plan->blocks = ceil_div(all, plan->vectors);
 }
 
 static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(buffers) *buffers)
 {
-    const int64_t d = plan->call->d, vectors = plan->vectors, block = d * vectors * BYTES;
+    const int64_t d = plan->call->d, vectors = plan->vectors, block = (d + 1) * vectors * BYTES;
     const int64_t weights = plan->call->n_bases * d;
     arena_t arena = {scratch, 0};
     buffers->keys = take(&arena, block);
-    buffers->x = take(&arena, block + vectors * BYTES);
+    buffers->x = take(&arena, block);
     buffers->query = take(&arena, d * (int64_t)sizeof(T));
     buffers->weights = take(&arena, weights * (int64_t)sizeof(T));
-    buffers->grad = take(&arena, vectors * BYTES);
+    buffers->sums = take(&arena, vectors * BYTES);
     if (backward) {
+        buffers->grad = take(&arena, vectors * BYTES);
         buffers->values = take(&arena, block);
-        buffers->slopes = take(&arena, block);
         buffers->key_grad = take(&arena, block);
         buffers->query_grad = take(&arena, d * BYTES);
         buffers->weight_grad = take(&arena, weights * BYTES);
@@ -520,56 +546,57 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
 }
 
 /* Add weights times rows to the sums, in runs of rows: shorter chains of rounding errors. */
-static void FN(weigh)(const V *x, const T *weights, V *sums, int64_t d, int64_t vectors)
+INLINE void FN(weigh)(const V *x, const T *weights, V *sums, int64_t d, int64_t first, int64_t columns)
 {
-    enum { RUN = 64, ABREAST = 4 };
+    enum { RUN = 64 };
+    const int64_t pitch = d + 1;
+    x += first * pitch;
     for (int64_t start = 0; start < d; start += RUN) {
-        const int64_t end = least(start + RUN, d);
-        int64_t v = 0;
-        for (; v + ABREAST <= vectors; v += ABREAST) {
-            V sum[ABREAST] = {{0}};
-            for (int64_t i = start; i < end; i++)
-                UNROLL for (int j = 0; j < ABREAST; j++) sum[j] += weights[i] * x[i * vectors + v + j];
-            UNROLL for (int j = 0; j < ABREAST; j++) sums[v + j] += sum[j];
-        }
-        for (; v < vectors; v++) {
-            V sum = {0};
-            for (int64_t i = start; i < end; i++)
-                sum += weights[i] * x[i * vectors + v];
-            sums[v] += sum;
-        }
+        V sum[ABREAST] = {{0}};
+        for (int64_t i = start; i < least(start + RUN, d); i++)
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * x[j * pitch + i];
+        UNROLL for (int j = 0; j < columns; j++) sums[first + j] += sum[j];
     }
+}
+
+/* A NaN goes into the sum, not into the network. */
+static void FN(set_nan_aside)(const FN(buffers) *at, int64_t d, int64_t vectors)
+{
+    for (int64_t v = 0; v < vectors; v++)
+        for (V *x = at->x + v * (d + 1); x < at->x + v * (d + 1) + d; x++) {
+            const I number = *x == *x;
+            at->sums[v] = (V)((I)at->sums[v] | ~number);
+            *x = (V)((I)*x & number);
+        }
 }
 
 static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
 {
     const call_t *call = plan->call;
     const int64_t chunk = task % plan->chunks, block = task / plan->chunks % plan->blocks;
-    const int64_t pair = task / plan->chunks / plan->blocks, n = pair / call->heads, h = pair % call->heads;
-    const int64_t d = call->d, first = block * plan->vectors * LANES, *stride = call->score_stride;
+    const int64_t group = task / plan->chunks / plan->blocks % plan->groups;
+    const int64_t h = task / plan->chunks / plan->blocks / plan->groups, d = call->d, *stride = call->score_stride;
+    const int64_t first = block * plan->vectors * LANES, width = least(plan->vectors * LANES, call->count - first);
+    const int64_t vectors = ceil_div(width, LANES);
     FN(buffers) at;
     FN(layout)(plan, scratch, 0, &at);
     FN(load_weights)(call, h, at.weights);
-    const int64_t vectors = FN(load_keys)(plan, n, h, first, &at), width = least(vectors * LANES, call->count - first);
-    const int wild_keys = FN(wild)((const T *)at.keys, d * vectors * LANES);
-    T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
-    for (int64_t l = chunk * QUERY_CHUNK; l < least((chunk + 1) * QUERY_CHUNK, call->length); l++) {
-        FN(load_query)(call, n, h, l, at.query);
-        const int wild = wild_keys || FN(wild)(at.query, d);
-        V sums[MAX_VECTORS] = {{0}};
-        for (int64_t b = 0; b < call->n_bases; b++) {
-            FN(similarities)(call->bases[b], at.query, at.keys, at.x, d, vectors);
-            for (int64_t i = 0; wild && i < d * vectors; i++) { /* a NaN goes into the sum, not into the network */
-                const I number = at.x[i] == at.x[i];
-                sums[i % vectors] = (V)((I)sums[i % vectors] | ~number);
-                at.x[i] = (V)((I)at.x[i] & number);
+    for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
+        const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+        T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
+        for (int64_t l = chunk * QUERY_CHUNK; l < least((chunk + 1) * QUERY_CHUNK, call->length); l++) {
+            const int wild = FN(load_query)(call, n, h, l, at.query) | wild_keys;
+            memset(at.sums, 0, (size_t)(vectors * BYTES));
+            for (int64_t b = 0; b < call->n_bases; b++) {
+                ACROSS(FN(similarities), call->bases[b], &at, d)
+                if (wild)
+                    FN(set_nan_aside)(&at, d, vectors);
+                FN(sort)(call->program, at.x, d, vectors);
+                ACROSS(FN(weigh), at.x, at.weights + b * d, at.sums, d)
             }
-            FN(sort)(call->program, at.x, d, vectors);
-            FN(weigh)(at.x, at.weights + b * d, sums, d, vectors);
+            for (int64_t lane = 0; lane < width; lane++)
+                scores[l * stride[2] + lane * stride[3]] = ((const T *)at.sums)[lane];
         }
-        const T *sum = (const T *)sums;
-        for (int64_t lane = 0; lane < width; lane++)
-            scores[l * stride[2] + lane * stride[3]] = sum[lane];
     }
 }
 
@@ -577,89 +604,84 @@ static int FN(forward)(const call_t *call)
 {
     plan_t plan = {.call = call, .chunks = ceil_div(call->length, QUERY_CHUNK)};
     FN(cut_keys)(&plan, FORWARD_BYTES);
-    const int64_t tasks = call->n * call->heads * plan.blocks * plan.chunks;
+    const int64_t one = call->heads * plan.blocks * plan.chunks; /* batch entry */
+    plan.groups = least(call->n, ceil_div(MIN_TASKS, one));
     FN(buffers) at;
-    return run(FN(forward_task), &plan, tasks, FN(layout)(&plan, NULL, 0, &at));
+    return run(FN(forward_task), &plan, one * plan.groups, FN(layout)(&plan, NULL, 0, &at));
 }
 
 /* Order rows `start` to `end` of a lane by exact values, as far down as they have to go. */
-static void FN(insert)(const T *values, WORD *words, int64_t start, int64_t end, int64_t width, INT mask)
+static void FN(insert)(const T *values, WORD *words, int64_t start, int64_t end, INT mask)
 {
     for (int64_t i = start; i < end; i++) {
-        const INT moved = words[i * width];
-        const T exact = values[(moved & mask) * width];
+        const INT moved = words[i * LANES];
+        const T exact = values[(moved & mask) * LANES];
         int64_t j = i;
-        for (; j > 0 && values[(words[(j - 1) * width] & mask) * width] > exact; j--)
-            words[j * width] = words[(j - 1) * width];
-        words[j * width] = moved;
+        for (; j > 0 && values[(words[(j - 1) * LANES] & mask) * LANES] > exact; j--)
+            words[j * LANES] = words[(j - 1) * LANES];
+        words[j * LANES] = moved;
     }
 }
 
 /* Tags took the place of some low bits: where neighbours agree in all others, order them by their exact values. */
-static void FN(settle)(const FN(buffers) *at, int64_t d, int64_t vectors, INT mask)
+INLINE void FN(settle)(const FN(buffers) *at, INT mask, int64_t d, int64_t first, int64_t columns)
 {
-    enum { ABREAST = 4 };
-    const int64_t run = d <= 128 ? 64 : 8; /* more tag bits, more neighbours that agree */
-    const U tags = (U){0} + (UNSIGNED)mask;
-    for (int64_t v = 0; v < vectors; v += ABREAST)
-        for (int64_t start = 1; start < d; start += run) {
-            const int64_t end = least(start + run, d), columns = least(ABREAST, vectors - v);
-            const V *x = at->x + v;
-            I close[ABREAST] = {{0}};
-            if (columns == ABREAST)
-                for (int64_t i = start * vectors; i < end * vectors; i += vectors)
-                    UNROLL for (int j = 0; j < ABREAST; j++)
-                        close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
-            else
-                for (int64_t i = start * vectors; i < end * vectors; i += vectors)
-                    for (int64_t j = 0; j < columns; j++)
-                        close[j] |= ((U)x[i + j] ^ (U)x[i + j - vectors]) <= tags;
-            for (int64_t lane = 0; lane < columns * LANES; lane++)
-                if (((const WORD *)close)[lane])
-                    FN(insert)((const T *)(at->values + v) + lane, (WORD *)(at->x + v) + lane, start, end,
-                               vectors * LANES, mask);
-        }
+    const int64_t run = d <= 128 ? 64 : 8, pitch = d + 1; /* more tag bits, more neighbours that agree */
+    const U tags = (U){0} + (UNSIGNED)mask, *x = (const U *)at->x + first * pitch;
+    for (int64_t start = 1; start < d; start += run) {
+        const int64_t end = least(start + run, d);
+        I close[ABREAST] = {{0}};
+        for (int64_t i = start; i < end; i++)
+            UNROLL for (int j = 0; j < columns; j++) close[j] |= (x[j * pitch + i] ^ x[j * pitch + i - 1]) <= tags;
+        for (int64_t lane = 0; lane < columns * LANES; lane++)
+            if (((const WORD *)close)[lane]) {
+                const int64_t place = (first + lane / LANES) * pitch * LANES + lane % LANES;
+                FN(insert)((const T *)at->values + place, (WORD *)at->x + place, start, end, mask);
+            }
+    }
 }
 
-/* Bring each weight to the dimension that its position came from, and add the gradients of the weights. */
-static void FN(untag)(const FN(buffers) *at, const T *weights, T scale, V *weight_grad, int64_t d, int64_t vectors,
-                      INT mask)
+/* Bring each weight to the dimension that its position came from, in place of the value there, and add the gradients of
+ * the weights. This is bound by loads and stores: tags are read 64 bits at a time, no address takes a multiplication,
+ * and a row's loads come before its stores, which would hold them up. */
+static void FN(untag)(const V *x, V *values, V grad, const T *weights, V *weight_grad, INT mask, int64_t d)
 {
-    const INT width = (INT)(vectors * LANES);
-    const WORD *row = (const WORD *)at->x;
-    const T *values = (const T *)at->values, *grad = (const T *)at->grad;
-    T *slopes = (T *)at->slopes;
-    for (int64_t i = 0; i < d; i++, row += width) {
-        const T weight = weights[i] * scale;
-        T sums[2] = {0, 0};
-        for (INT lane = 0; lane < width; lane += 2) {
-            const INT one = (row[lane] & mask) * width + lane, two = (row[lane + 1] & mask) * width + lane + 1;
-            slopes[one] = weight;
-            slopes[two] = weight;
-            sums[0] += grad[lane] * values[one];
-            sums[1] += grad[lane + 1] * values[two];
+    enum { PER_WORD = 8 / sizeof(T), LOW = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : PER_WORD - 1 };
+    const uint64_t masks = (uint64_t)mask | (uint64_t)mask << 32 * (PER_WORD - 1), *words = (const uint64_t *)x;
+    char *lanes[LANES];
+    UNROLL for (int lane = 0; lane < LANES; lane++) {
+        lanes[lane] = (char *)((T *)values + lane);
+        __asm__("" : "+r"(lanes[lane])); /* a register of its own, or the compiler adds `lane` to every address */
+    }
+    for (int64_t i = 0; i < d; i++) {
+        const WORD weight = ((const WORD *)weights)[i];
+        T *place[LANES];
+        V sorted;
+        UNROLL for (int lane = 0; lane < LANES; lane += PER_WORD) {
+            const uint64_t word = *words++ & masks;
+            place[lane + LOW] = (T *)(lanes[lane + LOW] + (uint64_t)(UNSIGNED)word * BYTES);
+            if (PER_WORD == 2)
+                place[lane + 1 - LOW] = (T *)(lanes[lane + 1 - LOW] + (word >> (32 - __builtin_ctz(BYTES))));
         }
-        ((T *)(weight_grad + i))[0] += sums[0];
-        ((T *)(weight_grad + i))[1] += sums[1];
+        UNROLL for (int lane = 0; lane < LANES; lane++) sorted[lane] = *place[lane];
+        UNROLL for (int lane = 0; lane < LANES; lane++) *(WORD *)place[lane] = weight;
+        weight_grad[i] += grad * sorted;
     }
 }
 
 static void FN(add_sorted)(const V *x, const V *grad, V *weight_grad, int64_t d, int64_t vectors)
 {
-    for (int64_t i = 0; i < d; i++, x += vectors) {
-        V sum = {0};
-        for (int64_t v = 0; v < vectors; v++)
-            sum += grad[v] * x[v];
-        weight_grad[i] += sum;
-    }
+    for (int64_t v = 0; v < vectors; v++)
+        for (int64_t i = 0; i < d; i++)
+            weight_grad[i] += grad[v] * x[v * (d + 1) + i];
 }
 
 #define SLOPES(for_query, for_key)                                      \
     for (int64_t i = 0; i < d; i++) {                                   \
         const T q = query[i];                                           \
         V sum = {0};                                                    \
-        for (int64_t v = 0, j = i * vectors; v < vectors; v++, j++) {   \
-            const V k = keys[j], slope = slopes[j] * grad[v];           \
+        UNROLL for (int j = 0; j < columns; j++) {                      \
+            const V k = keys[j * pitch + i], slope = slopes[j * pitch + i] * grad[j]; \
             for_query;                                                  \
             for_key;                                                    \
         }                                                               \
@@ -667,15 +689,18 @@ static void FN(add_sorted)(const V *x, const V *grad, V *weight_grad, int64_t d,
     }                                                                   \
     break;
 
-static void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64_t vectors)
+INLINE void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64_t first, int64_t columns)
 {
+    const int64_t pitch = d + 1;
     const T *query = at->query;
-    const V *keys = at->keys, *slopes = at->slopes, *grad = at->grad;
-    V *query_grad = at->query_grad, *key_grad = at->key_grad;
+    const V *keys = at->keys + first * pitch, *slopes = at->values + first * pitch;
+    V grad[ABREAST], *query_grad = at->query_grad, *key_grad = at->key_grad + first * pitch;
+    UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j] * (T)(base == DIS ? 2 : 1);
     switch (base) {
-    case DIS: SLOPES(sum += slope * (q - k), key_grad[j] -= slope * (q - k))
-    case DOT: SLOPES(sum += slope * k, key_grad[j] += slope * q)
-    case L1: SLOPES(const V sign = (V)((I)slope & (q > k)) - (V)((I)slope & (q < k)); sum += sign, key_grad[j] -= sign)
+    case DIS: SLOPES(sum += slope * (q - k), key_grad[j * pitch + i] -= slope * (q - k))
+    case DOT: SLOPES(sum += slope * k, key_grad[j * pitch + i] += slope * q)
+    case L1: SLOPES(const V sign = (V)((I)slope & (q > k)) - (V)((I)slope & (q < k)); sum += sign,
+                    key_grad[j * pitch + i] -= sign)
     }
 }
 
@@ -697,28 +722,37 @@ static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t 
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int32_t base = call->bases[b];
         if (call->need & (NEED_QUERY | NEED_KEY)) {
-            FN(tagged)(base, at, d, vectors, mask, wild);
+            ACROSS(FN(tagged), base, at, mask, wild, d)
             FN(sort)(call->program, at->x, d, vectors);
-            FN(settle)(at, d, vectors, mask);
-            FN(untag)(at, at->weights + b * d, base == DIS ? 2 : 1, at->weight_grad + b * d, d, vectors, mask);
-            FN(add_slopes)(base, at, d, vectors);
+            ACROSS(FN(settle), at, mask, d)
+            for (int64_t v = 0; v < vectors; v++)
+                FN(untag)(at->x + v * (d + 1), at->values + v * (d + 1), at->grad[v], at->weights + b * d,
+                          at->weight_grad + b * d, mask, d);
+            ACROSS(FN(add_slopes), base, at, d)
         } else {
-            FN(similarities)(base, at->query, at->keys, at->x, d, vectors);
+            ACROSS(FN(similarities), base, at, d)
             FN(sort)(call->program, at->x, d, vectors);
             FN(add_sorted)(at->x, at->grad, at->weight_grad + b * d, d, vectors);
         }
     }
 }
 
-/* Empty the running sums of the keys of a block into their gradients, which start at element `place`. */
-static void FN(flush_keys)(const call_t *call, V *sums, int64_t place, int64_t vectors, int64_t keys)
+/* Empty the running sums of a block's keys into their gradients, which start at element `place`; the first time there
+ * is nothing to add to. */
+static void FN(flush_keys)(const call_t *call, V *sums, int64_t place, int64_t vectors, int64_t keys, int again)
 {
-    const int64_t d = call->d, width = vectors * LANES;
-    if (call->need & NEED_KEY)
-        for (int64_t key = 0; key < keys; key++)
+    const int64_t d = call->d, pitch = d + 1;
+    for (int64_t key = 0; call->need & NEED_KEY && key < keys; key++) {
+        T *grad = (T *)call->key_grad + place + key * d;
+        const T *sum = (const T *)(sums + key / LANES * pitch) + key % LANES;
+        if (again)
             for (int64_t i = 0; i < d; i++)
-                ((T *)call->key_grad)[place + key * d + i] += ((const T *)sums)[i * width + key];
-    memset(sums, 0, (size_t)(d * vectors * BYTES));
+                grad[i] += sum[i * LANES];
+        else
+            for (int64_t i = 0; i < d; i++)
+                grad[i] = sum[i * LANES];
+    }
+    memset(sums, 0, (size_t)(pitch * vectors * BYTES));
 }
 
 static void FN(flush_weights)(V *sums, double *weight_grad, int64_t size)
@@ -739,22 +773,21 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(buffers) at;
     FN(layout)(plan, scratch, 1, &at);
     FN(load_weights)(call, h, at.weights);
-    memset(at.key_grad, 0, (size_t)(d * plan->vectors * BYTES));
+    memset(at.key_grad, 0, (size_t)((d + 1) * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(call->n_bases * d * BYTES));
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
         for (int64_t block = tile * plan->blocks / tiles; block < (tile + 1) * plan->blocks / tiles; block++) {
             const int64_t pair = n * call->heads + h, first = block * plan->vectors * LANES;
-            const int64_t vectors = FN(load_keys)(plan, n, h, first, &at);
-            const int64_t keys = least(vectors * LANES, call->count - first);
-            const int wild_keys = FN(wild)((const T *)at.keys, d * vectors * LANES);
+            const int64_t keys = least(plan->vectors * LANES, call->count - first), vectors = ceil_div(keys, LANES);
+            const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
             memset(at.grad, 0, (size_t)(vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row++) {
                 const int64_t l = plan->first + row, origin = n * stride[0] + h * stride[1] + l * stride[2];
                 for (int64_t key = 0; key < keys; key++)
                     ((T *)at.grad)[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
-                FN(load_query)(call, n, h, l, at.query);
+                const int wild = FN(load_query)(call, n, h, l, at.query) | wild_keys;
                 memset(at.query_grad, 0, (size_t)(d * BYTES));
-                FN(backward_row)(call, &at, vectors, wild_keys || FN(wild)(at.query, d));
+                FN(backward_row)(call, &at, vectors, wild);
                 if (call->need & NEED_QUERY) {
                     T *query_grad = plan->query_partial
                         ? (T *)plan->query_partial + ((pair * tiles + tile) * plan->rows + row) * d
@@ -763,7 +796,8 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                         query_grad[i] += FN(total)(at.query_grad[i]);
                 }
                 if (row % QUERY_CHUNK == QUERY_CHUNK - 1 || row == plan->rows - 1)
-                    FN(flush_keys)(call, at.key_grad, (pair * call->count + first) * d, vectors, keys);
+                    FN(flush_keys)(call, at.key_grad, (pair * call->count + first) * d, vectors, keys,
+                                   plan->first || row >= QUERY_CHUNK);
                 if (++since_flush % QUERY_CHUNK == 0)
                     FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
             }
@@ -813,6 +847,8 @@ static int FN(backward)(const call_t *call)
     FN(buffers) at;
     const int64_t scratch_bytes = FN(layout)(&plan, NULL, 1, &at);
     const int partial = plan.tiles > 1 && call->need & NEED_QUERY;
+    if (call->need & NEED_QUERY)
+        memset(call->query_grad, 0, (size_t)(pairs * call->length * call->d) * sizeof(T));
     const int64_t row_bytes = pairs * plan.tiles * call->d * (int64_t)sizeof(T);
     if (partial)
         plan.rows = least(call->length, most(1, PARTIAL_BYTES / row_bytes));
@@ -839,6 +875,5 @@ static int FN(backward)(const call_t *call)
 #undef I
 #undef U
 #undef WORD
-#undef UINT
 #undef LANES
 #endif
