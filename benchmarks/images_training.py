@@ -1,0 +1,235 @@
+"""A vision transformer in training and under test, by plain loops: what benchmarks/images.py measures."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import ahop_layers as ah
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place
+from vit_batches import as_floats, augment
+from vit_data import ImageSet
+from vit_model import MODELS, VisionTransformer, cosine, make_optimizer, separation_loss, use_attention
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained; ``patch`` 0 stands for the side of a patch that the data set suggests."""
+
+    model: str
+    epochs: int
+    batch: int
+    attentions: tuple[str, ...]
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    warmup: float = 0.0
+    augment: bool = False
+    smoothing: float = 0.0
+    patch: int = 0
+
+
+class AsWritten(nn.Module):
+    """A similarity computed in plain PyTorch, as the paper writes it."""
+
+    def __init__(self, similarity: ah.AdaptiveSimilarity) -> None:
+        super().__init__()
+        self.similarity = similarity
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score ``query (..., H, L, d)`` against ``key (..., H, S, d)``."""
+        weight = self.similarity.beta.unsqueeze(-1) * self.similarity.w
+        return ah.adaptive_similarity(query, key, weight, self.similarity.bases, backend="reference")
+
+
+def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[float, ...]]) -> tuple[nn.Module, float]:
+    """A model, whose pixels are normalised by ``scale``, and its similarities' factor of the learning rate."""
+    name, _, rest = attention.partition(":")
+    changes = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+    factor, shared = float(changes.pop("lr", 1)), changes.pop("shared", None) is not None
+    keywords: dict[str, Any] = {key: {"debias": True}.get(key, value) for key, value in changes.items()}
+    if "last" in keywords:
+        keywords["last"] = int(keywords["last"])
+    image = tuple(data.train.images.shape[1:])
+    model = VisionTransformer(image, len(data.classes), setup.patch or data.patch, **MODELS[setup.model], **scale)
+    use_attention(model, "adaptive" if name == "eager" else name, **keywords)
+    for layer in model.modules():
+        if isinstance(layer, ah.AdaptiveAttention):
+            if shared:
+                layer.similarity = ah.AdaptiveSimilarity(layer.head_dim)
+            if name == "eager":
+                layer.similarity = AsWritten(layer.similarity)
+    return model, factor
+
+
+class Training:
+    """A model in training, on images that lie on the device.
+
+    With ``graphs``, the launches of a step are recorded once, after a few plain steps, and then replayed: all that is
+    left is the device's own time. It is the same for every attention.
+    """
+
+    def __init__(self, model: nn.Module, factor: float, data: ImageSet, setup: Setup, graphs: bool) -> None:
+        self.data, self.setup, self.device = data, setup, data.train.images.device
+        self.on_gpu = self.device.type == "cuda"
+        self.before = torch.cuda.memory_allocated() if self.on_gpu else 0
+        self.model = model.to(self.device).train()
+        lr = torch.tensor(setup.lr, device=self.device) if self.on_gpu else setup.lr
+        keywords = {"fused": True, "capturable": True} if self.on_gpu else {}
+        self.optimizer = make_optimizer(self.model, lr, setup.weight_decay, factor, **keywords)
+        self.peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.index = torch.zeros(setup.batch, dtype=torch.long, device=self.device)
+        self.loss, self.steps = torch.zeros((), device=self.device), 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream() if graphs and self.on_gpu else None
+
+    def autocast(self) -> torch.autocast:
+        """bfloat16 on a GPU; a recorded step must not keep casts from one step for the next."""
+        return torch.autocast(self.device.type, torch.bfloat16, self.on_gpu, cache_enabled=False)
+
+    def _step(self) -> None:
+        images, labels = self.data.train.images[self.index], self.data.train.labels[self.index]
+        images = augment(images, self.data.mirror) if self.setup.augment else images
+        self.optimizer.zero_grad()
+        with self.autocast():
+            logits = self.model(as_floats(images))
+        task = cross_entropy(logits.float(), labels, label_smoothing=self.setup.smoothing)
+        (task + separation_loss(self.model)).backward()
+        self.optimizer.step()
+        self.loss.copy_(task.detach())
+
+    def step(self, index: Tensor, factor: float) -> None:
+        """Train on the images of ``index`` with that part of the learning rate."""
+        self.index.copy_(index)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(factor * peak)
+            else:
+                group["lr"] = factor * peak
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.stream is not None:
+            self._step_aside()
+        else:
+            self._step()
+        self.steps += 1
+
+    def _step_aside(self) -> None:
+        """A plain step on the stream that is recorded later; after three of them, record one and replay it."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        if self.steps < 3:
+            with torch.cuda.stream(self.stream):
+                self._step()
+            torch.cuda.current_stream().wait_stream(self.stream)
+        else:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._step()
+            self.graph.replay()
+
+    def wait(self) -> None:
+        """Until the device has done what it was told."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def run(self, seed: int, deadline: float) -> bool:
+        """Train to the end; False, after a few steps, if that would be later than ``deadline``."""
+        count, batch = len(self.data.train.labels), self.setup.batch
+        total, begin = self.setup.epochs * (count // batch), time.perf_counter()
+        mark = begin
+        generator = torch.Generator().manual_seed(seed)
+        for epoch in range(self.setup.epochs):
+            order = torch.randperm(count, generator=generator).to(self.device)
+            for index in order.split(batch)[: count // batch]:
+                self.step(index, cosine(self.steps, total, self.setup.warmup))
+                if self.steps in (10, 40):  # the first steps compile and record; the next thirty are like the rest
+                    self.wait()
+                    mark, before = time.perf_counter(), mark
+                    if self.steps == 40 and mark + (mark - before) / 30 * (total - 40) > deadline:
+                        return False
+            print(f"  epoch {epoch + 1}: loss {self.loss.item():.3f}, {time.perf_counter() - begin:.0f} s", flush=True)
+        return True
+
+
+def noise(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Add normal noise of this deviation to every pixel."""
+    return images + strength * torch.randn(images.shape, generator=generator, device=images.device)
+
+
+def mask(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Replace this share of all patches of 4 x 4 by uniform values."""
+    n, _, height, width = images.shape
+    drawn = torch.rand(n, 1, height // 4, width // 4, generator=generator, device=images.device)
+    chosen = (drawn < strength).repeat_interleave(4, -2).repeat_interleave(4, -1)
+    return torch.where(chosen, torch.rand(images.shape, generator=generator, device=images.device), images)
+
+
+def bias(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Add this to, or subtract it from, every pixel of a colour; the signs are the same for all images."""
+    signs = torch.tensor([1.0, -1.0, 1.0], device=images.device)[: images.shape[1], None, None]
+    return images + strength * signs
+
+
+Corruption = Callable[[Tensor, float, torch.Generator], Tensor]
+CORRUPTIONS: dict[Corruption, tuple[float, ...]] = {
+    noise: (0.05, 0.1, 0.2, 0.3),
+    mask: (0.1, 0.25, 0.5, 0.75),
+    bias: (0.1, 0.2, 0.3, 0.4),
+}
+
+
+@torch.no_grad()
+def accuracy(training: Training, corruption: Corruption | None = None, strength: float = 0.0) -> float:
+    """The share of test images that the model gets right; every model sees the same corrupted images."""
+    training.model.eval()
+    generator, right = torch.Generator(training.device).manual_seed(0), 0
+    for images, labels in zip(*(rows.split(1000) for rows in training.data.test), strict=True):
+        pixels = as_floats(images)
+        if corruption is not None:
+            pixels = corruption(pixels, strength, generator).clamp(0, 1)
+        with training.autocast():
+            right += (training.model(pixels).argmax(-1) == labels).sum().item()
+    return right / len(training.data.test.labels)
+
+
+def speeds(training: Training, seconds: float = 2.0) -> dict[str, float]:
+    """Images a second in training and inference, the best of three rounds, and the peak memory of each in MB."""
+    batch, measured = training.setup.batch, {}
+    index = torch.arange(batch, device=training.device) % len(training.data.train.labels)
+    images = as_floats(training.data.train.images[index])
+
+    @torch.no_grad()
+    def infer() -> None:
+        with training.autocast():
+            training.model(images)
+
+    def train() -> None:
+        training.step(index, 1.0)
+
+    for name, call in (("training", train), ("inference", infer)):
+        training.model.train(name == "training")
+        for _ in range(5):
+            call()
+        training.wait()
+        if training.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        rounds = []
+        for _ in range(3):
+            begin, calls = time.perf_counter(), 0
+            while calls < 3 or time.perf_counter() - begin < seconds / 3:
+                call()
+                calls += 1
+                if calls % 10 == 0:
+                    training.wait()  # else the launches run ahead, and the round never ends
+            training.wait()
+            rounds.append(calls * batch / (time.perf_counter() - begin))
+        measured[f"{name} images/s"] = max(rounds)
+        if training.on_gpu and training.stream is None:  # a recorded step holds its memory for ever
+            measured[f"{name} MB"] = (torch.cuda.max_memory_allocated() - training.before) / 1e6
+    return measured

@@ -1,0 +1,181 @@
+"""Image data sets as tensors in memory: the data of examples/vit.py and benchmarks/images.py.
+
+Each reader takes the folder of ``--data-dir`` and gives a whole data set as bytes. What is missing is named, with the
+places where it was looked for.
+"""
+
+import gzip
+import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from vit_download import MNIST_FILES, SOURCES, fetch
+
+DIGITS = [str(digit) for digit in range(10)]
+
+
+class Images(NamedTuple):
+    """``images (n, channels, height, width)`` as bytes and ``labels (n,)``."""
+
+    images: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device | str) -> "Images":
+        """The same on a device."""
+        return Images(self.images.to(device), self.labels.to(device))
+
+    def cut(self, count: int) -> tuple["Images", "Images"]:
+        """The first so many, and the rest."""
+        return Images(self.images[:count], self.labels[:count]), Images(self.images[count:], self.labels[count:])
+
+
+class ImageSet(NamedTuple):
+    """A data set, the side of its patches, and whether a mirrored image is still of its class."""
+
+    train: Images
+    test: Images
+    classes: list[str]
+    patch: int = 4
+    mirror: bool = True
+
+
+def digits(_: Path) -> ImageSet:
+    """Handwritten digits of 8 x 8 that scikit-learn ships; the last fifth, by other writers, is the test set."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.from_numpy((bunch.images * (255 / 16)).round().astype(np.uint8))[:, None]
+    parts = Images(images, torch.from_numpy(bunch.target).long()).cut(len(images) * 4 // 5)
+    return ImageSet(*parts, DIGITS, patch=2, mirror=False)
+
+
+def mnist(where: Path) -> ImageSet:
+    """The four idx files of MNIST, packed, in ``mnist/`` or where torchvision puts them."""
+    home = find([where / "mnist", where / "MNIST" / "raw"], MNIST_FILES)
+    images, labels, test_images, test_labels = (_read_idx(home / name) for name in MNIST_FILES)
+    train, test = Images(images[:, None], labels.long()), Images(test_images[:, None], test_labels.long())
+    return ImageSet(train, test, DIGITS, mirror=False)
+
+
+def _read_idx(path: Path) -> Tensor:
+    data = gzip.decompress(path.read_bytes())
+    shape = np.frombuffer(data, ">i4", count=data[3], offset=4)  # the fourth byte counts the dimensions
+    return torch.from_numpy(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape).copy())
+
+
+def cifar10(where: Path) -> ImageSet:
+    """CIFAR-10 as lossless strips of 500 images in ``cifar10/``, or as its authors pack it."""
+    strips = [f"{part}_{number:03}.webp" for part, count in (("train", 100), ("test", 20)) for number in range(count)]
+    batches = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    homes = [where / "cifar10", where / "cifar-10-batches-py"]
+    home = find(homes, ["labels.npz", *strips], ["batches.meta", *batches])
+    if home == homes[0]:
+        pixels = np.concatenate(_read([home / name for name in strips])).reshape(-1, 32, 32, 3)
+        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+        known = np.load(home / "labels.npz")
+        labels = torch.from_numpy(np.concatenate([known["train"], known["test"]])).long()
+        names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+        return ImageSet(*Images(images, labels).cut(50_000), names)
+    parts = [_cifar_batch(home / name, b"labels") for name in batches]
+    train = Images(*(torch.cat(rows) for rows in zip(*parts[:5], strict=True)))
+    return ImageSet(train, parts[5], [name.decode() for name in load_plain(home / "batches.meta")[b"label_names"]])
+
+
+def cifar100(where: Path) -> ImageSet:
+    """CIFAR-100 as its authors pack it, in ``cifar-100-python/``."""
+    home = find([where / "cifar-100-python"], ["train", "test", "meta"])
+    parts = (_cifar_batch(home / part, b"fine_labels") for part in ("train", "test"))
+    return ImageSet(*parts, [name.decode() for name in load_plain(home / "meta")[b"fine_label_names"]])
+
+
+def _cifar_batch(path: Path, key: bytes) -> Images:
+    batch = load_plain(path)
+    return Images(torch.from_numpy(batch[b"data"].reshape(-1, 3, 32, 32)), torch.tensor(batch[key]))
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads arrays, lists and texts, and refuses everything that could run code."""
+
+    allowed = ("numpy.ndarray", "numpy.dtype", "numpy.multiarray._reconstruct", "_codecs.encode")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if re.sub(r"\._?core", "", f"{module}.{name}") not in self.allowed:  # NumPy 2 renamed its core
+            raise pickle.UnpicklingError(f"expected arrays, lists and texts alone, got {module}.{name}")
+        return super().find_class(module, name)
+
+
+def load_plain(path: Path) -> Any:
+    """What a pickle file of data alone holds."""
+    with path.open("rb") as file:
+        return _PlainUnpickler(file, encoding="bytes").load()
+
+
+def tiny_imagenet(where: Path) -> ImageSet:
+    """Tiny ImageNet as it is published, in ``tiny-imagenet-200/``; its validation images are the test set."""
+    home = find([where / "tiny-imagenet-200"], ["wnids.txt", "train", "val/val_annotations.txt"])
+    names = sorted((home / "wnids.txt").read_text().split())
+    rows = [line.split("\t") for line in (home / "val" / "val_annotations.txt").read_text().splitlines()]
+    test = [(home / "val" / "images" / row[0], names.index(row[1])) for row in rows]
+    return ImageSet(_read_pictures(_by_class(home / "train", names), 64), _read_pictures(test, 64), names, patch=8)
+
+
+def folder(where: Path) -> ImageSet:
+    """Pictures in ``train/<class>/`` and ``test/<class>/``, brought to 32 x 32."""
+    find([where], ["train", "test"])
+    names = sorted(path.name for path in (where / "train").iterdir() if path.is_dir())
+    return ImageSet(*(_read_pictures(_by_class(where / part, names), 32) for part in ("train", "test")), names)
+
+
+def _by_class(home: Path, names: list[str]) -> list[tuple[Path, int]]:
+    kinds = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+    found = [(path, label) for label, name in enumerate(names) for path in sorted((home / name).rglob("*"))]
+    pictures = [(path, label) for path, label in found if path.suffix.lower() in kinds]
+    if not pictures:
+        raise FileNotFoundError(f"expected pictures ({' '.join(kinds)}) in {home}/<class>, got none")
+    return pictures
+
+
+def _read_pictures(pictures: list[tuple[Path, int]], side: int) -> Images:
+    pixels = np.stack(_read([path for path, _ in pictures], side))
+    labels = torch.tensor([label for _, label in pictures])
+    return Images(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), labels)
+
+
+def _read(paths: list[Path], side: int | None = None) -> list[np.ndarray]:
+    def read(path: Path) -> np.ndarray:
+        with Image.open(path) as picture:
+            colours = picture.convert("RGB")
+        return np.asarray(colours if side is None else colours.resize((side, side)))
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(read, paths))
+
+
+def find(homes: list[Path], *layouts: list[str]) -> Path:
+    """The first folder with the files it must have; one layout for all folders, or one for each."""
+    expected = list(zip(homes, layouts if len(layouts) > 1 else layouts * len(homes), strict=True))
+    for home, names in expected:
+        if all((home / name).exists() for name in names):
+            return home
+    wanted = " or ".join(f"{home} with {', '.join(names[:4])}{' ...' * (len(names) > 4)}" for home, names in expected)
+    raise FileNotFoundError(f"expected the data in {wanted}, got none of them; see --data-dir and --download")
+
+
+READERS = {read.__name__.replace("_", "-"): read for read in (digits, mnist, cifar10, cifar100, tiny_imagenet, folder)}
+
+
+def load(name: str, where: Path, download: bool = False) -> ImageSet:
+    """Read a data set, and fetch it first where it is missing and ``download`` allows it."""
+    try:
+        return READERS[name](where)
+    except FileNotFoundError:
+        if not download or name not in SOURCES:
+            raise
+    fetch(SOURCES[name], where / "mnist" if name == "mnist" else where)
+    return READERS[name](where)

@@ -1,0 +1,366 @@
+"""The vision transformer example: every data set, every attention, many processes, interruptions, pictures."""
+
+import gzip
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ahop_layers as ah
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import demo
+import vit
+import vit_batches
+import vit_data
+import vit_model
+
+from benchmarks import images, images_training
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--model", "tiny", "--accelerator", "cpu"]
+FAST = [*TINY, "--fast-dev-run", "--batch-size", "16"]
+
+
+def data_dir(name):
+    """The folder that AHOP_DATA_DIR names, if it holds a data set."""
+    where = Path(os.environ.get("AHOP_DATA_DIR", ROOT / "data"))
+    try:
+        vit_data.find([where / name], ["labels.npz" if name == "cifar10" else vit_data.MNIST_FILES[0]])
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    return where
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of pictures, of other sizes than a model takes."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 12), ("test", 4)):
+        for name, colour in (("cold", (20, 40, 200)), ("warm", (220, 60, 30))):
+            home = tmp_path / part / name
+            home.mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.normal(colour, 30, (30, 40 + number, 3)).clip(0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(home / f"{number}.png")
+    return tmp_path
+
+
+@pytest.fixture
+def made(tmp_path, request):
+    """A data set of random pixels as its authors lay it out."""
+    rng = np.random.default_rng(0)
+    if request.param == "mnist":
+        home = tmp_path / "MNIST" / "raw"
+        home.mkdir(parents=True)
+        for name in vit_data.MNIST_FILES:
+            shape = (8, 28, 28) if "images" in name else (8,)
+            data = rng.integers(0, 10, shape).astype(np.uint8)
+            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">i4").tobytes()
+            (home / name).write_bytes(gzip.compress(head + data.tobytes()))
+    elif request.param == "tiny-imagenet":
+        home = tmp_path / "tiny-imagenet-200"
+        (home / "val" / "images").mkdir(parents=True)
+        (home / "wnids.txt").write_text("n2\nn1\n")
+        for name in ("n1", "n2"):
+            (home / "train" / name / "images").mkdir(parents=True)
+            for number in range(6):
+                Image.new("RGB", (64, 64)).save(home / "train" / name / "images" / f"{number}.JPEG")
+        Image.new("L", (64, 64)).save(home / "val" / "images" / "v.JPEG")
+        (home / "val" / "val_annotations.txt").write_text("v.JPEG\tn2\t0\t0\t9\t9\n")
+    else:
+        key, home, parts, meta = {
+            "cifar10": (
+                b"labels",
+                "cifar-10-batches-py",
+                [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"],
+                10,
+            ),
+            "cifar100": (b"fine_labels", "cifar-100-python", ["train", "test"], 100),
+        }[request.param]
+        (tmp_path / home).mkdir()
+        for part in parts:
+            batch = {b"data": rng.integers(0, 256, (8, 3072)).astype(np.uint8), key: list(range(8))}
+            (tmp_path / home / part).write_bytes(pickle.dumps(batch, protocol=2))
+        names = {key[:-1] + b"_names": [f"c{n}".encode() for n in range(meta)]}
+        (tmp_path / home / ("batches.meta" if meta == 10 else "meta")).write_bytes(pickle.dumps(names, protocol=2))
+    return request.param, tmp_path
+
+
+def test_digits_with_every_attention(tmp_path):
+    for attention in vit_model.ATTENTIONS:
+        out = tmp_path / attention
+        vit.main([*FAST, "--attention", attention, "--out", str(out)])
+        written = {path.name for path in out.iterdir()}
+        maps, weights = {"maps.png"} & written, {"weights.png"} & written
+        assert {"confusion.png", "results.json"} <= written
+        assert bool(maps) == (attention != "dot")
+        assert bool(weights) == (attention == "adaptive")
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_data_sets_that_are_present(name, tmp_path, monkeypatch):
+    where, seen = data_dir(name), []
+    monkeypatch.setattr(vit, "load", lambda *arguments: seen.append(vit_data.load(*arguments)) or seen[0])
+    vit.main([*FAST, "--data", name, "--data-dir", str(where), "--out", str(tmp_path)])
+    train, test = seen[0].train, seen[0].test
+    assert len(test.labels) == 10_000
+    assert len(train.images) == {"mnist": 60_000, "cifar10": 50_000}[name]
+    assert train.labels.bincount().min() >= 5000
+    assert train.images[:1000].float().std() > 60
+
+
+@pytest.mark.parametrize("made", ["mnist", "cifar10", "cifar100", "tiny-imagenet"], indirect=True)
+def test_data_sets_as_their_authors_lay_them_out(made):
+    name, where = made
+    data = vit_data.load(name, where)
+    assert data.train.images.dtype == torch.uint8
+    assert data.train.images.ndim == 4
+    assert len(data.train.images) == len(data.train.labels) > 0
+    if name == "cifar10":
+        first = pickle.loads((where / "cifar-10-batches-py" / "data_batch_1").read_bytes())
+        assert data.train.images[0].flatten().tolist() == first[b"data"][0].tolist()
+        assert data.classes[3] == "c3"
+    if name == "tiny-imagenet":
+        assert data.test.labels.tolist() == [1]  # classes are in the order of their names
+
+
+def on_folder(folder, out, *more):
+    """A short training on a folder of pictures: 22 images are left to train on, five steps an epoch."""
+    where = ["--data", "folder", "--data-dir", str(folder), "--batch-size", "4", "--out", str(folder / out)]
+    return [*TINY, *where, "--lr", "0.003", "--epochs", "2", *more]
+
+
+def test_a_folder_of_pictures(folder):
+    assert vit.main(on_folder(folder, "out", "--augment"))["test_accuracy"] == 1.0
+
+
+def test_missing_data_is_named(tmp_path):
+    for name, expected in (("cifar10", "labels.npz"), ("mnist", "train-images"), ("folder", "train, test")):
+        with pytest.raises(SystemExit, match=expected):
+            vit.main([*TINY, "--data", name, "--data-dir", str(tmp_path / "nowhere")])
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "test").mkdir()
+    with pytest.raises(SystemExit, match="expected pictures"):
+        vit.main([*TINY, "--data", "folder", "--data-dir", str(tmp_path)])
+
+
+def test_a_pickle_with_code_is_refused(tmp_path):
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps(os.getcwd))
+    with pytest.raises(pickle.UnpicklingError, match=r"got posix\.getcwd"):
+        vit_data.load_plain(path)
+
+
+@pytest.mark.parametrize("made", ["cifar100"], indirect=True)
+def test_download_unpacks_whole_folders(made, tmp_path, monkeypatch):
+    name, where = made
+    archive = tmp_path / "cifar-100-python.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(where / "cifar-100-python", "cifar-100-python")
+    monkeypatch.setitem(vit_data.SOURCES, name, [archive.as_uri()])
+    target = tmp_path / "fresh"
+    data = vit_data.load(name, target, download=True)
+    assert torch.equal(data.test.images, vit_data.load(name, where).test.images)
+    assert [path.name for path in target.iterdir()] == ["cifar-100-python"]
+
+
+def test_an_epoch_sees_every_image_once_whoever_shares_it():
+    data = vit_data.Images(torch.arange(40, dtype=torch.uint8).reshape(40, 1, 1, 1), torch.arange(40))
+
+    def labels(steps, rank=0, world=1, mirror=None):
+        batches = vit_batches.Batches(data, 8, 3, lambda: steps, rank, world, mirror)
+        return [label.tolist() for _, label in batches]
+
+    first, second = labels(0), labels(5)
+    for batches in (first, second):
+        assert sorted(label for batch in batches for label in batch) == list(range(40))
+    assert first != second  # another order each epoch
+    assert labels(7) == second[2:]  # in the middle of the second epoch
+    shares = [labels(0, rank, 2) for rank in range(2)]
+    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == [sorted(batch) for batch in first]
+    with pytest.raises(ValueError, match="3 processes can share, got 8"):
+        labels(0, 0, 3)
+
+
+def test_augmentation_shifts_and_mirrors_every_image_by_itself():
+    images = torch.zeros(400, 1, 16, 16, dtype=torch.uint8)
+    images[:, :, 8, 5] = 1
+    moved = vit_batches.augment(images, mirror=True)
+    assert (moved.sum((1, 2, 3)) == 1).all()
+    rows, columns = moved.nonzero()[:, 2:].T
+    assert set(rows.tolist()) == set(range(6, 11))
+    assert set(columns.tolist()) == set(range(3, 8)) | set(range(8, 13))
+    kept = vit_batches.augment(images, mirror=False).nonzero()[:, 3]
+    assert set(kept.tolist()) == set(range(3, 8))
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_two_processes_train_like_one(tmp_path):
+    # In double precision, where rounding is too small for Adam to blow a gradient of zero up to a whole step.
+    common = [*TINY, "--epochs", "1", "--batch-size", "128", "--precision", "64-true", "--lr", "0.003"]
+    one = vit.main([*common, "--out", str(tmp_path / "one")])
+    command = [sys.executable, "examples/vit.py", *common, "--devices", "2", "--strategy", "ddp"]
+    subprocess.run([*command, "--out", str(tmp_path / "two")], cwd=ROOT, check=True, capture_output=True)
+    two = json.loads((tmp_path / "two" / "results.json").read_text())
+    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-6)
+    assert two["test_accuracy"] == pytest.approx(one["test_accuracy"])
+    single, double = (weights(tmp_path / name / "best.ckpt") for name in ("one", "two"))
+    start = vit_model.VisionTransformer((1, 8, 8), 10, 2, **vit_model.MODELS["tiny"]).embed.weight
+    assert (single["model.embed.weight"] - start).abs().max() > 1e-3
+    for name, value in single.items():
+        torch.testing.assert_close(double[name], value, rtol=1e-7, atol=1e-9)
+
+
+KILLED_AT_STEP_8 = """
+import os, sys
+sys.path.insert(0, "examples")
+import vit
+
+class Killer(vit.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 8:
+            os.kill(os.getpid(), 9)
+
+vit.main(sys.argv[1:], [Killer()])
+"""
+
+
+def test_a_killed_run_goes_on_where_it_was(folder):
+    # Killed in the second epoch, three steps after its beginning and one after a checkpoint.
+    options = ("--augment", "--save-every", "7")
+    command = [sys.executable, "-c", KILLED_AT_STEP_8, *on_folder(folder, "killed", *options)]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (folder / "killed" / "results.json").exists()
+    assert torch.load(folder / "killed" / "last.ckpt", weights_only=True)["global_step"] == 7
+    resumed = vit.main(on_folder(folder, "killed", *options, "--resume"))
+    whole = vit.main(on_folder(folder, "whole", *options))
+    assert resumed == whole
+    found, expected = (weights(folder / name / "best.ckpt") for name in ("killed", "whole"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not list(folder.rglob("*.part"))
+
+
+def test_resuming_nothing_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        vit.main(["--out", str(tmp_path), "--resume"])
+    assert "last.ckpt that does not exist" in capsys.readouterr().err
+
+
+def test_conversion_keeps_the_logits(folder):
+    vit.main(on_folder(folder, "dot", "--attention", "dot"))
+    checkpoint, images = folder / "dot" / "best.ckpt", torch.rand(32, 3, 32, 32)
+    classifier, change = vit.convert(checkpoint, "adaptive", images, lr=0.5)
+    assert classifier.training
+    assert change < 1e-5 < classifier.model(images).std()
+    assert classifier.hparams.lr == 0.5
+    assert ah.similarity_parameters(classifier)
+    _, sparse = vit.convert(checkpoint, "sparse", images)
+    assert sparse > 1e-4  # another separation is another function
+    tuned = vit.main(on_folder(folder, "tuned", "--convert", str(checkpoint)))
+    assert tuned["logit_change"] < 1e-5
+    with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):
+        vit.convert(folder / "tuned" / "best.ckpt", "adaptive", images)
+
+
+def test_a_model_names_the_images_it_takes():
+    model = vit_model.VisionTransformer((1, 8, 8), 10, 2, **vit_model.MODELS["tiny"])
+    with pytest.raises(ah.AHopError, match=r"images must be \(n, \*\(1, 8, 8\)\), got \(2, 3, 8, 8\)"):
+        model(torch.rand(2, 3, 8, 8))
+    with pytest.raises(ah.AHopError, match="patch must divide the image, got patch 3 and image 8 x 8"):
+        vit_model.VisionTransformer((1, 8, 8), 10, 3, **vit_model.MODELS["tiny"])
+
+
+def test_kernels_learn_from_the_separation_loss_alone():
+    kernel = vit_model.KernelSimilarity(6, num_heads=2)
+    query, key = torch.randn(3, 2, 5, 6), torch.randn(3, 2, 4, 6, requires_grad=True)
+    scores = kernel(query, key)
+    torch.testing.assert_close(scores, query @ key.mT)  # the identity at the start
+    task = torch.autograd.grad(scores.square().sum(), [key, kernel.phi], retain_graph=True, allow_unused=True)
+    apart = torch.autograd.grad(kernel.separation_loss, [key, kernel.phi], allow_unused=True)
+    assert [grad is None for grad in (*task, *apart)] == [False, True, True, False]
+    pairs = torch.cat([torch.pdist(head) for head in key.detach().flatten(0, 1)]).reshape(6, 6)
+    expected = (-2 / 6 * pairs.square()).exp().mean(-1).log().mean()
+    torch.testing.assert_close(kernel.separation_loss, expected)
+
+
+def test_demo(tmp_path, capsys):
+    demo.main(["--quick", "--out", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "largest change of an output when converted" in shown
+    assert shown.count(".png") >= 6
+    assert (tmp_path / "vit" / "adaptive-tuned" / "weights.png").exists()
+
+
+def test_throughput_benchmark(tmp_path, capsys):
+    output = tmp_path / "images.csv"
+    small = ["--data", "digits", "--model", "tiny", "--batch", "4", "--seconds", "0.01", "--device", "cpu"]
+    images.main(["throughput", *small, "--output", str(output)])
+    rows = images.Rows(output).rows
+    assert {row["attention"] for row in rows} == {*vit_model.ATTENTIONS, "eager"}
+    assert all(float(row["value"]) > 0 and row["torch"] and row["device"] for row in rows)
+    capsys.readouterr()
+    images.main(["throughput", *small, "--output", str(output)])
+    assert "seed" not in capsys.readouterr().out  # nothing is measured twice
+    assert len(images.Rows(output).rows) == len(rows)
+
+
+def test_training_benchmark(folder, capsys):
+    output, picture = folder / "images.csv", folder / "images.png"
+    small = ["--data", "folder", "--data-dir", str(folder), "--model", "tiny", "--batch", "4", "--device", "cpu"]
+    paths = ["--output", str(output), "--picture", str(picture)]
+    images.main(["working", *small, "--epochs", "8", "--seeds", "1", "--minutes", "0", *paths])
+    assert "would not end" in capsys.readouterr().out
+    assert not output.exists()
+    images.main(["working", *small, "--epochs", "3", "--seeds", "1", *paths])
+    rows = images.Rows(output).rows
+    clean = {row["attention"]: float(row["value"]) for row in rows if row["measure"] == "accuracy"}
+    assert clean == {"dot": 1.0, "adaptive": 1.0}
+    assert picture.stat().st_size > 10_000
+    images.main(["report", *paths])
+    assert "| adaptive | noise 0.1 | 1 |" in capsys.readouterr().out
+
+
+def test_corruptions_are_as_strong_as_they_say():
+    pixels, generator = torch.full((50, 3, 32, 32), 0.5), torch.Generator().manual_seed(0)
+    noisy, masked, biased = (corrupt(pixels, 0.25, generator) - 0.5 for corrupt in images_training.CORRUPTIONS)
+    assert noisy.std() == pytest.approx(0.25, rel=0.01)
+    patches = (masked != 0).float().unfold(2, 4, 4).unfold(3, 4, 4).mean((1, 4, 5))
+    assert set(patches.unique().tolist()) == {0, 1}  # a patch goes as a whole, in all colours
+    assert patches.mean() == pytest.approx(0.25, abs=0.02)
+    assert biased[:, :, 0, 0].unique(dim=0).tolist() == [[0.25, -0.25, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("attention", "check"),
+    [
+        ("adaptive:debias", lambda layers: all(layer.similarity.bias is not None for layer in layers)),
+        ("adaptive:init=dis", lambda layers: all(layer.similarity.init == "dis" for layer in layers)),
+        ("adaptive:last=1", lambda layers: len(layers) == 1),
+        ("adaptive:shared", lambda layers: all(layer.similarity.num_heads is None for layer in layers)),
+    ],
+)
+def test_changes_of_an_attention(attention, check):
+    data = vit_data.load("digits", Path())
+    setup = images_training.Setup("tiny", 1, 8, ("dot",))
+    scale = vit_batches.channel_scale(data.train.images)
+    model, factor = images_training.build(f"{attention}{',' if ':' in attention else ':'}lr=0.1", setup, data, scale)
+    assert factor == 0.1
+    assert check([layer for layer in model.modules() if isinstance(layer, ah.AdaptiveAttention)])
+    optimizer = vit_model.make_optimizer(model, 1.0, 0.05, factor)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
