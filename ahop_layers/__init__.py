@@ -1,5 +1,8 @@
 """Adaptive Hopfield layers: a learned similarity in place of the dot product of attention and Hopfield layers."""
 
+from importlib import import_module
+from types import ModuleType
+
 from ahop_layers import variants as variants
 from ahop_layers.attention import AdaptiveAttention
 from ahop_layers.convert import adapt_, revert_
@@ -32,3 +35,12 @@ __all__ = [
     "similarity_parameters",
     "variants",
 ]
+
+_ON_DEMAND = ("plots", "tabular", "torchmil")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import what needs more than torch and einops when it is first asked for."""
+    if name in _ON_DEMAND:
+        return import_module(f"ahop_layers.{name}")
+    raise AttributeError(f"module 'ahop_layers' has no attribute {name!r}")

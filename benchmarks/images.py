@@ -26,8 +26,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.images_report import RESULTS, Rows, report
+from benchmarks.images_report import report
 from benchmarks.images_training import CORRUPTIONS, Setup, Training, accuracy, build, speeds
+from benchmarks.rows import RESULTS, Rows
 
 # isort: split
 from vit_batches import channel_scale  # of examples/, which images_training put on the path
@@ -90,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="setup", required=True)
     for name in (*SETUPS, "report"):
         add = commands.add_parser(name).add_argument
-        add("--output", type=Path, default=RESULTS, help="the rows (benchmarks/results/images.csv)")
+        add("--output", type=Path, default=RESULTS / "images.csv", help="the rows (benchmarks/results/images.csv)")
         add("--picture", type=Path, default=Path("docs/images.png"), help="of accuracy against strength (docs)")
         if name == "report":
             continue

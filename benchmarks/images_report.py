@@ -1,67 +1,17 @@
-"""The rows of benchmarks/images.py: kept in a CSV file, shown as tables and as a picture."""
+"""The rows of benchmarks/images.py, shown as tables and as a picture."""
 
-import csv
-import os
 import statistics
-import subprocess
 from collections import defaultdict
-from datetime import date
 from pathlib import Path
 
-import torch
+from benchmarks.rows import Rows
 
-import ahop_layers as ah
-from benchmarks.kernels import describe
-
-RESULTS = Path(__file__).parent / "results" / "images.csv"
 KEYS = ("setup", "settings", "attention", "seed")
 PAPER = {
     "cifar10": {"dot": 0.5123, "kernel": 0.5489, "adaptive": 0.5637},
     "cifar100": {"dot": 0.2464, "kernel": 0.2877, "adaptive": 0.2904},
     "tiny-imagenet": {"dot": 0.1095, "kernel": 0.1164, "adaptive": 0.1213},
 }
-
-
-class Rows:
-    """One row for each figure: what was measured, how, and on which machine, versions and commit."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.machine = path, {}
-        self.rows: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="") as file:
-                self.rows = list(csv.DictReader(file))
-
-    def about(self, device: str) -> None:
-        """Say where the rows to come are measured."""
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
-        )
-        self.machine = {
-            "device": describe(device.partition(":")[0], torch.get_num_threads()),
-            "torch": torch.__version__,
-            "ahop_layers": ah.__version__,
-            "commit": commit.stdout.strip(),
-            "date": date.today().isoformat(),
-        }
-
-    def holds(self, key: dict[str, str]) -> bool:
-        """Whether this has been measured on this device."""
-        wanted = key | {"device": self.machine["device"]}
-        return any(all(row[name] == text for name, text in wanted.items()) for row in self.rows)
-
-    def add(self, key: dict[str, str], measured: dict[str, float]) -> None:
-        """Keep the figures of one measurement, all of them or none."""
-        self.rows += [
-            {**key, "measure": name, "value": f"{value:.6g}", **self.machine} for name, value in measured.items()
-        ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        with part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.rows[-1])
-            writer.writeheader()
-            writer.writerows(self.rows)
-        os.replace(part, self.path)
 
 
 def report(rows: Rows, setup: str | None, picture: Path) -> None:

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 import ahop_layers as ah
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place
+from kernel_similarity import separation_loss
 from vit_batches import as_floats, augment
 from vit_data import ImageSet
-from vit_model import MODELS, VisionTransformer, cosine, make_optimizer, separation_loss, use_attention
+from vit_model import MODELS, VisionTransformer, cosine, make_optimizer, use_attention
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ Calls of both alternate and their least times are compared. One row a shape and 
 """
 
 import argparse
-import csv
 import multiprocessing
 import os
 import statistics
@@ -24,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +32,10 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers.ops import reference
 from ahop_layers.ops.networks import sorting_network
+from benchmarks.rows import RESULTS, origin, read, write
 
 BASES = ("dis", "dot")
 RIVALS = ("paper", "folded", "compiled", "our float32")
-RESULTS = Path(__file__).parent / "results"
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -286,15 +284,6 @@ def first_call_seconds() -> float:
     return float(run.stdout)
 
 
-def describe(device: str, threads: int) -> str:
-    """The device in a few words."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("Model name")), "CPU")
-    return f"{model} x{threads}"
-
-
 def main() -> None:
     """Measure, print a table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -306,14 +295,7 @@ def main() -> None:
     options = parser.parse_args()
     output = options.output or RESULTS / ("sweep.csv" if options.sweep else "kernels.csv")
     torch.set_num_threads(options.threads)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    about = {
-        "device": describe(options.device, options.threads),
-        "torch": torch.__version__,
-        "ahop_layers": ah.__version__,
-        "commit": commit.stdout.strip(),
-        "date": date.today().isoformat(),
-    }
+    about = origin(options.device)
     print(f"{about['device']}, torch {about['torch']}")
     rows: list[dict[str, object]] = []
     for row in sweep(options.device, SWEEP_DIMENSIONS) if options.sweep else measure_all(options):
@@ -324,16 +306,8 @@ def main() -> None:
         rows.append(row | about)
     if options.device == "cuda" and not options.sweep:
         print(f"first call, d = 64, forward and backward compiled: {first_call_seconds():.1f} s")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if output.exists():
-        with output.open() as file:
-            rows = [row for row in csv.DictReader(file) if row["device"] != about["device"]] + rows
-    unfinished = output.with_suffix(".tmp")
-    with unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[-1].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(output)
+    others = [row for row in read(output) if row["device"] != about["device"]]
+    write(output, [*others, *rows])
 
 
 if __name__ == "__main__":

@@ -15,14 +15,8 @@ A measured row is kept at once, and not measured again: an interrupted run goes 
 """
 
 import argparse
-import csv
-import os
-import platform
-import subprocess
-import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +29,8 @@ from ahop_layers.memory import AssociativeMemory
 from ahop_layers.variants import Mixed, bayes_accuracy, retrieval_accuracy, retrieval_error
 from benchmarks import retrieval_report as report
 from benchmarks.retrieval_systems import SYSTEMS, ReferenceSimilarity, data_folder, mnist, synthetic
+from benchmarks.rows import RESULTS, origin, read, write
 
-RESULTS = Path(__file__).parent / "results"
 LIMITS = {"Bayes limit": True, "Bayes limit, bias guessed": False}
 KEY = ("data", "patterns", "dim", "mask", "noise", "bias", "system", "run", "steps", "batch")
 
@@ -160,33 +154,6 @@ def timings(size: Size, device: torch.device) -> list[dict[str, object]]:
     return [{**row, "steps": size.timing.steps, "batch": size.timing.batch} for row in rows]
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows that are there."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> None:
-    """Replace the file as a whole, so that an interruption leaves the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-
-
-def provenance(device: torch.device) -> dict[str, object]:
-    """Where and with what a row was measured."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU"
-    return {"device": name, "torch": torch.__version__, "commit": commit, "date": date.today().isoformat()}
-
-
 def main() -> None:
     """Measure what is missing, print the tables, draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,7 +169,7 @@ def main() -> None:
     size = size if args.runs is None else size._replace(runs=args.runs)
     folder = None if args.quick else data_folder(args.data_dir)
     tables = ["figure", "accuracy", "ablations", "timing"] if args.table == "all" else [args.table]
-    origin = provenance(device)
+    about = origin(device.type)
     suffix = "_quick" if args.quick else ""
     path = args.output / f"retrieval{suffix}.csv"
 
@@ -218,14 +185,14 @@ def main() -> None:
             drawn = mnist(folder, job.patterns, job.run) if job.data == "mnist" and folder else synthetic(*source[1:])
             patterns, held = drawn.to(device), source
         blank = {"accuracy": "", "error": "", "seconds": ""}
-        rows.append({**asdict(job), **blank, **measure(job, size, patterns), **origin})
+        rows.append({**asdict(job), **blank, **measure(job, size, patterns), **about})
         write(path, rows)
 
     kept = {tuple(row[name] for name in KEY): row for row in read(path)}
     for table, each in by_table.items():
         print(report.TABLES[table]([kept[job.key] for job in each]))
     if "timing" in tables:
-        timed = [{**row, **origin} for row in timings(size, device)]
+        timed = [{**row, **about} for row in timings(size, device)]
         write(args.output / f"retrieval_timing{suffix}.csv", timed)
         print(report.timing_table(timed))
     if "figure" in tables:

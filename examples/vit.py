@@ -19,14 +19,15 @@ from typing import Any
 
 import lightning as L
 import torch
+from checkpoints import WholeCheckpoints
+from kernel_similarity import separation_loss
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from vit_batches import ImageBatches, as_floats, channel_scale
 from vit_data import READERS, ImageSet, load
-from vit_model import ATTENTIONS, MODELS, VisionTransformer, cosine, make_optimizer, separation_loss, use_attention
+from vit_model import ATTENTIONS, MODELS, VisionTransformer, cosine, make_optimizer, use_attention
 from vit_pictures import draw_pictures
 
 import ahop_layers as ah
@@ -84,15 +85,6 @@ def convert(checkpoint: Path, attention: str, images: Tensor, **changes: Any) ->
         change = (classifier.model(images) - before).abs().max().item()
     classifier.hparams.attention = attention
     return classifier.train(), change
-
-
-class WholeCheckpoints(TorchCheckpointIO):
-    """Checkpoints that appear whole or not at all."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str, storage_options: Any = None) -> None:
-        """Write beside, then move into place."""
-        super().save_checkpoint(checkpoint, f"{path}.part", storage_options)
-        os.replace(f"{path}.part", path)
 
 
 def make_trainer(options: argparse.Namespace, callbacks: Sequence[Callback]) -> L.Trainer:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from einops import rearrange, repeat
+from kernel_similarity import KernelSimilarity
 from torch import Tensor, nn
 
 import ahop_layers as ah
@@ -89,37 +90,6 @@ def _draw_weights(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
 
 
-class KernelSimilarity(nn.Module):
-    """K-Hop's score ``(phi q) . (phi k)`` with a matrix ``phi`` per head, the identity at the start.
-
-    In K-Hop the separation loss alone shapes phi, everything else learns from the task. Hence ``phi`` is detached in
-    the score, and the keys are detached in the loss: ``log mean exp(-2 |phi k_u - phi k_v|^2 / d)`` over all pairs of
-    one image's keys. The norm of phi is held, for merely growing would also lower that loss.
-    """
-
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.phi = nn.Parameter(torch.eye(dim).repeat(num_heads, 1, 1))
-        self.separation_loss: Tensor | None = None
-
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., H, L, d)`` against ``key (..., H, S, d)``: ``(..., H, L, S)``."""
-        phi = self.phi * (math.sqrt(self.phi.shape[-1]) / self.phi.norm(dim=(-2, -1), keepdim=True))
-        self.separation_loss = self._crowding(key.detach(), phi) if self.training else None
-        fixed = phi.detach().to(query.dtype).mT
-        return (query @ fixed) @ (key @ fixed).mT
-
-    @staticmethod
-    def _crowding(key: Tensor, phi: Tensor) -> Tensor:
-        with torch.autocast(key.device.type, enabled=False):
-            mapped = key.to(phi.dtype) @ phi.mT
-            square = mapped.square().sum(-1)
-            distance = square[..., :, None] + square[..., None, :] - 2 * mapped @ mapped.mT
-            pairs = (-2 / key.shape[-1]) * distance.tril(-1) + torch.full_like(distance[0, 0], -torch.inf).triu()
-            count = math.comb(key.shape[-2], 2)
-            return (pairs.flatten(-2).logsumexp(-1) - math.log(count)).mean()
-
-
 def use_attention(model: nn.Module, name: str, **keywords: Any) -> None:
     """Exchange the attention of a model with the dot product, in place; keywords are those of ``ah.adapt_``."""
     if name == "dot":
@@ -130,12 +100,6 @@ def use_attention(model: nn.Module, name: str, **keywords: Any) -> None:
             similarity = layer.similarity
             kernel = KernelSimilarity(similarity.dim, similarity.num_heads).to(similarity.w)
             layer.similarity = kernel if name == "kernel" else None
-
-
-def separation_loss(model: nn.Module) -> Tensor | float:
-    """What K-Hop adds to the loss of a training step; nothing for the other attentions."""
-    kernels = [part for part in model.modules() if isinstance(part, KernelSimilarity)]
-    return sum(kernel.separation_loss for kernel in kernels)
 
 
 def make_optimizer(

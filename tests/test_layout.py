@@ -1,7 +1,11 @@
 """The architecture: public names, imports that only point up the layout, no assert."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import ahop_layers as ah
 
@@ -15,7 +19,8 @@ LAYOUT = """
     similarity table separation association
     variants modulation energy presets fitting memory
     core bags own hopfield layers
-    attention foreign converters convert maps plots
+    attention foreign converters convert maps plots torchmil
+    tabular.network tabular.training tabular.rows tabular.base tabular
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -77,3 +82,16 @@ def test_public_names():
         "variants",
     ]
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
+
+
+def test_parts_that_need_more_are_imported_on_demand():
+    code = """
+import sys, ahop_layers as ah
+assert not {"sklearn", "matplotlib"} & set(sys.modules)
+for part in (ah.tabular.AdaptiveMemoryClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
+    print(part.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["AdaptiveMemoryClassifier", "association_map", "AdaptivePool"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ah.nothing

@@ -1,0 +1,71 @@
+"""AdaptivePool: adaptive Hopfield pooling with the interface of torchmil's ``AttentionPool``.
+
+torchmil itself is not imported. Its masks are 1 where an instance is real, the opposite of those of hflayers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.layers import AdaptiveHopfieldPooling
+
+
+class AdaptivePool(nn.Module):
+    """Pools the real instances of padded bags; takes the place of ``pool`` in a torchmil ABMIL.
+
+    Args:
+        in_dim: number of features of an instance.
+        att_dim: width of the association, all heads together.
+        num_heads: how many there are.
+        keywords: further arguments of :class:`AdaptiveHopfieldPooling`, such as ``scaling``, ``dropout``, ``debias``.
+
+    Shapes: input ``(batch, bag, in_dim)``, mask ``(batch, bag)``; output ``(batch, in_dim)``.
+
+    Raises:
+        AHopError: an argument that does not fit.
+
+    >>> pool = AdaptivePool(16, att_dim=32, num_heads=4)
+    >>> bags, mask = torch.randn(3, 7, 16), torch.ones(3, 7)
+    >>> mask[0, 2:] = 0  # the first bag has two instances
+    >>> z, att = pool(bags, mask, return_att=True)
+    >>> z.shape, att.shape
+    (torch.Size([3, 16]), torch.Size([3, 7]))
+    """
+
+    def __init__(self, in_dim: int, att_dim: int = 128, num_heads: int = 1, **keywords: Any) -> None:
+        super().__init__()
+        if att_dim < 1 or num_heads < 1 or att_dim % num_heads:
+            raise AHopError(f"att_dim must be a multiple of num_heads, both at least 1, got {att_dim} and {num_heads}")
+        for name in ("quantity", "output_size", "batch_first"):
+            if name in keywords:
+                raise AHopError(f"{name} is fixed by the interface of torchmil, got {name}={keywords[name]!r}")
+        self.in_dim, self.att_dim = in_dim, att_dim
+        self.pooling = AdaptiveHopfieldPooling(in_dim, att_dim // num_heads, num_heads=num_heads, **keywords)
+
+    def forward(
+        self, X: Tensor, mask: Tensor | None = None, return_att: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Pool ``X (batch, bag, in_dim)``.
+
+        Args:
+            X: padded bags.
+            mask: ``(batch, bag)`` of any dtype, not 0 where an instance is real; None: all are. A bag without real
+                instances is pooled to what reads nothing, the bias of the output projection.
+            return_att: also return attention values before normalisation, as torchmil does: their softmax over the real
+                instances of a bag is the mean weight over the heads. ``(batch, bag)``.
+        """
+        check_floating(X=X)
+        if X.ndim != 3 or X.shape[-1] != self.in_dim:
+            raise AHopError(f"X must be (batch, bag, in_dim) with in_dim = {self.in_dim}, got {describe(X)}")
+        if mask is not None and mask.shape != X.shape[:2]:
+            raise AHopError(f"mask must be (batch, bag) = {tuple(X.shape[:2])}, got {describe(mask)}")
+        real = torch.ones(X.shape[:2], dtype=torch.bool, device=X.device) if mask is None else mask != 0
+        pooled, weights = self.pooling.pool_packed(X[real], real.sum(1), return_association=True)
+        if not return_att:
+            return pooled
+        lowest = torch.finfo(X.dtype).tiny  # a padded instance, or one that a sparse separation leaves out
+        mean = weights.mean((1, 2)).clamp(min=lowest).log()
+        att = mean.new_full(real.shape, torch.tensor(lowest).log().item())
+        return pooled, att.masked_scatter(real, mean)

@@ -1,0 +1,136 @@
+"""Bag classifiers in training, under test, and in the search for their settings: what benchmarks/mil.py measures."""
+
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from sklearn.model_selection import StratifiedKFold
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
+
+from ahop_layers.similarity import folded_weights
+from ahop_layers.variants import Biased, Masked, Mixed, Noisy
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place
+from kernel_similarity import separation_loss
+from mil_data import BagSet
+from mil_model import BagClassifier, auc, embed_features, parameter_groups
+
+INNER_FOLDS = 3
+VARIANTS: dict[str, Mixed] = {
+    **{f"mask {share}": Masked(share) for share in (0.25, 0.5, 0.75)},
+    **{f"noise {deviation}": Noisy(deviation**2) for deviation in (0.5, 1.0, 2.0)},
+    **{f"bias {size}": Biased(size) for size in (0.5, 1.0, 2.0)},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained; the first of :func:`settings` is what a model gets without a search."""
+
+    clip: float
+    lr: float
+    decay: float = 0.5
+    dropout: float = 0.75
+    scaling: float = 1.0
+    batch: int = 32
+    epochs: int = 14
+
+
+def settings(data: str) -> list[Setting]:
+    """What can be chosen for a data set, by every model."""
+    known = {"decay": 0.01, "scaling": 0.1, "batch": 16, "epochs": 20} if data == "ucsb" else {}
+    return [Setting(clip, lr, **known) for clip, lr in product((2.0, 4.0), (1e-3, 3e-3))]
+
+
+class Bags:
+    """Bags in memory, their features in deviations from the mean of the bags in ``train``, clipped.
+
+    Args:
+        data: all bags.
+        train: the bags that mean and deviation are taken from; features that do not vary among them are left out.
+        clip: the most deviations a feature may have.
+        variant: a corruption of every instance, drawn from ``seed``.
+    """
+
+    def __init__(self, data: BagSet, train: Tensor, clip: float, variant: Mixed | None = None, seed: int = 0) -> None:
+        bags = [data.read(number) for number in range(len(data.names))]
+        known = torch.cat([bags[number] for number in train.tolist()])
+        mean, deviation = known.mean(0), known.std(0)
+        varies = deviation > 1e-6
+        rows = ((torch.cat(bags) - mean) / deviation)[:, varies].clamp(-clip, clip)
+        if variant is not None:
+            rows = variant.corrupt(rows, torch.Generator().manual_seed(seed)).clamp(-clip, clip)
+        self.labels, self.features = data.labels, rows.shape[1]
+        self.bags = rows.split([len(bag) for bag in bags])
+
+    def packed(self, index: Tensor) -> tuple[Tensor, list[int]]:
+        """The chosen bags end to end, and their sizes."""
+        chosen = [self.bags[number] for number in index.tolist()]
+        return torch.cat(chosen), [len(bag) for bag in chosen]
+
+
+def folds(labels: Tensor, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """For each fold the bags outside it and inside it; every fold has its share of both labels."""
+    split = StratifiedKFold(count, shuffle=True, random_state=seed).split(labels, labels)
+    return [(torch.from_numpy(outside), torch.from_numpy(inside)) for outside, inside in split]
+
+
+def outer_folds(data: BagSet, count: int, repeat: int) -> list[tuple[Tensor, Tensor]]:
+    """The folds that were published with the data set, where there are such, else those of a seed."""
+    if data.splits is None or data.splits.shape[1] != count or repeat >= len(data.splits):
+        return folds(data.labels, count, repeat)
+    return [(kept.nonzero().flatten(), (~kept).nonzero().flatten()) for kept in data.splits[repeat]]
+
+
+def train(
+    bags: Bags, index: Tensor, pooling: str, setting: Setting, seed: int, epochs: int, watch: Tensor | None = None
+) -> tuple[BagClassifier, list[float]]:
+    """A classifier trained on the bags ``index``, and the AUC on the bags ``watch`` after each epoch.
+
+    A pooling such as ``adaptive x10`` has similarities that learn ten times as fast as the rest.
+    """
+    torch.manual_seed(seed)
+    name, _, faster = pooling.partition(" x")
+    model = BagClassifier(embed_features(bags.features, 64), name, scaling=setting.scaling, dropout=setting.dropout)
+    watched = []
+    held = None if watch is None else (bags.labels[watch], bags.packed(watch))
+    with folded_weights(model):
+        groups = parameter_groups(model, setting.lr, float(faster or 1))
+        optimizer = torch.optim.AdamW(groups, weight_decay=setting.decay, fused=True)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.94)
+        for _ in range(epochs):
+            model.train()
+            for chosen in index[torch.randperm(len(index))].split(setting.batch):
+                logits, _ = model(*bags.packed(chosen))
+                loss = binary_cross_entropy_with_logits(logits, bags.labels[chosen]) + separation_loss(model)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            schedule.step()
+            if held is not None:
+                watched.append(auc(held[0], scores(model, *held[1])))
+    return model.eval(), watched
+
+
+@torch.no_grad()
+def scores(model: BagClassifier, instances: Tensor, sizes: list[int]) -> Tensor:
+    """Logits ``(bags,)`` without dropout."""
+    return model.eval()(instances, sizes)[0]
+
+
+def choose(data: BagSet, kept: Tensor, pooling: str, offered: list[Setting], seed: int) -> tuple[Setting, int]:
+    """The setting and the number of epochs of the best AUC on inner folds of the bags ``kept``.
+
+    What is compared is the mean over the folds and over neighbouring epochs, since the AUC of few bags is noisy.
+    """
+    found: list[list[list[float]]] = []
+    for number, (outside, inside) in enumerate(folds(data.labels[kept], INNER_FOLDS, seed)):
+        rest, watch, own = kept[outside], kept[inside], seed + 100 * (number + 1)
+        runs = [(Bags(data, rest, setting.clip), setting) for setting in offered]
+        found.append([train(bags, rest, pooling, each, own, each.epochs, watch)[1] for bags, each in runs])
+    mean = avg_pool1d(torch.tensor(found).mean(0), 3, 1, 1, count_include_pad=False)  # (settings, epochs)
+    best = int(mean.argmax())
+    return offered[best // mean.shape[1]], best % mean.shape[1] + 1

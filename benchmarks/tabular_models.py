@@ -1,0 +1,147 @@
+"""The models of benchmarks/tabular.py: how each is built, what is tuned, and what the paper reports."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn.base import ClassifierMixin
+from sklearn.ensemble import (
+    AdaBoostClassifier,
+    ExtraTreesClassifier,
+    HistGradientBoostingClassifier,
+    RandomForestClassifier,
+)
+from sklearn.model_selection import ParameterSampler
+from sklearn.tree import DecisionTreeClassifier
+
+from ahop_layers.tabular import AdaptiveMemoryClassifier
+
+Parameters = dict[str, Any]
+
+
+class Context(NamedTuple):
+    """What a model may need to know beside its parameters."""
+
+    seed: int
+    device: str
+    categories: np.ndarray
+
+
+class Model(NamedTuple):
+    """A builder, the values that are tried, those of a quick trial, and the paper's figures."""
+
+    build: Callable[[Parameters, Context], ClassifierMixin]
+    space: dict[str, list[Any]]
+    quick: Parameters
+    paper: dict[str, float]
+
+    def draw(self, trial: int) -> Parameters:
+        """The parameters of a trial."""
+        return dict(next(iter(ParameterSampler(self.space, 1, random_state=trial))))
+
+
+SET_NAMES = ("adult", "bank", "vaccine", "purchase", "heart")
+MEMORY_SPACE = {
+    "n_cases": [64, 256],
+    "init": ["rows", "kmeans"],
+    "knots": [12, 24, 48],
+    "embedding_dim": [8, 16],
+    "hidden": [(64,), (128,)],
+    "dropout": [0.1, 0.3, 0.5],
+    "loss": ["log", "squared"],
+    "learning_rate": [1e-3, 2e-3, 4e-3],
+    "weight_decay": [1e-3, 0.1, 1.0],
+    "max_epochs": [15, 30],
+}
+FOREST_SPACE = {
+    "n_estimators": [300],
+    "max_depth": [10, 20, None],
+    "min_samples_leaf": [1, 2, 5, 10],
+    "max_features": ["sqrt", 0.3, 0.6],
+}
+BOOST_SPACE = {"learning_rate": [0.02, 0.05, 0.1, 0.2]}
+
+
+def _memory(similarity: str, *paper: float) -> Model:
+    def build(parameters: Parameters, context: Context) -> ClassifierMixin:
+        return AdaptiveMemoryClassifier(
+            **parameters, similarity=similarity, random_state=context.seed, device=context.device
+        )
+
+    return Model(build, MEMORY_SPACE, {"n_cases": 16, "max_epochs": 2}, _figures(*paper))
+
+
+def _forest(kind: type[ClassifierMixin], *paper: float) -> Model:
+    def build(parameters: Parameters, context: Context) -> ClassifierMixin:
+        return kind(**parameters, random_state=context.seed)
+
+    return Model(build, FOREST_SPACE, {"n_estimators": 10}, _figures(*paper))
+
+
+def _ada_boost(parameters: Parameters, context: Context) -> ClassifierMixin:
+    depth = {"max_depth": parameters["max_depth"]}
+    rest = {name: value for name, value in parameters.items() if name not in depth}
+    return AdaBoostClassifier(DecisionTreeClassifier(**depth), **rest, random_state=context.seed)
+
+
+def _histogram_boosting(parameters: Parameters, context: Context) -> ClassifierMixin:
+    return HistGradientBoostingClassifier(
+        **parameters, categorical_features=context.categories, random_state=context.seed
+    )
+
+
+def _xgboost(parameters: Parameters, context: Context) -> ClassifierMixin:
+    xgboost = importlib.import_module("xgboost")
+    return xgboost.XGBClassifier(**parameters, random_state=context.seed, n_jobs=1, tree_method="hist")
+
+
+def _figures(*paper: float) -> dict[str, float]:
+    return dict(zip(SET_NAMES, paper, strict=True))
+
+
+MODELS = {
+    "M-Hop": _memory("dot", 0.8080, 0.9085, 0.7975, 0.8822, 0.6325),
+    "K2-Hop": _memory("kernel", 0.8172, 0.9092, 0.7971, 0.8825, 0.6473),
+    "A-Hop": _memory("adaptive", 0.8634, 0.9139, 0.8042, 0.9007, 0.7315),
+    "Extra Trees": _forest(ExtraTreesClassifier, 0.8595, 0.9098, 0.7932, 0.8916, 0.7175),
+    "Random Forest": _forest(RandomForestClassifier, 0.8592, 0.9132, 0.7918, 0.9002, 0.7254),
+    "AdaBoost": Model(
+        _ada_boost,
+        {"n_estimators": [100, 200, 400], "learning_rate": [0.1, 0.3, 1.0], "max_depth": [1, 2, 3]},
+        {"n_estimators": 10},
+        _figures(0.8597, 0.9094, 0.8011, 0.8865, 0.7294),
+    ),
+    "XGBoost": Model(
+        _xgboost,
+        {
+            **BOOST_SPACE,
+            "n_estimators": [100, 200, 400],
+            "max_depth": [3, 4, 6, 8],
+            "subsample": [0.7, 1.0],
+            "colsample_bytree": [0.5, 0.8, 1.0],
+            "min_child_weight": [1, 5],
+        },
+        {"n_estimators": 10},
+        _figures(0.8640, 0.9152, 0.8034, 0.9032, 0.7370),
+    ),
+    "HistGradientBoosting": Model(
+        _histogram_boosting,
+        {
+            **BOOST_SPACE,
+            "max_iter": [100, 200, 400],
+            "max_leaf_nodes": [8, 15, 31, 63],
+            "min_samples_leaf": [10, 20, 50],
+            "l2_regularization": [0.0, 1.0, 10.0],
+        },
+        {"max_iter": 10},
+        {},
+    ),
+}
+
+
+def available() -> list[str]:
+    """Names of the models that can be built here."""
+    missing = () if importlib.util.find_spec("xgboost") else ("XGBoost",)
+    return [name for name in MODELS if name not in missing]

@@ -1,0 +1,56 @@
+"""The rows of benchmarks/tabular.py as tables."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from benchmarks.tabular_models import MODELS, Parameters
+
+Row = dict[str, str]
+AREA_SETS = ("bank", "purchase")  # fewer than a fifth are positive
+
+
+def best_trial(rows: Sequence[Row], trials: Sequence[Row]) -> Parameters | None:
+    """What the best of the trials tried, once all of them are among the rows."""
+    scores: dict[str, tuple[float, str]] = {}
+    for row in rows:
+        if row["measure"] == "cross-validation" and any(trial.items() <= row.items() for trial in trials):
+            scores[row["number"]] = (float(row["value"]), row["chosen"])
+    if len(scores) < len(trials):
+        return None
+    parameters: Parameters = json.loads(max(scores.values())[1])
+    return parameters
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print a table for each set and number of rows."""
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["set"], row["settings"], row["device"]].append(row)
+    for (name, settings, device), group in groups.items():
+        main, other = ("roc_auc", "accuracy") if name in AREA_SETS else ("accuracy", "roc_auc")
+        print(f"\n{name}, {settings} ({device})\n")
+        print(f"| model | trials | runs | {main} | deviation | paper | above paper | {other} | CPU seconds a run |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for model in MODELS:
+            cells = [row for row in group if row["model"] == model]
+            if any(row["kind"] == "run" for row in cells):
+                print("| " + " | ".join([model, *_figures(cells, main, other, MODELS[model].paper.get(name))]) + " |")
+
+
+def _figures(cells: Sequence[Row], main: str, other: str, paper: float | None) -> list[str]:
+    def values(measure: str, kind: str = "run") -> list[float]:
+        return [float(row["value"]) for row in cells if row["measure"] == measure and row["kind"] == kind]
+
+    scores, mean = values(main), statistics.mean(values(main))
+    return [
+        str(len(values("cross-validation", "trial"))),
+        str(len(scores)),
+        f"{mean:.4f}",
+        f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "",
+        "" if paper is None else f"{paper:.4f}",
+        "" if paper is None else f"{mean - paper:+.4f}",
+        f"{statistics.mean(values(other)):.4f}",
+        f"{statistics.mean(values('CPU seconds')):.1f}",
+    ]

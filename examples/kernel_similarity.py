@@ -1,0 +1,49 @@
+"""K-Hop's learned kernel in place of a similarity, for attention and for pooling."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+MOST_KEYS = 128
+"""How many keys the separation loss looks at, evenly taken from all: it compares each with each."""
+
+
+class KernelSimilarity(nn.Module):
+    """K-Hop's score ``(phi q) . (phi k)`` with a matrix ``phi`` per head, the identity at the start.
+
+    In K-Hop the separation loss alone shapes phi, everything else learns from the task. Hence ``phi`` is detached in
+    the score, and the keys are detached in the loss: ``log mean exp(-2 |phi k_u - phi k_v|^2 / d)`` over all pairs of
+    one image's keys. The norm of phi is held, for merely growing would also lower that loss.
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.phi = nn.Parameter(torch.eye(dim).repeat(num_heads, 1, 1))
+        self.separation_loss: Tensor | None = None
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score ``query (..., H, L, d)`` against ``key (..., H, S, d)``: ``(..., H, L, S)``."""
+        phi = self.phi * (math.sqrt(self.phi.shape[-1]) / self.phi.norm(dim=(-2, -1), keepdim=True))
+        self.separation_loss = self._crowding(key.detach(), phi) if self.training else None
+        fixed = phi.detach().to(query.dtype).mT
+        return (query @ fixed) @ (key @ fixed).mT
+
+    @staticmethod
+    def _crowding(key: Tensor, phi: Tensor) -> Tensor:
+        key = key[..., :: -(-key.shape[-2] // MOST_KEYS) or 1, :]
+        if key.shape[-2] < 2:
+            return phi.sum() * 0
+        with torch.autocast(key.device.type, enabled=False):
+            mapped = key.to(phi.dtype) @ phi.mT
+            square = mapped.square().sum(-1)
+            distance = square[..., :, None] + square[..., None, :] - 2 * mapped @ mapped.mT
+            pairs = (-2 / key.shape[-1]) * distance.tril(-1) + torch.full_like(distance[0, 0], -torch.inf).triu()
+            count = math.comb(key.shape[-2], 2)
+            return (pairs.flatten(-2).logsumexp(-1) - math.log(count)).mean()
+
+
+def separation_loss(model: nn.Module) -> Tensor | float:
+    """What K-Hop adds to the loss of a training step; nothing for the other attentions."""
+    kernels = [part for part in model.modules() if isinstance(part, KernelSimilarity)]
+    return sum(kernel.separation_loss for kernel in kernels)

@@ -1,0 +1,63 @@
+"""Packed batches of bags, read when they are needed: the batches of examples/mil.py."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import lightning as L
+import torch
+from mil_data import BagSet
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ahop_layers import AHopError
+
+
+class Batch(NamedTuple):
+    """``instances (total, features)`` of bags end to end, the sizes of the bags, and ``labels (bags,)``."""
+
+    instances: Tensor
+    sizes: list[int]
+    labels: Tensor
+
+
+class BagData(L.LightningDataModule):
+    """Bags for training, validation (a fifth of those not under test) and test (a fifth, unless the data set says)."""
+
+    def __init__(self, data: BagSet, batch_size: int, seed: int, workers: int = 0) -> None:
+        super().__init__()
+        self.data, self.batch_size, self.seed, self.workers = data, batch_size, seed, workers
+        rest, test = list(range(len(data.labels))), data.test
+        for label in (0, 1):
+            if (found := int((data.labels == label).sum())) < 5:
+                raise AHopError(f"expected at least 5 bags of label {label} to learn from and test on, got {found}")
+        if test is None:
+            rest, test = train_test_split(rest, test_size=0.2, random_state=seed, stratify=data.labels)
+        rest = sorted(set(rest) - set(test))
+        split = train_test_split(rest, test_size=0.2, random_state=seed, stratify=data.labels[rest])
+        self.train, self.held, self.test = split[0], split[1], list(test)
+
+    def gather(self, index: Sequence[int]) -> Batch:
+        """Read bags."""
+        bags = [self.data.read(number) for number in index]
+        return Batch(torch.cat(bags), [len(bag) for bag in bags], self.data.labels[list(index)])
+
+    def batches(self, index: Sequence[int]) -> DataLoader:
+        """The bags of ``index`` in this order; with workers, the next batches are read meanwhile."""
+        # A generator of its own: a loader would else draw from the one that dropout follows.
+        own = torch.Generator()
+        return DataLoader(index, self.batch_size, collate_fn=self.gather, num_workers=self.workers, generator=own)
+
+    def train_dataloader(self) -> DataLoader:
+        """Asked for in every epoch, whose number decides the order: so an interrupted run goes on as it would have."""
+        generator = torch.Generator().manual_seed(self.seed + self.trainer.current_epoch)
+        order = torch.randperm(len(self.train), generator=generator)
+        return self.batches([self.train[place] for place in order.tolist()])
+
+    def val_dataloader(self) -> DataLoader:
+        """Bags by which the epoch is chosen."""
+        return self.batches(self.held)
+
+    def test_dataloader(self) -> DataLoader:
+        """Bags by which nothing is chosen."""
+        return self.batches(self.test)

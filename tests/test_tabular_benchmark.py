@@ -1,0 +1,84 @@
+"""The tabular benchmark: its data, its choice of the best trial, and a small run that is stopped and goes on."""
+
+import csv
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.tabular_data import Split, encode, load, read
+from benchmarks.tabular_models import MODELS, SET_NAMES
+from benchmarks.tabular_report import best_trial
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_text_becomes_codes_and_a_missing_value_a_value_of_its_own(tmp_path):
+    with lzma.open(tmp_path / "table.xz", "wt") as file:
+        file.write("|a remark\n1.5;red;2\n\n;;3\n2; blue;3\n")
+    X, categories = encode(list(zip(*read(tmp_path / "table.xz", ";"), strict=True)))
+    assert X.tolist() == [[1.5, 2, 2], [-1, 0, 3], [2, 1, 3]]
+    assert categories.tolist() == [False, True, False]
+
+
+def test_a_published_test_part_is_kept_and_rows_are_thinned_for_training_alone(tmp_path):
+    (tmp_path / "tabular").mkdir()
+    for name, count in (("data", 100), ("test", 30)):
+        with lzma.open(tmp_path / "tabular" / f"adult.{name}.xz", "wt") as file:
+            file.writelines(f"{age}, Private, {'>50K' if age % 4 == 0 else '<=50K'}\n" for age in range(count))
+    split = load("adult", tmp_path, seed=0, rows=40)
+    assert split.X.shape == (40, 2)
+    assert split.test_X[:, 0].tolist() == list(range(30))
+    assert split.y.mean() == 0.25
+    assert split.measure == "accuracy"
+    assert Split(split.X, split.y * 0, split.test_X, split.test_y, split.categories).measure == "roc_auc"
+
+
+def test_every_model_but_one_has_the_figures_of_the_paper():
+    assert [name for name, model in MODELS.items() if set(model.paper) != set(SET_NAMES)] == ["HistGradientBoosting"]
+    assert all(np.mean(list(MODELS["A-Hop"].paper.values())) > np.mean(list(MODELS[m].paper.values())) for m in MODELS
+               if m in ("M-Hop", "K2-Hop"))  # fmt: skip
+
+
+def test_the_best_trial_counts_once_all_are_there():
+    trials = [{"model": "A-Hop", "number": str(number)} for number in range(2)]
+    rows = [
+        {**trial, "measure": "cross-validation", "value": value, "chosen": chosen}
+        for trial, value, chosen in zip(trials, ("0.7", "0.8"), ('{"a": 1}', '{"a": 2}'), strict=True)
+    ]
+    assert best_trial(rows, trials) == {"a": 2}
+    assert best_trial(rows[:1], trials) is None
+
+
+def test_a_stopped_run_goes_on_and_ends_in_a_table(tmp_path):
+    output = tmp_path / "rows.csv"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.tabular",
+        "--quick",
+        "--output",
+        str(output),
+        "--models",
+        "M-Hop",
+        "A-Hop",
+    ]
+
+    def run(*more: str) -> str:
+        return subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert "the same command goes on here" in run("--minutes", "0")
+    with output.open(newline="") as file:
+        first = list(csv.DictReader(file))
+    assert {row["kind"] for row in first} == {"trial"}
+    text = run()
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[: len(first)] == first
+    # For each of two models: two trials with two measures, two runs with three.
+    assert len(rows) == 2 * (2 * 2 + 2 * 3)
+    assert all(row["torch"] and row["device"] and row["commit"] for row in rows)
+    assert text.count("| 2 | 2 | 0.9") == 2  # both models in the table, with their trials, runs and accuracy
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]

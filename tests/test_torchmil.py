@@ -1,0 +1,118 @@
+"""The pooling adapter: torchmil's interface and masks, and a place in the real torchmil's ABMIL."""
+
+import inspect
+
+import pytest
+import torch
+from frameworks import make_torchvision_importable
+from torch.nn.utils.rnn import pad_sequence
+
+from ahop_layers import AHopError
+from ahop_layers.torchmil import AdaptivePool
+
+
+@pytest.fixture
+def torchmil():
+    make_torchvision_importable()  # adds the folder of packages that come without their dependencies
+    reason = "torchmil is not installed (pip install --no-deps torchmil tensordict pyvers)"
+    pytest.importorskip("torchmil.models", reason=reason, exc_type=ImportError)
+    import torchmil.models
+    import torchmil.nn
+
+    return torchmil
+
+
+def some_bags(sizes=(4, 1, 6)):
+    bags = [torch.randn(size, 8) for size in sizes]
+    padded = pad_sequence(bags, batch_first=True, padding_value=99.0)
+    mask = (torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).to(torch.uint8)
+    return bags, padded, mask
+
+
+@pytest.mark.parametrize("separation", ["softmax", "sparsemax"])
+def test_masked_equals_shorter(separation):
+    pool = AdaptivePool(8, att_dim=12, num_heads=3, separation=separation)
+    bags, padded, mask = some_bags()
+    pooled, att = pool(padded, mask, return_att=True)
+    for number, bag in enumerate(bags):
+        alone, att_alone = pool(bag[None], return_att=True)
+        torch.testing.assert_close(pooled[number], alone[0])
+        torch.testing.assert_close(att[number, : len(bag)], att_alone[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.int64])
+def test_any_dtype_of_mask_says_which_instances_are_real(dtype):
+    pool = AdaptivePool(8, att_dim=8)
+    _, padded, mask = some_bags()
+    expected = pool(padded, mask)
+    assert torch.equal(pool(padded, mask.to(dtype)), expected)
+    assert not torch.allclose(pool(padded, 1 - mask), expected)
+
+
+def test_attention_values_are_normalised_by_a_softmax():
+    pool = AdaptivePool(8, att_dim=8, num_heads=2)
+    bags, padded, mask = some_bags()
+    _, att = pool(padded, mask, return_att=True)
+    weights = att.masked_fill(mask == 0, -torch.inf).softmax(1)
+    expected = pool.pooling.pool_packed(torch.cat(bags), [4, 1, 6], return_association=True)[1].mean((1, 2))
+    torch.testing.assert_close(weights[mask != 0], expected)
+
+
+def test_a_bag_without_real_instances_has_a_result_and_gradients():
+    pool = AdaptivePool(8, att_dim=8)
+    bags = torch.randn(2, 3, 8, requires_grad=True)
+    pooled = pool(bags, torch.tensor([[1, 1, 1], [0, 0, 0]]))
+    torch.testing.assert_close(pooled[1], pool.pooling.hopfield.association_core.out_proj.bias)
+    pooled.sum().backward()
+    assert bags.grad[0].abs().sum() > 0
+    assert bags.grad[1].abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: AdaptivePool(8, att_dim=10, num_heads=4), "multiple of num_heads.*got 10 and 4"),
+        (lambda: AdaptivePool(8, quantity=2), "quantity is fixed.*got quantity=2"),
+        (lambda: AdaptivePool(8)(torch.randn(2, 3, 7)), r"in_dim = 8, got \(2, 3, 7\)"),
+        (lambda: AdaptivePool(8)(torch.randn(2, 3, 8), torch.ones(2, 4)), r"\(2, 3\), got \(2, 4\)"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(AHopError, match=message):
+        call()
+
+
+def test_the_interface_is_that_of_torchmil(torchmil):
+    theirs, ours = (inspect.signature(each.forward) for each in (torchmil.nn.AttentionPool, AdaptivePool))
+    assert [(each.name, each.default) for each in ours.parameters.values()] == [
+        (each.name, each.default) for each in theirs.parameters.values()
+    ]
+    _, padded, mask = some_bags()
+    their_results = torchmil.nn.AttentionPool(8, 16)(padded, mask, return_att=True)
+    our_results = AdaptivePool(8, 16)(padded, mask, return_att=True)
+    assert [each.shape for each in our_results] == [each.shape for each in their_results]
+    weights = torchmil.nn.masked_softmax(our_results[1][..., None], mask[..., None])
+    torch.testing.assert_close(weights.sum(1), torch.ones(3, 1))
+    assert weights[mask == 0].abs().max() < 1e-6
+
+
+def test_it_trains_in_an_abmil(torchmil):
+    model = torchmil.models.ABMIL(in_shape=(8,), att_dim=16)
+    model.pool = AdaptivePool(8, att_dim=16, num_heads=2)
+    _, padded, mask = some_bags()
+    labels = torch.tensor([0.0, 1.0, 1.0])
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = second = None
+    for _ in range(2):
+        _, losses = model.compute_loss(labels, padded, mask)
+        first, second = second, sum(losses.values())
+        optimizer.zero_grad()
+        second.backward()
+        optimizer.step()
+    assert second < first
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert {name for name in before if "similarity" in name} <= changed
+    logits, att = model.predict(padded, mask)
+    assert logits.shape == (3,)
+    assert att.shape == mask.shape
