@@ -98,7 +98,7 @@ def minimise(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches,
     with torch.enable_grad(), trainable_forms(module):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=lr, fused=parameters[0].is_cuda)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, batches.steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, batches.steps))
         bar = _bar(batches, progress)
         for step, batch in enumerate(bar):
             value = loss(batch)
@@ -112,7 +112,7 @@ def minimise(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches,
     return torch.stack(losses)
 
 
-def _rate(step: int, count: int) -> float:
+def rise_and_fall(step: int, count: int) -> float:
     """The share of the learning rate at a step: a line up, half a cosine down."""
     rise = count // 10
     if step < rise:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ahop_layers.fitting import rise_and_fall
 from ahop_layers.tabular.network import CaseNetwork, apply_in_chunks
 
 
@@ -75,7 +76,7 @@ def train(
     best = None
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=schedule.learning_rate, weight_decay=schedule.weight_decay, fused=True)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
     for epoch in range(1, schedule.max_epochs + 1):
         network.train()
         total = torch.zeros((), device=examples.rows.device)
@@ -113,8 +114,3 @@ def _batches(examples: Examples, size: int) -> Iterator[Examples]:
     device = examples.rows.device
     for index in torch.split(torch.randperm(len(examples.rows), device=device), size):
         yield Examples(*(part[index] for part in examples))
-
-
-def _rate(step: int, steps: int) -> float:
-    rise = max(1, steps // 10)
-    return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
