@@ -1,7 +1,7 @@
 """What the tabular estimators share: parameters, fitting of the network, and the explanation of predictions."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -20,15 +20,31 @@ from ahop_layers.tabular.training import Examples, Loss, Schedule, train
 Array = NDArray[Any]
 
 
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Where oneDNN multiplies matrices its set-up takes ten times as long as the small products of a step."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
+class _WithoutOneDNN:
+    """Where oneDNN multiplies matrices its set-up takes ten times as long as the small products of a step.
+
+    The switch is one for the whole process, so fits in several threads share it: the first turns it off, the last turns
+    it back.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.before = bool(torch.backends.mkldnn.enabled)
+                torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                torch.backends.mkldnn.enabled = self.before  # type: ignore[assignment]
+
+
+_without_onednn = _WithoutOneDNN()
 
 
 class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
@@ -142,7 +158,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         batch_size = self.batch_size or int(np.clip(len(learned) // 16, 8, 512))
         schedule = Schedule(self.learning_rate, self.weight_decay, batch_size, self.max_epochs, self.patience)
-        with _without_onednn(), torch.random.fork_rng(range(torch.cuda.device_count())):
+        with _without_onednn, torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(random.randint(np.iinfo(np.int32).max))
             network = CaseNetwork(
                 encoding,
