@@ -20,16 +20,10 @@ def conjugate(scores: Tensor, separation: Separation) -> Tensor:
     """
     if separation.name == "softmax":
         return scores.logsumexp(-1)
-    weights, alpha = separation(scores), _alpha(separation)
+    weights, alpha = separation(scores), separation.alpha
     entropy = (weights - weights**alpha).sum(-1) / (alpha * (alpha - 1))
     total: Tensor = (weights * scores).sum(-1) + entropy
     return total
-
-
-def _alpha(separation: Separation) -> Tensor | float:
-    if separation.alpha_logit is not None:
-        return 1 + separation.alpha_logit.sigmoid()
-    return 2.0 if separation.name == "sparsemax" else 1.5
 
 
 def attention_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation) -> Tensor:

@@ -194,11 +194,20 @@ class Separation(nn.Module):
         if self.alpha_logit is not None:
             nn.init.zeros_(self.alpha_logit)
 
+    @property
+    def alpha(self) -> Tensor | float:
+        """The member of the entmax family: 1 for softmax, 2 for sparsemax; for a separation outside it, an error."""
+        if self.alpha_logit is not None:
+            # Below 1.01 the power 1 / (alpha - 1) leaves float32; softmax is the limit.
+            return 1 + self.alpha_logit.sigmoid().clamp(min=0.01)
+        known = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0}
+        check_choice("separation", self.name, (*known, "entmax"))
+        return known[self.name]
+
     def forward(self, scores: Tensor, masked: bool = True) -> Tensor:
         """Weigh ``scores (..., [H,] L, S)``; ``masked=False`` skips the care for rows that are all ``-inf``."""
         if self.alpha_logit is not None:
-            # Below 1.01 the power 1 / (alpha - 1) leaves float32; softmax is the limit.
-            return entmax(scores, 1 + self.alpha_logit.sigmoid().clamp(min=0.01), masked=masked)
+            return entmax(scores, self.alpha, masked=masked)
         if self.name == "polynomial":
             return polynomial(scores, self.degree, masked=masked)
         return _PLAIN[self.name](scores, masked=masked)

@@ -1,5 +1,7 @@
 """Fixtures shared by the tests."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -7,6 +9,14 @@ import torch
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Give the threads back that a test took: their number changes the last bit of torch's own sums."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

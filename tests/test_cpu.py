@@ -291,17 +291,13 @@ def test_near_ties_are_told_apart(d):
 
 
 def test_threads_change_no_bit():
-    threads = torch.get_num_threads()
     cases = [inputs(1, 1, 130, 300, 20), inputs(3, 4, 9, 30, 33), inputs(1, 1, 1, 5000, 8)]
     results = []
-    try:
-        for count in (1, 2, 3, 8):
-            torch.set_num_threads(count)
-            for query, key, weight in cases:
-                scores = cpu.score(query, key, weight, ALL)
-                results += [scores, *cpu.score_backward(scores, query, key, weight, ALL, EVERY)]
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        for query, key, weight in cases:
+            scores = cpu.score(query, key, weight, ALL)
+            results += [scores, *cpu.score_backward(scores, query, key, weight, ALL, EVERY)]
     once = 4 * len(cases)
     for index, result in enumerate(results):
         assert torch.equal(result, results[index % once])

@@ -43,7 +43,7 @@ def save(path, instances):
     elif path.suffix == ".npz":
         np.savez(path, features=instances.numpy(), coords=np.zeros((len(instances), 2)))
     else:
-        h5py = pytest.importorskip("h5py")
+        h5py = pytest.importorskip("h5py", reason="h5py is not installed: .h5 files cannot be written or read")
         with h5py.File(path, "w") as file:
             file["features"], file["coords"] = instances.numpy(), np.zeros((len(instances), 2))
 
@@ -165,7 +165,7 @@ def test_bags_of_digits(monkeypatch):
 
 
 def test_h5_files_are_read(tmp_path):
-    pytest.importorskip("h5py")
+    pytest.importorskip("h5py", reason="h5py is not installed: .h5 files cannot be written or read")
     data = mil_data.folder(slides(tmp_path, (".h5", ".pt"), bags=10))
     assert data.read(0).shape == (4, 6)
 

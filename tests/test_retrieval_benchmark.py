@@ -21,7 +21,6 @@ def run(tmp_path, monkeypatch, capsys):
     budget = retrieval.Budget(25, 32)
     tiny = QUICK._replace(synthetic=budget, figure=retrieval.Budget(1, 8), patterns=(48,), queries=100)
     monkeypatch.setattr(retrieval, "QUICK", tiny)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # steps this small only wait for each other
 
     def main(*options):
@@ -31,8 +30,7 @@ def run(tmp_path, monkeypatch, capsys):
         retrieval.main()
         return capsys.readouterr().out
 
-    yield main
-    torch.set_num_threads(threads)
+    return main
 
 
 def read(path):
