@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ahop_layers.association import Score
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.ops.chunked import accumulator
 from ahop_layers.separation import Separation
+
+Rows = Callable[[Tensor], Tensor]
 
 
 class _Spread(torch.autograd.Function):
@@ -47,6 +50,11 @@ class Bags:
             return torch.segment_reduce(rows.contiguous(), "sum", lengths=self.sizes, unsafe=True, initial=0.0)
         return rows.new_zeros(len(self.sizes), *rows.shape[1:]).index_add(0, self.bag, rows)
 
+    def spread(self, rows: Tensor) -> Tensor:
+        """Give every instance the row of its bag: ``(N, ...) -> (total, ...)``."""
+        spread: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
+        return spread
+
     def read(self, weights: Tensor, values: Tensor) -> Tensor:
         """Read values ``(total, H, e)`` by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
         columns = weights.to(accumulator(values.dtype)).unbind(-1)  # one query at a time: no (total, H, Q, e)
@@ -59,7 +67,7 @@ class Bags:
     def score(self, state: Tensor, key: Tensor, score: Score) -> Tensor:
         """Score states ``(1 or N, H, Q, d)`` against the keys of their bags, ``(total, H, d)``: ``(total, H, Q)``."""
         if len(state) == 1 and self.total:
-            return rearrange(score(state, rearrange(key, "t h d -> 1 h t d")), "1 h q t -> t h q")
+            return score_shared(state, key, score)
 
         def of_bags(bags: Tensor, index: Tensor, valid: Tensor) -> Tensor:
             return score(state[bags], rearrange(key[index], "b s h d -> b h s d"))
@@ -74,8 +82,7 @@ class Bags:
             lowest = wide.new_full((len(self.sizes), *wide.shape[1:]), -torch.inf)
             largest = lowest.scatter_reduce(0, index, wide.detach(), "amax")
             powers = (wide - largest.index_select(0, self.bag)).exp()
-            sums: Tensor = _Spread.apply(self.sum(powers), self)  # type: ignore[no-untyped-call]
-            return (powers / sums).to(scores.dtype)
+            return (powers / self.spread(self.sum(powers))).to(scores.dtype)
 
         def of_bags(bags: Tensor, index: Tensor, valid: Tensor) -> Tensor:
             padded = rearrange(scores[index], "b s h q -> b h q s")
@@ -99,6 +106,76 @@ class Bags:
             parts.append(rearrange(of_bags(bags, index, valid), "b h q s -> b s h q")[valid])
             order.append(index[valid])
         return torch.cat(parts).index_select(0, torch.cat(order).argsort())
+
+
+def score_shared(state: Tensor, key: Tensor, score: Score) -> Tensor:
+    """Score a state ``(1, H, Q, d)`` that all bags share against keys ``(total, H, d)``: ``(total, H, Q)``."""
+    return rearrange(score(state, rearrange(key, "t h d -> 1 h t d")), "1 h q t -> t h q")
+
+
+class Slices:
+    """Instances of bags that lie end to end, worked on in slices, so that what is computed from them stays small.
+
+    In training each slice is computed again for its gradients. A bag may be spread over several slices.
+
+    Args:
+        instances: ``(total, E)``.
+        sizes: instances per bag.
+        limit: how many instances make a slice at most.
+    """
+
+    def __init__(self, instances: Tensor, sizes: list[int], limit: int) -> None:
+        self.slices, self.pieces = cut(sizes, limit)
+        self.lengths = [sum(pieces) for pieces in self.slices]
+        self.parts = instances.split_with_sizes(self.lengths)
+        self.again = len(self.slices) > 1 and torch.is_grad_enabled()
+
+    def _compute(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
+        if not self.again:
+            return function(*given)
+        result: Tensor = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+        return result
+
+    def score(self, state: Tensor, key: Rows, score: Score) -> Tensor:
+        """Score a state ``(1, H, Q, d)`` against the keys that ``key`` makes of instances: ``(total, H, Q)``."""
+
+        def scores(state: Tensor, part: Tensor) -> Tensor:
+            return score_shared(state, key(part), score)
+
+        return torch.cat([self._compute(scores, state, part) for part in self.parts])
+
+    def read(self, weights: Tensor, value: Rows) -> Tensor:
+        """Read the values that ``value`` makes of instances by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
+
+        def readout(weights: Tensor, part: Tensor, pieces: list[int]) -> Tensor:
+            return Bags(pieces, part.device).read(weights, value(part))
+
+        each = zip(weights.split_with_sizes(self.lengths), self.parts, self.slices, strict=True)
+        read = torch.cat([self._compute(readout, *given) for given in each])
+        return read if max(self.pieces, default=1) == 1 else Bags(self.pieces, read.device).sum(read)
+
+
+def cut(sizes: list[int], limit: int) -> tuple[list[list[int]], list[int]]:
+    """Cut bags that lie end to end into slices of at most ``limit`` instances.
+
+    Returns:
+        For each slice the sizes of its pieces, each of one bag, and for each bag the number of its pieces.
+
+    >>> cut([3, 0, 9], 5)
+    ([[3, 0, 2], [5], [2]], [1, 1, 3])
+    """
+    slices: list[list[int]] = [[]]
+    pieces, room = [], limit
+    for size in sizes:
+        pieces.append(0)
+        while size or not pieces[-1]:
+            if size and not room:
+                slices.append([])
+                room = limit
+            slices[-1].append(min(size, room))
+            pieces[-1] += 1
+            size, room = size - slices[-1][-1], room - slices[-1][-1]
+    return slices, pieces
 
 
 def end_to_end(instances: Tensor, bag_sizes: Sequence[int] | Tensor | None) -> tuple[Tensor, list[int]]:

@@ -160,12 +160,17 @@ class AssociationCore(nn.Module):
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Patterns ``(N, L, E)``, ``(N, S, E)``, ``(N, S, E)`` to heads: ``(N, H, L, d)`` and so on."""
-        if self.value_as_connected:
-            value = self._linear(value, 1)
-        q, k, v = (self._heads(self._linear(x, part), part) for part, x in enumerate((query, key, value)))
+        q, k, v = (self.heads(pattern, part) for part, pattern in enumerate((query, key, value)))
         if q.shape[-1] != k.shape[-1]:
             raise AHopError(f"static patterns must be equally wide, got {describe(query)} and {describe(key)}")
-        return (self.normalize(q), self.normalize(k), v) if self.normalize_pattern else (q, k, v)
+        return q, k, v
+
+    def heads(self, pattern: Tensor, part: int) -> Tensor:
+        """Part 0, 1, 2 (query, key, value) of :meth:`project`: ``(N, rows, E) -> (N, H, rows, d)``."""
+        if part == 2 and self.value_as_connected:
+            pattern = self._linear(pattern, 1)
+        split = self._split(self._linear(pattern, part), part)
+        return self.normalize(split) if self.normalize_pattern and part < 2 else split
 
     def normalize(self, state: Tensor) -> Tensor:
         """Layer normalisation in the association space."""
@@ -183,7 +188,7 @@ class AssociationCore(nn.Module):
         weight = getattr(self, f"{'qkv'[part]}_proj_weight") if joint is None else joint[mine]
         return functional.linear(pattern, weight, None if self.in_proj_bias is None else self.in_proj_bias[mine])
 
-    def _heads(self, pattern: Tensor, part: int) -> Tensor:
+    def _split(self, pattern: Tensor, part: int) -> Tensor:
         if self._rows[part] or (part == 2 and self.value_as_connected and self._rows[1]):
             return rearrange(pattern, "n l (h d) -> n h l d", h=self.num_heads)
         alone = self.out_proj is None if part == 2 else self.query_as_static and self.key_as_static

@@ -12,6 +12,7 @@ Each takes every argument of the class it replaces, in the same order with the s
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from einops import rearrange
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.checkpoint import checkpoint
 
 from ahop_layers.association import settle
-from ahop_layers.bags import Bags, end_to_end
+from ahop_layers.bags import Bags, Slices, end_to_end
 from ahop_layers.errors import AHopError
 from ahop_layers.hopfield import LAYER_ONLY, HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase
 from ahop_layers.own import arguments
@@ -216,7 +216,7 @@ class AdaptiveHopfieldPooling(HopfieldPoolingBase):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Pool bags that lie end to end, in memory that grows with their instances and not with the longest bag.
 
-        Without update steps, bags are worked on in groups of some 65,000 instances, and in training each group is
+        Without update steps, instances are worked on in slices, however large a bag is, and in training each slice is
         computed again for its gradients: what stays in memory is little more than the instances.
 
         Args:
@@ -231,57 +231,51 @@ class AdaptiveHopfieldPooling(HopfieldPoolingBase):
             AHopError: sizes that do not add up to the instances, or another argument that does not fit.
         """
         instances, sizes = end_to_end(instances, bag_sizes)
-        # A GPU needs more bags at a time to be busy.
-        limit = GROUP if instances.device.type == "cpu" else 4 * GROUP
-        groups = _groups(sizes, limit) if self.hopfield.association_core.steps == 0 else [sizes]
-        many = len(groups) > 1 and torch.is_grad_enabled()
-        parts = [
-            checkpoint(self._pool, part, group, use_reentrant=False) if many else self._pool(part, group)
-            for part, group in zip(instances.split_with_sizes([sum(group) for group in groups]), groups, strict=True)
-        ]
-        output, weights = (torch.cat(rows) for rows in zip(*parts, strict=True))
-        return (output, weights) if return_association else output
-
-    def _pool(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """Pool one group of bags: output ``(N, quantity * output_size)`` and weights ``(total, heads, quantity)``."""
-        hopfield, core = self.hopfield, self.hopfield.association_core
-        queries = self.pooling_weights if self.batch_first else self.pooling_weights.transpose(0, 1)
-        stored, state, projection = hopfield.normalize(instances[None], queries, instances[None])
-        q, k, v = core.project(state, stored, projection)
-        key, value = (rearrange(x, "1 h t d -> t h d") for x in (k, v))
-        bags = Bags(sizes, instances.device)
-        places = torch.arange(len(instances), device=instances.device)
-        if core.add_zero_attn:
-            places = places + bags.bag  # one more pattern after each bag
-            bags = Bags([size + 1 for size in sizes], instances.device)
-            key, value = (x.new_zeros(bags.total, *x.shape[1:]).index_copy(0, places, x) for x in (key, value))
+        hopfield, core, device = self.hopfield, self.hopfield.association_core, instances.device
         scaling: float | Tensor = 1.0 if core.scales_query else core.scaling
+        slices = Slices(instances, sizes, max(1, ROOM[device.type == "cuda"] // instances.shape[-1]))
+        bags, places = Bags(sizes, device), torch.arange(len(instances), device=device)
+        bags_and_zeros = Bags([size + 1 for size in sizes], device) if core.add_zero_attn else bags
+
+        def key(rows: Tensor) -> Tensor:
+            return rearrange(core.heads(hopfield.normalize(rows[None], 1), 1), "1 h t d -> t h d")
+
+        @cache
+        def keys() -> Tensor:  # a state that moves reads all of them again and again
+            return key(instances)
+
+        def value(rows: Tensor) -> Tensor:
+            return rearrange(core.heads(hopfield.normalize(rows[None], 2), 2), "1 h t e -> t h e")
+
+        def score(query: Tensor, key: Tensor) -> Tensor:
+            return core.score(query, key) * scaling
 
         def attend(state: Tensor) -> Tensor:
-            return bags.separate(bags.score(state, key, lambda q, k: core.score(q, k) * scaling), core.separation)
+            moves = core.steps != 0
+            scores = bags.score(state, keys(), score) if moves else slices.score(state, key, score)
+            if core.add_zero_attn:  # one more pattern after each bag
+                zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1)
+                scores = bags_and_zeros.spread(zero.expand(len(sizes), -1, -1)).index_copy(0, places, scores)
+            return bags_and_zeros.separate(scores, core.separation)
 
-        weights = settle(q, attend, lambda w: bags.read(w, key), bags.change, core.steps, core.update_steps_eps)
+        def follow(weights: Tensor) -> Tensor:
+            return bags.read(weights.index_select(0, places), keys())
+
+        if core.add_zero_attn:
+            places = places + bags.bag
+        queries = self.pooling_weights if self.batch_first else self.pooling_weights.transpose(0, 1)
+        state = core.heads(hopfield.normalize(queries, 0), 0)
+        weights = settle(state, attend, follow, bags_and_zeros.change, core.steps, core.update_steps_eps)
+        weights = weights.index_select(0, places)
         dropped = functional.dropout(weights, core.dropout if self.training else 0.0)
-        output = core.read_out(bags.read(dropped, value))
+        output = core.read_out(slices.read(dropped, value))
         if hopfield.association_activation is not None:
             output = hopfield.association_activation(output)
-        return output.flatten(1), weights.index_select(0, places)
+        return (output.flatten(1), weights) if return_association else output.flatten(1)
 
 
 KEYWORDS = ("bases", "init", "debias", "separation")
 
-# Few enough instances to bound the memory of their projections, enough to keep every core busy.
-GROUP = 2**16
-
-
-def _groups(sizes: list[int], limit: int) -> list[list[int]]:
-    """Neighbouring bags together until the next would exceed ``limit`` instances; at least one group."""
-    groups: list[list[int]] = [[]]
-    held = 0
-    for size in sizes:
-        if groups[-1] and held + size > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(size)
-        held += size
-    return groups
+# How many numbers of an input to work on at a time, on a CPU and on a GPU: few enough to bound the memory of what is
+# computed from them, enough to keep the device busy.
+ROOM = (2**22, 2**24)

@@ -170,19 +170,16 @@ class OwnHopfield(Face):
             if module is not None:
                 module.reset_parameters()
 
-    def normalize(self, stored: Tensor, state: Tensor, projection: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the input norms that there are to patterns ``(N, rows, size)``, N first."""
-        norms = (self.norm_stored_pattern, self.norm_state_pattern, self.norm_pattern_projection)
-        core, normal = self.association_core, []
-        sizes = (core.kdim, core.embed_dim, core.vdim)
-        free_value = core.value_as_static and not core.value_as_connected
-        statics = (core.key_as_static, core.query_as_static, free_value)
-        for pattern, norm, size, static in zip((stored, state, projection), norms, sizes, statics, strict=True):
-            expected = norm.normalized_shape[0] if norm is not None else None if static else size
-            if expected is not None and pattern.shape[-1] != expected:
-                raise AHopError(f"a pattern must be (N, rows, {expected}), got {describe(pattern)}")
-            normal.append(pattern if norm is None else norm(pattern))
-        return normal[0], normal[1], normal[2]
+    def normalize(self, pattern: Tensor, part: int) -> Tensor:
+        """Apply the input norm, if there is one, of part 0, 1, 2 (state, stored, projection) to ``(N, rows, size)``."""
+        norm = (self.norm_state_pattern, self.norm_stored_pattern, self.norm_pattern_projection)[part]
+        core = self.association_core
+        size = (core.embed_dim, core.kdim, core.vdim)[part]
+        static = (core.query_as_static, core.key_as_static, core.value_as_static and not core.value_as_connected)[part]
+        expected = norm.normalized_shape[0] if norm is not None else None if static else size
+        if expected is not None and pattern.shape[-1] != expected:
+            raise AHopError(f"a pattern must be (N, rows, {expected}), got {describe(pattern)}")
+        return pattern if norm is None else norm(pattern)
 
     def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
         patterns = (input,) * 3 if isinstance(input, Tensor) else tuple(input)
@@ -200,8 +197,9 @@ class OwnHopfield(Face):
         if not one_batch or patterns[0].shape[1] != patterns[2].shape[1]:
             got = ", ".join(describe(pattern) for pattern in patterns)
             raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
-        stored, state, projection = self.normalize(patterns[0], patterns[1], patterns[2])
-        retrieval: Retrieval = self.association_core(state, stored, projection, padding_mask, association_mask)
+        stored, state, projection = patterns
+        normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
+        retrieval: Retrieval = self.association_core(*normal, padding_mask, association_mask)
         return retrieval
 
     def forward(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahop_layers import AHopError, layers
 from ahop_layers.layers import AdaptiveHopfieldPooling
@@ -69,17 +70,39 @@ def test_packed_equals_padded(keywords):
 @settings(max_examples=20, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
-    group=st.sampled_from([1, 8, 2**16]),
+    room=st.sampled_from([1, 6, 48, 2**22]),
     separation=st.sampled_from(["softmax", "entmax15"]),
 )
-def test_packed_equals_padded_for_any_bags_and_groups(sizes, group, separation):
-    kept, layers.GROUP = layers.GROUP, group
+def test_packed_equals_padded_for_any_bags_and_slices(sizes, room, separation):
+    kept, layers.ROOM = layers.ROOM, (room, room)
     try:
         pooling = AdaptiveHopfieldPooling(6, num_heads=2, separation=separation)
         for packed, padded in both(pooling, torch.randn(sum(sizes), 6), sizes):
             torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-4)
     finally:
-        layers.GROUP = kept
+        layers.ROOM = kept
+
+
+class LargestResult(TorchDispatchMode):
+    """Remembers how many numbers the largest new tensor has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        views = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in views:
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
+def test_nothing_as_large_as_a_large_bag_is_made(monkeypatch):
+    monkeypatch.setattr(layers, "ROOM", (640, 640))
+    pooling, instances = AdaptiveHopfieldPooling(16, num_heads=2), torch.randn(1000, 16)
+    with LargestResult() as largest:
+        pooling.pool_packed(instances, [990, 10]).sum().backward()
+    assert 640 <= largest.numbers <= 2000  # a slice, or the scores (1000, 2, 1) of all; the instances have 16,000
 
 
 def test_empty_bags_read_zeros():
