@@ -3,21 +3,33 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS   := $(VENV)/.docs-ready
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the theme's advertisement for its successor
 
-.PHONY: help demo test lint bench sanitize test-hflayers clean
+.PHONY: help demo test lint docs docs-serve pages bench sanitize test-hflayers clean
 
 help:
 	@echo "make demo           run the demonstration: a table on the screen, pictures under out/"
 	@echo "make test           lint, types and the whole test suite"
 	@echo "make lint           ruff and mypy alone"
+	@echo "make docs           build the documentation site into site/, strictly"
+	@echo "make docs-serve     show the site while you write it"
+	@echo "make pages          write tables and plots of the site anew from benchmarks/results/"
 	@echo "make bench          time the kernels on this machine, rows into benchmarks/results/"
 	@echo "make sanitize       the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-hflayers  the suite beside the real hopfield-layers (HFLAYERS=path for a checkout of it)"
 	@echo "make clean          remove .venv, out/ and what was built"
 
-$(READY): pyproject.toml constraints.txt setup.py ahop_layers/ops/footprint.c Makefile
-	@echo "==> setting up $(VENV) (first run: a few minutes)"
+# The site reads the package and does not import it: a bare clone builds it with these alone, without torch.
+$(DOCS): pyproject.toml constraints.txt Makefile
+	@echo "==> setting up $(VENV) for the documentation"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
+	touch $@
+
+$(READY): $(DOCS) setup.py ahop_layers/ops/footprint.c
+	@echo "==> setting up $(VENV) (first run: a few minutes)"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 		-e ".[examples,sparse,tabular,dev]" transformers
@@ -47,6 +59,17 @@ test: lint
 	@echo "==> tests"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+docs: $(DOCS)
+	@echo "==> building the site"
+	$(MKDOCS) build --strict
+	@echo "open site/index.html"
+
+docs-serve: $(DOCS)
+	$(MKDOCS) serve --strict
+
+pages: $(READY)
+	$(BIN)/python -m benchmarks.pages
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.kernels
 
@@ -73,6 +96,6 @@ test-hflayers:
 	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto
 
 clean:
-	rm -rf $(VENV) $(VENV)-* out build dist *.egg-info ahop_layers/ops/_footprint.*
+	rm -rf $(VENV) $(VENV)-* out site build dist *.egg-info ahop_layers/ops/_footprint.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,6 +18,8 @@ from ahop_layers.similarity import AdaptiveSimilarity
 class Adaptive(nn.Module):
     """What turns an attention module into an adaptive one: inherit this first, and attend by :meth:`associate`.
 
+    :func:`~ahop_layers.register_converter` has an example.
+
     Attributes:
         similarity: scores ``(N, H, L, d)`` against ``(N, H, S, d)``: an :class:`AdaptiveSimilarity`, any module with
             its shapes, or None for the dot product.

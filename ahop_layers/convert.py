@@ -24,6 +24,10 @@ class Report:
         passed_over: name of each attention module left as it was, and why.
         new_parameters: how many numbers the similarities have together.
         dry_run: whether nothing was changed.
+
+    >>> print(Report({"blocks.0.attn": "Attention"}, new_parameters=96))
+    blocks.0.attn  adapted Attention
+    adapted 1, passed over 0; 96 new parameters
     """
 
     adapted: dict[str, str] = field(default_factory=dict)
@@ -156,6 +160,9 @@ def adapt_(
 
 def revert_(model: nn.Module) -> list[str]:
     """Undo :func:`adapt_`: every module becomes what it was, with the weights it has now; similarities are dropped.
+
+    Args:
+        model: what :func:`adapt_` was called with.
 
     Returns:
         The names of the modules that were reverted, as :func:`adapt_` reported them.

@@ -1,14 +1,6 @@
 """AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling: the layers of hflayers with a learned similarity.
 
-Each takes every argument of the class it replaces, in the same order with the same defaults, then by keyword:
-
-- ``bases``, ``init``, ``debias``: see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has weights of its own. With
-  the default ``init="dot"`` a layer computes what the one it replaces computes, until it is trained.
-- ``separation``: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (alpha is learned), ``"argmax"``, or a
-  :class:`~ahop_layers.separation.Separation`.
-
-``scaling`` multiplies the score. A tensor is a buffer, a parameter is learned; the shape ``()`` means one factor and
-``(heads, 1, 1)`` one per head, while ``(heads,)`` means what it means in hflayers.
+Each takes every argument of the class it replaces, and the keywords that :class:`AdaptiveHopfield` explains.
 """
 
 from collections.abc import Sequence
@@ -32,6 +24,9 @@ from ahop_layers.similarity import AdaptiveSimilarity
 
 def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of every adaptive similarity inside a module, for a learning rate of their own.
+
+    Args:
+        module: a layer or a model with adaptive layers inside.
 
     Raises:
         AHopError: there is no adaptive similarity in the module.
@@ -74,7 +69,17 @@ class _LazySimilarity(LazyModuleMixin, AdaptiveSimilarity):
 
 
 class AdaptiveHopfield(HopfieldBase):
-    """``hflayers.Hopfield`` with a learned similarity; see the head of this module for the arguments.
+    """``hflayers.Hopfield`` with a learned similarity: state patterns look up what they need among stored ones.
+
+    It takes every argument of the class it replaces, in the same order with the same defaults, and more by keyword.
+
+    Args:
+        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has weights of its own. With the
+            default ``init="dot"`` the layer computes what the one it replaces computes, until it is trained.
+        separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (alpha is learned), ``"argmax"``, or a
+            :class:`~ahop_layers.separation.Separation`.
+        scaling: multiplies the score. A tensor is a buffer, a parameter is learned; the shape ``()`` means one factor
+            and ``(heads, 1, 1)`` one per head, while ``(heads,)`` means what it means in hflayers.
 
     Shapes:
         input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
@@ -135,7 +140,9 @@ class AdaptiveHopfield(HopfieldBase):
 
 
 class AdaptiveHopfieldLayer(HopfieldLayerBase):
-    """``hflayers.HopfieldLayer`` with a learned similarity; see the head of this module for the arguments.
+    """``hflayers.HopfieldLayer`` with a learned similarity: patterns look up what they need among learned ones.
+
+    It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``.
 
@@ -173,7 +180,9 @@ class AdaptiveHopfieldLayer(HopfieldLayerBase):
 
 
 class AdaptiveHopfieldPooling(HopfieldPoolingBase):
-    """``hflayers.HopfieldPooling`` with a learned similarity; see the head of this module for the arguments.
+    """``hflayers.HopfieldPooling`` with a learned similarity: learned queries pool bags of patterns.
+
+    It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
 
     Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``; :meth:`pool_packed` takes bags without
     padding.
@@ -229,6 +238,11 @@ class AdaptiveHopfieldPooling(HopfieldPoolingBase):
 
         Raises:
             AHopError: sizes that do not add up to the instances, or another argument that does not fit.
+
+        >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
+        >>> pooled, weights = pooling.pool_packed(torch.randn(10, 8), [3, 0, 7], return_association=True)
+        >>> pooled.shape, weights.shape
+        (torch.Size([3, 8]), torch.Size([10, 2, 1]))
         """
         instances, sizes = end_to_end(instances, bag_sizes)
         hopfield, core, device = self.hopfield, self.hopfield.association_core, instances.device

@@ -95,7 +95,12 @@ class AssociativeMemory(nn.Module):
         return cls(patterns, **parts(name, patterns, **keywords))
 
     def scores(self, x: Tensor) -> Tensor:
-        """The score of every pattern: ``(..., d) -> (..., N)``."""
+        """The score of every pattern: ``(..., d) -> (..., N)``.
+
+        >>> import torch, ahop_layers as ah
+        >>> ah.AssociativeMemory(torch.eye(3)).scores(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([1., 2., 3.])
+        """
         rows = self._rows(x)
         return torch.cat(list(self._score_blocks(rows)), -1).reshape(*x.shape[:-1], len(self.patterns))
 
@@ -125,7 +130,12 @@ class AssociativeMemory(nn.Module):
 
     @torch.no_grad()
     def recall(self, x: Tensor) -> Tensor:
-        """The index of the pattern with the largest score: ``(..., d) -> (...)``; memory does not grow with N."""
+        """The index of the pattern with the largest score: ``(..., d) -> (...)``; memory does not grow with N.
+
+        >>> import torch, ahop_layers as ah
+        >>> ah.AssociativeMemory(torch.eye(3)).recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
+        tensor([2, 0])
+        """
         best = []
         for chunk in torch.split(self._rows(x), 256):
             blocks = [block.max(-1) for block in self._score_blocks(chunk)]
@@ -197,6 +207,9 @@ class AssociativeMemory(nn.Module):
     def add(self, patterns: Tensor) -> Tensor:
         """Store more ``patterns (n, d)``, without refitting, and return their indices ``(n,)``.
 
+        Raises:
+            AHopError: patterns that do not fit those stored.
+
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
         >>> memory.add(torch.ones(2, 4))
@@ -211,6 +224,9 @@ class AssociativeMemory(nn.Module):
 
     def remove(self, index: Tensor | Sequence[int]) -> None:
         """Forget the patterns of these indices; those after them move up.
+
+        Raises:
+            AHopError: no pattern would be left.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.eye(3))

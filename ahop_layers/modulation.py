@@ -44,6 +44,11 @@ class KernelModulation(nn.Module):
         """How close the patterns ``(n, d)`` lie after Phi: ``log mean exp(-sharpness * squared distance / d)``.
 
         Phi counts by its direction alone, at the norm it starts with; else distances could grow for ever.
+
+        >>> far, near = torch.eye(3), torch.full((3, 3), 0.5) + 0.1 * torch.eye(3)
+        >>> modulation = KernelModulation(3)
+        >>> bool(modulation.separation_loss(far) < modulation.separation_loss(near))
+        True
         """
         n, d = patterns.shape
         phi = self.phi * (min(self.phi.shape) ** 0.5 / self.phi.norm())

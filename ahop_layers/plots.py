@@ -1,9 +1,10 @@
-"""Pictures: where a token looks, and what a similarity has learned.
+"""Pictures: where a token looks, what a similarity has learned, and how it comes to a score.
 
 Matplotlib is imported by the first call. Figures follow its style, and their own colours stand out on a light
 ground and on a dark one. They belong to no window: save them, or show them in a notebook.
 """
 
+from collections.abc import Sequence
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, describe
-from ahop_layers.ops.reference import fold
+from ahop_layers.ops.reference import BASES, fold
 from ahop_layers.similarity import AdaptiveSimilarity
 
 if TYPE_CHECKING:
@@ -66,7 +67,10 @@ def association_map(
     figure, axis = _canvas(ax, (2.4, 2.6))
     height, width = pixels.shape[:2]
     axis.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
-    axis.imshow(grid.numpy(), cmap="inferno", alpha=0.6, extent=(-0.5, width - 0.5, height - 0.5, -0.5), vmin=0)
+    # The image shows through where nobody looks.
+    opacity = 0.9 * (grid / grid.max().clamp(min=1e-12)).clamp(min=0).sqrt()
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    axis.imshow(grid.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0)
     axis.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
     axis.set_title(title, fontsize="small")
     return figure
@@ -143,6 +147,60 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
 
 
 @torch.no_grad()
+def footprint_steps(
+    similarity: AdaptiveSimilarity, query: Tensor, keys: Tensor, names: Sequence[str] | None = None
+) -> "Figure":
+    """Draw how a query gets its score with each key: compared, sorted, added up, weighed; a row for each base.
+
+    The last column adds up the sorted similarities times their weights (``u`` in :func:`footprint_weights`): it ends at
+    what the base gives to the score.
+
+    Args:
+        similarity: without heads.
+        query: ``(d,)``.
+        keys: ``(S, d)``, a line each, so a few of them.
+        names: of the keys, for the legend; None numbers them.
+
+    Returns:
+        The figure.
+
+    Raises:
+        AHopError: a similarity with heads, or a shape or number of names that does not fit.
+
+    >>> import ahop_layers as ah
+    >>> figure = footprint_steps(ah.AdaptiveSimilarity(16), torch.randn(16), torch.randn(2, 16), ["cat", "dog"])
+    >>> len(figure.axes)  # two bases, four steps
+    8
+    """
+    check_floating(query=query, keys=keys)
+    if similarity.num_heads is not None:
+        raise AHopError(f"expected a similarity without heads, got one with {similarity.num_heads}")
+    if query.shape != (similarity.dim,) or keys.ndim != 2 or keys.shape[1] != similarity.dim:
+        expected = f"({similarity.dim},) and (S, {similarity.dim})"
+        raise AHopError(f"query and keys must be {expected}, got {describe(query)} and {describe(keys)}")
+    names = [f"key {number}" for number in range(len(keys))] if names is None else list(names)
+    if len(names) != len(keys):
+        raise AHopError(f"names must be as many as keys, {len(keys)}, got {len(names)}")
+    titles = ("compared", "sorted", "added up: the footprint", "weighed: running total")
+    figure, axes = _panels(None, len(similarity.bases), len(titles), sharey=False)
+    query = similarity.unbiased(query[None])
+    for row, base, weight in zip(axes, similarity.bases, _weights(similarity, folded=True)[0], strict=True):
+        compared = BASES[base].value(query, keys).float().cpu()
+        ordered = compared.sort(descending=True).values
+        steps = (compared, ordered, ordered.cumsum(-1), (weight * ordered).cumsum(-1))
+        for panel, lines, title in zip(row, steps, titles, strict=True):
+            for name, line in zip(names, lines, strict=True):
+                panel.plot(range(1, similarity.dim + 1), line.numpy(), label=name, linewidth=1.5)
+            panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+            panel.tick_params(labelsize="x-small")
+            if base == similarity.bases[0]:
+                panel.set_title(title, fontsize="small")
+        row[0].set_ylabel(base, fontsize="small")
+    axes[0][0].legend(fontsize="x-small", frameon=False)
+    return figure
+
+
+@torch.no_grad()
 def _weights(part: AdaptiveSimilarity, folded: bool) -> Tensor:
     """The lines of a similarity, ``(heads, n_bases, d)``."""
     weight = (part.beta.unsqueeze(-1) * part.w).float().cpu()
@@ -156,11 +214,13 @@ def _canvas(ax: "Axes | None", size: tuple[float, float]) -> "tuple[Figure, Axes
     return figure, axes[0][0]
 
 
-def _panels(ax: "Axes | None", rows: int, columns: int, size: tuple[float, float] = (2.2, 1.5)) -> "tuple[Figure, Any]":
+def _panels(
+    ax: "Axes | None", rows: int, columns: int, size: tuple[float, float] = (2.2, 1.5), *, sharey: bool = True
+) -> "tuple[Figure, Any]":
     """The figure of a table of panels, each of a size in inches, and the panels; or those of ``ax``."""
     if ax is not None:
         return ax.figure, [[ax]]  # type: ignore[return-value]
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(size[0] * columns + 0.6, size[1] * rows + 0.6), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, sharey=rows * columns > 1)
+    return figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey and rows * columns > 1)

@@ -136,19 +136,31 @@ def _elementwise(function: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor
 
 @_zeros_for_empty_rows
 def identity(scores: Tensor) -> Tensor:
-    """The scores themselves, as in the first Hopfield networks: ``(..., S) -> (..., S)``."""
+    """The scores themselves, as in the first Hopfield networks: ``(..., S) -> (..., S)``.
+
+    >>> identity(torch.tensor([1.0, -torch.inf]))
+    tensor([1., 0.])
+    """
     return _elementwise(lambda s: s, scores)
 
 
 @_zeros_for_empty_rows
 def polynomial(scores: Tensor, degree: int) -> Tensor:
-    """``score ** degree``, as in dense associative memories: ``(..., S) -> (..., S)``."""
+    """``score ** degree``, as in dense associative memories: ``(..., S) -> (..., S)``.
+
+    >>> polynomial(torch.tensor([2.0, -1.0]), 3)
+    tensor([ 8., -1.])
+    """
     return _elementwise(lambda s: s**degree, scores)
 
 
 @_zeros_for_empty_rows
 def exponential(scores: Tensor) -> Tensor:
-    """``exp(score)`` without normalisation: ``(..., S) -> (..., S)``."""
+    """``exp(score)`` without normalisation: ``(..., S) -> (..., S)``.
+
+    >>> exponential(torch.tensor([0.0, -torch.inf]))
+    tensor([1., 0.])
+    """
     return _elementwise(torch.exp, scores)
 
 

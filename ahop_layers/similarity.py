@@ -27,7 +27,7 @@ class AdaptiveSimilarity(nn.Module):
             ``"uniform"`` (every entry of every footprint weighs 1/d), or a tensor shaped like ``w``.
         debias: learn a vector that is subtracted from every query, zero at the start.
 
-    Parameters:
+    Learns:
         w ``([H,] n_bases, d)``, beta ``([H,] n_bases)``, and with ``debias`` bias ``([H,] d)``.
 
     Raises:
@@ -93,11 +93,20 @@ class AdaptiveSimilarity(nn.Module):
             self.beta[..., self.bases.index(self.init)] = 1.0
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., [H,] L, d)`` against ``key (..., [H,] S, d)``: ``(..., [H,] L, S)``."""
+        """Score ``query (..., [H,] L, d)`` against ``key (..., [H,] S, d)``: ``(..., [H,] L, S)``.
+
+        Raises:
+            AHopError: a shape, dtype or device that does not fit.
+        """
         return adaptive_similarity(self.unbiased(query), key, self.beta.unsqueeze(-1) * self.w, self.bases)
 
     def unbiased(self, query: Tensor) -> Tensor:
-        """``query (..., [H,] L, d)`` without the learned bias."""
+        """``query (..., [H,] L, d)`` without the learned bias.
+
+        >>> similarity = AdaptiveSimilarity(3, debias=True)
+        >>> similarity.unbiased(torch.ones(1, 3)) + similarity.bias
+        tensor([[1., 1., 1.]], grad_fn=<AddBackward0>)
+        """
         return without_bias(query, self.bias)
 
     def extra_repr(self) -> str:

@@ -101,6 +101,9 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         dim, bases, init, debias: as for :class:`AdaptiveSimilarity`.
         key_range, knots: as for :class:`TableSimilarity`, whose table is zero at the start.
 
+    Raises:
+        AHopError: an argument that does not fit.
+
     >>> import torch, ahop_layers as ah
     >>> similarity = AdaptiveTableSimilarity(16, debias=True)
     >>> query, key = torch.randn(4, 16), torch.randn(9, 16)

@@ -67,11 +67,19 @@ class Mixed:
                 raise AHopError(f"{name} must not be negative, got {getattr(self, name)!r}")
 
     def masked_count(self, dim: int) -> int:
-        """How many of ``dim`` dimensions are replaced."""
+        """How many of ``dim`` dimensions are replaced.
+
+        >>> Mixed(mask=0.3).masked_count(64)
+        19
+        """
         return math.floor(self.mask * dim + 1e-9)  # 0.29 * 100 is 28.999...
 
     def shift(self, patterns: Tensor) -> Tensor:
-        """The bias ``(d,)`` that is added to every variant of ``patterns (N, d)``."""
+        """The bias ``(d,)`` that is added to every variant of ``patterns (N, d)``.
+
+        >>> Mixed(bias=0.5).shift(torch.zeros(3, 4)).abs()
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+        """
         return self.bias * _signs(self.seed, patterns.shape[-1], patterns.device).to(patterns.dtype)
 
     def sample(self, patterns: Tensor, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -98,7 +106,11 @@ class Mixed:
         return index, self.corrupt(patterns[index], generator)
 
     def corrupt(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One variant of each row of ``origin (n, d)``."""
+        """One variant of each row of ``origin (n, d)``: ``(n, d)``.
+
+        >>> Mixed(noise=0.1).corrupt(torch.zeros(2, 4)).shape
+        torch.Size([2, 4])
+        """
         query = origin
         if self.noise:
             query = query + self.noise**0.5 * torch.empty_like(query).normal_(generator=generator)
@@ -111,8 +123,12 @@ class Mixed:
     def log_likelihood(self, query: Tensor, origin: Tensor, *, bias_known: bool = True) -> Tensor:
         """The exact ``log p(query | origin)``: ``(..., d), (..., d) -> (...)``, in float64.
 
-        All sets of masked dimensions are summed over. With ``bias_known=False`` each sign of the bias is as likely as
-        the other, as for somebody who sees this query alone.
+        All sets of masked dimensions are summed over.
+
+        Args:
+            query, origin: of shapes that broadcast.
+            bias_known: whether the bias is known; else each of its signs is as likely as the other, as for somebody who
+                sees this query alone.
 
         >>> import torch, ahop_layers as ah
         >>> variant = ah.variants.Masked(1.0)  # every dimension is replaced: density 1/2 each, whatever the origin
@@ -123,7 +139,17 @@ class Mixed:
         return bound + _log_probability_of_count(masked, self.masked_count(query.shape[-1]))
 
     def most_likely(self, query: Tensor, patterns: Tensor, *, bias_known: bool = True) -> Tensor:
-        """The index of the pattern of largest likelihood: ``(n, d), (N, d) -> (n,)``."""
+        """The index of the pattern of largest likelihood: ``(n, d), (N, d) -> (n,)``.
+
+        Args:
+            query: ``(n, d)``.
+            patterns: ``(N, d)``.
+            bias_known: as in :meth:`log_likelihood`.
+
+        >>> patterns = torch.eye(3)
+        >>> Mixed(noise=0.1).most_likely(patterns + 0.1, patterns)
+        tensor([0, 1, 2])
+        """
         rows_together = max(1, BLOCK_ELEMENTS // patterns.numel())
         bound = torch.cat(
             [self._bound(rows[:, None], patterns, bias_known)[0] for rows in torch.split(query, rows_together)]
@@ -161,21 +187,40 @@ class Mixed:
 
 
 class Noisy(Mixed):
-    """Gaussian noise of variance ``noise`` on every dimension."""
+    """Gaussian noise of variance ``noise`` on every dimension.
+
+    >>> import torch, ahop_layers as ah
+    >>> index, query = ah.variants.Noisy(0.25).sample(torch.zeros(1, 10000), 1)
+    >>> bool((query.std() - 0.5).abs() < 0.05)
+    True
+    """
 
     def __init__(self, noise: float) -> None:
         super().__init__(noise=noise)
 
 
 class Masked(Mixed):
-    """A share ``mask`` of the dimensions replaced by values drawn uniformly from [-1, 1]."""
+    """A share ``mask`` of the dimensions replaced by values drawn uniformly from [-1, 1].
+
+    >>> import torch, ahop_layers as ah
+    >>> index, query = ah.variants.Masked(0.5).sample(torch.full((1, 8), 3.0), 1)
+    >>> int((query == 3).sum())
+    4
+    """
 
     def __init__(self, mask: float) -> None:
         super().__init__(mask=mask)
 
 
 class Biased(Mixed):
-    """A bias of size ``bias`` and fixed random signs, decided by ``seed``."""
+    """A bias of size ``bias`` and fixed random signs, decided by ``seed``.
+
+    >>> import torch, ahop_layers as ah
+    >>> index, query = ah.variants.Biased(0.5).sample(torch.zeros(3, 4), 2)
+    >>> query.abs(), bool((query[0] == query[1]).all())
+    (tensor([[0.5000, 0.5000, 0.5000, 0.5000],
+            [0.5000, 0.5000, 0.5000, 0.5000]]), True)
+    """
 
     def __init__(self, bias: float, seed: int = 0) -> None:
         super().__init__(bias=bias, seed=seed)
@@ -190,7 +235,12 @@ class _Memory(Protocol):
 
 
 def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
-    """The share of queries ``(n, d)`` whose recalled pattern is the one ``index (n,)`` they were made from.
+    """The share of queries whose recalled pattern is the one they were made from.
+
+    Args:
+        memory: has ``patterns (N, d)``, ``recall`` and ``retrieve``, as :class:`ahop_layers.AssociativeMemory`.
+        index: ``(n,)``, the pattern of each query.
+        query: ``(n, d)``.
 
     >>> import torch, ahop_layers as ah
     >>> memory = ah.AssociativeMemory(torch.eye(4))
@@ -203,6 +253,9 @@ def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
 @torch.no_grad()
 def retrieval_error(memory: _Memory, index: Tensor, query: Tensor) -> float:
     """The mean squared difference, per dimension, of what is retrieved and the pattern a query was made from.
+
+    Args:
+        memory, index, query: as in :func:`retrieval_accuracy`.
 
     >>> import torch, ahop_layers as ah
     >>> memory = ah.AssociativeMemory(torch.eye(4), separation="argmax")
@@ -229,6 +282,9 @@ def bayes_accuracy(
         n: how many queries to draw.
         generator: on the device of the patterns.
         bias_known: whether the one who decides knows the bias, or must guess each sign from the one query at hand.
+
+    Raises:
+        AHopError: patterns that are no floating-point matrix.
 
     >>> import torch, ahop_layers as ah
     >>> patterns = torch.rand(50, 32) * 2 - 1

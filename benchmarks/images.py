@@ -26,8 +26,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.images_report import report
+from benchmarks.images_report import draw, report
 from benchmarks.images_training import CORRUPTIONS, Setup, Training, accuracy, build, speeds
+from benchmarks.report import PICTURES
 from benchmarks.rows import RESULTS, Rows
 
 # isort: split
@@ -92,7 +93,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in (*SETUPS, "report"):
         add = commands.add_parser(name).add_argument
         add("--output", type=Path, default=RESULTS / "images.csv", help="the rows (benchmarks/results/images.csv)")
-        add("--picture", type=Path, default=Path("docs/images.png"), help="of accuracy against strength (docs)")
+        add(
+            "--picture", type=Path, default=PICTURES / "images.svg", help="of accuracy against strength (docs/pictures)"
+        )
         if name == "report":
             continue
         home = os.environ.get("AHOP_DATA_DIR", "data")
@@ -122,7 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         setup = replace(SETUPS[options.setup], attentions=tuple(options.attentions), **chosen)
         rows.about(options.device)
         run(options, setup, load(options.data, options.data_dir), rows)
-    report(rows, None if options.setup == "report" else options.setup, options.picture)
+    shown = SETUPS if options.setup == "report" else (options.setup,)
+    print(report(rows.rows, shown))
+    if "working" in shown and draw(rows.rows, options.picture):
+        print(f"\npicture: {options.picture}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from benchmarks.rows import Rows
+from benchmarks.report import Row, drawing, group, table
 
 KEYS = ("setup", "settings", "attention", "seed")
 PAPER = {
@@ -14,84 +15,100 @@ PAPER = {
 }
 
 
-def report(rows: Rows, setup: str | None, picture: Path) -> None:
-    """Print the tables of one set-up, or of all, and draw the picture if there is something to draw."""
-    groups: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
-    for row in rows.rows:
-        groups[row["setup"], row["settings"], row["device"]].append(row)
-    for (name, settings, device), group in groups.items():
-        if setup in (None, name):
-            print(f"\n{name}: {settings} ({device})\n")
-            (speed_table if name == "throughput" else accuracy_table)(group)
-    working = [group for (name, *_), group in groups.items() if name == "working"]
-    if working and setup in (None, "working"):
-        draw(working[-1], picture)
-        print(f"\npicture: {picture}")
+def report(rows: Sequence[Row], setups: Collection[str], show: Callable[[Sequence[Row]], str] | None = None) -> str:
+    """The tables of some set-ups, each below what it was measured with; ``show`` makes others than the usual ones."""
+    parts = []
+    for (name, settings, device), mine in group(rows, "setup", "settings", "device").items():
+        if name in setups:
+            parts.append(f"{name}: {settings} ({device})")
+            usual = speed_table if name == "throughput" else accuracy_table
+            parts.append((show or usual)(mine))
+    return "\n\n".join(parts)
 
 
-def by_attention(group: list[dict[str, str]]) -> dict[str, dict[str, dict[str, float]]]:
-    """attention -> measure -> seed -> value."""
-    table: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in group:
-        table[row["attention"]][row["measure"]][row["seed"]] = float(row["value"])
-    return table
+def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """attention -> measure -> seed -> value; first the dot product, with which the others are compared."""
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in sorted(rows, key=lambda row: row["attention"] != "dot"):
+        found[row["attention"]][row["measure"]][row["seed"]] = float(row["value"])
+    return found
 
 
-def accuracy_table(group: list[dict[str, str]]) -> None:
+def accuracy_table(rows: Sequence[Row]) -> str:
     """Mean and deviation over seeds, the mean difference from the dot product of the same seeds, the paper's figure."""
-    paper = PAPER.get(group[0]["settings"].split(",")[0], {}) if group[0]["setup"] == "paper" else {}
-    table = by_attention(group)
-    print("| attention | measure | seeds | accuracy | deviation | above dot, same seeds | paper |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for attention, measures in table.items():
+    paper = PAPER.get(rows[0]["settings"].split(",")[0], {}) if rows[0]["setup"] == "paper" else {}
+    found, body = by_attention(rows), []
+    for attention, measures in found.items():
         for measure, seeds in measures.items():
             if measure == "seconds":
                 continue
-            values, dot = list(seeds.values()), table["dot"][measure] if "dot" in table else {}
+            values, dot = list(seeds.values()), found["dot"][measure] if "dot" in found else {}
             pairs = [value - dot[seed] for seed, value in seeds.items() if seed in dot]
             spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
             above = f"{statistics.mean(pairs):+.4f}" if pairs and attention != "dot" else ""
             known = f"{paper[attention]:.4f}" if measure == "accuracy" and attention in paper else ""
-            shown = (attention, measure, len(values), f"{statistics.mean(values):.4f}", spread, above, known)
-            print("| " + " | ".join(map(str, shown)) + " |")
+            body.append([attention, measure, len(values), f"{statistics.mean(values):.4f}", spread, above, known])
+    header = ["attention", "measure", "seeds", "accuracy", "deviation", "above dot, same seeds", "paper"]
+    return table(header, body)
 
 
-def speed_table(group: list[dict[str, str]]) -> None:
+def corruption_table(rows: Sequence[Row]) -> str:
+    """A line for each corruption: the mean of every attention, and how far it is above the dot product, same seeds."""
+    found = by_attention(rows)
+    others = [attention for attention in found if attention != "dot"]
+    body = []
+    for (measure,) in group(rows, "measure"):
+        if measure == "seconds":
+            continue
+        seeds = {attention: measures.get(measure, {}) for attention, measures in found.items()}
+        means = [f"{statistics.mean(each.values()):.4f}" if each else "" for each in seeds.values()]
+        pairs = [[value - seeds["dot"][seed] for seed, value in seeds[other].items() if seed in seeds.get("dot", {})]
+                 for other in others]  # fmt: skip
+        above = [f"{statistics.mean(each):+.4f}" if each else "" for each in pairs]
+        body.append(["nothing" if measure == "accuracy" else measure, *means, *above])
+    count = {attention: len(measures["accuracy"]) for attention, measures in found.items()}
+    names = [f"{attention} ({seeds} seeds)" for attention, seeds in count.items()]
+    return table(["corrupted by", *names, *(f"{other} above dot" for other in others)], body)
+
+
+def speed_table(rows: Sequence[Row]) -> str:
     """Every figure, and its ratio to that of the dot product in the same run."""
-    table = {
-        attention: {m: max(s.values()) for m, s in each.items()} for attention, each in by_attention(group).items()
+    found = {
+        attention: {name: max(seeds.values()) for name, seeds in measures.items()}
+        for attention, measures in by_attention(rows).items()
     }
-    names = list(dict.fromkeys(row["measure"] for row in group))
-    print("| attention | " + " | ".join(f"{name} | / dot" for name in names) + " |")
-    print("| --- |" + " --- | --- |" * len(names))
-    for attention, figures in table.items():
-        cells = []
+    names, body = list(dict.fromkeys(row["measure"] for row in rows)), []
+    for attention, figures in found.items():
+        cells = [attention]
         for name in names:
-            ratio = figures[name] / table["dot"][name] if "dot" in table else None
+            ratio = figures[name] / found["dot"][name] if "dot" in found else None
             cells += [f"{figures[name]:,.0f}", "" if ratio is None else f"{ratio:.2f}"]
-        print(f"| {attention} | " + " | ".join(cells) + " |")
+        body.append(cells)
+    return table(["attention", *(cell for name in names for cell in (name, "/ dot"))], body)
 
 
-def draw(group: list[dict[str, str]], path: Path) -> None:
-    """Accuracy against the strength of each corruption, a line for each attention, a bar from seed to seed."""
-    from matplotlib.figure import Figure
+def draw(rows: Sequence[Row], path: Path) -> bool:
+    """Accuracy against the strength of each corruption, from the last working set-up; False where there is none.
 
-    table = by_attention(group)
-    kinds = list(dict.fromkeys(row["measure"].split()[0] for row in group if " " in row["measure"]))
+    A line for each attention, a bar from the lowest to the highest of its seeds.
+    """
+    working = list(group((row for row in rows if row["setup"] == "working"), "settings", "device").values())
+    if not working:
+        return False
+    found = by_attention(working[-1])
+    kinds = list(dict.fromkeys(row["measure"].split()[0] for row in working[-1] if " " in row["measure"]))
     titles = {"noise": "pixel noise (deviation)", "mask": "masked patches (share)", "bias": "bias of the colours"}
-    figure = Figure(figsize=(4.2 * len(kinds), 3.6), layout="constrained", facecolor="white")
-    for axis, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-        for attention, measures in table.items():
-            chosen = {0.0: measures["accuracy"]}
-            chosen |= {float(name.split()[1]): seeds for name, seeds in measures.items() if name.startswith(kind)}
-            means = [statistics.mean(seeds.values()) for seeds in chosen.values()]
-            reach = [[abs(f(seeds.values()) - mean) for seeds, mean in zip(chosen.values(), means, strict=True)]
-                     for f in (min, max)]  # fmt: skip
-            axis.errorbar(list(chosen), means, reach, marker="o", markersize=4, capsize=3, label=attention)
-        axis.set(xlabel=titles.get(kind, kind))
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("test accuracy")
-    figure.axes[0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    with drawing(path, (3 * len(kinds), 3.4)) as figure:
+        for axis, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
+            for attention, measures in found.items():
+                chosen = {0.0: measures["accuracy"]}
+                chosen |= {float(name.split()[1]): seeds for name, seeds in measures.items() if name.startswith(kind)}
+                means = [statistics.mean(seeds.values()) for seeds in chosen.values()]
+                reach = [[abs(f(seeds.values()) - mean) for seeds, mean in zip(chosen.values(), means, strict=True)]
+                         for f in (min, max)]  # fmt: skip
+                axis.errorbar(list(chosen), means, reach, marker="o", markersize=4, capsize=3, label=attention)
+            axis.set(xlabel=titles.get(kind, kind))
+            axis.grid()
+        figure.axes[0].set_ylabel("test accuracy")
+        figure.axes[0].legend(frameon=False)
+    return True

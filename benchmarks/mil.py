@@ -32,8 +32,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from benchmarks.mil_report import PARTS, report
+from benchmarks.mil_report import PARTS, draw, report
 from benchmarks.mil_training import INNER_FOLDS, VARIANTS, Bags, choose, outer_folds, scores, settings, train
+from benchmarks.report import PICTURES
 from benchmarks.rows import RESULTS, Rows
 
 # isort: split
@@ -155,7 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for command in ("run", "report"):
         add = commands.add_parser(command).add_argument
         add("--output", type=Path, default=RESULTS / "mil.csv", help="the rows (benchmarks/results/mil.csv)")
-        add("--picture", type=Path, default=Path("docs/mil.png"), help="of AUC against strength (docs/mil.png)")
+        add("--picture", type=Path, default=PICTURES / "mil.svg", help="of AUC against strength (docs/pictures)")
         if command == "run":
             home = os.environ.get("AHOP_DATA_DIR", "data")
             add("--data-dir", type=Path, default=Path(home), help="folder with mil/ (AHOP_DATA_DIR, else data)")
@@ -177,7 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "run":
         rows.about("cpu")
         run(options, rows)
-    report(rows, options.picture)
+    print(report(rows.rows))
+    if draw(rows.rows, options.picture):
+        print(f"\npicture: {options.picture}")
 
 
 if __name__ == "__main__":

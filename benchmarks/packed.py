@@ -1,6 +1,6 @@
 """Packed against padded pooling of 1,000 bags of 1 to 2,000 instances: time and peak memory.
 
-To run: ``python benchmarks/packed.py`` (``--device cuda`` where there is one). Prints a table and appends a row per
+To run: ``python -m benchmarks.packed`` (``--device cuda`` where there is one). Prints a table and appends a row per
 comparison to ``benchmarks/results/packed.csv``.
 
 Both start from the instances of all bags laid end to end and end with the pooled bags, or with all gradients. The
@@ -14,6 +14,7 @@ import csv
 import multiprocessing
 import subprocess
 import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ahop_layers.layers import AdaptiveHopfieldPooling
+from benchmarks.report import Row, table
 
 RESULTS = Path(__file__).parent / "results" / "packed.csv"
 
@@ -102,6 +104,29 @@ def keep(row: dict[str, object]) -> None:
         if fresh:
             writer.writeheader()
         writer.writerow(row)
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Both ways, and how many times the packed one is faster and smaller."""
+    body = []
+    for row in rows:
+        ways = [
+            cell
+            for way in ("padded", "packed")
+            for cell in (f"{float(row[f'{way}_s']):.2f}", f"{int(row[f'{way}_bytes']) / 2**20:,.0f}")
+        ]
+        body.append([row["sizes"], row["pass"], *ways, row["faster"], row["less_memory"]])
+    header = [
+        "bag sizes",
+        "pass",
+        "padded, s",
+        "padded, MB",
+        "packed, s",
+        "packed, MB",
+        "times faster",
+        "times smaller",
+    ]
+    return table(header, body)
 
 
 def main() -> None:

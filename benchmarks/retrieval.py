@@ -190,16 +190,16 @@ def main() -> None:
 
     kept = {tuple(row[name] for name in KEY): row for row in read(path)}
     for table, each in by_table.items():
-        print(report.TABLES[table]([kept[job.key] for job in each]))
+        print(report.TABLES[table]([kept[job.key] for job in each]), end="\n\n")
     if "timing" in tables:
-        timed = [{**row, **about} for row in timings(size, device)]
+        timed = [{name: str(value) for name, value in {**row, **about}.items()} for row in timings(size, device)]
         timings_path = args.output / f"retrieval_timing{suffix}.csv"
         others = [row for row in read(timings_path) if row["device"] != about["device"]]
         write(timings_path, [*others, *timed])
         print(report.timing_table(timed))
     if "figure" in tables:
         rows_of_figure = [kept[job.key] for job in by_table["figure"]]
-        print(f"picture: {report.draw(rows_of_figure, size.patterns, args.output / f'retrieval{suffix}.png')}")
+        print(f"picture: {report.draw(rows_of_figure, args.output / f'retrieval{suffix}.png')}")
 
 
 if __name__ == "__main__":

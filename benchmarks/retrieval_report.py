@@ -5,12 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-Row = dict[str, str]
+from benchmarks.report import GREY, Row, drawing, group, number, table
 
 LIMIT, GUESSED = "Bayes limit", "Bayes limit, bias guessed"
 
@@ -29,6 +24,8 @@ ABLATION_SYSTEMS = [
     "sorted, U learned random", "sorted, U learned identity", "sorted, U learned triangle", "dot only", "dis only",
     "A-Hop, debias", "dis, dot, 512 samples",
 ]  # fmt: skip
+
+MEASURES = ("accuracy", "error")
 
 # The paper's tables: accuracy and error of a system, by data and difficulty.
 PAPER = {
@@ -66,97 +63,77 @@ PAPER_TIMES = {
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.3f} ±{stdev(values) if len(values) > 1 else 0.0:.3f}"
+    return f"{mean(values):.3f}" + (f" ±{stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _values(rows: Iterable[Row], name: str) -> list[float]:
     return [float(row[name]) for row in rows if row[name]]
 
 
-def _unique(rows: Iterable[Row], *names: str) -> list[tuple[str, ...]]:
-    return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
-
-
-def _grid(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A table in columns as wide as they need to be."""
-    lines = [list(header), *map(list, body)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join(["", shown[0], "-" * len(shown[0]), *shown[1:], ""])
-
-
-def level_table(rows: Sequence[Row]) -> str:
+def level_table(rows: Sequence[Row], measures: Sequence[str] = MEASURES) -> str:
     """Accuracy and error of each system at each difficulty, with the paper's in brackets."""
-    columns, body = _unique(rows, "data", "noise"), []
-    for (system,) in _unique(rows, "system"):
+    columns, body = list(group(rows, "data", "noise")), []
+    for (system,), mine in group(rows, "system").items():
         line = [system]
         for data, level in columns:
-            mine = [row for row in rows if (row["system"], row["data"], row["noise"]) == (system, data, level)]
-            paper = PAPER.get(system, {}).get((data, float(level))) if mine[0]["patterns"] == "2048" else None
-            for place, name in enumerate(("accuracy", "error")):
-                values = _values(mine, name)
+            here = [row for row in mine if (row["data"], row["noise"]) == (data, level)]
+            paper = PAPER.get(system, {}).get((data, float(level))) if here and here[0]["patterns"] == "2048" else None
+            for name in measures:
+                values = _values(here, name)
                 figure = _spread(values) if values else "-"
-                line.append(figure + (f" ({paper[place]:.3f})" if paper else ""))
+                line.append(figure + (f" ({paper[MEASURES.index(name)]:.3f})" if paper else ""))
         body.append(line)
-    return _grid(["system", *(f"{d} {level} {name}" for d, level in columns for name in ("accuracy", "error"))], body)
+    return table(["system", *(f"{data} {level} {name}" for data, level in columns for name in measures)], body)
 
 
 def figure_table(rows: Sequence[Row]) -> str:
     """Mean accuracy of each system at each setting of the figure."""
-    systems = [system for (system,) in _unique(rows, "system")]
-    body = []
-    for patterns, *levels in _unique(rows, "patterns", "mask", "noise", "bias"):
-        here = [
-            row for row in rows if [row[name] for name in ("patterns", "mask", "noise", "bias")] == [patterns, *levels]
-        ]
+    systems, body = [system for (system,) in group(rows, "system")], []
+    for place, here in group(rows, "patterns", "mask", "noise", "bias").items():
         found = [_values((row for row in here if row["system"] == system), "accuracy") for system in systems]
-        body.append([patterns, *levels, *(f"{mean(values):.3f}" if values else "-" for values in found)])
-    return _grid(["N", "mask", "noise", "bias", *systems], body)
+        body.append([*place, *(f"{mean(values):.3f}" if values else "-" for values in found)])
+    return table(["N", "mask", "noise", "bias", *systems], body)
 
 
-def timing_table(rows: Sequence[dict[str, object]]) -> str:
+def timing_table(rows: Sequence[Row]) -> str:
     """Milliseconds, with the paper's in brackets, and how many times faster than the reference on a CPU."""
     reference = next(row for row in rows if row["system"] == "reference, CPU")
     body = []
     for row in rows:
-        place = (int(str(row["dim"])), int(str(row["patterns"])))
-        paper = PAPER_TIMES.get(str(row["system"]), {}).get(place)
-        cells = [f"{float(str(row[name])):.3g}" for name in ("train_ms", "recall_ms")]
+        paper = PAPER_TIMES.get(row["system"], {}).get((int(row["dim"]), int(row["patterns"])))
+        cells = [number(row[name]) for name in ("train_ms", "recall_ms")]
         cells = [
-            cell + (f" ({figure:g})" if paper else "") for cell, figure in zip(cells, paper or (0, 0), strict=True)
+            cell + (f" ({number(figure)})" if paper else "")
+            for cell, figure in zip(cells, paper or (0, 0), strict=True)
         ]
-        same = place == (reference["dim"], reference["patterns"])
-        ratio = float(str(reference["train_ms"])) / float(str(row["train_ms"]))
-        body.append([str(row["dim"]), str(row["patterns"]), str(row["system"]), *cells, f"{ratio:.3g}" if same else ""])
+        same = (row["dim"], row["patterns"]) == (reference["dim"], reference["patterns"])
+        ratio = float(reference["train_ms"]) / float(row["train_ms"])
+        body.append([row["dim"], row["patterns"], row["system"], *cells, number(ratio) if same else ""])
     steps, batch = reference["steps"], reference["batch"]
     header = ["d", "N", "system", f"fit of {steps} x {batch}, ms", f"recall of {batch}, ms", "times the reference"]
-    return _grid(header, body)
+    return table(header, body)
 
 
 TABLES = {"figure": figure_table, "accuracy": level_table, "ablations": level_table}
 
 
-def draw(rows: Sequence[Row], counts: Sequence[int], path: Path) -> Path:
+def draw(rows: Sequence[Row], path: Path) -> Path:
     """The paper's figure: a spoke for each of the twelve settings, a panel for each number of patterns."""
-    figure, axes = plt.subplots(
-        1, len(counts), figsize=(6 * len(counts) + 2, 6), layout="constrained", squeeze=False,
-        subplot_kw={"projection": "polar"},
-    )  # fmt: skip
-    names = ("system", "patterns", "mask", "noise", "bias")
+    counts = [count for (count,) in group(rows, "patterns")]
     angles = [2 * math.pi * place / len(FIGURE_LEVELS) for place in range(len(FIGURE_LEVELS))]
-    for axis, count in zip(axes[0], counts, strict=True):
-        for system in FIGURE_SYSTEMS:
-            reached = []
-            for levels in FIGURE_LEVELS:
-                key = [system, str(count), *map(str, levels)]
-                reached.append(mean(_values((row for row in rows if [row[name] for name in names] == key), "accuracy")))
-            style = {"color": "0.4", "linestyle": "--"} if system == LIMIT else {}
-            axis.plot([*angles, angles[0]], [*reached, reached[0]], marker="o", markersize=3, label=system, **style)
-        axis.set_xticks(angles, [" ".join(f"{level:g}" for level in levels) for levels in FIGURE_LEVELS], fontsize=8)
-        axis.set(title=f"{count} patterns: accuracy by mask, noise, bias", ylim=(0, 1.02), yticks=[0.25, 0.5, 0.75, 1])
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=130, facecolor="white")
-    plt.close(figure)
-    return temporary.replace(path)
+    with drawing(path, (8, 6.5 * len(counts) + 1)) as figure:
+        axes = figure.subplots(len(counts), squeeze=False, subplot_kw={"projection": "polar"})[:, 0]
+        for axis, count in zip(axes, counts, strict=True):
+            found = group(rows, "system", "patterns", "mask", "noise", "bias")
+            for system in FIGURE_SYSTEMS:
+                keys = [(system, count, *map(str, levels)) for levels in FIGURE_LEVELS]
+                reached = [mean(_values(found[key], "accuracy")) if key in found else math.nan for key in keys]
+                style = {"color": GREY, "linestyle": "--"} if system == LIMIT else {}
+                axis.plot([*angles, angles[0]], [*reached, reached[0]], marker="o", markersize=3, label=system, **style)
+            axis.set_xticks(
+                angles, [" ".join(f"{level:g}" for level in levels) for levels in FIGURE_LEVELS], fontsize=9
+            )
+            title = f"{count} patterns: accuracy by mask, noise, bias"
+            axis.set(title=title, ylim=(0, 1.02), yticks=[0.25, 0.5, 0.75, 1])
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return path

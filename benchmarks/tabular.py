@@ -158,7 +158,7 @@ def main() -> None:
         if not options.report:
             rows.about(options.device)
             work(rows, options)
-        report(rows.rows)
+        print(report(rows.rows))
 
 
 if __name__ == "__main__":

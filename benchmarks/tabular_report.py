@@ -2,12 +2,11 @@
 
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 
+from benchmarks.report import Row, group, table
 from benchmarks.tabular_models import MODELS, Parameters
 
-Row = dict[str, str]
 AREA_SETS = ("bank", "purchase")  # fewer than a fifth are positive
 
 
@@ -23,20 +22,20 @@ def best_trial(rows: Sequence[Row], trials: Sequence[Row]) -> Parameters | None:
     return parameters
 
 
-def report(rows: Sequence[Row]) -> None:
-    """Print a table for each set and number of rows."""
-    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row["set"], row["settings"], row["device"]].append(row)
-    for (name, settings, device), group in groups.items():
+def report(rows: Sequence[Row]) -> str:
+    """A table for each set and number of rows."""
+    parts = []
+    for (name, settings, device), mine in group(rows, "set", "settings", "device").items():
         main, other = ("roc_auc", "accuracy") if name in AREA_SETS else ("accuracy", "roc_auc")
-        print(f"\n{name}, {settings} ({device})\n")
-        print(f"| model | trials | runs | {main} | deviation | paper | above paper | {other} | CPU seconds a run |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        body = []
         for model in MODELS:
-            cells = [row for row in group if row["model"] == model]
+            cells = [row for row in mine if row["model"] == model]
             if any(row["kind"] == "run" for row in cells):
-                print("| " + " | ".join([model, *_figures(cells, main, other, MODELS[model].paper.get(name))]) + " |")
+                body.append([model, *_figures(cells, main, other, MODELS[model].paper.get(name))])
+        if body:
+            header = ["model", "trials", "runs", main, "deviation", "paper", "above paper", other, "CPU seconds a run"]
+            parts += [f"{name}, {settings} ({device})", table(header, body)]
+    return "\n\n".join(parts)
 
 
 def _figures(cells: Sequence[Row], main: str, other: str, paper: float | None) -> list[str]:

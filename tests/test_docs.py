@@ -1,16 +1,24 @@
-"""Every Python block of README and guides runs as it stands, in order."""
+"""Every Python block of README and pages runs as it stands, in order; tables, plots and figures are the rows'."""
 
 import re
 from pathlib import Path
 
 import pytest
+import test_theorems
 from frameworks import framework
+from test_layout import LAYOUT
+
+from benchmarks import images_report, kernels_report, pages
+from benchmarks.report import table
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+FIGURES = [DOCS / "how-fast.md", DOCS / "how-good.md"]  # these show tables, and no code
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in FIGURES], ids=lambda page: page.name)
 def test_every_python_block_runs_in_order(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     assert blocks
@@ -22,9 +30,96 @@ def test_every_python_block_runs_in_order(page):
         exec(compile(block, f"{page.name} block {number}", "exec"), namespace)
 
 
-def test_the_readme_names_files_that_exist():
-    table = re.findall(r"^\| (`.*?) \|", PAGES[0].read_text(), flags=re.MULTILINE)
-    names = [name for row in table for name in re.findall(r"`([^`]+)`", row)]
-    assert names
-    for name in names:
-        assert (ROOT / "ahop_layers" / name).exists(), name
+def test_the_readme_links_to_files_that_exist():
+    links = re.findall(r"\]\(([^)]+)\)", README.read_text())
+    assert len(links) > 5
+    assert all((ROOT / link).is_file() for link in links)
+
+
+def test_the_layout_on_the_page_is_that_of_the_package():
+    rows = re.findall(r"^\| (`[\w/]+\.py`.*?) \|", (DOCS / "architecture.md").read_text(), flags=re.MULTILINE)
+    files = [file for row in rows for file in re.findall(r"`([\w/]+)\.py`", row)]
+    assert [file.removesuffix("/__init__").replace("/", ".") for file in files] == LAYOUT
+
+
+def test_every_theorem_names_its_tests():
+    names = re.findall(r"`(test_\w+)`", (DOCS / "mathematics.md").read_text())
+    assert len(names) > 5
+    assert all(callable(getattr(test_theorems, name)) for name in names)
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_tables_are_what_the_command_writes(page):
+    text = page.read_text()
+    assert text.count("<!-- made:") == len(pages.PLACE.findall(text))  # each has its end
+    assert pages.fill(text) == text, "the rows have changed: make pages"
+
+
+def test_every_table_and_plot_has_a_place():
+    places = {name for page in PAGES[1:] for _, name, _ in pages.PLACE.findall(page.read_text())}
+    assert places == {*pages.TABLES, *(f"{name}-picture" for name in pages.DRAWN)}
+
+
+def without_names(picture: str) -> str:
+    """An SVG without the names of its parts, which are made from rounded numbers."""
+    return re.sub(r'(id="|href="#|url\(#)[^")]*', "", picture)
+
+
+@pytest.mark.parametrize("name", [name for name, picture in pages.DRAWN.items() if picture.rows()])
+def test_plots_are_what_the_command_draws(name, tmp_path):
+    pages.DRAWN[name].draw(pages.DRAWN[name].rows(), tmp_path / "drawn.svg")
+    drawn, kept = (
+        without_names(path.read_text()) for path in (tmp_path / "drawn.svg", DOCS / "pictures" / f"{name}.svg")
+    )
+    assert NUMBER.sub("", drawn) == NUMBER.sub("", kept), "the rows have changed: make pages"
+    numbers = [[float(number) for number in NUMBER.findall(text)] for text in (drawn, kept)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.01)  # the last digits are the machine's
+
+
+def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    page = pages.fill("".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in ("tabular", "mil-picture", "bags")))
+    assert "To measure it: `python -m benchmarks.tabular`" in page
+    assert "To measure it: `python -m benchmarks.mil run`" in page
+    assert "![" not in page
+    assert pages.fill(page) == page
+
+
+def test_runs_that_not_all_systems_have_are_left_out(tmp_path, monkeypatch):
+    rows = [row for row in pages.rows_of("retrieval.csv") if (row["system"], row["run"]) != ("M-Hop", "4")]
+    monkeypatch.setattr(pages, "rows_of", lambda file: rows)
+    assert {row["run"] for row in pages.retrieval_rows("accuracy")} == {"0", "1", "2", "3"}
+
+
+def test_figures_in_the_text_stand_in_the_tables():
+    """README and the page that judges quote figures of three digits or more: each must be one of the tables'."""
+    judged = pages.PLACE.sub("", README.read_text() + (DOCS / "when-does-it-help.md").read_text())
+    prose = re.sub(r"```.*?```", "", judged, flags=re.DOTALL)
+    tables = "".join(path.read_text() for path in FIGURES)
+    known = {number for found in re.findall(r"0\.\d{3,}", tables) for number in (found, f"{float(found):.3f}")}
+    quoted = set(re.findall(r"0\.\d{3,}", prose)) - {"0.001", "0.012", "0.0003"}  # learning rates, and a difference
+    assert len(quoted) > 20
+    assert not quoted - known, "figures that are in no table"
+
+
+def test_corrupted_images_are_compared_seed_by_seed():
+    values = {("adaptive", "0"): 0.7, ("adaptive", "1"): 0.6, ("dot", "0"): 0.5, ("dot", "2"): 0.9}
+    rows = [
+        {"attention": attention, "measure": measure, "seed": seed, "value": str(value)}
+        for measure in ("seconds", "accuracy", "noise 0.1")
+        for (attention, seed), value in values.items()
+    ]
+    lines = images_report.corruption_table(rows).splitlines()
+    assert lines[0] == "| corrupted by | dot (2 seeds) | adaptive (2 seeds) | adaptive above dot |"
+    assert lines[2:] == [f"| {name} | 0.7000 | 0.6500 | +0.2000 |" for name in ("nothing", "noise 0.1")]
+
+
+def test_kernels_have_no_empty_columns():
+    row = {"case": "2 x 3", "ours_ms": "1.36e+03", "paper/ours": "12.3", "ours/limit": "", "extra_MB": ""}
+    text = kernels_report.report([{**row, "pass": "forward"}, {**row, "pass": "forward + backward", "extra_MB": "0.5"}])
+    assert text.splitlines()[0].endswith("| forward + backward, times faster | memory, MB |")
+    assert text.splitlines()[-1] == "| 2 x 3 | 1,360 | 1,360 | 12.3 | 12.3 | 0.5 |"
+
+
+def test_a_table_in_markdown():
+    assert table(["a", "b"], [[1, "x"], [2.5, ""]]) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2.5 |  |"

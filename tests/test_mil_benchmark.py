@@ -133,7 +133,7 @@ def test_rows_are_kept_once_and_a_second_run_goes_on(home, tmp_path, one_setting
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_tables_have_paired_differences_and_the_paper(tmp_path, capsys):
+def test_tables_have_paired_differences_and_the_paper(tmp_path):
     measured = {"dot": (0.90, 0.92, 0.91), "adaptive": (0.91, 0.92, 0.93)}
     rows = mil.Rows(tmp_path / "none.csv")
     for pooling, values in measured.items():
@@ -141,13 +141,18 @@ def test_tables_have_paired_differences_and_the_paper(tmp_path, capsys):
             common = {"data": "tiger", "pooling": pooling, "repeat": str(repeat), "device": "test"}
             for part, measure in (("nested", "auc"), ("nested", "mask 0.5"), ("corrupted", "mask 0.5")):
                 rows.rows.append({"part": part, "measure": measure, "value": str(value), **common})
-    mil_report.report(rows, tmp_path / "docs" / "mil.png")
-    shown = capsys.readouterr().out
+    shown = mil_report.report(rows.rows)
     pairs = [a - d for a, d in zip(measured["adaptive"], measured["dot"], strict=True)]
     error = statistics.stdev(pairs) / 3**0.5
     assert f"| tiger | A-Hop | 3 | 0.9200 | 0.0100 | 0.9030 | +0.0100 | {error:.4f} |" in shown
     assert f"| mask, all bags | 0.5 | 0.9100 | 0.9200 | +0.0100 ± {error:.4f} |" in shown
-    assert (tmp_path / "docs" / "mil.png").stat().st_size > 10_000
+    short = mil_report.short_table(mil_report.arrange(rows.rows), ["tiger"])
+    assert "| A-Hop | 0.920 (0.903) |" in short
+    assert f"| A-Hop above M-Hop | +0.0100 ± {error:.4f} |" in short
+    assert mil_report.draw(rows.rows, tmp_path / "docs" / "mil.svg")
+    drawn = (tmp_path / "docs" / "mil.svg").read_text()
+    assert all(text in drawn for text in ("masked features (share)", "corrupted: all bags", "A-Hop"))
+    assert not mil_report.draw([], tmp_path / "none.svg")
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")

@@ -121,6 +121,42 @@ def test_weights_refuse_what_does_not_fit(model):
         plots.footprint_weights(model, ax=Figure().subplots())
 
 
+@pytest.mark.parametrize("bases", [("dis", "dot"), ("l1",)])
+def test_steps_lead_from_the_pair_to_its_score(bases):
+    similarity = ah.AdaptiveSimilarity(7, bases=bases, init="uniform", debias=True)
+    for parameter in similarity.parameters():
+        nn.init.normal_(parameter)
+    query, keys = torch.randn(7), torch.randn(3, 7)
+    axes = plots.footprint_steps(similarity, query, keys, ["a", "b", "c"]).axes
+    lines = np.array([[line.get_ydata() for line in axis.lines[:3]] for axis in axes]).reshape(-1, 4, 3, 7)
+    for base, (compared, ordered, footprint, weighed) in zip(bases, lines, strict=True):
+        expected = ah.footprint(similarity.unbiased(query[None]), keys, base)[0].detach()
+        np.testing.assert_allclose(footprint, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.sort(compared), np.sort(ordered), rtol=1e-6)
+        assert (np.diff(ordered) <= 0).all()
+        assert np.isfinite(weighed).all()
+    np.testing.assert_allclose(
+        lines[:, 3, :, -1].sum(0), similarity(query[None], keys)[0].detach(), rtol=1e-4, atol=1e-4
+    )
+    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"similarity": ah.AdaptiveSimilarity(7, num_heads=2)}, "without heads, got one with 2"),
+        ({"query": torch.zeros(1, 7)}, r"must be \(7,\) and \(S, 7\), got \(1, 7\) and \(3, 7\)"),
+        ({"keys": torch.zeros(3, 6)}, r"got \(7,\) and \(3, 6\)"),
+        ({"keys": "keys"}, "keys must be a tensor, got str"),
+        ({"names": ["a"]}, "as many as keys, 3, got 1"),
+    ],
+)
+def test_steps_refuse_what_does_not_fit(change, message):
+    arguments = {"similarity": ah.AdaptiveSimilarity(7), "query": torch.zeros(7), "keys": torch.zeros(3, 7)} | change
+    with pytest.raises(ah.AHopError, match=message):
+        plots.footprint_steps(**arguments)
+
+
 @pytest.mark.parametrize("style", ["default", "dark_background"])
 def test_it_can_be_read_in_light_and_dark(model, style, tmp_path):
     with matplotlib.style.context(style):
@@ -130,6 +166,12 @@ def test_it_can_be_read_in_light_and_dark(model, style, tmp_path):
     axis = figure.axes[0]
     for colour in (axis.title.get_color(), *(line.get_color() for line in axis.lines)):
         assert np.abs(np.array(matplotlib.colors.to_rgb(colour)) - ground).max() > 0.3
+
+
+def test_a_map_lets_the_image_through_where_nobody_looks():
+    weights = torch.tensor([[0.0, 0.0, 0.25, 0.75, 0.0]])
+    overlay = plots.association_map(weights, torch.rand(4, 4), patches=(2, 2)).axes[0].images[1]
+    np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])
 
 
 def test_the_package_does_not_import_matplotlib():

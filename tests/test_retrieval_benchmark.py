@@ -46,7 +46,7 @@ def test_the_small_version_resumes_and_compares(tmp_path, run):
     assert found["M-Hop"] < found["A-Hop, debias"] <= found["Bayes limit"]
     assert found["Bayes limit, bias guessed"] < found["Bayes limit"]
     for system in found:
-        assert re.search(rf"^{re.escape(system)} +\d\.\d+", first, flags=re.MULTILINE)
+        assert re.search(rf"^\| {re.escape(system)} \| \d\.\d+", first, flags=re.MULTILINE)
 
     # Two rows are lost, one is altered: the lost ones are measured again, the altered one is believed.
     rows[0]["accuracy"] = "0.123"

@@ -41,6 +41,9 @@ BACKENDS = ("reference", *KERNELS)
 def backends() -> dict[str, Status]:
     """The backends of :func:`ahop_layers.adaptive_similarity`: which can run here, and why not.
 
+    Returns:
+        For the name of each backend whether it is ``available``, and in ``detail`` how it runs or why it cannot.
+
     >>> import ahop_layers as ah
     >>> ah.backends()["reference"]
     Status(available=True, detail='plain PyTorch, any device')

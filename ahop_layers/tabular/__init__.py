@@ -103,6 +103,9 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
     Arguments, attributes and errors are those of :class:`AdaptiveMemoryClassifier`, but there are no classes, and
     ``loss`` is ``"squared"`` (``"auto"``) or ``"absolute"``.
 
+    Raises:
+        ValueError: input that scikit-learn refuses, or a parameter that does not fit (an AHopError).
+
     >>> import numpy as np
     >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
     >>> X = np.random.default_rng(0).uniform(-2, 2, (400, 2))

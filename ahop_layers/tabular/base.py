@@ -115,6 +115,13 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
 
         Raises:
             AHopError: ``n_nearest`` is not between 1 and the number of cases.
+
+        >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
+        >>> X = np.linspace(0, 1, 40)[:, None]
+        >>> model = AdaptiveMemoryRegressor(n_cases=8, max_epochs=1, random_state=0).fit(X, X[:, 0])
+        >>> cases, weights = model.nearest_cases(X[:2], n_nearest=3)
+        >>> cases.shape, bool((weights > 0).all())
+        ((2, 3), True)
         """
         rows = self._check_rows(X)
         if not 1 <= n_nearest <= len(self.cases_):

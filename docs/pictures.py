@@ -1,0 +1,283 @@
+"""The pictures that explain: how a footprint is made, how queries are corrupted, what is learned, where a ViT looks.
+
+To run: python docs/pictures.py   (or: python docs/pictures.py footprint weights --out folder)
+
+Everything in them is computed by the package, on digits and patterns decided by a seed; a second run writes the same
+bytes. They have no ground of their own, and colours that can be read on a light page and on a dark one.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+import ahop_layers as ah
+from ahop_layers import plots
+from ahop_layers.plots import COLOURS
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "examples"))  # the ViT has one place
+GREY = "#82868c"  # four times as light as a near-black page, a quarter as light as a white one
+ORIGIN, OTHER = COLOURS["dot"], COLOURS["dis"]
+PEN = 1e-3  # a variant without noise lies on points and lines, which have to be drawn with some width
+STYLE = {
+    "svg.hashsalt": "ahop-layers",  # else names inside a picture are drawn at random
+    "savefig.transparent": True,
+    "font.size": 12,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+}
+# No date, and no version of matplotlib, so that nothing changes but the picture.
+NAMELESS: dict[str, dict[str, None]] = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """The 1797 digits of scikit-learn, ``(n, 64)`` with values from -1 to 1, and what each shows ``(n,)``."""
+    found = load_digits()
+    return torch.tensor(found.data, dtype=torch.float32) / 8 - 1, torch.tensor(found.target)
+
+
+class Example(NamedTuple):
+    """A query, the two patterns ``(2, d)`` that compete for it, its origin first, and weights ``(d,)`` that decide."""
+
+    query: Tensor
+    keys: Tensor
+    weights: Tensor
+
+
+def example() -> Example:
+    """Of corrupted digits that the distance takes for another digit, and a fitted memory does not, the clearest."""
+    patterns, shown = digits()
+    patterns = patterns[:100]
+    variant = ah.variants.Mixed(mask=0.4, noise=0.02)
+    plain = ah.AssociativeMemory(patterns, similarity="dis")
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("dis",), init="dis")
+    memory.fit(variant, epochs=600, batch=128, progress=False)
+    index, query = variant.sample(patterns, 2000, torch.Generator().manual_seed(1))
+    wrong = plain.recall(query)
+    rows = ((memory.recall(query) == index) & (shown[wrong] != shown[index])).nonzero()[:, 0]
+    pairs = patterns[torch.stack((index[rows], wrong[rows]), 1)]
+    curves = ah.footprint(query[rows, None], pairs, base="dis")[:, 0]
+    lead = (curves[:, 0] - curves[:, 1]) / curves[:, 0, -1:].abs()
+    best = torch.minimum(lead.amax(-1), -lead[:, -1]).argmax()  # the origin is far ahead, and in the end far behind
+    weights = (memory.similarity.beta.unsqueeze(-1) * memory.similarity.w).detach()[0]
+    return Example(query[rows[best]], pairs[best], weights)
+
+
+def footprint() -> Figure:
+    """One query, two stored digits: compare, sort, add up, weigh."""
+    query, keys, weights = example()
+    similarity = -(query - keys).square()
+    curves = ah.footprint(query[None], keys, base="dis")[0]
+    colours = (ORIGIN, OTHER)
+    figure = Figure(figsize=(10, 4.4))
+    height, tops = 0.29, (0.545, 0.12)
+    side = height * 0.44
+
+    def label(x: float, y: float, text: str, **keywords: Any) -> None:
+        figure.text(x, y, text, ha="center", va="center", **{"fontsize": 18, **keywords})
+
+    def arrow(start: tuple[float, float], end: tuple[float, float]) -> None:
+        style = {"arrowstyle": "-|>", "mutation_scale": 16, "color": GREY, "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0}
+        figure.add_artist(FancyArrowPatch(start, end, transform=figure.transFigure, **style))
+
+    names = ("query", "stored", "compare", "sort", "add up", "weigh")
+    for x, name in zip((0.066, 0.232, 0.382, 0.532, 0.722, 0.922), names, strict=True):
+        label(x, 0.94, name)
+    centre = sum(tops) / 2 + height / 2
+    _pixels(figure.add_axes((0.003, centre - height / 2, side, height)), query, GREY)
+    for y, key, q, colour, name in zip(tops, keys, similarity, colours, ("the origin", "a look-alike"), strict=True):
+        middle = y + height / 2
+        arrow((0.137, centre + (middle - centre) * 0.25), (0.165, middle))
+        _pixels(figure.add_axes((0.168, y, side, height)), key, colour)
+        label(0.232, y - 0.06, name, color=colour, fontsize=15)
+        _disagreement(figure.add_axes((0.318, y, side, height)), q, colour)
+        arrow((0.45, middle), (0.468, middle))
+        bars = figure.add_axes((0.472, y, 0.12, height))
+        bars.fill_between(range(65), [0, *q.sort(descending=True).values], step="pre", color=colour, linewidth=0)
+        bars.set(ylim=(float(similarity.min()), 0), xlim=(0, 64))
+        bars.axis("off")
+        arrow((0.6, middle), (0.618, centre + (middle - centre) * 0.6))
+
+    places = range(1, 65)
+    panel = figure.add_axes((0.625, 0.36, 0.2, 0.49))
+    for curve, colour in zip(curves, colours, strict=True):
+        panel.plot(places, curve.numpy(), color=colour, linewidth=2.5)
+    strip = figure.add_axes((0.625, 0.12, 0.2, 0.18), sharex=panel)
+    strip.bar(places, weights.numpy(), width=1, color=GREY)
+    label(0.725, 0.06, "learned weights", fontsize=15)
+    for axis in (panel, strip):
+        axis.set(xlim=(0.5, 64.5), xticks=[], yticks=[])
+        axis.spines[["left", "bottom"]].set_visible(False)
+        axis.axhline(0, color=GREY, linewidth=1)
+    verdicts = (("distance \u2717", curves[:, -1]), ("learned \u2713", curves @ weights))
+    for y, (name, scores) in zip(tops, verdicts, strict=True):
+        axis = figure.add_axes((0.865, y, 0.115, height))
+        axis.bar((0, 1), scores.numpy(), width=0.6, color=colours)
+        axis.axhline(0, color=GREY, linewidth=1)
+        axis.set(xlim=(-0.6, 1.6))
+        axis.axis("off")
+        label(0.922, y - 0.06, name, color=colours[int(scores.argmax())], fontsize=15)
+    return figure
+
+
+def _pixels(axis: Axes, pattern: Tensor, colour: str) -> None:
+    """A digit in a frame."""
+    axis.pcolormesh(pattern.reshape(8, 8).numpy(), cmap="gray", vmin=-1, vmax=1, edgecolors="face", linewidth=0.5)
+    _frame(axis, colour)
+
+
+def _disagreement(axis: Axes, similarity: Tensor, colour: str) -> None:
+    """What each pixel disagrees, the more the stronger; where all agree the page shows."""
+    clear = LinearSegmentedColormap.from_list("clear", [(*to_rgb(colour), 1), (*to_rgb(colour), 0)])
+    axis.pcolormesh(similarity.reshape(8, 8).numpy(), cmap=clear, vmin=-2, vmax=0)
+    _frame(axis, colour)
+
+
+def _frame(axis: Axes, colour: str) -> None:
+    axis.set(xticks=[], yticks=[], aspect="equal")
+    axis.invert_yaxis()
+    for spine in axis.spines.values():
+        spine.set(visible=True, color=colour, linewidth=2)
+
+
+def likelihoods() -> Figure:
+    """Where variants of one pattern of two dimensions lie: the exact density of each kind of variant."""
+    variants = {
+        "noise": ah.variants.Mixed(noise=0.06),
+        "mask": ah.variants.Mixed(mask=0.5, noise=PEN),
+        "bias": ah.variants.Mixed(bias=0.4, noise=PEN, seed=1),
+        "all three": ah.variants.Mixed(mask=0.5, noise=0.02, bias=0.4, seed=1),
+    }
+    reach, pattern = 1.45, torch.tensor([-0.1, -0.3])
+    line = torch.linspace(-reach, reach, 351)
+    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1)
+    cloud = LinearSegmentedColormap.from_list("cloud", [(*to_rgb(ORIGIN), 0), (*to_rgb(ORIGIN), 1)])
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    for axis, (name, variant) in zip(figure.subplots(1, 4), variants.items(), strict=True):
+        density = variant.log_likelihood(grid, pattern).exp()
+        # The root keeps faint regions visible beside sharp ones.
+        axis.imshow((density / density.max()).sqrt().numpy(), cmap=cloud, origin="lower", extent=[-reach, reach] * 2)
+        axis.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color=GREY, linewidth=1, linestyle=":")
+        if variant.bias:
+            ends = {"xy": (pattern + variant.shift(pattern)).tolist(), "xytext": pattern.tolist()}
+            axis.annotate("", **ends, arrowprops={"arrowstyle": "-|>", "color": OTHER, "linewidth": 1.5, "shrinkB": 4})
+        axis.plot(*pattern, "o", color=OTHER, markersize=8)
+        axis.set_title(name, fontsize=18)
+        axis.set(xlim=(-reach, reach), ylim=(-reach, reach))
+        axis.axis("off")
+    return figure
+
+
+def weights() -> Figure:
+    """What a memory learns: weights of sorted similarities from noise and masks, a bias from biased queries."""
+    variants = {
+        "noise": ah.variants.Noisy(1.0),
+        "mask": ah.variants.Mixed(mask=0.6, noise=0.01),
+        "noise and mask": ah.variants.Mixed(mask=0.4, noise=0.3),
+        "bias": ah.variants.Mixed(noise=1.0, bias=0.5),
+    }
+    patterns = torch.rand(256, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    for axis, (name, variant) in zip(figure.subplots(1, 4), variants.items(), strict=True):
+        memory = ah.AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
+        memory.fit(variant, epochs=300, lr=0.02, batch=128, progress=False)
+        if variant.bias:
+            axis.axhline(0, color=GREY, linewidth=0.8)
+            axis.bar(range(1, 17), memory.similarity.bias.detach()[:16], color=ORIGIN, width=0.7)
+            axis.plot(range(1, 17), variant.shift(patterns)[:16], "_", color=OTHER, markersize=9, markeredgewidth=2.5)
+            axis.set_xlabel("dimension")
+            axis.set(xticks=[1, 16], ylim=(-0.8, 1.2))
+            names = (("true", OTHER), ("learned", ORIGIN))
+        else:
+            plots.footprint_weights(memory, ax=axis)
+            axis.get_legend().remove()
+            axis.set(ylabel="", xticks=[1, 64])
+            names = tuple((base, COLOURS[base]) for base in ("dis", "dot") if name == "noise")
+        axis.set_title(name, fontsize=18)
+        axis.xaxis.label.set_size(14)
+        axis.locator_params(axis="y", nbins=4)
+        axis.tick_params(labelsize=13)
+        for number, (text, colour) in enumerate(names):
+            place = {"x": 0.97, "y": 0.97 - 0.13 * number, "ha": "right", "va": "top", "transform": axis.transAxes}
+            axis.text(s=text, color=colour, fontsize=15, **place)
+    return figure
+
+
+def maps() -> Figure:
+    """Where the class token of a small ViT looks, as trained with the dot product, and after it learned on, adapted."""
+    from vit_model import VisionTransformer
+
+    torch.manual_seed(0)
+    patterns, shown = digits()
+    images = (patterns.reshape(-1, 1, 8, 8) + 1) / 2
+    model = VisionTransformer((1, 8, 8), classes=10, patch=2, depth=2, width=48, heads=2)
+    _train(model, images[:1400], shown[:1400], epochs=15)
+    ah.adapt_(model)
+    chosen = torch.stack([1400 + (shown[1400:] == digit).nonzero()[0, 0] for digit in range(0, 10, 2)])
+    rows = [ah.association_maps(model.eval(), images[chosen])]
+    _train(model, images[:1400], shown[:1400], epochs=8)
+    rows.append(ah.association_maps(model.eval(), images[chosen]))
+    figure = Figure(figsize=(6, 3.7), layout="constrained")
+    axes = figure.subplots(3, len(chosen))
+    for column, image in enumerate(images[chosen]):
+        axes[0, column].imshow(image[0].numpy(), cmap="gray")
+        axes[0, column].set(xticks=[], yticks=[])
+        for axis, found in zip(axes[1:, column], rows, strict=True):
+            plots.association_map(list(found.values())[-1][column], image, model.grid, ax=axis)
+    for axis, name in zip(axes[:, 0], ("image", "before", "after"), strict=True):
+        axis.set_ylabel(name)
+    return figure
+
+
+def _train(model: torch.nn.Module, images: Tensor, labels: Tensor, epochs: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model.train()
+    for _ in range(epochs):
+        for rows in torch.randperm(len(images)).split(64):
+            loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "footprint.svg": footprint,
+    "likelihoods.svg": likelihoods,
+    "weights.svg": weights,
+    "maps.png": maps,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    stems = [name.partition(".")[0] for name in PICTURES]
+    parser.add_argument("names", nargs="*", metavar="name", help=f"which of {', '.join(stems)} (all)")
+    parser.add_argument("--out", type=Path, default=HERE / "pictures", help="folder to write to (docs/pictures)")
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - set(stems)
+    if unknown:
+        parser.error(f"names must be among {', '.join(stems)}, got {', '.join(sorted(unknown))}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # more would change the last bit of sums, and gain nothing in steps as small as these
+    with matplotlib.rc_context(STYLE):
+        for name, draw in PICTURES.items():
+            if name.partition(".")[0] in options.names or not options.names:
+                path = options.out / name
+                draw().savefig(path, dpi=150, metadata=NAMELESS[path.suffix])
+                print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Every public name says in one sentence what it is, and shows it in an example that runs as a doctest."""
+
+import doctest
+import inspect
+from types import ModuleType
+
+import pytest
+
+import ahop_layers as ah
+from ahop_layers import convert, modulation, plots, separation, table, tabular, torchmil, variants
+
+# What nn.Module and scikit-learn prescribe needs no example: that of the class calls it.
+PRESCRIBED = {"forward", "extra_repr", "reset_parameters", "fit", "predict", "predict_proba", "decision_function"}
+# For those who teach adapt_ a module of their own: register_converter has the example.
+FOR_CONVERTERS = {"head_shape", "make_adaptive", "associate"}
+# These provide what hflayers prescribes.
+OF_HFLAYERS = {"ahop_layers.own", "ahop_layers.hopfield", "ahop_layers.core"}
+
+
+def of_module(module: ModuleType) -> list[object]:
+    """Its public classes and functions: those it lists, or else all that it defines."""
+    if hasattr(module, "__all__"):
+        found = [getattr(module, name) for name in module.__all__]
+        return [thing for thing in found if not inspect.ismodule(thing)]
+    return [
+        thing
+        for name, thing in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(thing) or inspect.isfunction(thing))
+        and thing.__module__ == module.__name__
+    ]
+
+
+def public() -> dict[str, object]:
+    """Every public class and function, and once each the public methods of the classes."""
+    found: dict[str, object] = {"ahop_layers.convert.Report": convert.Report}
+    for module in (ah, variants, plots, tabular, torchmil, separation, table, modulation):
+        found |= {f"{module.__name__}.{thing.__name__}": thing for thing in of_module(module)}
+    methods = {}
+    for owner in [thing for thing in found.values() if inspect.isclass(thing)]:
+        for name, method in inspect.getmembers(owner, inspect.isroutine):
+            module = getattr(method, "__module__", None) or ""
+            if module.startswith("ahop_layers") and module not in OF_HFLAYERS and not name.startswith("_"):
+                methods[f"{module}.{method.__qualname__}"] = method
+    chosen = {name: it for name, it in methods.items() if it.__name__ not in PRESCRIBED | FOR_CONVERTERS}
+    return found | chosen
+
+
+PUBLIC = public()
+
+
+def test_nothing_public_was_missed():
+    assert {f"ahop_layers.{name}" for name in ah.__all__ if name != "variants"} <= set(PUBLIC)
+    expected = {"plots.footprint_steps", "memory.AssociativeMemory.recall", "tabular.base.AdaptiveMemory.nearest_cases"}
+    assert {f"ahop_layers.{name}" for name in expected} <= set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_sentence_and_an_example(name):
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    first = text.split("\n\n")[0]
+    assert first.endswith((".", ":")), f"{name} begins with {first!r}"
+    assert doctest.DocTestParser().get_examples(text), f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", sorted(name for name, thing in PUBLIC.items() if inspect.isroutine(thing)))
+def test_three_arguments_or_more_are_explained_one_by_one(name):
+    arguments = [each for each in inspect.signature(PUBLIC[name]).parameters if each not in ("self", "cls")]
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    if len(arguments) >= 3:
+        assert "Args:" in text, name
+        assert not [each for each in arguments if each not in text], name

@@ -1,0 +1,169 @@
+"""What a release consists of: sdist and wheel that hold what they should, one version everywhere, valid workflows."""
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ahop_layers as ah
+
+ROOT = Path(__file__).parents[1]
+NAME = f"ahop_layers-{ah.__version__}"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def build(hook: str, folder: Path, out: Path) -> Path:
+    """Call a hook of the build backend, which is what ``python -m build --no-isolation`` does."""
+    out.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; print(build_meta.{hook}({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """Built from a copy, so that nothing is written into the tree."""
+    copy = tmp_path_factory.mktemp("sdist") / "tree"
+    unwanted = shutil.ignore_patterns(
+        ".git", ".venv*", ".*_cache", ".hypothesis", "build", "dist", "out", "site", "*.egg-info", "__pycache__"
+    )
+    shutil.copytree(ROOT, copy, ignore=unwanted)
+    return build("build_sdist", copy, copy.parent / "dist")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """Built from the sdist, so that what is missing there is missed here."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return build("build_wheel", folder / NAME, folder / "dist")
+
+
+def test_the_sdist_is_a_checkout(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
+    wanted = """
+        LICENSE README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md Makefile pyproject.toml setup.py constraints.txt
+        ahop_layers/py.typed ahop_layers/ops/footprint.c tests/test_release.py tests/data/hflayers.pt examples/demo.py
+        .github/workflows/tests.yml benchmarks/kernels.py docs/mathematics.md docs/pictures/footprint.svg
+        docs/notebooks/vit.ipynb
+    """.split()  # noqa: SIM905 - reads better than quotes
+    assert set(wanted) <= names
+    assert not [name for name in names if re.search(r"\.(so|pyc|dylib)$|__pycache__|^out|^site", name)]
+
+
+def test_the_wheel_holds_the_package_and_its_kernel_only(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name == f"{NAME}-py3-none-{here}.whl"
+    package = {name for name in names if not name.startswith(f"{NAME}.dist-info/")}
+    modules = {f"ahop_layers/{path.relative_to(ROOT / 'ahop_layers')}" for path in (ROOT / "ahop_layers").rglob("*.py")}
+    assert package == modules | {"ahop_layers/py.typed", "ahop_layers/ops/_footprint.so"}
+    assert f"{NAME}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_wheel_says_what_it_needs(wheel):
+    data = zipfile.ZipFile(wheel).read(f"{NAME}.dist-info/METADATA").decode()
+    fields = Parser().parse(io.StringIO(data))
+    assert (fields["Name"], fields["Version"]) == ("ahop-layers", ah.__version__)
+    assert fields["License-Expression"] == "MIT"
+    needed = [each for each in fields.get_all("Requires-Dist") if "extra ==" not in each]
+    assert {re.match(r"[\w-]+", each)[0] for each in needed} == {"torch", "einops"}
+    assert not [each for each in fields.get_all("Requires-Dist") if "@" in each]  # an index refuses those
+
+
+def test_an_installed_wheel_works(wheel, tmp_path):
+    """Away from the tree, with the libraries of this environment."""
+    site = tmp_path / "site"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
+    subprocess.run(install, check=True)
+    environment = os.environ | {"PYTHONPATH": str(site)}
+
+    def run(*command: str) -> str:
+        arguments = [sys.executable, *command]
+        done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert Path(run("-c", "import ahop_layers; print(ahop_layers.__file__)").strip()).is_relative_to(site)
+    assert re.search(r"^cpu +(?!not here).*\n +ok: error", run("-m", "ahop_layers"), flags=re.MULTILINE)
+
+
+def test_one_version_everywhere():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == ah.__version__
+    first = re.search(
+        r"^## \[(.+?)\] - (\d{4}-\d\d-\d\d|unreleased)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert first[1] == ah.__version__
+    written = [
+        path.name
+        for path in (*ROOT.glob("*.toml"), ROOT / "setup.py", *(ROOT / "ahop_layers").rglob("*.py"))
+        if re.search(rf"""version.*["']{re.escape(ah.__version__)}["']""", path.read_text())
+    ]
+    assert written == ["version.py"]
+
+
+def test_the_changelog_names_everything_public():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert not [name for name in ah.__all__ if f"`{name}" not in text]
+
+
+def test_the_citation_has_paper_and_software():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["type"] == "software"
+    assert citation["license"] == "MIT"
+    paper = citation["preferred-citation"]
+    assert paper["title"].startswith("Adaptive Hopfield Network")
+    assert all({"family-names", "given-names"} <= set(author) for author in paper["authors"])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_well_formed(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}  # a job that needs more says so itself
+    assert workflow[True]  # "on" is a boolean to YAML
+    for name, job in workflow["jobs"].items():
+        assert job["runs-on"], name
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= set(workflow["jobs"])
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), (name, step)
+            assert "uses" not in step or re.fullmatch(r"[\w./-]+@(v\d+(\.\d+)*|release/v\d+)", step["uses"]), step
+            target = re.fullmatch(r"make ([\w-]+)", step.get("run", ""))
+            assert not target or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), step
+
+
+def test_there_are_workflows_for_tests_docs_and_wheels():
+    assert [path.stem for path in WORKFLOWS] == ["docs", "tests", "wheels"]
+
+
+def test_wheels_are_built_for_the_platforms_that_torch_has():
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    platforms = {each.partition("-")[2] for each in config["build"].split()}
+    assert platforms == {"manylinux_x86_64", "manylinux_aarch64", "macosx_arm64"}
+    assert config["test-command"][0] == "python -m ahop_layers"
+    kernel = config["test-command"][1].removeprefix("python ").split(" ", 1)
+    assert subprocess.run([sys.executable, kernel[0], kernel[1].strip('"')], check=False).returncode == 0
