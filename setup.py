@@ -11,7 +11,11 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-FLAGS = ["-std=gnu11", "-O3", "-g0", "-funroll-loops", "-pthread", *shlex.split(os.environ.get("AHOP_CFLAGS", ""))]
+FLAGS = [
+    *("-std=gnu11", "-O3", "-g0", "-funroll-loops", "-pthread"),
+    "-fno-schedule-insns",  # reordered before registers are assigned, a network needs more of them than there are
+    *shlex.split(os.environ.get("AHOP_CFLAGS", "")),
+]
 
 
 class BuildKernel(build_ext):

@@ -1,7 +1,7 @@
 """The native CPU kernel: footprint.c, called through ctypes on the tensors' memory.
 
-The C file sorts with a network it gets as data: :func:`steps` cuts ``sorting_network(d)`` into groups of rows that fit
-in vector registers. The interface is that of :mod:`ahop_layers.ops.chunked`.
+The C file sorts with a network it gets as data: :func:`steps` lists sorts and merges of as many rows as fit in vector
+registers. The interface is that of :mod:`ahop_layers.ops.chunked`.
 """
 
 import ctypes
@@ -20,14 +20,16 @@ from ahop_layers.ops.chunked import Need, accumulator
 MAX_DIMENSIONS = 1024
 BASE_CODES = {"dis": 0, "dot": 1, "l1": 2}
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-END, SORT2, SORT4, SORT8, SORT16, MERGE8, MERGE16, CHAIN2, CHAIN3 = range(9)
+END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 = range(11)
+SORTS = {2: SORT2, 4: SORT4, 8: SORT8, 16: SORT16}
+CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 
 SERIAL_WORK = 50_000
 """Below so many similarities a call takes less time than starting a thread would gain."""
 
 
-CALL = struct.Struct("9P21q")
-"""``call_t`` of footprint.c: nine pointers, six sizes, three times four strides, dtype, need, threads."""
+CALL = struct.Struct("9P22q")
+"""``call_t`` of footprint.c: nine pointers, six sizes, three times four strides, dtype, need, threads, paired."""
 
 
 @lru_cache(maxsize=None)
@@ -106,27 +108,30 @@ def _run(
     bases: Sequence[str],
     grads: Sequence[Tensor] = (),
 ) -> None:
-    """Call ``function`` with the longer of query and key as the one that lanes run along."""
+    """Call ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):
         return
     library = _library()
     if isinstance(library, str):
         raise RuntimeError(library)
-    n, heads, length, d = query.shape
+    length, d = query.shape[-2:]
+    paired = length == key.shape[-2] == 1
     weight = weight.to(scores.dtype).contiguous()
     pair_grads, weight_grads = list(grads[:2]), grads[2:]
     if length > key.shape[-2]:  # every base is symmetric in query and key
         query, key, scores = key, query, scores.transpose(-1, -2)
         pair_grads.reverse()
+    elif paired:
+        query, key, scores = query.transpose(0, 2), key.transpose(0, 2), scores.transpose(0, 3)
     pointers = [tensor.data_ptr() for tensor in (query, key, weight, scores, *pair_grads, *weight_grads)]
     pointers += [0] * (7 - len(pointers))
     need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
     threads = torch.get_num_threads() if scores.numel() * d * len(bases) >= SERIAL_WORK else 1
     call = CALL.pack(
         *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_program(d))),
-        *(n, heads, query.shape[-2], key.shape[-2], d, len(bases)),
+        *(*scores.shape, d, len(bases)),
         *(*query.stride(), *key.stride(), *scores.stride()),
-        *(DTYPE_CODES[query.dtype], need, threads),
+        *(DTYPE_CODES[query.dtype], need, threads, paired),
     )
     if getattr(library, function)(next(iter(instruction_sets().values())), call):
         raise MemoryError("the native kernel could not allocate its scratch memory")
@@ -149,29 +154,30 @@ class Step(NamedTuple):
 
 
 def steps(d: int) -> Iterator[Step]:
-    """The comparators of ``sorting_network(d)`` in groups of rows that fit in vector registers.
+    """A sorting network for ``d`` rows, in groups of rows that fit in vector registers.
 
-    Sort runs of 16 rows first. Then, in a merge of two runs, comparators of large distance form merges of 8 or 16 rows
-    that do not touch one another, and those of small distance form chains, two or three distances at a time.
+    Sort runs of 32 rows first, or of fewer at the end. Then merge runs as Batcher does: comparators of the five largest
+    distances form merges of 32 rows that do not touch one another, and those of smaller distances form chains, up to
+    four distances at a time.
     """
-    whole, rest = divmod(d, 16)
+    whole, rest = divmod(d, 32)
     if whole:
-        yield Step(SORT16, 0, 16, whole, 1, d)
-    if rest > 1:
-        code = next(code for size, code in ((2, SORT2), (4, SORT4), (8, SORT8), (16, SORT16)) if size >= rest)
-        yield Step(code, 16 * whole, 16, 1, 1, d)
-    run = 16
+        yield Step(SORT32, 0, 32, whole, 1, d)
+    for start in range(32 * whole, d - 1, 16):
+        code = next(code for size, code in SORTS.items() if size >= min(d - start, 16))
+        yield Step(code, start, 16, 1, 1, d)
+    if rest > 16:
+        yield Step(MERGE32, 32 * whole, 1, 1, 1, d)
+    run = 32
     while run < d:
-        code, size = (MERGE8, 8) if run == 16 else (MERGE16, 16)
         for block in range(0, d - run, 2 * run):
             end = min(block + 2 * run, d)
-            step = 2 * run // size
-            yield Step(code, block, 1, min(step, end - block - run), step, end)
+            step = run // 16
+            yield Step(MERGE32, block, 1, min(step, end - block - run), step, end)
             while step > 1:
-                code, fused = (CHAIN2, 2) if step in (4, 16) else (CHAIN3, 3)
-                step >>= fused
-                yield Step(code, block, 1, step, step, end)
-            code = MERGE8 if run == 16 else MERGE16
+                distances = min(step.bit_length() - 1, max(CHAINS))
+                step >>= distances
+                yield Step(CHAINS[distances], block, 1, step, step, end)
         run *= 2
 
 

@@ -1,9 +1,10 @@
 /* Scores of query-key pairs by their sorted per-dimension similarities, and the gradients of these scores.
  *
- * Vector lanes run along keys: a block holds a few columns of d vectors each and one more, and a sorting network of
- * row-wise minima and maxima sorts all lanes of a column at once. The network comes from Python as data (see cpu.py):
- * groups of rows few enough to be sorted or merged in registers, so that memory is touched once per group and not once
- * per comparator.
+ * Vector lanes run along keys, or along pairs of one query and one key: a block holds a few columns of d vectors each,
+ * and a sorting network of row-wise minima and maxima sorts all lanes of a column at once. The network comes as data
+ * from Python (see cpu.py): groups of rows few enough to be sorted or merged in registers, so that memory is touched
+ * once per group and not once per comparator. Columns lie d + 1 vectors apart, or more where they are sorted: powers of
+ * two would have them compete for the same lines of the cache.
  *
  * Similarities are sorted in ascending order: -(q-k)^2 and -|q-k| as their negatives, with the sign moved into the
  * weight, and q*k with the weights reversed.
@@ -27,8 +28,10 @@
 enum { DIS, DOT, L1 };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
-enum { END, SORT2, SORT4, SORT8, SORT16, MERGE8, MERGE16, CHAIN2, CHAIN3 };
-enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, BOUNDLESS = 8 };
+enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
+enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, SPREAD = 13 };
+/* How similarities go into a network: as they are; with every NaN set aside; tagged; tagged and bounded. */
+enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
 
 /* A step of the sorting network: `groups` groups of rows, the first at `start`, the next `advance` further on. The rows
@@ -46,6 +49,7 @@ typedef struct {
     int64_t n, heads, length, count, d, n_bases;
     int64_t query_stride[4], key_stride[4], score_stride[4];
     int64_t dtype, need, threads;
+    int64_t paired; /* key s meets query s alone: `length` is 1, and the third stride leads from query to query */
 } call_t;
 
 /* How a call is cut into tasks: by its shape alone, so that sums add up in one order for any number of threads. */
@@ -110,6 +114,15 @@ static int run(body_t *body, const plan_t *plan, int64_t tasks, int64_t scratch_
     return failed ? -1 : 0;
 }
 
+/* Rows from one sorted column to the next: a power of two, so that no group of rows reaches past a column, and some. */
+static int64_t column_height(int64_t d)
+{
+    int64_t height = 1;
+    while (height < d)
+        height *= 2;
+    return height + SPREAD;
+}
+
 typedef struct {
     char *base;
     int64_t used;
@@ -143,7 +156,8 @@ static inline float from_float16(uint16_t bits)
 static inline float from_float32(float value) { return value; }
 static inline double from_float64(double value) { return value; }
 
-/* Batcher's odd-even merges and sorts of rows held in registers. */
+/* Sorts and Batcher's odd-even merges of rows held in registers. Sixteen rows are sorted by Green's network, which has
+ * three comparators fewer than Batcher's. */
 #define CE(a, b) { V low_ = MIN(a, b); b = MAX(a, b); a = low_; }
 #define M4(a, b, c, d) CE(a, c) CE(b, d) CE(b, c)
 #define M8(a, b, c, d, e, f, g, h) M4(a, c, e, g) M4(b, d, f, h) CE(b, c) CE(d, e) CE(f, g)
@@ -152,14 +166,29 @@ static inline double from_float64(double value) { return value; }
 #define S2(a, b) CE(a, b)
 #define S4(a, b, c, d) CE(a, b) CE(c, d) M4(a, b, c, d)
 #define S8(a, b, c, d, e, f, g, h) S4(a, b, c, d) S4(e, f, g, h) M8(a, b, c, d, e, f, g, h)
-#define S16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
-    S8(a, b, c, d, e, f, g, h) S8(i, j, k, l, m, n, o, p) M16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
+#define S16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)                                    \
+    CE(a, b) CE(c, d) CE(e, f) CE(g, h) CE(i, j) CE(k, l) CE(m, n) CE(o, p)                     \
+    CE(a, c) CE(b, d) CE(e, g) CE(f, h) CE(i, k) CE(j, l) CE(m, o) CE(n, p)                     \
+    CE(a, e) CE(b, f) CE(c, g) CE(d, h) CE(i, m) CE(j, n) CE(k, o) CE(l, p)                     \
+    CE(a, i) CE(b, j) CE(c, k) CE(d, l) CE(e, m) CE(f, n) CE(g, o) CE(h, p)                     \
+    CE(b, c) CE(d, m) CE(e, i) CE(f, k) CE(g, j) CE(h, l) CE(n, o)                              \
+    CE(b, e) CE(c, i) CE(f, g) CE(h, n) CE(j, k) CE(l, o) CE(c, e) CE(d, i) CE(h, m) CE(l, n)   \
+    CE(d, f) CE(g, i) CE(h, j) CE(k, m) CE(d, e) CE(f, g) CE(h, i) CE(j, k) CE(l, m) CE(g, h) CE(i, j)
 #define ROWS2 r[0], r[1]
 #define ROWS4 ROWS2, r[2], r[3]
 #define ROWS8 ROWS4, r[4], r[5], r[6], r[7]
 #define ROWS16 ROWS8, r[8], r[9], r[10], r[11], r[12], r[13], r[14], r[15]
+#define NEXT16 \
+    r[16], r[17], r[18], r[19], r[20], r[21], r[22], r[23], r[24], r[25], r[26], r[27], r[28], r[29], r[30], r[31]
+#define EVEN16 r[0], r[2], r[4], r[6], r[8], r[10], r[12], r[14], r[16], r[18], r[20], r[22], r[24], r[26], r[28], r[30]
+#define ODD16 r[1], r[3], r[5], r[7], r[9], r[11], r[13], r[15], r[17], r[19], r[21], r[23], r[25], r[27], r[29], r[31]
+#define MERGE_32                                                                                        \
+    APPLY(M16, EVEN16) APPLY(M16, ODD16)                                                                \
+    CE(r[1], r[2]) CE(r[3], r[4]) CE(r[5], r[6]) CE(r[7], r[8]) CE(r[9], r[10]) CE(r[11], r[12])        \
+    CE(r[13], r[14]) CE(r[15], r[16]) CE(r[17], r[18]) CE(r[19], r[20]) CE(r[21], r[22]) CE(r[23], r[24]) \
+    CE(r[25], r[26]) CE(r[27], r[28]) CE(r[29], r[30])
 #define APPLY(shape, ...) shape(__VA_ARGS__)
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 
 /* Call a function for the columns of a block: for several at once, then for one after the other. */
@@ -256,7 +285,6 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 
 #define T float
 #define INT int32_t
-#define UNSIGNED uint32_t
 #define HUGE_T FLT_MAX
 #define LARGE_T 1e18f
 #if defined(X86)
@@ -274,12 +302,10 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 #undef HUGE_T
 #undef LARGE_T
 #undef INT
-#undef UNSIGNED
 #undef T
 
 #define T double
 #define INT int64_t
-#define UNSIGNED uint64_t
 #define HUGE_T DBL_MAX
 #define LARGE_T 1e150
 #if defined(X86)
@@ -297,18 +323,15 @@ int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[c
 #undef HUGE_T
 #undef LARGE_T
 #undef INT
-#undef UNSIGNED
 #undef T
 
 #else
 
 #define V FN(vector)
 #define I FN(integers)
-#define U FN(unsigned)
 #define WORD FN(word)
 typedef T V __attribute__((vector_size(BYTES), may_alias));
 typedef INT I __attribute__((vector_size(BYTES), may_alias));
-typedef UNSIGNED U __attribute__((vector_size(BYTES), may_alias));
 typedef INT WORD __attribute__((may_alias));
 #define LANES ((int)(BYTES / sizeof(T)))
 
@@ -321,32 +344,28 @@ typedef INT WORD __attribute__((may_alias));
 #define MIN_NUMBER MIN
 #endif
 
-/* A group that reaches past the end: row d, which holds infinity, stands for all rows there. */
+#define GROUP(size, ...)                                                        \
+    for (; groups; groups--, start += advance)                                  \
+        for (V *y = x + start; y < x + vectors * height; y += height) {         \
+            V r[size];                                                          \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = y[i * step];         \
+            __VA_ARGS__                                                         \
+            UNROLL for (int i = 0; i < (size); i++) y[i * step] = r[i];         \
+        }                                                                       \
+    break;
+
+/* A window that reaches past the end: row d, which holds infinity, stands for all rows there. */
 #define RAGGED(size, first, body)                                               \
     {                                                                           \
         int64_t row[size];                                                      \
         UNROLL for (int i = 0; i < (size); i++)                                 \
             row[i] = (first) + i * step < end ? (first) + i * step : d;         \
-        for (V *y = x; y < x + vectors * pitch; y += pitch) {                   \
+        for (V *y = x; y < x + vectors * height; y += height) {                 \
             UNROLL for (int i = 0; i < (size); i++) r[i] = y[row[i]];           \
             body                                                                \
             UNROLL for (int i = 0; i < (size); i++) y[row[i]] = r[i];           \
         }                                                                       \
     }
-
-#define GROUP(size, shape)                                                      \
-    for (; groups; groups--, start += advance) {                                \
-        V r[size];                                                              \
-        if (start + (size - 1) * step < end)                                    \
-            for (V *y = x + start; y < x + vectors * pitch; y += pitch) {       \
-                UNROLL for (int i = 0; i < (size); i++) r[i] = y[i * step];     \
-                APPLY(shape, ROWS##size)                                        \
-                UNROLL for (int i = 0; i < (size); i++) y[i * step] = r[i];     \
-            }                                                                   \
-        else                                                                    \
-            RAGGED(size, start, APPLY(shape, ROWS##size))                       \
-    }                                                                           \
-    break;
 
 /* The last steps of a merge reach over the edge of each window of rows: those past it are carried to the next. */
 #define CHAIN(carried, window, body)                                            \
@@ -355,7 +374,7 @@ typedef INT WORD __attribute__((may_alias));
         int64_t first = start + step;                                           \
         const int64_t whole = most(0, (end - 1 - first - (carried - 1) * step) / (window * step)); \
         for (int64_t v = 0; whole && v < vectors; v++) {                        \
-            V *y = x + v * pitch + first;                                       \
+            V *y = x + v * height + first;                                      \
             UNROLL for (int i = 0; i < carried; i++) r[i] = y[i * step];        \
             for (int64_t left = whole; left; left--, y += window * step) {      \
                 UNROLL for (int i = carried; i < carried + window; i++) r[i] = y[i * step]; \
@@ -378,25 +397,37 @@ typedef INT WORD __attribute__((may_alias));
     } else                                                                      \
         __VA_ARGS__
 
-/* Sort the columns of a block. */
-static void FN(sort)(const step_t *program, V *x, int64_t d, int64_t vectors)
+/* Sort the columns of a block. Returns whether the comparators of the last step are left to the caller, who may ask for
+ * that where they stand between neighbours: rows 1 and 2, rows 3 and 4 and so on. */
+static int FN(sort)(const step_t *program, V *x, int64_t d, int64_t height, int64_t vectors, int leave_neighbours)
 {
-    const int64_t pitch = d + 1;
     for (;; program++) {
         const int64_t step = program->step, advance = program->advance, end = program->end;
         int64_t start = program->start, groups = program->groups;
         switch (program->code) {
-        case SORT2: GROUP(2, S2)
-        case SORT4: GROUP(4, S4)
-        case SORT8: GROUP(8, S8)
-        case SORT16: USUAL(1, GROUP(16, S16))
-        case MERGE8: USUAL(4, GROUP(8, M8))
-        case MERGE16: USUAL(4, GROUP(16, M16))
+        case SORT2: GROUP(2, APPLY(S2, ROWS2))
+        case SORT4: GROUP(4, APPLY(S4, ROWS4))
+        case SORT8: GROUP(8, APPLY(S8, ROWS8))
+        case SORT16: GROUP(16, APPLY(S16, ROWS16))
+        case SORT32: GROUP(32, APPLY(S16, ROWS16) APPLY(S16, NEXT16) MERGE_32)
+        case MERGE32: USUAL(2, GROUP(32, MERGE_32))
+        case CHAIN1:
+            if (leave_neighbours && program[1].code == END)
+                return 1;
+            USUAL(1, CHAIN(0, 2, CE(r[0], r[1])))
         case CHAIN2: USUAL(1, CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3])))
         case CHAIN3: USUAL(1, CHAIN(3, 8, CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
                                           CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
                                           CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])))
-        default: return;
+        case CHAIN4: USUAL(1, CHAIN(7, 16, CE(r[7], r[15]) CE(r[8], r[16]) CE(r[9], r[17]) CE(r[10], r[18])
+                                           CE(r[11], r[19]) CE(r[12], r[20]) CE(r[13], r[21]) CE(r[14], r[22])
+                                           CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
+                                           CE(r[11], r[15]) CE(r[12], r[16]) CE(r[13], r[17]) CE(r[14], r[18])
+                                           CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
+                                           CE(r[9], r[11]) CE(r[10], r[12]) CE(r[13], r[15]) CE(r[14], r[16])
+                                           CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])
+                                           CE(r[8], r[9]) CE(r[10], r[11]) CE(r[12], r[13]) CE(r[14], r[15])))
+        default: return 0;
         }
     }
 }
@@ -419,44 +450,64 @@ INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int
     }
 }
 
-/* Whether any of `count` numbers is NaN or so large that a similarity could overflow. */
+/* Whether any of `count` numbers is NaN or so large that a similarity could overflow. Without its sign, the bit pattern
+ * of a number grows with the number, and that of NaN is larger than any. */
 static int FN(wild)(const T *numbers, int64_t count)
 {
-    int wild = 0;
-    for (int64_t i = 0; i < count; i++)
-        wild |= !(numbers[i] < LARGE_T) | !(numbers[i] > -LARGE_T);
-    return wild;
+    const T bound = LARGE_T;
+    const WORD *bits = (const WORD *)numbers;
+    INT largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const INT magnitude = bits[i] & (INT)(sizeof(T) == 4 ? INT32_MAX : INT64_MAX);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest > *(const WORD *)&bound;
 }
 
 typedef struct {
-    V *keys, *x;
-    T *query, *weights;
-    V *sums, *grad, *values, *key_grad, *query_grad, *weight_grad;
+    V *keys, *x, *query;
+    int64_t height; /* rows from one column of x to the next; those past d hold infinity */
+    int64_t lap;    /* from the query of one column to that of the next: 0 where they share one */
+    T *numbers, *weights;
+    V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
+    I *tags;
 } FN(buffers);
 
-/* Copy keys from `first` on into the lanes of a block, the last one again into lanes past it: zeros would only make
- * ties to settle. Returns whether a number is wild. */
-static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first, int64_t vectors,
-                         const FN(buffers) *at)
+/* Copy vectors of d numbers from `first` on into the lanes of a block, the last one again into lanes past it: zeros
+ * would only make ties to settle. Returns whether a number is wild. */
+static int FN(load_columns)(const call_t *call, const void *from, int64_t origin, const int64_t *stride, int64_t first,
+                            int64_t vectors, V *to)
 {
-    const int64_t *stride = call->key_stride, pitch = call->d + 1, origin = n * stride[0] + h * stride[1];
+    const int64_t d = call->d, pitch = d + 1;
     int wild = 0;
     for (int64_t v = 0; v < vectors; v++) {
         int64_t offset[LANES];
         for (int lane = 0; lane < LANES; lane++)
             offset[lane] = origin + least(first + v * LANES + lane, call->count - 1) * stride[2];
-        FN(load)(call->key, call->dtype, offset, LANES, stride[3], call->d, (T *)(at->keys + v * pitch));
-        wild |= FN(wild)((const T *)(at->keys + v * pitch), call->d * LANES);
-        at->x[v * pitch + call->d] = (V){0} + (T)__builtin_inf();
+        FN(load)(from, call->dtype, offset, LANES, stride[3], d, (T *)(to + v * pitch));
+        wild |= FN(wild)((const T *)(to + v * pitch), d * LANES);
     }
     return wild;
 }
 
-static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, T *query)
+static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first, int64_t vectors,
+                         const FN(buffers) *at)
 {
-    const int64_t *stride = call->query_stride, offset = n * stride[0] + h * stride[1] + l * stride[2];
-    FN(load)(call->query, call->dtype, &offset, 1, stride[3], call->d, query);
-    return FN(wild)(query, call->d);
+    const int64_t *stride = call->key_stride;
+    return FN(load_columns)(call, call->key, n * stride[0] + h * stride[1], stride, first, vectors, at->keys);
+}
+
+/* One query goes into all lanes; queries that are paired with keys, each into the lane of its key. */
+static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, int64_t first, int64_t vectors,
+                          const FN(buffers) *at)
+{
+    const int64_t *stride = call->query_stride, origin = n * stride[0] + h * stride[1] + l * stride[2];
+    if (call->paired)
+        return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->query);
+    FN(load)(call->query, call->dtype, &origin, 1, stride[3], call->d, at->numbers);
+    for (int64_t i = 0; i < call->d; i++)
+        at->query[i] = (V){0} + at->numbers[i];
+    return FN(wild)(at->numbers, call->d);
 }
 
 /* The weight of each position in ascending order, for head h. */
@@ -469,58 +520,78 @@ static void FN(load_weights)(const call_t *call, int64_t h, T *weights)
     }
 }
 
-#define FILL(expression, note)                              \
-    for (int64_t i = 0; i < d; i++) {                       \
-        const T q = query[i];                               \
-        UNROLL for (int j = 0; j < columns; j++) {          \
-            const V k = keys[j * pitch + i], value = expression; \
-            note;                                           \
-        }                                                   \
-    }                                                       \
-    break;
-
-INLINE void FN(similarities)(int32_t base, const FN(buffers) *at, int64_t d, int64_t first, int64_t columns)
+/* The similarity of two rows. Tagged, it carries its dimension in the lowest bits through the sort, and its exact value
+ * stays behind. Infinities with a tag would be NaN: they are bounded where they can occur, as are NaN. */
+INLINE V FN(similarity)(int32_t base, int mode, V q, V k, const I *tag, I mask, V *exact, V *sum)
 {
-    const int64_t pitch = d + 1;
-    const T *query = at->query;
-    const V *keys = at->keys + first * pitch;
-    V *x = at->x + first * pitch;
-    switch (base) {
-    case DIS: FILL((q - k) * (q - k), x[j * pitch + i] = value)
-    case DOT: FILL(q * k, x[j * pitch + i] = value)
-    case L1: FILL(MAX(q - k, k - q), x[j * pitch + i] = value)
+    const V huge = (V){0} + HUGE_T;
+    V value = q * k;
+    if (base == DIS)
+        value = (q - k) * (q - k);
+    if (base == L1)
+        value = MAX(q - k, k - q);
+    if (mode == NAN_ASIDE) {
+        const I number = value == value;
+        *sum = (V)((I)*sum | ~number);
+        value = (V)((I)value & number);
     }
+    if (mode == TAGGED || mode == BOUNDED)
+        *exact = value;
+    if (mode == BOUNDED)
+        value = MAX(MIN_NUMBER(value, huge), -huge);
+    if (mode == TAGGED || mode == BOUNDED)
+        value = (V)(((I)value & ~mask) | (*tag & mask));
+    return value;
 }
 
-#define TAG(bounded) \
-    values[j * pitch + i] = value, x[j * pitch + i] = (V)(((I)(bounded) & ~tags) | (((I){0} + (INT)i) & tags))
+#define SIMILARITY(i) FN(similarity)(base, mode, query[i], keys[i], tags + i, masks, values + i, sums)
 
-/* The same with the dimension in the lowest bits, for the sort to carry along. Infinities with a tag would be NaN:
- * where numbers are `wild`, similarities are bounded, as are NaN. */
-INLINE void FN(tagged)(int32_t base, const FN(buffers) *at, INT mask, int wild, int64_t d, int64_t first,
-                       int64_t columns)
+/* Fill the columns of a block with similarities. Whole runs of 32 rows are sorted on the way, while they are in
+ * registers: the first step of the network. Returns the step to go on with. */
+INLINE const step_t *FN(fill_by)(int32_t base, int mode, const call_t *call, const FN(buffers) *at, INT mask,
+                                 int64_t vectors)
 {
-    const int64_t pitch = d + 1;
-    const T *query = at->query;
-    const V *keys = at->keys + first * pitch;
-    V *values = at->values + first * pitch, *x = at->x + first * pitch;
-    const I tags = (I){0} + mask;
-    const V huge = (V){0} + HUGE_T;
-    switch (wild ? base : base + BOUNDLESS) {
-    case DIS: FILL((q - k) * (q - k), TAG(MIN_NUMBER(value, huge)))
-    case DOT: FILL(q * k, TAG(MAX(MIN_NUMBER(value, huge), -huge)))
-    case L1: FILL(MAX(q - k, k - q), TAG(MIN_NUMBER(value, huge)))
-    case DIS + BOUNDLESS: FILL((q - k) * (q - k), TAG(value))
-    case DOT + BOUNDLESS: FILL(q * k, TAG(value))
-    case L1 + BOUNDLESS: FILL(MAX(q - k, k - q), TAG(value))
+    const int64_t d = call->d, pitch = d + 1, height = at->height, lap = at->lap;
+    const int64_t whole = mode == PLAIN || mode == TAGGED ? d / 32 : 0; /* the others are rare, and the code is long */
+    const I masks = (I){0} + mask, *tags = at->tags;
+    for (int64_t run = 0; run < whole; run++, tags += 32) {
+        const V *query = at->query + 32 * run, *keys = at->keys + 32 * run;
+        V *x = at->x + 32 * run, *values = at->values + 32 * run, *sums = at->sums;
+        for (int64_t v = 0; v < vectors; v++, query += lap, keys += pitch, x += height, values += pitch, sums++) {
+            V r[32];
+            UNROLL for (int i = 0; i < 16; i++) r[i] = SIMILARITY(i);
+            APPLY(S16, ROWS16)
+            UNROLL for (int i = 16; i < 32; i++) r[i] = SIMILARITY(i);
+            APPLY(S16, NEXT16)
+            MERGE_32
+            UNROLL for (int i = 0; i < 32; i++) x[i] = r[i];
+        }
     }
+    for (int64_t i = 32 * whole; i < d; i++, tags++) {
+        const V *query = at->query + i, *keys = at->keys + i;
+        V *x = at->x + i, *values = at->values + i, *sums = at->sums;
+        for (int64_t v = 0; v < vectors; v++, query += lap, keys += pitch, x += height, values += pitch, sums++)
+            *x = SIMILARITY(0);
+    }
+    return call->program + (whole > 0);
+}
+
+#define FILL(base, mode) case 4 * base + mode: return FN(fill_by)(base, mode, call, at, mask, vectors);
+#define FILLS(base) FILL(base, PLAIN) FILL(base, NAN_ASIDE) FILL(base, TAGGED) FILL(base, BOUNDED)
+
+static const step_t *FN(fill)(int32_t base, int mode, const call_t *call, const FN(buffers) *at, INT mask,
+                              int64_t vectors)
+{
+    switch (4 * base + mode) { FILLS(DIS) FILLS(DOT) FILLS(L1) }
+    return call->program;
 }
 
 /* Vectors per block: what `bytes` hold, yet enough to repay the steering of the network, evenly over all keys. */
 static void FN(cut_keys)(plan_t *plan, int64_t bytes)
 {
     const int64_t all = ceil_div(plan->call->count, LANES);
-    const int64_t fit = least(MAX_VECTORS, most(ABREAST, bytes / (plan->call->d * BYTES)));
+    const int64_t rows = (plan->call->d + column_height(plan->call->d)) / 2; /* of keys and of what is sorted */
+    const int64_t fit = least(MAX_VECTORS, most(ABREAST, bytes / (rows * BYTES)));
     plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
     plan->blocks = ceil_div(all, plan->vectors);
 }
@@ -530,44 +601,57 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     const int64_t d = plan->call->d, vectors = plan->vectors, block = (d + 1) * vectors * BYTES;
     const int64_t weights = plan->call->n_bases * d;
     arena_t arena = {scratch, 0};
+    *buffers = (FN(buffers)){0};
     buffers->keys = take(&arena, block);
-    buffers->x = take(&arena, block);
-    buffers->query = take(&arena, d * (int64_t)sizeof(T));
+    buffers->height = column_height(d);
+    buffers->x = take(&arena, buffers->height * vectors * BYTES);
+    for (int64_t v = 0; scratch && v < vectors; v++)
+        for (int64_t i = d; i <= buffers->height - SPREAD; i++)
+            buffers->x[v * buffers->height + i] = (V){0} + (T)__builtin_inf();
+    buffers->lap = plan->call->paired ? d + 1 : 0;
+    buffers->query = take(&arena, plan->call->paired ? block : d * BYTES);
+    buffers->numbers = take(&arena, d * (int64_t)sizeof(T));
     buffers->weights = take(&arena, weights * (int64_t)sizeof(T));
     buffers->sums = take(&arena, vectors * BYTES);
+    buffers->tags = take(&arena, d * BYTES); /* this and the next are touched by the backward pass only */
+    buffers->values = take(&arena, block);
     if (backward) {
         buffers->grad = take(&arena, vectors * BYTES);
-        buffers->values = take(&arena, block);
+        buffers->ordered = take(&arena, (d + 1) * ABREAST * BYTES);
         buffers->key_grad = take(&arena, block);
-        buffers->query_grad = take(&arena, d * BYTES);
+        buffers->query_grad = take(&arena, plan->call->paired ? block : d * BYTES);
         buffers->weight_grad = take(&arena, weights * BYTES);
     }
     return arena.used;
 }
 
-/* Add weights times rows to the sums, in runs of rows: shorter chains of rounding errors. */
-INLINE void FN(weigh)(const V *x, const T *weights, V *sums, int64_t d, int64_t first, int64_t columns)
+/* Add weights times rows to the sums, in runs of rows: shorter chains of rounding errors. Neighbours that the sort left
+ * to be compared are compared on the way. */
+INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int64_t d, int neighbours, int64_t first,
+                      int64_t columns)
 {
     enum { RUN = 64 };
-    const int64_t pitch = d + 1;
-    x += first * pitch;
-    for (int64_t start = 0; start < d; start += RUN) {
+    const int64_t height = at->height;
+    const V *x = at->x + first * height;
+    V *sums = at->sums + first;
+    for (int64_t i = 0; i < d;) {
+        const int64_t end = least(i - i % RUN + RUN + neighbours, d);
         V sum[ABREAST] = {{0}};
-        for (int64_t i = start; i < least(start + RUN, d); i++)
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * x[j * pitch + i];
-        UNROLL for (int j = 0; j < columns; j++) sums[first + j] += sum[j];
-    }
-}
-
-/* A NaN goes into the sum, not into the network. */
-static void FN(set_nan_aside)(const FN(buffers) *at, int64_t d, int64_t vectors)
-{
-    for (int64_t v = 0; v < vectors; v++)
-        for (V *x = at->x + v * (d + 1); x < at->x + v * (d + 1) + d; x++) {
-            const I number = *x == *x;
-            at->sums[v] = (V)((I)at->sums[v] | ~number);
-            *x = (V)((I)*x & number);
+        if (neighbours && i == 0) {
+            UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[i] * x[j * height + i];
+            i++;
         }
+        for (; neighbours && i + 1 < end; i += 2)
+            UNROLL for (int j = 0; j < columns; j++) {
+                V low = x[j * height + i], high = x[j * height + i + 1];
+                CE(low, high)
+                sum[j] += weights[i] * low;
+                sum[j] += weights[i + 1] * high;
+            }
+        for (; i < end; i++)
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * x[j * height + i];
+        UNROLL for (int j = 0; j < columns; j++) sums[j] += sum[j];
+    }
 }
 
 static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
@@ -585,14 +669,14 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
         const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
         T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
         for (int64_t l = chunk * QUERY_CHUNK; l < least((chunk + 1) * QUERY_CHUNK, call->length); l++) {
-            const int wild = FN(load_query)(call, n, h, l, at.query) | wild_keys;
+            const int wild = FN(load_query)(call, n, h, l, first, vectors, &at) | wild_keys;
             memset(at.sums, 0, (size_t)(vectors * BYTES));
             for (int64_t b = 0; b < call->n_bases; b++) {
-                ACROSS(FN(similarities), call->bases[b], &at, d)
-                if (wild)
-                    FN(set_nan_aside)(&at, d, vectors);
-                FN(sort)(call->program, at.x, d, vectors);
-                ACROSS(FN(weigh), at.x, at.weights + b * d, at.sums, d)
+                const step_t *step = FN(fill)(call->bases[b], wild ? NAN_ASIDE : PLAIN, call, &at, 0, vectors);
+                if (FN(sort)(step, at.x, d, at.height, vectors, 1))
+                    ACROSS(FN(weigh), &at, at.weights + b * d, d, 1)
+                else
+                    ACROSS(FN(weigh), &at, at.weights + b * d, d, 0)
             }
             for (int64_t lane = 0; lane < width; lane++)
                 scores[l * stride[2] + lane * stride[3]] = ((const T *)at.sums)[lane];
@@ -610,75 +694,101 @@ static int FN(forward)(const call_t *call)
     return run(FN(forward_task), &plan, one * plan.groups, FN(layout)(&plan, NULL, 0, &at));
 }
 
-/* Order rows `start` to `end` of a lane by exact values, as far down as they have to go. */
-static void FN(insert)(const T *values, WORD *words, int64_t start, int64_t end, INT mask)
-{
-    for (int64_t i = start; i < end; i++) {
-        const INT moved = words[i * LANES];
-        const T exact = values[(moved & mask) * LANES];
-        int64_t j = i;
-        for (; j > 0 && values[(words[(j - 1) * LANES] & mask) * LANES] > exact; j--)
-            words[j * LANES] = words[(j - 1) * LANES];
-        words[j * LANES] = moved;
-    }
-}
-
-/* Tags took the place of some low bits: where neighbours agree in all others, order them by their exact values. */
-INLINE void FN(settle)(const FN(buffers) *at, INT mask, int64_t d, int64_t first, int64_t columns)
-{
-    const int64_t run = d <= 128 ? 64 : 8, pitch = d + 1; /* more tag bits, more neighbours that agree */
-    const U tags = (U){0} + (UNSIGNED)mask, *x = (const U *)at->x + first * pitch;
-    for (int64_t start = 1; start < d; start += run) {
-        const int64_t end = least(start + run, d);
-        I close[ABREAST] = {{0}};
-        for (int64_t i = start; i < end; i++)
-            UNROLL for (int j = 0; j < columns; j++) close[j] |= (x[j * pitch + i] ^ x[j * pitch + i - 1]) <= tags;
-        for (int64_t lane = 0; lane < columns * LANES; lane++)
-            if (((const WORD *)close)[lane]) {
-                const int64_t place = (first + lane / LANES) * pitch * LANES + lane % LANES;
-                FN(insert)((const T *)at->values + place, (WORD *)at->x + place, start, end, mask);
-            }
-    }
-}
-
-/* Bring each weight to the dimension that its position came from, in place of the value there, and add the gradients of
- * the weights. This is bound by loads and stores: tags are read 64 bits at a time, no address takes a multiplication,
- * and a row's loads come before its stores, which would hold them up. */
-static void FN(untag)(const V *x, V *values, V grad, const T *weights, V *weight_grad, INT mask, int64_t d)
+/* Bring each weight to the dimension that its position came from, in place of the value there, and put the values in
+ * order: rows `start` to `end` of a column. Tags took the place of some low bits, so that values which agree in all
+ * others may come in the wrong order: returns in which lanes.
+ *
+ * This is bound by loads and stores: tags are read 64 bits at a time, no address takes more than one instruction, and a
+ * row's loads come before its stores, which would hold them up. */
+INLINE I FN(untag)(const V *x, V *values, V *ordered, const T *weights, INT mask, int64_t start, int64_t end)
 {
     enum { PER_WORD = 8 / sizeof(T), LOW = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : PER_WORD - 1 };
-    const uint64_t masks = (uint64_t)mask | (uint64_t)mask << 32 * (PER_WORD - 1), *words = (const uint64_t *)x;
+    const int shift = __builtin_ctz(BYTES);
+    const uint64_t masks = (uint64_t)mask << shift, *words = (const uint64_t *)(x + start);
     char *lanes[LANES];
     UNROLL for (int lane = 0; lane < LANES; lane++) {
         lanes[lane] = (char *)((T *)values + lane);
         __asm__("" : "+r"(lanes[lane])); /* a register of its own, or the compiler adds `lane` to every address */
     }
-    for (int64_t i = 0; i < d; i++) {
+    V last = (V){0} - (T)__builtin_inf();
+    if (start)
+        last = ordered[start - 1];
+    I misplaced = {0};
+    for (int64_t i = start; i < end; i++) {
         const WORD weight = ((const WORD *)weights)[i];
-        T *place[LANES];
-        V sorted;
+        T *place[LANES], exact[LANES];
         UNROLL for (int lane = 0; lane < LANES; lane += PER_WORD) {
-            const uint64_t word = *words++ & masks;
-            place[lane + LOW] = (T *)(lanes[lane + LOW] + (uint64_t)(UNSIGNED)word * BYTES);
+            const uint64_t word = *words++;
+            place[lane + LOW] = (T *)(lanes[lane + LOW] + (word << shift & masks));
             if (PER_WORD == 2)
-                place[lane + 1 - LOW] = (T *)(lanes[lane + 1 - LOW] + (word >> (32 - __builtin_ctz(BYTES))));
+                place[lane + 1 - LOW] = (T *)(lanes[lane + 1 - LOW] + (word >> (32 - shift) & masks));
         }
-        UNROLL for (int lane = 0; lane < LANES; lane++) sorted[lane] = *place[lane];
+        UNROLL for (int lane = 0; lane < LANES; lane++) exact[lane] = *place[lane];
         UNROLL for (int lane = 0; lane < LANES; lane++) *(WORD *)place[lane] = weight;
-        weight_grad[i] += grad * sorted;
+        V sorted = {exact[0]};
+        UNROLL for (int lane = 1; lane < LANES; lane++) sorted[lane] = exact[lane];
+        misplaced |= sorted < last;
+        ordered[i] = last = sorted;
+    }
+    return misplaced;
+}
+
+/* Order rows `start` to `end` of a lane by exact values, each as far down as it has to go, with its tag and weight. */
+static void FN(settle)(WORD *words, T *values, T *ordered, const T *weights, INT mask, int64_t start, int64_t end)
+{
+    for (int64_t i = start; i < end; i++) {
+        const T exact = ordered[i * LANES];
+        const INT moved = words[i * LANES];
+        int64_t j = i;
+        for (; j > 0 && ordered[(j - 1) * LANES] > exact; j--) {
+            ordered[j * LANES] = ordered[(j - 1) * LANES];
+            words[j * LANES] = words[(j - 1) * LANES];
+            values[(words[j * LANES] & mask) * LANES] = weights[j];
+        }
+        if (j == i)
+            continue;
+        ordered[j * LANES] = exact;
+        words[j * LANES] = moved;
+        values[(moved & mask) * LANES] = weights[j];
     }
 }
 
-static void FN(add_sorted)(const V *x, const V *grad, V *weight_grad, int64_t d, int64_t vectors)
+INLINE int FN(any)(I mask)
 {
-    for (int64_t v = 0; v < vectors; v++)
-        for (int64_t i = 0; i < d; i++)
-            weight_grad[i] += grad[v] * x[v * (d + 1) + i];
+    uint64_t words[BYTES / 8], any = 0;
+    memcpy(words, &mask, BYTES);
+    for (int i = 0; i < BYTES / 8; i++)
+        any |= words[i];
+    return any != 0;
+}
+
+/* Weights to dimensions and values in order, for one column. */
+static void FN(return_weights)(V *x, V *values, V *ordered, const T *weights, INT mask, int64_t d)
+{
+    const int64_t run = d <= 128 ? 64 : 16; /* more tag bits, more values that agree in the others */
+    for (int64_t start = 0; start < d; start += run) {
+        const int64_t end = least(start + run, d);
+        const I misplaced = FN(untag)(x, values, ordered, weights, mask, start, end);
+        for (int lane = 0; FN(any)(misplaced) && lane < LANES; lane++)
+            if (misplaced[lane])
+                FN(settle)((WORD *)x + lane, (T *)values + lane, (T *)ordered + lane, weights, mask, start, end);
+    }
+}
+
+INLINE void FN(add_sorted)(const V *sorted, const V *grads, V *weight_grad, int64_t d, int64_t columns)
+{
+    V grad[ABREAST];
+    UNROLL for (int j = 0; j < columns; j++) grad[j] = grads[j];
+    for (int64_t i = 0; i < d; i++) {
+        V sum = weight_grad[i];
+        UNROLL for (int j = 0; j < columns; j++) sum += grad[j] * sorted[j * (d + 1) + i];
+        weight_grad[i] = sum;
+    }
 }
 
 #define SLOPES(for_query, for_key)                                      \
     for (int64_t i = 0; i < d; i++) {                                   \
-        const T q = query[i];                                           \
+        const V q = query[i];                                           \
         V sum = {0};                                                    \
         UNROLL for (int j = 0; j < columns; j++) {                      \
             const V k = keys[j * pitch + i], slope = slopes[j * pitch + i] * grad[j]; \
@@ -692,9 +802,9 @@ static void FN(add_sorted)(const V *x, const V *grad, V *weight_grad, int64_t d,
 INLINE void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64_t first, int64_t columns)
 {
     const int64_t pitch = d + 1;
-    const T *query = at->query;
+    const V *query = at->query + first * at->lap;
     const V *keys = at->keys + first * pitch, *slopes = at->values + first * pitch;
-    V grad[ABREAST], *query_grad = at->query_grad, *key_grad = at->key_grad + first * pitch;
+    V grad[ABREAST], *query_grad = at->query_grad + first * at->lap, *key_grad = at->key_grad + first * pitch;
     UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j] * (T)(base == DIS ? 2 : 1);
     switch (base) {
     case DIS: SLOPES(sum += slope * (q - k), key_grad[j * pitch + i] -= slope * (q - k))
@@ -704,15 +814,27 @@ INLINE void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64
     }
 }
 
-static T FN(total)(V vector)
+/* The sum of all lanes of row i. */
+INLINE T FN(total)(const V *rows, int64_t i)
 {
+    const T *lanes = (const T *)rows + i * LANES; /* in memory, where a compiler can take several rows at once */
     T sum = 0;
-    for (int64_t lane = 0; lane < LANES; lane++)
-        sum += vector[lane];
+    UNROLL for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
     return sum;
 }
 
-/* Add the gradients of one query against one block of keys. */
+/* Weights to dimensions, and the gradients of the weights, for a few columns. */
+INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_grad, INT mask, int64_t d, int64_t first,
+                            int64_t columns)
+{
+    const int64_t pitch = d + 1;
+    for (int64_t j = 0; j < columns; j++)
+        FN(return_weights)(at->x + (first + j) * at->height, at->values + (first + j) * pitch, at->ordered + j * pitch,
+                           weights, mask, d);
+    FN(add_sorted)(at->ordered, at->grad + first, weight_grad, d, columns);
+}
+
+/* Add the gradients of one query, or of queries paired with keys, against one block of keys. */
 static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t vectors, int wild)
 {
     const int64_t d = call->d;
@@ -721,44 +843,54 @@ static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t 
         mask = 2 * mask + 1;
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int32_t base = call->bases[b];
-        if (call->need & (NEED_QUERY | NEED_KEY)) {
-            ACROSS(FN(tagged), base, at, mask, wild, d)
-            FN(sort)(call->program, at->x, d, vectors);
-            ACROSS(FN(settle), at, mask, d)
-            for (int64_t v = 0; v < vectors; v++)
-                FN(untag)(at->x + v * (d + 1), at->values + v * (d + 1), at->grad[v], at->weights + b * d,
-                          at->weight_grad + b * d, mask, d);
-            ACROSS(FN(add_slopes), base, at, d)
+        const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
+        const int mode = by_rank ? wild ? BOUNDED : TAGGED : PLAIN;
+        FN(sort)(FN(fill)(base, mode, call, at, mask, vectors), at->x, d, at->height, vectors, 0);
+        if (by_rank) {
+            ACROSS(FN(add_weights), at, at->weights + b * d, at->weight_grad + b * d, mask, d)
+            if (at->lap)
+                for (int64_t v = 0; v < vectors; v++)
+                    FN(add_slopes)(base, at, d, v, 1);
+            else
+                ACROSS(FN(add_slopes), base, at, d)
         } else {
-            ACROSS(FN(similarities), base, at, d)
-            FN(sort)(call->program, at->x, d, vectors);
-            FN(add_sorted)(at->x, at->grad, at->weight_grad + b * d, d, vectors);
+            for (int64_t v = 0; v < vectors; v++)
+                FN(add_sorted)(at->x + v * at->height, at->grad + v, at->weight_grad + b * d, d, 1);
         }
     }
 }
 
-/* Empty the running sums of a block's keys into their gradients, which start at element `place`; the first time there
- * is nothing to add to. */
-static void FN(flush_keys)(const call_t *call, V *sums, int64_t place, int64_t vectors, int64_t keys, int again)
+/* Empty the running sums of a column's first `lanes` lanes into gradients, `step` from one to the next; the first time
+ * there is nothing to add to. */
+INLINE void FN(flush_column)(V *sums, T *restrict grads, int64_t step, int64_t d, int lanes, int again)
 {
-    const int64_t d = call->d, pitch = d + 1;
-    for (int64_t key = 0; call->need & NEED_KEY && key < keys; key++) {
-        T *grad = (T *)call->key_grad + place + key * d;
-        const T *sum = (const T *)(sums + key / LANES * pitch) + key % LANES;
-        if (again)
-            for (int64_t i = 0; i < d; i++)
-                grad[i] += sum[i * LANES];
-        else
-            for (int64_t i = 0; i < d; i++)
-                grad[i] = sum[i * LANES];
+    for (int64_t i = 0; i < d; i++) {
+        const V sum = sums[i];
+        UNROLL for (int lane = 0; lane < lanes; lane++)
+            grads[lane * step + i] = again ? grads[lane * step + i] + sum[lane] : sum[lane];
     }
-    memset(sums, 0, (size_t)(pitch * vectors * BYTES));
+}
+
+static void FN(flush_lanes)(V *sums, T *grads, int64_t step, int64_t d, int64_t lanes, int again)
+{
+    const int64_t pitch = d + 1;
+    for (int64_t v = 0; v * LANES < lanes; v++) {
+        V *column = sums + v * pitch;
+        T *to = grads + v * LANES * step;
+        if ((v + 1) * LANES > lanes)
+            FN(flush_column)(column, to, step, d, (int)(lanes - v * LANES), again);
+        else if (again)
+            FN(flush_column)(column, to, step, d, LANES, 1);
+        else
+            FN(flush_column)(column, to, step, d, LANES, 0);
+    }
+    memset(sums, 0, (size_t)(pitch * ceil_div(lanes, LANES) * BYTES));
 }
 
 static void FN(flush_weights)(V *sums, double *weight_grad, int64_t size)
 {
     for (int64_t i = 0; i < size; i++)
-        weight_grad[i] += (double)FN(total)(sums[i]);
+        weight_grad[i] += (double)FN(total)(sums, i);
     memset(sums, 0, (size_t)(size * BYTES));
 }
 
@@ -773,31 +905,38 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(buffers) at;
     FN(layout)(plan, scratch, 1, &at);
     FN(load_weights)(call, h, at.weights);
+    for (int64_t i = 0; i < d; i++)
+        at.tags[i] = (I){0} + (INT)i;
     memset(at.key_grad, 0, (size_t)((d + 1) * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(call->n_bases * d * BYTES));
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
         for (int64_t block = tile * plan->blocks / tiles; block < (tile + 1) * plan->blocks / tiles; block++) {
             const int64_t pair = n * call->heads + h, first = block * plan->vectors * LANES;
             const int64_t keys = least(plan->vectors * LANES, call->count - first), vectors = ceil_div(keys, LANES);
+            /* Where the gradients of this block's keys lie, and of queries paired with them. */
+            const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
+            const int64_t step = call->paired ? call->heads * d : d;
             const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
             memset(at.grad, 0, (size_t)(vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row++) {
                 const int64_t l = plan->first + row, origin = n * stride[0] + h * stride[1] + l * stride[2];
                 for (int64_t key = 0; key < keys; key++)
                     ((T *)at.grad)[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
-                const int wild = FN(load_query)(call, n, h, l, at.query) | wild_keys;
-                memset(at.query_grad, 0, (size_t)(d * BYTES));
+                const int wild = FN(load_query)(call, n, h, l, first, vectors, &at) | wild_keys;
+                memset(at.query_grad, 0, (size_t)((call->paired ? vectors * (d + 1) : d) * BYTES));
                 FN(backward_row)(call, &at, vectors, wild);
-                if (call->need & NEED_QUERY) {
+                if (call->need & NEED_QUERY && call->paired) {
+                    FN(flush_lanes)(at.query_grad, (T *)call->query_grad + place, step, d, keys, 0);
+                } else if (call->need & NEED_QUERY) {
                     T *query_grad = plan->query_partial
                         ? (T *)plan->query_partial + ((pair * tiles + tile) * plan->rows + row) * d
                         : (T *)call->query_grad + (pair * call->length + l) * d;
                     for (int64_t i = 0; i < d; i++)
-                        query_grad[i] += FN(total)(at.query_grad[i]);
+                        query_grad[i] += FN(total)(at.query_grad, i);
                 }
-                if (row % QUERY_CHUNK == QUERY_CHUNK - 1 || row == plan->rows - 1)
-                    FN(flush_keys)(call, at.key_grad, (pair * call->count + first) * d, vectors, keys,
-                                   plan->first || row >= QUERY_CHUNK);
+                if (call->need & NEED_KEY && (row % QUERY_CHUNK == QUERY_CHUNK - 1 || row == plan->rows - 1))
+                    FN(flush_lanes)(at.key_grad, (T *)call->key_grad + place, step, d, keys,
+                                    plan->first || row >= QUERY_CHUNK);
                 if (++since_flush % QUERY_CHUNK == 0)
                     FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
             }
@@ -846,7 +985,7 @@ static int FN(backward)(const call_t *call)
     const int64_t tasks = call->heads * plan.groups * plan.tiles;
     FN(buffers) at;
     const int64_t scratch_bytes = FN(layout)(&plan, NULL, 1, &at);
-    const int partial = plan.tiles > 1 && call->need & NEED_QUERY;
+    const int partial = plan.tiles > 1 && call->need & NEED_QUERY && !call->paired;
     if (call->need & NEED_QUERY)
         memset(call->query_grad, 0, (size_t)(pairs * call->length * call->d) * sizeof(T));
     const int64_t row_bytes = pairs * plan.tiles * call->d * (int64_t)sizeof(T);
@@ -873,7 +1012,6 @@ static int FN(backward)(const call_t *call)
 
 #undef V
 #undef I
-#undef U
 #undef WORD
 #undef LANES
 #endif
