@@ -12,11 +12,16 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Give the threads back that a test took: their number changes the last bit of torch's own sums."""
-    threads = torch.get_num_threads()
+def _numerics() -> Iterator[None]:
+    """Give back what changes the last bit of torch's own sums.
+
+    Tests take threads. And torch switches oneDNN off for good, with a warning, once it has asked it for a bfloat16
+    product on a CPU that has none.
+    """
+    threads, onednn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     yield
     torch.set_num_threads(threads)
+    torch.backends.mkldnn.enabled = onednn
 
 
 @pytest.fixture
