@@ -8,14 +8,13 @@ through every instance.
 """
 
 import argparse
-import multiprocessing
 import time
 
 import torch
 from torch import nn
 
 from ahop_layers.layers import AdaptiveHopfieldPooling
-from benchmarks.packed import peak, reset_peak
+from benchmarks.packed import in_own_process, peak, reset_peak
 
 
 def measure(instances: int, features: int, heads: int, embed: int, device: str) -> tuple[float, int]:
@@ -37,12 +36,6 @@ def measure(instances: int, features: int, heads: int, embed: int, device: str) 
     return time.perf_counter() - start, most - before
 
 
-def in_own_process(*job: object) -> tuple[float, int]:
-    """Run :func:`measure` where no earlier measurement has touched the memory."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, job)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,7 +45,7 @@ def main() -> None:
     parser.add_argument("--embed", type=int, default=0, metavar="WIDTH", help="of a layer before the pooling (none)")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    seconds, most = in_own_process(*vars(options).values())
+    seconds, most = in_own_process(measure, *vars(options).values())
     size = f"one bag of {options.instances:,} x {options.features}, {options.heads} heads, {options.device}"
     data = options.instances * options.features * 4
     print(f"{size}: {seconds:.2f} s, {most / 1e9:.2f} GB above the data ({data / 1e9:.2f} GB)")

@@ -1,7 +1,7 @@
 """Packed against padded pooling of 1,000 bags of 1 to 2,000 instances: time and peak memory.
 
-To run: ``python -m benchmarks.packed`` (``--device cuda`` where there is one). Prints a table and appends a row per
-comparison to ``benchmarks/results/packed.csv``.
+To run: ``python -m benchmarks.packed`` (``--device cuda`` where there is one). Prints a table; its rows take
+the place of this machine's earlier ones in ``benchmarks/results/packed.csv``.
 
 Both start from the instances of all bags laid end to end and end with the pooled bags, or with all gradients. The
 padded call therefore includes the padding. Bag sizes are drawn log-uniformly, as sizes of bags tend to be (a few large,
@@ -10,21 +10,20 @@ memory is the peak beyond the instances, the model and the results (pooled bags,
 """
 
 import argparse
-import csv
 import multiprocessing
-import subprocess
 import time
-from collections.abc import Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ahop_layers.layers import AdaptiveHopfieldPooling
 from benchmarks.report import Row, table
+from benchmarks.rows import RESULTS, origin, read, write
 
-RESULTS = Path(__file__).parent / "results" / "packed.csv"
+Result = TypeVar("Result")
 
 
 def draw_sizes(kind: str, bags: int, longest: int) -> list[int]:
@@ -89,21 +88,10 @@ def measure(args: argparse.Namespace, kind: str, way: str, backward: bool) -> tu
     return sorted(times)[len(times) // 2], most
 
 
-def in_own_process(*job: object) -> tuple[float, int]:
-    """Run :func:`measure` where no earlier measurement has touched the memory."""
+def in_own_process(function: Callable[..., Result], *job: object) -> Result:
+    """Call the function where no earlier measurement has touched the memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, job)
-
-
-def keep(row: dict[str, object]) -> None:
-    """Append a row to the results, below a header."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    fresh = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if fresh:
-            writer.writeheader()
-        writer.writerow(row)
+        return pool.apply(function, job)
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -140,27 +128,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
-    where = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    about = origin(args.device)
+    others = [row for row in read(RESULTS / "packed.csv") if row["device"] != about["device"]]
+    rows: list[dict[str, object]] = []
     shape = f"{args.bags} bags of 1 to {args.longest}, width {args.width}, {args.heads} heads"
-    print(f"{shape}; {where}; torch {torch.__version__}")
+    print(f"{shape}; {about['device']}; torch {torch.__version__}")
     print(f"{'sizes':12} {'pass':17} {'padded':>18} {'packed':>18} {'faster':>7} {'less memory':>12}")
     for kind in ("log-uniform", "uniform"):
         for backward in (False, True):
-            padded, packed = (in_own_process(args, kind, way, backward) for way in ("padded", "packed"))
+            padded, packed = (in_own_process(measure, args, kind, way, backward) for way in ("padded", "packed"))
             label = "forward+backward" if backward else "forward"
             faster, less = padded[0] / packed[0], padded[1] / packed[1]
             shown = [f"{seconds:7.2f} s {memory / 2**20:5.0f} MB" for seconds, memory in (padded, packed)]
             print(f"{kind:12} {label:17} {shown[0]:>18} {shown[1]:>18} {faster:6.1f}x {less:11.1f}x", flush=True)
-            keep({
-                "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit, "device": where,
-                "torch": torch.__version__, "bags": args.bags, "longest": args.longest, "width": args.width,
-                "heads": args.heads, "sizes": kind, "pass": label, "padded_s": f"{padded[0]:.4f}",
-                "packed_s": f"{packed[0]:.4f}", "padded_bytes": padded[1], "packed_bytes": packed[1],
-                "faster": f"{faster:.2f}", "less_memory": f"{less:.2f}",
+            rows.append({
+                "bags": args.bags, "longest": args.longest, "width": args.width, "heads": args.heads, "sizes": kind,
+                "pass": label, "padded_s": f"{padded[0]:.4f}", "packed_s": f"{packed[0]:.4f}",
+                "padded_bytes": padded[1], "packed_bytes": packed[1], "faster": f"{faster:.2f}",
+                "less_memory": f"{less:.2f}", **about,
             })  # fmt: skip
+            write(RESULTS / "packed.csv", [*others, *rows])
 
 
 if __name__ == "__main__":

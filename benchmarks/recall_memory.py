@@ -4,13 +4,12 @@ To run: python -m benchmarks.recall_memory [--device cuda]
 """
 
 import argparse
-import multiprocessing
 import time
 
 import torch
 
 import ahop_layers as ah
-from benchmarks.packed import peak, reset_peak
+from benchmarks.packed import in_own_process, peak, reset_peak
 
 
 def measure(patterns: int, dim: int, queries: int, device: str) -> tuple[float, int]:
@@ -28,15 +27,14 @@ def measure(patterns: int, dim: int, queries: int, device: str) -> tuple[float, 
 
 
 def main() -> None:
-    """Measure where no earlier measurement has touched the memory, and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patterns", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--queries", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        seconds, most = pool.apply(measure, tuple(vars(options).values()))
+    seconds, most = in_own_process(measure, *vars(options).values())
     size = f"{options.queries} queries, {options.patterns:,} patterns of {options.dim}, {options.device}"
     print(f"{size}: {seconds:.2f} s, {most / 1e6:.0f} MB beside the patterns")
 

@@ -7,7 +7,6 @@ probabilities.
 """
 
 import argparse
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
-from benchmarks.packed import peak, reset_peak
+from benchmarks.packed import in_own_process, peak, reset_peak
 from benchmarks.tabular_data import load
 
 
@@ -47,9 +46,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=256)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        most = pool.apply(predict, tuple(vars(options).values()))
-        seconds, accuracy = pool.apply(fit, tuple(vars(options).values()))
+    most = in_own_process(predict, *vars(options).values())
+    seconds, accuracy = in_own_process(fit, *vars(options).values())
     size = f"Adult, {options.epochs} epochs, {options.cases} cases, {options.device}, {torch.get_num_threads()} threads"
     print(f"{size}: fit {seconds:.1f} s, test accuracy {accuracy:.4f}; 100,000 rows predicted in {most / 1e6:.0f} MB")
 
