@@ -2,17 +2,19 @@
 
 To run: python -m benchmarks.images paper|working|throughput|report [--help]
 
-- ``paper``: the paper's experiment: 3 blocks of width 512, Adam, no augmentation. The accuracy after the last epoch.
+- ``paper``: the paper's experiment: 3 blocks of width 512, Adam, no augmentation, at several learning rates. The
+  accuracy after the last epoch.
 - ``working``: a small ViT with augmentation, tested on clean images and on the paper's variants of them: pixel noise,
   masked patches, a constant bias of the colours, each at several strengths.
 - ``throughput``: images a second and peak memory of a small ViT in training and inference.
 - ``report``: tables of all rows, and the picture of accuracy against strength.
 
-For one seed every attention starts from the same weights and sees the same batches. Nothing is chosen on test images.
-An attention may carry changes, such as ``adaptive:debias``, ``adaptive:init=dis,last=1``, ``adaptive:shared`` (one set
-of weights for all heads) or ``adaptive:lr=0.1`` (for the similarities). ``eager`` is the adaptive attention computed as
-the paper writes it. Rows go to a CSV file as they come; a training that has its rows is not repeated, and with
-``--minutes`` none is begun that would not end in time.
+For one seed every attention starts from the same weights and sees the same batches. No training looks at test images,
+and all rates are shown: which is an attention's best is known only afterwards. An attention may carry changes, such as
+``adaptive:debias``, ``adaptive:init=dis,last=1``, ``adaptive:shared`` (one set of weights for all heads) or
+``adaptive:lr=0.1`` (for the similarities). ``eager`` is the adaptive attention computed as the paper writes it. Rows go
+to a CSV file as they come; a training that has its rows is not repeated, and with ``--minutes`` none is begun that
+would not end in time.
 """
 
 import argparse
@@ -41,6 +43,8 @@ SETUPS = {
     "working": Setup("small", 40, 256, ("dot", "adaptive"), 1e-3, 0.05, 0.1, augment=True, smoothing=0.1),
     "throughput": Setup("small", 1, 256, (*ATTENTIONS, "eager")),
 }
+RATES = (1e-3, 3e-4, 1e-4)
+"""The learning rates that every attention of the paper's experiment is given; the paper names the first."""
 
 
 def measure(
@@ -64,21 +68,21 @@ def measure(
 
 
 def run(options: argparse.Namespace, setup: Setup, data: ImageSet, rows: Rows) -> None:
-    """Measure what the rows do not hold yet; all attentions of a seed before the next seed."""
+    """Measure what the rows do not hold yet; all rates and attentions of a seed before the next seed."""
     deadline = time.perf_counter() + 60 * options.minutes
     data = data._replace(train=data.train.to(options.device), test=data.test.to(options.device))
-    settings = f"{options.data}, {setup.model}, patch {setup.patch or data.patch}, batch {setup.batch}"
-    if options.setup == "throughput":
-        settings += ", recorded" if options.graphs else ", plain"
-    else:
-        settings += f", {setup.epochs} epochs, lr {setup.lr:g}"
-    for seed, attention in itertools.product(range(options.seeds), setup.attentions):
+    common = f"{options.data}, {setup.model}, patch {setup.patch or data.patch}, batch {setup.batch}"
+    for seed, rate, attention in itertools.product(range(options.seeds), options.lr, setup.attentions):
+        if options.setup == "throughput":
+            settings = f"{common}, {'recorded' if options.graphs else 'plain'}"
+        else:
+            settings = f"{common}, {setup.epochs} epochs, lr {rate:g}"
         key = {"setup": options.setup, "settings": settings, "attention": attention, "seed": str(seed)}
         if rows.holds(key):
             continue
         print(f"{attention}, seed {seed}: {settings}", flush=True)
         late = time.perf_counter() > deadline
-        measured = None if late else measure(options, setup, attention, seed, data, deadline)
+        measured = None if late else measure(options, replace(setup, lr=rate), attention, seed, data, deadline)
         if measured is None:
             print(f"  left out: it would not end within {options.minutes:g} minutes; the same command goes on here")
             return
@@ -112,7 +116,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         add("--epochs", type=int, default=setup.epochs, help=f"({setup.epochs})")
         add("--batch", type=int, default=setup.batch, help=f"({setup.batch})")
         add("--patch", type=int, default=0, help="side of a patch in pixels (4 for CIFAR)")
-        add("--lr", type=float, default=setup.lr, help=f"the largest learning rate ({setup.lr:g})")
+        rates = RATES if name == "paper" else (setup.lr,)
+        shown = " ".join(f"{rate:g}" for rate in rates)
+        add("--lr", type=float, nargs="+", default=rates, help=f"largest learning rates, one after the other ({shown})")
     return parser.parse_args(arguments)
 
 
@@ -121,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     rows = Rows(options.output)
     if options.setup != "report":
-        chosen = {name: getattr(options, name) for name in ("model", "epochs", "batch", "patch", "lr")}
+        chosen = {name: getattr(options, name) for name in ("model", "epochs", "batch", "patch")}
         setup = replace(SETUPS[options.setup], attentions=tuple(options.attentions), **chosen)
         rows.about(options.device)
         run(options, setup, load(options.data, options.data_dir), rows)

@@ -2,7 +2,8 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from decimal import Decimal
 from pathlib import Path
 
 from benchmarks.report import Row, drawing, group, table
@@ -15,15 +16,19 @@ PAPER = {
 }
 
 
-def report(rows: Sequence[Row], setups: Collection[str], show: Callable[[Sequence[Row]], str] | None = None) -> str:
-    """The tables of some set-ups, each below what it was measured with; ``show`` makes others than the usual ones."""
+def report(rows: Sequence[Row], setups: Collection[str]) -> str:
+    """The tables of some set-ups, each below what it was measured with."""
     parts = []
-    for (name, settings, device), mine in group(rows, "setup", "settings", "device").items():
+    for (name, settings, device), mine in group(map(_rate_apart, rows), "setup", "settings", "device").items():
         if name in setups:
-            parts.append(f"{name}: {settings} ({device})")
-            usual = speed_table if name == "throughput" else accuracy_table
-            parts.append((show or usual)(mine))
+            parts += [f"{name}: {settings} ({device})", TABLES[name](mine)]
     return "\n\n".join(parts)
+
+
+def _rate_apart(row: Row) -> Row:
+    """Take the learning rate out of the settings where one table shows all rates."""
+    settings, _, rate = row["settings"].partition(", lr ")
+    return row | {"settings": settings, "rate": rate} if row["setup"] == "paper" else row
 
 
 def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
@@ -34,22 +39,39 @@ def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def accuracy_table(rows: Sequence[Row]) -> str:
-    """Mean and deviation over seeds, the mean difference from the dot product of the same seeds, the paper's figure."""
-    paper = PAPER.get(rows[0]["settings"].split(",")[0], {}) if rows[0]["setup"] == "paper" else {}
-    found, body = by_attention(rows), []
-    for attention, measures in found.items():
-        for measure, seeds in measures.items():
-            if measure == "seconds":
-                continue
-            values, dot = list(seeds.values()), found["dot"][measure] if "dot" in found else {}
-            pairs = [value - dot[seed] for seed, value in seeds.items() if seed in dot]
-            spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
-            above = f"{statistics.mean(pairs):+.4f}" if pairs and attention != "dot" else ""
-            known = f"{paper[attention]:.4f}" if measure == "accuracy" and attention in paper else ""
-            body.append([attention, measure, len(values), f"{statistics.mean(values):.4f}", spread, above, known])
-    header = ["attention", "measure", "seeds", "accuracy", "deviation", "above dot, same seeds", "paper"]
-    return table(header, body)
+def rate_tables(rows: Sequence[Row]) -> str:
+    """Accuracies by learning rate, beside the paper's; then how far each is above the dot product at the same rate."""
+    accuracies = [row for row in rows if row["measure"] == "accuracy"]
+    by_rate = {
+        rate: {attention: measures["accuracy"] for attention, measures in by_attention(mine).items()}
+        for (rate,), mine in sorted(group(accuracies, "rate").items(), key=lambda item: float(item[0][0]))
+    }
+    names = sorted({row["attention"] for row in accuracies}, key=lambda name: (name != "dot", ":" in name, name))
+    means = {name: [_mean(of.get(name, {}).values()) for of in by_rate.values()] for name in names}
+    best = {name: max(mean for mean in line if mean is not None) for name, line in means.items()}
+    paper = PAPER.get(rows[0]["settings"].split(",")[0], {})
+    accuracy, above = [], []
+    for name in names:
+        cells, pairs = [], []
+        for mean, of in zip(means[name], by_rate.values(), strict=True):
+            values, dot = of.get(name, {}), of.get("dot", {})
+            spread = f" ±{statistics.stdev(values.values()):.4f}" if len(values) > 1 else ""
+            shown = "" if mean is None else f"{mean:.4f}{spread} ({len(values)})"
+            cells.append(f"**{shown}**" if mean == best[name] and means[name].count(None) + 1 < len(by_rate) else shown)
+            pairs.append(_mean([value - dot[seed] for seed, value in values.items() if seed in dot]))
+        gain = f"{best[name] - best['dot']:+.4f}" if "dot" in best and name != "dot" else ""
+        accuracy.append([name, *cells, gain, f"{paper[name]:.4f}" if name in paper else ""])
+        above.append([name, *("" if pair is None else f"{pair:+.4f}" for pair in pairs)])
+    rates = [f"rate {Decimal(rate):f}" for rate in by_rate]
+    return "\n\n".join((
+        table(["attention", *rates, "best above the dot product's best", "paper"], accuracy),
+        "Above the dot product at the same rate, same seeds:",
+        table(["attention", *rates], [line for line in above if line[0] != "dot"]),
+    ))  # fmt: skip
+
+
+def _mean(values: Collection[float]) -> float | None:
+    return statistics.mean(values) if values else None
 
 
 def corruption_table(rows: Sequence[Row]) -> str:
@@ -85,6 +107,10 @@ def speed_table(rows: Sequence[Row]) -> str:
             cells += [f"{figures[name]:,.0f}", "" if ratio is None else f"{ratio:.2f}"]
         body.append(cells)
     return table(["attention", *(cell for name in names for cell in (name, "/ dot"))], body)
+
+
+TABLES = {"paper": rate_tables, "working": corruption_table, "throughput": speed_table}
+"""What shows the rows of a set-up."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:

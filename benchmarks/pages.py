@@ -69,10 +69,10 @@ def of_bags(show: Callable[[mil_report.Figures, Sequence[str]], str]) -> str:
     return by_device("mil run", rows, lambda mine: show(mil_report.arrange(mine), mil_report.data_sets(mine)))
 
 
-def of_images(setup: str, show: Show | None = None) -> str:
+def of_images(setup: str) -> str:
     """The tables of one set-up of the image benchmark."""
     rows = rows_of("images.csv", setup=setup)
-    return part(f"images {setup}", rows, lambda mine: images_report.report(mine, [setup], show))
+    return part(f"images {setup}", rows, lambda mine: images_report.report(mine, [setup]))
 
 
 def of_retrieval(table: str, show: Show) -> str:
@@ -111,7 +111,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bags": lambda: of_bags(mil_report.short_table),
     "bags-corrupted": lambda: of_bags(mil_report.corruption_table),
     "images": lambda: of_images("paper"),
-    "images-corrupted": lambda: of_images("working", images_report.corruption_table),
+    "images-corrupted": lambda: of_images("working"),
     "tabular": lambda: part("tabular", rows_of("tabular.csv"), tabular_report.report),
 }
 """What can stand at a place, by its name."""

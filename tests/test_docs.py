@@ -114,6 +114,30 @@ def test_corrupted_images_are_compared_seed_by_seed():
     assert lines[2:] == [f"| {name} | 0.7000 | 0.6500 | +0.2000 |" for name in ("nothing", "noise 0.1")]
 
 
+def test_accuracies_by_rate_are_compared_at_equal_and_at_best_rates():
+    values = {
+        ("dot", "0.001"): (0.2, 0.4),
+        ("dot", "3e-05"): (0.6,),
+        ("adaptive", "0.001"): (0.5, 0.8),
+        ("adaptive:shared", "0.001"): (0.1,),
+    }
+    rows = [
+        {"setup": "paper", "settings": f"cifar10, paper, lr {rate}", "device": "here", "attention": attention}
+        | {"measure": measure, "seed": str(seed), "value": str(value)}
+        for (attention, rate), several in values.items()
+        for seed, value in enumerate(several)
+        for measure in ("seconds", "accuracy")
+    ]
+    lines = images_report.report(rows, ["paper"]).splitlines()
+    assert lines[0] == "paper: cifar10, paper (here)"
+    assert lines[4:7] == [
+        "| dot | **0.6000 (1)** | 0.3000 ±0.1414 (2) |  | 0.5123 |",
+        "| adaptive |  | 0.6500 ±0.2121 (2) | +0.0500 | 0.5637 |",
+        "| adaptive:shared |  | 0.1000 (1) | -0.5000 |  |",
+    ]
+    assert lines[-2:] == ["| adaptive |  | +0.3500 |", "| adaptive:shared |  | -0.1000 |"]
+
+
 def test_kernels_have_no_empty_columns():
     row = {"case": "2 x 3", "ours_ms": "1.36e+03", "paper/ours": "12.3", "ours/limit": "", "extra_MB": ""}
     text = kernels_report.report([{**row, "pass": "forward"}, {**row, "pass": "forward + backward", "extra_MB": "0.5"}])

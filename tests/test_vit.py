@@ -332,7 +332,19 @@ def test_training_benchmark(folder, capsys):
     assert clean == {"dot": 1.0, "adaptive": 1.0}
     assert picture.stat().st_size > 10_000
     images.main(["report", *paths])
-    assert "| adaptive | noise 0.1 | 1 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| corrupted by | dot (1 seeds) | adaptive (1 seeds) | adaptive above dot |" in shown
+    assert "| nothing | 1.0000 | 1.0000 | +0.0000 |" in shown
+
+
+def test_every_rate_is_measured_and_shown(folder, capsys):
+    output = folder / "images.csv"
+    small = ["--data", "folder", "--data-dir", str(folder), "--model", "tiny", "--batch", "4", "--device", "cpu"]
+    rest = ["--epochs", "1", "--seeds", "1", "--attentions", "dot", "--lr", "3e-3", "1e-3", "--output", str(output)]
+    images.main(["paper", *small, *rest])
+    rates = [row["settings"].rpartition(", lr ")[2] for row in images.Rows(output).rows if row["measure"] == "accuracy"]
+    assert rates == ["0.003", "0.001"]
+    assert "| attention | rate 0.001 | rate 0.003 | best above" in capsys.readouterr().out
 
 
 def test_corruptions_are_as_strong_as_they_say():
