@@ -44,10 +44,11 @@ def classic_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Sep
     """The negative sum of what the separation is the derivative of: Hop, D-Hop, E-Hop.
 
     The table of the paper puts the sum over the patterns inside the power and the exponential; this is the sum of
-    powers and exponentials, of which the dynamics are the gradient. It falls for odd degrees.
+    powers and exponentials, of which the dynamics are the gradient. It falls for odd degrees. Of the sum of
+    exponentials it is the logarithm: one falls where the other does, and the logarithm stays finite.
     """
     if separation.name == "exponential":
-        return -scores.exp().sum(-1)
+        return -scores.logsumexp(-1)
     degree = separation.degree if separation.name == "polynomial" else 1
     return -(scores ** (degree + 1)).sum(-1) / (degree + 1)
 

@@ -275,12 +275,15 @@ class AssociativeMemory(nn.Module):
         bias = getattr(self.similarity, "bias", None)
 
         def attend(state: Tensor) -> Tensor:
-            weights: Tensor = self.separation(self.scores(state), masked=False)
+            scores = self.scores(state)
+            if self.activation == "sign" and self.separation.name == "exponential":
+                scores = scores - scores.amax(-1, keepdim=True)  # the same signs, and exp stays finite
+            weights: Tensor = self.separation(scores, masked=False)
             return weights
 
         def read(weights: Tensor) -> Tensor:
             output = weights @ self.patterns
-            return output.sign() if self.activation == "sign" else output
+            return output.sign() + (output == 0) if self.activation == "sign" else output  # a state is -1 or 1
 
         def follow(weights: Tensor) -> Tensor:
             # The similarity takes the bias off its query, so a state that came from the patterns must carry it.

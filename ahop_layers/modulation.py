@@ -8,6 +8,24 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError
 
 
+def crowding(points: Tensor) -> Tensor:
+    """How close ``points (..., n, d)`` lie: ``log mean exp(-2 |u - v|^2)`` over all pairs, ``(..., n, d) -> (...)``.
+
+    It is the separation loss of K-Hop. Points count by their direction alone, else distances could grow for ever; a
+    single point is not crowded by any other: 0.
+
+    >>> crowding(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    tensor(-4.)
+    """
+    n = points.shape[-2]
+    if n < 2:
+        return points.sum((-2, -1)) * 0
+    unit = nn.functional.normalize(points, dim=-1)
+    squares = 2 - 2 * unit @ unit.mT
+    once = torch.ones(n, n, dtype=torch.bool, device=points.device).tril(-1)
+    return (-2 * squares).masked_fill(~once, -torch.inf).flatten(-2).logsumexp(-1) - math.log(math.comb(n, 2))
+
+
 class KernelModulation(nn.Module):
     """``mod(pattern) = Phi^T Phi pattern``: a dot product with it compares ``Phi pattern`` and ``Phi query``.
 
@@ -40,20 +58,15 @@ class KernelModulation(nn.Module):
         phi = self.phi.to(patterns.dtype)
         return patterns @ phi.mT @ phi
 
-    def separation_loss(self, patterns: Tensor, sharpness: float = 2.0) -> Tensor:
-        """How close the patterns ``(n, d)`` lie after Phi: ``log mean exp(-sharpness * squared distance / d)``.
-
-        Phi counts by its direction alone, at the norm it starts with; else distances could grow for ever.
+    def separation_loss(self, patterns: Tensor) -> Tensor:
+        """How close the patterns ``(n, d)`` lie after Phi: their :func:`crowding`.
 
         >>> far, near = torch.eye(3), torch.full((3, 3), 0.5) + 0.1 * torch.eye(3)
         >>> modulation = KernelModulation(3)
         >>> bool(modulation.separation_loss(far) < modulation.separation_loss(near))
         True
         """
-        n, d = patterns.shape
-        phi = self.phi * (min(self.phi.shape) ** 0.5 / self.phi.norm())
-        distances = torch.nn.functional.pdist(patterns @ phi.mT).square()
-        return (-sharpness / d * distances).logsumexp(0) - math.log(n * (n - 1) / 2)
+        return crowding(patterns @ self.phi.to(patterns.dtype).mT)
 
     def extra_repr(self) -> str:
         """Give the constructor back."""

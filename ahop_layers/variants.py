@@ -226,19 +226,22 @@ class Biased(Mixed):
         super().__init__(bias=bias, seed=seed)
 
 
+NEAREST_AT_ONCE = 2**23
+"""How many distances between readouts and patterns are held together."""
+
+
 class _Memory(Protocol):
     patterns: Tensor
-
-    def recall(self, x: Tensor) -> Tensor: ...
 
     def retrieve(self, x: Tensor) -> Tensor: ...
 
 
+@torch.no_grad()
 def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
-    """The share of queries whose recalled pattern is the one they were made from.
+    """The share of queries for which what is retrieved lies nearest to the pattern they were made from.
 
     Args:
-        memory: has ``patterns (N, d)``, ``recall`` and ``retrieve``, as :class:`ahop_layers.AssociativeMemory`.
+        memory: has ``patterns (N, d)`` and ``retrieve``, as :class:`ahop_layers.AssociativeMemory`.
         index: ``(n,)``, the pattern of each query.
         query: ``(n, d)``.
 
@@ -247,7 +250,9 @@ def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
     >>> ah.variants.retrieval_accuracy(memory, torch.tensor([0, 1]), torch.eye(4)[:2])
     1.0
     """
-    return (memory.recall(query) == index).double().mean().item()
+    chunks = torch.split(memory.retrieve(query), max(1, NEAREST_AT_ONCE // len(memory.patterns)))
+    nearest = torch.cat([torch.cdist(chunk, memory.patterns).argmin(-1) for chunk in chunks])
+    return (nearest == index).double().mean().item()
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ahop_layers.modulation import crowding
+
 MOST_KEYS = 128
 """How many keys the separation loss looks at, evenly taken from all: it compares each with each."""
 
@@ -13,8 +15,8 @@ class KernelSimilarity(nn.Module):
     """K-Hop's score ``(phi q) . (phi k)`` with a matrix ``phi`` per head, the identity at the start.
 
     In K-Hop the separation loss alone shapes phi, everything else learns from the task. Hence ``phi`` is detached in
-    the score, and the keys are detached in the loss: ``log mean exp(-2 |phi k_u - phi k_v|^2 / d)`` over all pairs of
-    one image's keys. The norm of phi is held, for merely growing would also lower that loss.
+    the score, and the keys are detached in the loss, which is the crowding of the keys of one image or bag after phi.
+    Only the direction of phi counts, in the loss as in the score.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -25,22 +27,14 @@ class KernelSimilarity(nn.Module):
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Score ``query (..., H, L, d)`` against ``key (..., H, S, d)``: ``(..., H, L, S)``."""
         phi = self.phi * (math.sqrt(self.phi.shape[-1]) / self.phi.norm(dim=(-2, -1), keepdim=True))
-        self.separation_loss = self._crowding(key.detach(), phi) if self.training else None
+        self.separation_loss = self._crowding(key.detach()) if self.training else None
         fixed = phi.detach().to(query.dtype).mT
         return (query @ fixed) @ (key @ fixed).mT
 
-    @staticmethod
-    def _crowding(key: Tensor, phi: Tensor) -> Tensor:
-        key = key[..., :: -(-key.shape[-2] // MOST_KEYS) or 1, :]
-        if key.shape[-2] < 2:
-            return phi.sum() * 0
+    def _crowding(self, key: Tensor) -> Tensor:
+        some = key[..., :: -(-key.shape[-2] // MOST_KEYS) or 1, :]
         with torch.autocast(key.device.type, enabled=False):
-            mapped = key.to(phi.dtype) @ phi.mT
-            square = mapped.square().sum(-1)
-            distance = square[..., :, None] + square[..., None, :] - 2 * mapped @ mapped.mT
-            pairs = (-2 / key.shape[-1]) * distance.tril(-1) + torch.full_like(distance[0, 0], -torch.inf).triu()
-            count = math.comb(key.shape[-2], 2)
-            return (pairs.flatten(-2).logsumexp(-1) - math.log(count)).mean()
+            return crowding(some.to(self.phi.dtype) @ self.phi.mT).mean()
 
 
 def separation_loss(model: nn.Module) -> Tensor | float:

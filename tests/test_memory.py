@@ -12,7 +12,7 @@ from ahop_layers import memory as memory_module
 from ahop_layers.errors import AHopError
 from ahop_layers.fitting import start_bias
 from ahop_layers.memory import AssociativeMemory
-from ahop_layers.modulation import KernelModulation
+from ahop_layers.modulation import KernelModulation, crowding
 from ahop_layers.presets import PRESETS
 from ahop_layers.separation import entmax15, sparsemax
 from ahop_layers.similarity import AdaptiveSimilarity, folded_weights, trainable_forms
@@ -140,6 +140,22 @@ def test_classic_energies_fall_on_binary_states(name, keywords):
     assert falls(memory, torch.cat([patterns, torch.randn(200, 16).sign().double()]))
 
 
+def test_the_exponential_network_does_not_overflow():
+    patterns = torch.randn(2, 1024).sign()
+    patterns[1] = patterns[0]
+    patterns[1, :256] *= -1
+    memory = AssociativeMemory.preset("E-Hop", patterns)
+    assert torch.equal(memory.retrieve(patterns), patterns)
+    assert memory.energy(patterns).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["Hop", "D-Hop", "E-Hop"])
+def test_a_binary_state_is_never_zero(name):
+    memory = AssociativeMemory.preset(name, torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, -1.0, -1.0]]))
+    state = memory.retrieve(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert set(state.unique().tolist()) <= {-1.0, 1.0}
+
+
 def test_an_even_degree_promises_nothing():
     """Why the default is odd: with an even power the energy can rise."""
     memory = AssociativeMemory.preset("D-Hop", torch.randn(12, 16).sign().double(), degree=2)
@@ -238,7 +254,20 @@ def test_separation_loss_moves_patterns_apart():
     memory = AssociativeMemory.preset("K-Hop", patterns)
     before = memory.modulation.separation_loss(patterns)
     memory.fit(epochs=100, progress=False)
-    assert memory.modulation.separation_loss(patterns) < before - 0.01
+    after = memory.modulation.separation_loss(patterns)
+    assert after < before - 0.5
+    even = torch.nn.functional.normalize(torch.randn(100, 8), dim=-1)  # as far apart as chance would have them
+    assert after.item() == pytest.approx(crowding(even).item(), abs=0.3)
+
+
+def test_crowding_is_the_mean_over_pairs_of_directions():
+    points = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
+    unit = (points / points.norm(dim=-1, keepdim=True)).flatten(0, 1)
+    expected = torch.stack([(-2 * torch.pdist(each).square()).exp().mean().log() for each in unit]).reshape(2, 3)
+    torch.testing.assert_close(crowding(points), expected)
+    torch.testing.assert_close(crowding(7 * points), expected)
+    assert torch.autograd.gradcheck(crowding, points)
+    assert torch.equal(crowding(points[..., :1, :]), torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize(("form", "trained"), [(folded_weights, 2), (trainable_forms, 3)])

@@ -106,7 +106,10 @@ def test_biased_lemma_by_its_own_formula():
 
 
 def test_unified_energy_decreases_and_is_bounded():
-    """Theorem "energy": E = -lse(-|x - xi|^2 + b . (x - xi)) falls along x <- Xi softmax(s) + b/2, above its bound."""
+    """Theorem "energy": E = -lse(-|x - xi|^2 + b . (x - xi)) falls along x <- Xi softmax(s) + b/2, above its bound.
+
+    A step lowers it by at least its squared length; being bounded it then converges, and the states come to rest.
+    """
     patterns, b = 2 * torch.randn(20, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     similarity = ah.AdaptiveSimilarity(6, init="dis", debias=True).double()
     with torch.no_grad():
@@ -119,8 +122,9 @@ def test_unified_energy_decreases_and_is_bounded():
     energy = -scores(x).logsumexp(-1)
     bound = -torch.log(torch.tensor(20.0, dtype=torch.float64)) - b @ b / 4
     for _ in range(30):
-        x = scores(x).softmax(-1) @ patterns + b / 2
-        following = -scores(x).logsumexp(-1)
-        assert (following <= energy + 1e-9).all()
+        before, x = x, scores(x).softmax(-1) @ patterns + b / 2
+        following, moved = -scores(x).logsumexp(-1), (x - before).square().sum(-1)
+        assert (energy - following >= moved - 1e-9).all()
         assert (following >= bound).all()
         energy = following
+    assert moved.max() < 1e-6

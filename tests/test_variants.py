@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ahop_layers import variants
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.variants import Biased, Masked, Mixed, Noisy, bayes_accuracy, retrieval_accuracy, retrieval_error
@@ -121,6 +122,23 @@ def test_without_corruption_every_pattern_is_found():
     patterns = uniform(100, 16)
     for variant in (Noisy(0.0), Masked(0.25), Biased(0.7), Mixed(0.5, 0.0, 0.5)):
         assert bayes_accuracy(variant, patterns, 200) == 1.0
+
+
+def test_accuracy_asks_what_the_readout_is_nearest_to():
+    """By its scores this memory knows each pattern; what it reads out is a mean, nearest to the one in the middle."""
+    patterns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.4, 0.4]])
+    memory = AssociativeMemory(patterns, lambda query, key: 0.01 * query @ key.T)
+    index = torch.tensor([0, 1])
+    assert torch.equal(memory.recall(patterns[:2]), index)
+    assert retrieval_accuracy(memory, index, patterns[:2]) == 0.0
+    assert retrieval_accuracy(memory, torch.tensor([2, 2]), patterns[:2]) == 1.0
+
+
+def test_accuracy_of_many_queries_is_that_of_its_parts(monkeypatch):
+    memory, index = AssociativeMemory(uniform(30, 4)), torch.arange(30)
+    whole = retrieval_accuracy(memory, index, memory.patterns)
+    monkeypatch.setattr(variants, "NEAREST_AT_ONCE", 50)
+    assert 0 < retrieval_accuracy(memory, index, memory.patterns) == whole
 
 
 def test_accuracy_and_error_of_known_memories():
