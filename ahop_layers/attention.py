@@ -46,6 +46,7 @@ class Adaptive(nn.Module):
         self.similarity = AdaptiveSimilarity(dim, heads, bases, init, debias).to(like)
         separation = separation if isinstance(separation, Separation) else Separation(separation, heads)
         self.separation = separation.to(like)
+        self.train(self.training)  # a module that is not in training gets no part that is
 
     def associate(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Mask | None, dropout: float
@@ -65,8 +66,7 @@ class Adaptive(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take a checkpoint of the module that this one replaced."""
-        if any(key.startswith(prefix) for key in state_dict):
-            add_warm_start(self, state_dict, prefix)
+        add_warm_start(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -125,6 +125,12 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         # attention. It takes it only where this flag is set.
         self._qkv_same_embed_dim = False
 
+    def _reset_parameters(self) -> None:
+        """Draw the projections anew; the flag tells ``nn.MultiheadAttention`` which of them there are."""
+        flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = flag
+
     def forward(
         self,
         query: Tensor,
@@ -138,7 +144,9 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments and results are those of ``nn.MultiheadAttention``."""
         if query.is_nested:
-            return self._forward_nested(query, key, value, need_weights, average_attn_weights)
+            if key_padding_mask is not None:
+                raise AHopError("a nested tensor has no padding, got one with a key_padding_mask")
+            return self._forward_nested(query, key, value, need_weights, attn_mask, average_attn_weights, is_causal)
         check_floating(query=query, key=key, value=value)
         batched = query.ndim == 3
         if not batched:
@@ -198,15 +206,15 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         return [(rearrange(k, "1 1 (h d) -> 1 h 1 d", h=h), rearrange(v, "1 1 (h d) -> 1 h 1 d", h=h)) for k, v in more]
 
     def _forward_nested(
-        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average_attn_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within each sample of a nested tensor, which is what ``nn.TransformerEncoder`` makes of padding."""
+        """Attend within each sample of a nested tensor; a mask is as large as for the longest of them."""
         if query is not key or key is not value or not self.batch_first:
             raise AHopError("nested tensors need batch_first=True and one tensor as query, key and value")
         sizes = [len(sample) for sample in query.unbind()]
         padded = query.to_padded_tensor(0.0)
         place = torch.arange(padded.shape[1], device=padded.device)
         ignored = place >= torch.tensor(sizes, device=padded.device)[:, None]
-        output, weights = self(padded, padded, padded, ignored, need_weights, None, average_attn_weights)
+        output, weights = self(padded, padded, padded, ignored, need_weights, *rest)
         rows = [row[:size] for row, size in zip(output, sizes, strict=True)]
-        return torch.nested.as_nested_tensor(rows), weights
+        return torch.nested.as_nested_tensor(rows, layout=query.layout), weights

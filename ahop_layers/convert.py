@@ -7,10 +7,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ahop_layers.converters import Converter, converter_for, turn_back
-from ahop_layers.errors import AHopError
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.errors import AHopError, check_sizes
+from ahop_layers.layers import KEYWORDS, similarity_parameters
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 
@@ -22,7 +23,7 @@ class Report:
     Attributes:
         adapted: name of each adapted module, and its class before.
         passed_over: name of each attention module left as it was, and why.
-        new_parameters: how many numbers the similarities have together.
+        new_parameters: how many numbers the similarities have together, as far as their sizes are known yet.
         dry_run: whether nothing was changed.
 
     >>> print(Report({"blocks.0.attn": "Attention"}, new_parameters=96))
@@ -91,7 +92,8 @@ def adapt_(
 
     Knows ``nn.MultiheadAttention`` (and so torchvision's ViT), timm's ``Attention``, ViT, DeiT, DINOv2 and CLIP of
     transformers, the three classes of hflayers and ours in their place; :func:`register_converter` adds others.
-    Trained weights stay; the new similarities start as the dot product.
+    Trained weights stay; the new similarities start as the dot product. One exception: hflayers mixes the samples of a
+    batch where static patterns meet several heads, and an adapted layer does not.
 
     Args:
         model: any module; it may itself be an attention module.
@@ -114,11 +116,12 @@ def adapt_(
     layers.0.self_attn  passed over: not in the last 1 blocks
     adapted 1, passed over 1; 36 new parameters
     """
-    unknown = set(keywords) - {"bases", "init", "debias", "separation"}
+    if not isinstance(model, nn.Module):
+        raise AHopError(f"model must be a module, got {type(model).__name__}")
+    unknown = set(keywords) - set(KEYWORDS)
     if unknown:
-        raise AHopError(f"keywords must be bases, init, debias or separation, got {sorted(unknown)}")
-    if last is not None and (not isinstance(last, int) or last < 1):
-        raise AHopError(f"last must be a whole number of at least 1, got {last!r}")
+        raise AHopError(f"keywords must be out of {', '.join(KEYWORDS)}, got {sorted(unknown)}")
+    check_sizes(last=1 if last is None else last)
     before = [name for name, module in model.named_modules() if "_former" in vars(module)]
     if before:
         raise AHopError(f"the model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")
@@ -148,14 +151,14 @@ def adapt_(
     except BaseException:
         revert_(model)  # an argument that does not fit shows at the first module: leave nothing half done
         raise
-    mine = [p for part in model.modules() if isinstance(part, AdaptiveSimilarity) for p in part.parameters()]
+    mine = similarity_parameters(model)
     if freeze_rest:
         own = {id(parameter) for parameter in mine}
         frozen = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         model.__dict__["_frozen"] = frozen
-    return Report(adapted, passed, sum(parameter.numel() for parameter in mine))
+    return Report(adapted, passed, sum(parameter.numel() for parameter in mine if not is_lazy(parameter)))
 
 
 def revert_(model: nn.Module) -> list[str]:
@@ -180,8 +183,10 @@ def revert_(model: nn.Module) -> list[str]:
         raise AHopError(f"expected a model that adapt_ adapted, got {type(model).__name__} without adapted modules")
     for module in adapted.values():
         turn_back(module)
-    for name in model.__dict__.pop("_frozen", []):
-        model.get_parameter(name).requires_grad_(True)
+    frozen = set(model.__dict__.pop("_frozen", ()))
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(True)
     return [name for name in adapted if not any(_inside(name, other) for other in adapted)]
 
 

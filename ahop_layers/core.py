@@ -1,5 +1,6 @@
 """AssociationCore: the projections of a Hopfield layer around :func:`~ahop_layers.association.associate`."""
 
+from copy import deepcopy
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -22,13 +23,26 @@ class Retrieval(NamedTuple):
     projected: Tensor
 
 
-def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Complete a checkpoint of the layer that ``module`` replaced by the warm start of what it has besides."""
-    for name in ("similarity", "separation"):
+def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
+    """Complete a checkpoint of the layer that ``module`` replaced by the warm start of what it has besides.
+
+    Nothing is added, and False returned, where the checkpoint has not all that such a layer has: what it is loaded for,
+    with ``strict=False``, is then not the whole layer.
+    """
+    added = ("similarity", "separation")
+    own = [key for key in module.state_dict() if key != "scaling" and key.partition(".")[0] not in added]
+    if not all(prefix + key in state_dict for key in own):
+        return False
+    device = state_dict[prefix + own[0]].device if own else None
+    for name in added:
         part: Any = getattr(module, name)
         if part is not None and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
-            part.reset_parameters()
-            state_dict.update({f"{prefix}{name}.{key}": value for key, value in part.state_dict().items()})
+            fresh = deepcopy(part)
+            if device is not None and any(parameter.is_meta for parameter in fresh.parameters()):
+                fresh = fresh.to_empty(device=device)
+            fresh.reset_parameters()
+            state_dict.update({f"{prefix}{name}.{key}": value for key, value in fresh.state_dict().items()})
+    return True
 
 
 class AssociationCore(nn.Module):
@@ -201,11 +215,8 @@ class AssociationCore(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Give what a checkpoint of hflayers has no value for its warm start, or leave it alone."""
-        mine = any(key.startswith(prefix) for key in state_dict)
-        if mine or not any(True for name, _ in self.named_parameters() if not name.startswith(("similarity", "sep"))):
-            add_warm_start(self, state_dict, prefix)
-            if isinstance(self.scaling, nn.Parameter):
-                state_dict.setdefault(f"{prefix}scaling", self.scaling.detach())
+        if add_warm_start(self, state_dict, prefix) and isinstance(self.scaling, nn.Parameter):
+            state_dict.setdefault(f"{prefix}scaling", self.scaling.detach())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def score(self, query: Tensor, key: Tensor) -> Tensor:

@@ -29,6 +29,13 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise AHopError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
+def check_sizes(**sizes: object) -> None:
+    """Raise unless every size is a whole number of at least 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
+
+
 def check_floating(**tensors: object) -> None:
     """Raise unless every argument is a floating-point tensor."""
     for name, tensor in tensors.items():

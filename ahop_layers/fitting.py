@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.errors import AHopError, check_floating, check_sizes, describe
 from ahop_layers.similarity import trainable_forms
 from ahop_layers.variants import Mixed
 
@@ -32,18 +32,23 @@ def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, g
     Raises:
         AHopError: ``data`` is neither, or does not fit the patterns.
     """
-    _check_sizes(epochs=epochs, batch=batch)
+    check_sizes(epochs=epochs, batch=batch)
     if isinstance(data, Mixed):
         return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)))
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
     index, query = data
     check_floating(query=query)
+    index = torch.as_tensor(index, device=query.device)
     if index.ndim != 1 or query.shape != (len(index), patterns.shape[1]) or not len(index):
         raise AHopError(
             f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
             f" got {describe(index)} and {describe(query)}"
         )
+    if index.is_floating_point() or not 0 <= int(index.min()) <= int(index.max()) < len(patterns):
+        got = f"{index.dtype} from {index.min().item()} to {index.max().item()}"
+        raise AHopError(f"the index must be whole numbers from 0 to {len(patterns) - 1}, got {got}")
+    index = index.long()
 
     def shuffled() -> Iterator[Pairs]:
         for _ in range(epochs):
@@ -72,7 +77,7 @@ def start_bias(bias: Tensor, data: Mixed | Pairs, patterns: Tensor, batch: int, 
 
 def separation_batches(patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
     """``batch`` of the patterns, drawn anew each epoch."""
-    _check_sizes(epochs=epochs, batch=batch)
+    check_sizes(epochs=epochs, batch=batch)
 
     def drawn() -> Iterator[Tensor]:
         for _ in range(epochs):
@@ -128,9 +133,3 @@ def _bar(batches: Batches, progress: bool) -> Iterable[Any]:
         batches.draws, total=batches.steps, desc="fit", unit="step"
     )
     return bar
-
-
-def _check_sizes(**sizes: object) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")

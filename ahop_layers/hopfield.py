@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.core import Retrieval
-from ahop_layers.errors import AHopError
-from ahop_layers.own import Face, OwnHopfield, Patterns, arguments, check_sizes, reads
+from ahop_layers.errors import AHopError, check_sizes
+from ahop_layers.own import Face, OwnHopfield, Patterns, arguments, reads
 
 
 class _WithWeights(Face):

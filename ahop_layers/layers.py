@@ -60,8 +60,8 @@ class _LazySimilarity(LazyModuleMixin, AdaptiveSimilarity):
 
     def initialize_parameters(self, query: Tensor, key: Tensor) -> None:
         """Take the dimension of ``query (..., d)``."""
+        self.dim = query.shape[-1]
         if self.has_uninitialized_params():
-            self.dim = query.shape[-1]
             for parameter, middle in ((self.w, (len(self.bases),)), (self.bias, ())):
                 if isinstance(parameter, UninitializedParameter):
                     parameter.materialize((self.num_heads, *middle, self.dim))

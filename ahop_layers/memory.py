@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ahop_layers.association import dot_product, settle
 from ahop_layers.energy import choose_energy
-from ahop_layers.errors import AHopError, check_choice, check_floating, describe
+from ahop_layers.errors import AHopError, check_choice, check_floating, check_sizes, describe
 from ahop_layers.fitting import Pairs, minimise, retrieval_batches, separation_batches, start_bias
 from ahop_layers.modulation import KernelModulation
 from ahop_layers.presets import Similarity, named_similarity, parts
@@ -123,8 +123,7 @@ class AssociativeMemory(nn.Module):
 
     def forward(self, x: Tensor, steps: int = 1) -> Tensor:
         """As :meth:`retrieve`, with gradients."""
-        if not isinstance(steps, int) or steps < 1:
-            raise AHopError(f"steps must be a whole number of at least 1, got {steps!r}")
+        check_sizes(steps=steps)
         chunks = torch.split(self._rows(x), max(1, BLOCK_SCORES // len(self.patterns)))
         return torch.cat([self._settled(chunk, steps) for chunk in chunks]).reshape(x.shape)
 
@@ -199,8 +198,8 @@ class AssociativeMemory(nn.Module):
             batches = separation_batches(self.patterns, epochs, batch, generator)
             return minimise(self, self.modulation.separation_loss, batches, lr, progress)
         batches = retrieval_batches(data, self.patterns, epochs, batch, generator)
-        bias = getattr(self.similarity, "bias", None)
-        if isinstance(bias, nn.Parameter) and data is not None:
+        bias = self._bias()
+        if bias is not None and bias.requires_grad and data is not None:
             start_bias(bias, data, self.patterns, batch, generator)
         return minimise(self, self._loss, batches, lr, progress)
 
@@ -217,7 +216,7 @@ class AssociativeMemory(nn.Module):
         """
         check_patterns(patterns)
         before = len(self.patterns)
-        self.patterns = torch.cat([self.patterns, self._rows(patterns).detach()])
+        self.patterns = torch.cat([self.patterns, self._rows(patterns).detach().to(self.patterns)])
         if self.prior is not None:  # a newcomer is as likely as the others on average
             self._set_prior(torch.cat([self.prior.detach(), self.prior.detach().mean().expand(len(patterns))]))
         return torch.arange(before, len(self.patterns), device=self.patterns.device)
@@ -226,7 +225,7 @@ class AssociativeMemory(nn.Module):
         """Forget the patterns of these indices; those after them move up.
 
         Raises:
-            AHopError: no pattern would be left.
+            AHopError: no pattern would be left, or an index has none.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.eye(3))
@@ -234,13 +233,22 @@ class AssociativeMemory(nn.Module):
         >>> memory.patterns
         tensor([[0., 1., 0.]])
         """
-        keep = torch.ones(len(self.patterns), dtype=torch.bool, device=self.patterns.device)
-        keep[torch.as_tensor(index, device=keep.device)] = False
+        keep, gone = torch.ones(len(self.patterns), dtype=torch.bool), torch.as_tensor(index).cpu()
+        try:
+            keep[gone if gone.numel() else []] = False
+        except IndexError:
+            raise AHopError(f"index must name some of {len(keep)} patterns, got {index}") from None
         if not keep.any():
             raise AHopError(f"a memory needs at least one pattern, got all {len(keep)} to remove")
+        keep = keep.to(self.patterns.device)
         self.patterns = self.patterns[keep]
         if self.prior is not None:
             self._set_prior(self.prior.detach()[keep])
+
+    def _bias(self) -> Tensor | None:
+        """The vector ``(d,)`` that the similarity takes off a query, where it has one."""
+        bias = getattr(self.similarity, "bias", None)
+        return bias if isinstance(bias, Tensor) and bias.shape == self.patterns.shape[1:] else None
 
     def _set_prior(self, values: Tensor) -> None:
         self.prior = nn.Parameter(values, requires_grad=self.prior is not None and self.prior.requires_grad)
@@ -248,7 +256,8 @@ class AssociativeMemory(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the number of patterns from the checkpoint."""
         stored = state_dict.get(prefix + "patterns")
-        if stored is not None and stored.ndim == 2 and stored.shape[1] == self.patterns.shape[1]:
+        known = self.patterns.shape
+        if stored is not None and stored.shape != known and stored.ndim == 2 and stored.shape[1] == known[1]:
             self.patterns = self.patterns.new_empty(stored.shape)
             if self.prior is not None:
                 self._set_prior(self.prior.new_zeros(len(stored)))
@@ -272,7 +281,7 @@ class AssociativeMemory(nn.Module):
             yield scores if self.prior is None else scores + self.prior[start : start + size]
 
     def _settled(self, rows: Tensor, steps: int) -> Tensor:
-        bias = getattr(self.similarity, "bias", None)
+        bias = self._bias()
 
         def attend(state: Tensor) -> Tensor:
             scores = self.scores(state)

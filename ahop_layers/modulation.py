@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError
+from ahop_layers.errors import check_sizes
 
 
 def crowding(points: Tensor) -> Tensor:
@@ -48,9 +48,7 @@ class KernelModulation(nn.Module):
     def __init__(self, dim: int, features: int | None = None) -> None:
         super().__init__()
         features = dim if features is None else features
-        for name, size in (("dim", dim), ("features", features)):
-            if not isinstance(size, int) or size < 1:
-                raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
+        check_sizes(dim=dim, features=features)
         self.phi = nn.Parameter(torch.eye(features, dim))
 
     def forward(self, patterns: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.core import AssociationCore, Retrieval
-from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.errors import AHopError, check_floating, check_sizes, describe
 
 Patterns = Tensor | Sequence[Tensor]
 
@@ -28,13 +28,6 @@ def _norm_flags(path: str) -> tuple[Any, Any]:
     norm = attrgetter(path)
     affine = property(lambda self: getattr(norm(self), "elementwise_affine", False))
     return property(lambda self: norm(self) is not None), affine
-
-
-def check_sizes(**sizes: int | None) -> None:
-    """Raise unless every size is None or a whole number of at least 1."""
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
 
 
 def _norm(name: str, size: int | None, wanted: bool, affine: bool, eps: float) -> nn.LayerNorm | None:
@@ -132,9 +125,10 @@ class OwnHopfield(Face):
     ) -> None:
         # fmt: on
         nn.Module.__init__(self)  # and not the next class in line, which may be that of hflayers
-        check_sizes(input_size=input_size, hidden_size=hidden_size, output_size=output_size, num_heads=num_heads,
-                     pattern_size=pattern_size, stored_pattern_size=stored_pattern_size,
-                     pattern_projection_size=pattern_projection_size)
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "output_size": output_size,
+                 "pattern_size": pattern_size, "stored_pattern_size": stored_pattern_size,
+                 "pattern_projection_size": pattern_projection_size}  # fmt: skip
+        check_sizes(num_heads=num_heads, **{name: size for name, size in sizes.items() if size is not None})
         if not 0 <= dropout <= 1:
             raise AHopError(f"dropout must be between 0 and 1, got {dropout!r}")
         activation = None if association_activation is None else getattr(torch, association_activation, None)

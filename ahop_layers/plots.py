@@ -133,7 +133,7 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
                 panel.set_visible(False)
                 continue
             for base, line in zip(part.bases, lines[row], strict=True):
-                panel.plot(range(1, part.dim + 1), line.numpy(), label=base, color=COLOURS.get(base), linewidth=1.5)
+                panel.plot(range(1, len(line) + 1), line.numpy(), label=base, color=COLOURS.get(base), linewidth=1.5)
             panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             if row == 0:
                 panel.set_title(name.removesuffix("similarity").removesuffix(".") or "similarity", fontsize="small")

@@ -9,6 +9,7 @@ from torch import Tensor
 from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError, check_choice
 from ahop_layers.modulation import KernelModulation
+from ahop_layers.ops.chunked import accumulator
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.table import AdaptiveTableSimilarity
@@ -43,12 +44,15 @@ PRESETS = {
 
 def negative_distance(query: Tensor, key: Tensor) -> Tensor:
     """The negative squared distance: ``(L, d), (S, d) -> (L, S)``."""
+    centre = key.mean(-2, keepdim=True).detach()  # far from the origin the squares would swallow their difference
+    query, key = query - centre, key - centre
     return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1)
 
 
 def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
     """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
-    return -torch.cdist(query, key, p=1)
+    wide = accumulator(query.dtype)
+    return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
 
 
 _FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}

@@ -10,7 +10,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_choice, check_floating
+from ahop_layers.errors import check_choice, check_floating, check_sizes
 from ahop_layers.ops.chunked import accumulator
 
 _Separate = Callable[..., Tensor]
@@ -62,7 +62,7 @@ def sparsemax(scores: Tensor) -> Tensor:
     with torch.no_grad():
         best = z.sort(-1, descending=True).values
         excess, rank = best.cumsum(-1) - 1, torch.arange(1, z.shape[-1] + 1, device=z.device)
-        size = (excess < rank * best).sum(-1, keepdim=True)
+        size = (excess < rank * best).sum(-1, keepdim=True).clamp(min=1)  # none where a score is NaN
         support = z > excess.gather(-1, size - 1) / size
     # The sort only finds the support; on it the threshold is a mean, which autograd differentiates cheaply.
     threshold = ((z * support).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
@@ -82,7 +82,7 @@ def entmax15(scores: Tensor) -> Tensor:
         rank = torch.arange(1, z.shape[-1] + 1, device=z.device)
         mean, square = best.cumsum(-1) / rank, best.square().cumsum(-1) / rank
         thresholds = mean - (1 / rank - square + mean.square()).clamp(min=0.0).sqrt()
-        size = (thresholds <= best).sum(-1, keepdim=True)
+        size = (thresholds <= best).sum(-1, keepdim=True).clamp(min=1)
         support = z > thresholds.gather(-1, size - 1)
     count = support.sum(-1, keepdim=True)
     mean = (z * support).sum(-1, keepdim=True) / count
@@ -195,8 +195,7 @@ class Separation(nn.Module):
     def __init__(self, name: str = "softmax", num_heads: int | None = None, degree: int = 3) -> None:
         super().__init__()
         check_choice("separation", name, SEPARATIONS)
-        if not isinstance(degree, int) or degree < 1:
-            raise AHopError(f"degree must be a whole number of at least 1, got {degree!r}")
+        check_sizes(degree=degree)
         self.name, self.degree = name, degree
         shape = () if num_heads is None else (num_heads, 1, 1)
         self.alpha_logit = nn.Parameter(torch.zeros(shape)) if name == "entmax" else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ahop_layers.errors import AHopError, check_choice, check_floating, describe
+from ahop_layers.errors import AHopError, check_choice, check_floating, check_sizes, describe
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import check_bases, fold
 
@@ -51,11 +51,10 @@ class AdaptiveSimilarity(nn.Module):
         debias: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (("dim", dim), ("num_heads", num_heads)):
-            whole = isinstance(size, int) and size >= 1
-            if not whole and not (name == "num_heads" and size is None):
-                raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
-        self.dim, self.num_heads, self.bases, self.init = dim, num_heads, check_bases(bases), init
+        check_sizes(dim=dim, num_heads=1 if num_heads is None else num_heads)
+        self.dim, self.num_heads, self.bases = dim, num_heads, check_bases(bases)
+        # A copy: a parameter of another module must not become one of this.
+        self.init = init.detach().clone() if isinstance(init, Tensor) else init
         heads = () if num_heads is None else (num_heads,)
         self.w = nn.Parameter(torch.empty(*heads, len(self.bases), dim))
         self.beta = nn.Parameter(torch.empty(*heads, len(self.bases)))

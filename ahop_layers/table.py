@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_choice
+from ahop_layers.errors import AHopError, check_choice, check_sizes
 from ahop_layers.similarity import AdaptiveSimilarity, without_bias
 
 
@@ -48,8 +48,7 @@ class TableSimilarity(nn.Module):
         debias: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(dim, int) or dim < 1:
-            raise AHopError(f"dim must be a whole number of at least 1, got {dim!r}")
+        check_sizes(dim=dim)
         if not key_range > 0:
             raise AHopError(f"key_range must be positive, got {key_range!r}")
         if len(knots) != 2 or min(knots) < 2:
@@ -122,6 +121,12 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
     ) -> None:
         super().__init__(dim, None, bases, init, debias)
         self.table = TableSimilarity(dim, key_range, knots, init="zero")
+
+    def reset_parameters(self) -> None:
+        """Set footprint weights to what ``init`` says, the table and the bias to zero."""
+        super().reset_parameters()
+        if "table" in self._modules:  # not yet while the footprints are made
+            self.table.reset_parameters()
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``."""

@@ -3,6 +3,7 @@
 torchmil itself is not imported. Its masks are 1 where an instance is real, the opposite of those of hflayers.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -67,5 +68,5 @@ class AdaptivePool(nn.Module):
             return pooled
         lowest = torch.finfo(X.dtype).tiny  # a padded instance, or one that a sparse separation leaves out
         mean = weights.mean((1, 2)).clamp(min=lowest).log()
-        att = mean.new_full(real.shape, torch.tensor(lowest).log().item())
+        att = mean.new_full(real.shape, math.log(lowest))
         return pooled, att.masked_scatter(real, mean)

@@ -136,6 +136,41 @@ def test_nested_tensors():
             ours(nested, torch.nested.nested_tensor(samples), nested)
 
 
+def test_masks_of_nested_tensors():
+    _, ours = pair(batch_first=True)
+    samples = [torch.randn(size, E) for size in (4, 1, 6)]
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(samples, layout=layout)
+        with torch.no_grad():
+            output, _ = ours(nested, nested, nested, is_causal=True)
+            assert output.layout == layout
+            for got, sample in zip(output.unbind(), samples, strict=True):
+                causal = ours(sample, sample, sample, is_causal=True)[0]
+                torch.testing.assert_close(got, causal, rtol=1e-5, atol=1e-6)
+            with pytest.raises(ah.AHopError, match="no padding, got one with a key_padding_mask"):
+                ours(nested, nested, nested, key_padding_mask=torch.zeros(3, 6, dtype=torch.bool))
+
+
+def test_parameters_can_be_drawn_anew():
+    ours = ah.AdaptiveAttention(E, H)
+    before = ours.in_proj_weight.clone()
+    ours._reset_parameters()
+    assert not torch.equal(ours.in_proj_weight, before)
+
+
+def test_forward_mode_sees_the_similarity():
+    _, ours = pair(batch_first=True)
+    ours.double()
+    x, tangent = torch.randn(2, 2, 5, E, dtype=torch.float64)
+
+    def attend(x):
+        return ours(x, x, x)[0]
+
+    with torch.no_grad():
+        slope = (attend(x + 1e-6 * tangent) - attend(x - 1e-6 * tangent)) / 2e-6
+        torch.testing.assert_close(torch.func.jvp(attend, (x,), (tangent,))[1], slope, rtol=1e-5, atol=1e-6)
+
+
 def test_dropout_acts_in_training_only():
     ours = ah.AdaptiveAttention(E, H, dropout=0.9)
     x = inputs()

@@ -335,6 +335,61 @@ def test_freeze_rest_and_back():
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trainable
 
 
+@pytest.mark.parametrize("change", [lambda model: None, lambda model: setattr(model, "norm", nn.Identity())])
+def test_what_was_frozen_may_be_gone_by_then(change):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, nn.LayerNorm(16))
+    ah.adapt_(model, freeze_rest=True, separation="entmax")  # its alpha is frozen with the rest
+    change(model)
+    ah.revert_(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_part_of_a_checkpoint_resets_nothing():
+    model = nn.MultiheadAttention(16, 4)
+    whole = model.state_dict()
+    ah.adapt_(model)
+    with torch.no_grad():
+        model.similarity.w.fill_(3.0)
+    missing = model.load_state_dict({"out_proj.bias": torch.ones(16)}, strict=False).missing_keys
+    assert "similarity.w" in missing
+    assert (model.similarity.w == 3).all()
+    model.load_state_dict(whole)
+    assert torch.equal(model.similarity.w, ah.AdaptiveSimilarity(4, 4).w)
+
+
+def test_a_model_on_meta_gets_its_warm_start_from_a_checkpoint():
+    checkpoint = encoder().state_dict()
+    with torch.device("meta"):
+        model = encoder()
+    ah.adapt_(model)
+    model.load_state_dict(checkpoint, assign=True)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    plain, x = encoder().eval(), torch.randn(2, 5, 16)
+    plain.load_state_dict(checkpoint)
+    torch.testing.assert_close(model.eval()(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_may_be_unknown_yet():
+    layer = hopfield.Hopfield(
+        stored_pattern_as_static=True, state_pattern_as_static=True, pattern_projection_as_static=True,
+        normalize_stored_pattern=False, normalize_stored_pattern_affine=False, normalize_state_pattern=False,
+        normalize_state_pattern_affine=False, normalize_pattern_projection=False,
+        normalize_pattern_projection_affine=False, disable_out_projection=True,
+    )  # fmt: skip
+    assert ah.adapt_(layer).new_parameters == 2  # the betas
+
+
+def test_a_model_in_eval_mode_stays_there():
+    model = encoder().eval()
+    ah.adapt_(model)
+    assert not any(module.training for module in model.modules())
+
+
+def test_only_modules_are_adapted():
+    with pytest.raises(ah.AHopError, match="model must be a module, got str"):
+        ah.adapt_("model")
+
+
 def test_twice_and_never():
     model = encoder()
     with pytest.raises(ah.AHopError, match="expected a model that adapt_ adapted, got TransformerEncoder"):

@@ -1,5 +1,6 @@
 """association_maps: the weights of every adaptive layer, and nothing left behind."""
 
+import copy
 import gc
 import weakref
 
@@ -9,6 +10,7 @@ from test_convert import Bags, encoder
 from torch import nn
 
 import ahop_layers as ah
+from ahop_layers.separation import Separation
 
 
 def test_maps_are_the_weights_that_were_used():
@@ -66,6 +68,23 @@ def test_no_hook_and_no_memory_is_left(fails):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_layers_that_share_a_separation_have_a_map_each():
+    apart, x = encoder().eval(), torch.randn(2, 5, 16)
+    shared = copy.deepcopy(apart)
+    ah.adapt_(apart, separation="sparsemax")
+    ah.adapt_(shared, separation=Separation("sparsemax"))
+    expected, maps = (ah.association_maps(model, x) for model in (apart, shared))
+    assert list(maps) == list(expected)
+    for name, weights in expected.items():
+        assert torch.equal(maps[name], weights)
+
+
+def test_packed_bags_say_where_their_weights_are():
+    pooling = ah.torchmil.AdaptivePool(16, separation="sparsemax")
+    with pytest.raises(ah.AHopError, match="pool_packed and AdaptivePool return the weights themselves"):
+        ah.association_maps(pooling, torch.randn(3, 9, 16))
+
+
 def test_a_model_without_adaptive_layers():
-    with pytest.raises(ah.AHopError, match="expected a model that uses adaptive layers, got TransformerEncoder"):
+    with pytest.raises(ah.AHopError, match="expected a model that calls adaptive layers, got TransformerEncoder"):
         ah.association_maps(encoder(), torch.randn(2, 5, 16))

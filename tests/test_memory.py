@@ -329,6 +329,73 @@ def test_add_and_remove_without_refitting():
         memory.remove([0])
 
 
+def test_bad_indices_are_named():
+    memory = AssociativeMemory.preset("A-Hop", uniform(5, 3))
+    memory.remove([])
+    with pytest.raises(AHopError, match=r"index must name some of 5 patterns, got \[7\]"):
+        memory.remove([7])
+    query = uniform(2, 3)
+    assert len(memory.fit(([0, 4], query), epochs=1, progress=False)) == 1
+    assert len(memory.fit((torch.tensor([0, 4], dtype=torch.int32), query), epochs=1, progress=False)) == 1
+    for index in ([0, 5], [0, -1], [0.0, 1.0]):
+        with pytest.raises(AHopError, match="the index must be whole numbers from 0 to 4, got"):
+            memory.fit((torch.tensor(index), query), epochs=1, progress=False)
+
+
+def test_added_patterns_take_the_dtype_of_the_memory():
+    memory = AssociativeMemory(uniform(5, 3, torch.float32))
+    memory.add(uniform(2, 3))
+    assert memory.patterns.dtype == torch.float32
+
+
+def test_an_optimizer_goes_on_after_loading():
+    memory = AssociativeMemory.preset("M-Hop", uniform(5, 3), prior=True)
+    optimizer = torch.optim.SGD(memory.parameters(), lr=1.0)
+    memory.load_state_dict(AssociativeMemory.preset("M-Hop", uniform(5, 3), prior=True).state_dict())
+    memory.scores(uniform(2, 3))[:, 0].sum().backward()
+    optimizer.step()
+    assert memory.prior[0] == -2
+
+
+def test_a_frozen_bias_stays_and_another_bias_is_left_alone():
+    patterns = uniform(20, 4)
+    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True)
+    memory.similarity.bias.requires_grad_(False)
+    memory.fit(Biased(0.5), epochs=2, progress=False)
+    assert not memory.similarity.bias.any()
+
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, query, key):
+            return query @ key.T + self.bias
+
+    shifted, plain = AssociativeMemory(patterns, Shifted().double()), AssociativeMemory(patterns)
+    torch.testing.assert_close(shifted.retrieve(patterns, steps=2), plain.retrieve(patterns, steps=2))
+    assert len(shifted.fit(Biased(0.5), epochs=2, progress=False)) == 2
+
+
+def test_the_distance_survives_an_offset():
+    patterns = torch.randn(200, 16)
+    memory = AssociativeMemory(patterns + 3000, similarity="dis")
+    assert torch.equal(memory.recall(patterns + 3000), torch.arange(200))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_universal_network_in_half_precision(dtype):
+    patterns = torch.eye(4, dtype=dtype)
+    assert torch.equal(AssociativeMemory.preset("U-Hop", patterns).recall(patterns), torch.arange(4))
+
+
+def test_a_table_goes_back_to_its_start():
+    similarity = AdaptiveTableSimilarity(4)
+    torch.nn.init.normal_(similarity.table.table)
+    similarity.reset_parameters()
+    assert not similarity.table.table.any()
+
+
 def test_a_checkpoint_brings_its_own_number_of_patterns(tmp_path):
     memory = AssociativeMemory.preset("A-Hop", uniform(20, 8, torch.float32), debias=True, table=True, prior=True)
     for parameter in memory.parameters():

@@ -163,6 +163,44 @@ def test_vmap_of_the_backward():
         torch.testing.assert_close(got[index], torch.stack([each[index] for each in expected]), msg=name)
 
 
+def test_vmap_over_nothing():
+    got = torch.func.vmap(ah.adaptive_similarity, in_dims=(0, 0, None))(
+        torch.randn(0, 5, 8), torch.randn(0, 7, 8), torch.randn(2, 8)
+    )
+    assert got.shape == (0, 5, 7)
+
+
+def test_forward_mode_and_torch_func():
+    """Transformations that our operators cannot follow take the reference path; dropping a tangent would be silent."""
+    inputs = problem(3)
+    tangents = tuple(map(torch.randn_like, inputs))
+    difference = [
+        ah.adaptive_similarity(*(x + sign * 1e-6 * t for x, t in zip(inputs, tangents, strict=True)))
+        for sign in (1, -1)
+    ]
+    slope = (difference[0] - difference[1]) / 2e-6
+    torch.testing.assert_close(torch.func.jvp(ah.adaptive_similarity, inputs, tangents)[1], slope, rtol=1e-5, atol=1e-5)
+
+    def total(query, key, weight):
+        return ah.adaptive_similarity(query, key, weight).square().sum()
+
+    learned = [x.clone().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(total(*learned), learned)
+    for got, want in zip(torch.func.grad(total, argnums=(0, 1, 2))(*inputs), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    each = torch.func.vmap(torch.func.grad(total, argnums=2), in_dims=(0, 0, None))(*inputs)
+    torch.testing.assert_close(each.sum(0), expected[2])
+    torch.testing.assert_close(
+        torch.func.jacfwd(ah.adaptive_similarity)(*inputs), torch.func.jacrev(ah.adaptive_similarity)(*inputs)
+    )
+
+
+def test_the_meta_device_knows_shapes():
+    inputs = [x.to("meta") for x in problem(3, dtype=torch.float32)]
+    for backend in ("auto", "reference"):
+        assert ah.adaptive_similarity(*inputs, backend=backend).shape == (3, 5, 7)
+
+
 def test_double_backward_is_refused_and_the_reference_does_it():
     query, key, weight = problem(grad=True)
     (grad,) = torch.autograd.grad(ah.adaptive_similarity(query, key, weight).sum(), query, create_graph=True)
@@ -226,6 +264,10 @@ def test_user_base_runs_on_the_reference_path():
     )
     with pytest.raises(ah.AHopError, match="reference path only"):
         ah.adaptive_similarity(query, key, weight, ("dot", name), backend="chunked")
+    # (200 - 1)^2 eight times is beyond float16; what it weighs is not.
+    half = [torch.full((rows, 8), value, dtype=torch.float16) for rows, value in ((2, 200.0), (3, 1.0))]
+    weight = torch.tensor([[0.0] * 7 + [0.01]] * 3)
+    assert ah.adaptive_similarity(*half, weight, (name, "dis", "dot")).isfinite().all()
 
 
 def test_import_is_cheap():

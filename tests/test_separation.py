@@ -69,6 +69,17 @@ def test_an_empty_row_gives_zeros_and_finite_gradients(name):
     assert (scores.grad[1] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "entmax15", "entmax"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_score_spoils_its_row_only(name, bad):
+    scores = torch.randn(3, 5)
+    good = sep.Separation(name)(scores)
+    scores[1, 2] = bad
+    weights = sep.Separation(name)(scores)
+    assert weights[1].isnan().any()
+    torch.testing.assert_close(weights[[0, 2]], good[[0, 2]])
+
+
 def test_argmax_is_hard_with_the_gradient_of_softmax():
     scores = torch.randn(3, 5, requires_grad=True)
     weights, cotangent = sep.argmax(scores), torch.randn(3, 5)

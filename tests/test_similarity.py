@@ -37,6 +37,13 @@ def test_tensor_init_is_taken_over():
     assert torch.equal(similarity.w, weights)
 
 
+def test_a_trained_weight_as_init_is_copied():
+    trained = ah.AdaptiveSimilarity(4)
+    similarity = ah.AdaptiveSimilarity(4, init=trained.w)
+    assert list(similarity.state_dict()) == ["w", "beta"]
+    assert torch.equal(copy.deepcopy(ah.AdaptiveSimilarity(4, init=2 * trained.w)).w, 2 * trained.w)
+
+
 def test_every_parameter_has_a_gradient_at_the_warm_start():
     similarity = ah.AdaptiveSimilarity(8, 3, debias=True)
     query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)

@@ -164,6 +164,20 @@ def test_pipelines_and_searches():
     assert search.best_params_["adaptivememoryclassifier__n_cases"] in (8, 16)
 
 
+def test_a_constant_feature_says_nothing_whatever_its_value():
+    rows = np.random.default_rng(0).normal(size=(1000, 2))
+    labels = rows.sum(1) > 0
+    constant = np.full((1000, 1), 0.1)
+    model = AdaptiveMemoryClassifier(**SMALL, knots=None).fit(np.hstack([rows, constant]), labels)
+    expected = model.predict_proba(np.hstack([rows, constant]))
+    np.testing.assert_array_equal(model.predict_proba(np.hstack([rows, constant + 5])), expected)
+
+
+def test_whole_numbers_of_numpy():
+    settings = {**SMALL, "n_cases": np.int64(16), "batch_size": np.int64(32), "max_epochs": np.int64(2)}
+    assert AdaptiveMemoryClassifier(**settings).fit(X, Y).score(X, Y) > 0.5
+
+
 def test_pandas_in():
     pandas = pytest.importorskip("pandas")
     frame, labels = pandas.DataFrame(X, columns=list("abcd")), pandas.Series(Y).map({0: "x", 1: "y", 2: "z"})

@@ -5,11 +5,13 @@
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ahop_layers.errors import (
     AHopError,
@@ -56,6 +58,8 @@ def adaptive_similarity(
     Raises:
         AHopError: a shape, dtype, device, base or backend that does not fit.
 
+    Forward-mode differentiation and ``torch.func.grad`` work on the reference path and take it by themselves.
+
     With all weight on the last entry of a footprint the score is the base similarity itself:
 
     >>> import torch, ahop_layers as ah
@@ -75,17 +79,30 @@ def adaptive_similarity(
         raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
 
     device = query.device.type
-    autocast = torch.is_autocast_enabled(device)
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if autocast:
         query, key = _autocast_pair(query, key, device)
     elif query.dtype != key.dtype:
         raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
-    if custom or backend == "reference":
-        with torch.autocast(device, enabled=False):
-            scores = reference.adaptive_similarity(query, key, weight.to(query.dtype), names)
+    wide = accumulator(query.dtype)
+    if custom or backend == "reference" or _is_transformed():
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+            scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names)
     else:
-        scores = _canonical_score(query, key, weight.to(accumulator(query.dtype)), batch, names, backend)
-    return scores.to(accumulator(query.dtype) if autocast else query.dtype)
+        scores = _canonical_score(query, key, weight.to(wide), batch, names, backend)
+    return scores.to(wide if autocast else query.dtype)
+
+
+def _is_transformed() -> bool:
+    """Whether forward-mode or torch.func differentiates: these follow plain operations only, and vmap also ours."""
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...]) -> torch.Size:
@@ -239,19 +256,25 @@ def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[T
     return merged
 
 
+def _heads(weight: Tensor, mapped: int | None) -> int:
+    """The number of heads of a weight ``(H, n_bases, d)``, one of whose axes may be mapped."""
+    return weight.shape[1 if mapped == 0 else 0]
+
+
 @torch.library.register_vmap("ahop::score")  # type: ignore[untyped-decorator]
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
     merged = _merge_heads(info.batch_size, *zip(args[:3], in_dims[:3], (1, 1, 0), strict=True))
-    return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, (info.batch_size, -1)), 1
+    heads = _heads(args[2], in_dims[2])
+    return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, (info.batch_size, heads)), 1
 
 
 @torch.library.register_vmap("ahop::score_backward")  # type: ignore[untyped-decorator]
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     merged = _merge_heads(info.batch_size, *zip(args[:4], in_dims[:4], (1, 1, 1, 0), strict=True))
     grads = torch.ops.ahop.score_backward(*merged, *args[4:])
-    need = args[-1]
+    need, heads = args[-1], _heads(args[3], in_dims[3])
     split = (
-        grad.unflatten(axis, (info.batch_size, -1)) if wanted else grad
+        grad.unflatten(axis, (info.batch_size, heads)) if wanted else grad
         for grad, axis, wanted in zip(grads, (1, 1, 0), need, strict=True)
     )
     axes = (axis if wanted else None for axis, wanted in zip((1, 1, 0), need, strict=True))

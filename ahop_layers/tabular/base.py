@@ -163,7 +163,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         self.cases_, self.case_indices_ = rows.X[chosen], rows.place[chosen]
 
         device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        batch_size = self.batch_size or int(np.clip(len(learned) // 16, 8, 512))
+        batch_size = int(self.batch_size or np.clip(len(learned) // 16, 8, 512))
         schedule = Schedule(self.learning_rate, self.weight_decay, batch_size, self.max_epochs, self.patience)
         with _without_onednn, torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(random.randint(np.iinfo(np.int32).max))

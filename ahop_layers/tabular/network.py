@@ -35,7 +35,9 @@ class Encoding(nn.Module):
         super().__init__()
         self.limits = limits
         # A feature that is the same in all rows says nothing: at a rate of 0 it is zero everywhere.
-        rate = torch.where(width > torch.finfo(width.dtype).tiny, 1 / width, 0.0)
+        # Its deviation is the rounding of its mean, and not always exactly 0.
+        number = torch.finfo(width.dtype)
+        rate = torch.where(width > (16 * number.eps * low.abs()).clamp(min=number.tiny), 1 / width, 0.0)
         centre = torch.zeros_like(low, dtype=torch.float32)
         for name, values in (("column", column), ("low", low), ("rate", rate), ("centre", centre)):
             self.register_buffer(name, values)
