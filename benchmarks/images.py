@@ -14,7 +14,7 @@ and all rates are shown: which is an attention's best is known only afterwards. 
 ``adaptive:debias``, ``adaptive:init=dis,last=1``, ``adaptive:shared`` (one set of weights for all heads) or
 ``adaptive:lr=0.1`` (for the similarities). ``eager`` is the adaptive attention computed as the paper writes it. Rows go
 to a CSV file as they come; a training that has its rows is not repeated, and with ``--minutes`` none is begun that
-would not end in time.
+would not end in time. docs/data.md says which files are read.
 """
 
 import argparse
@@ -28,9 +28,12 @@ from pathlib import Path
 
 import torch
 
+from ahop_layers import AHopError
+from benchmarks.data import files_needed
+from benchmarks.images_attentions import Attention
 from benchmarks.images_report import draw, report
 from benchmarks.images_training import CORRUPTIONS, Setup, Training, accuracy, build, speeds
-from benchmarks.report import PICTURES
+from benchmarks.report import picture_for
 from benchmarks.rows import RESULTS, Rows
 
 # isort: split
@@ -97,9 +100,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in (*SETUPS, "report"):
         add = commands.add_parser(name).add_argument
         add("--output", type=Path, default=RESULTS / "images.csv", help="the rows (benchmarks/results/images.csv)")
-        add(
-            "--picture", type=Path, default=PICTURES / "images.svg", help="of accuracy against strength (docs/pictures)"
-        )
+        add("--picture", type=Path, help="of accuracy against strength (docs/pictures; for another output, beside it)")
         if name == "report":
             continue
         home = os.environ.get("AHOP_DATA_DIR", "data")
@@ -119,7 +120,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         rates = RATES if name == "paper" else (setup.lr,)
         shown = " ".join(f"{rate:g}" for rate in rates)
         add("--lr", type=float, nargs="+", default=rates, help=f"largest learning rates, one after the other ({shown})")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.setup != "report":
+        if options.graphs and not options.device.startswith("cuda"):
+            parser.error(f"--graphs records what a GPU is told: expected --device cuda, got {options.device}")
+        try:
+            for attention in options.attentions:
+                Attention.read(attention)
+        except AHopError as error:
+            parser.error(str(error))
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -130,11 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = {name: getattr(options, name) for name in ("model", "epochs", "batch", "patch")}
         setup = replace(SETUPS[options.setup], attentions=tuple(options.attentions), **chosen)
         rows.about(options.device)
-        run(options, setup, load(options.data, options.data_dir), rows)
+        with files_needed():
+            data = load(options.data, options.data_dir)
+        run(options, setup, data, rows)
     shown = SETUPS if options.setup == "report" else (options.setup,)
     print(report(rows.rows, shown))
-    if "working" in shown and draw(rows.rows, options.picture):
-        print(f"\npicture: {options.picture}")
+    picture = options.picture or picture_for(options.output, "images")
+    if "working" in shown and draw(rows.rows, picture):
+        print(f"\npicture: {picture}")
 
 
 if __name__ == "__main__":

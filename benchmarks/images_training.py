@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
+from benchmarks.images_attentions import Attention
+from benchmarks.retrieval_systems import ReferenceSimilarity
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place
 from kernel_similarity import separation_loss
@@ -36,37 +38,19 @@ class Setup:
     patch: int = 0
 
 
-class AsWritten(nn.Module):
-    """A similarity computed in plain PyTorch, as the paper writes it."""
-
-    def __init__(self, similarity: ah.AdaptiveSimilarity) -> None:
-        super().__init__()
-        self.similarity = similarity
-
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., H, L, d)`` against ``key (..., H, S, d)``."""
-        weight = self.similarity.beta.unsqueeze(-1) * self.similarity.w
-        return ah.adaptive_similarity(query, key, weight, self.similarity.bases, backend="reference")
-
-
 def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[float, ...]]) -> tuple[nn.Module, float]:
     """A model, whose pixels are normalised by ``scale``, and its similarities' factor of the learning rate."""
-    name, _, rest = attention.partition(":")
-    changes = dict(part.partition("=")[::2] for part in rest.split(",") if part)
-    factor, shared = float(changes.pop("lr", 1)), changes.pop("shared", None) is not None
-    keywords: dict[str, Any] = {key: {"debias": True}.get(key, value) for key, value in changes.items()}
-    if "last" in keywords:
-        keywords["last"] = int(keywords["last"])
+    chosen = Attention.read(attention)
+    keywords: dict[str, Any] = {"init": chosen.init, "debias": chosen.debias}
     image = tuple(data.train.images.shape[1:])
     model = VisionTransformer(image, len(data.classes), setup.patch or data.patch, **MODELS[setup.model], **scale)
-    use_attention(model, "adaptive" if name == "eager" else name, **keywords)
+    eager = chosen.name == "eager"
+    use_attention(model, "adaptive" if eager else chosen.name, last=chosen.last, **keywords)
+    kind = ReferenceSimilarity if eager else ah.AdaptiveSimilarity
     for layer in model.modules():
-        if isinstance(layer, ah.AdaptiveAttention):
-            if shared:
-                layer.similarity = ah.AdaptiveSimilarity(layer.head_dim)
-            if name == "eager":
-                layer.similarity = AsWritten(layer.similarity)
-    return model, factor
+        if isinstance(layer, ah.AdaptiveAttention) and (eager or chosen.shared):
+            layer.similarity = kind(layer.head_dim, None if chosen.shared else layer.num_heads, **keywords)
+    return model, chosen.lr
 
 
 class Training:

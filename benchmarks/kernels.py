@@ -7,14 +7,13 @@ several calls. ``paper`` is the reference as the paper writes it (sort, cumulati
 with folded weights (sort, product), ``compiled`` is torch.compile of the latter. ``limit`` is what the minima and
 maxima of the forward pass alone would take: two a comparator, at 64 a clock and multiprocessor. Memory is the peak
 beyond inputs, scores and gradients: on a GPU from PyTorch's allocator; on a CPU the high-water mark of resident memory,
-reset before the call, in a process of its own (Linux only).
+reset before the call, in a process of its own (Linux only). With ``--only`` other rows of the device are kept.
 
 ``--sweep`` asks one question of many small problems, all of a thousand pairs: for which d is the reference faster?
 Calls of both alternate and their least times are compared. One row a shape and pass, with its worst case.
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -32,7 +31,8 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers.ops import reference
 from ahop_layers.ops.networks import sorting_network
-from benchmarks.rows import RESULTS, origin, read, write
+from benchmarks.memory import CLEAR, in_own_process, peak, reset_peak
+from benchmarks.rows import RESULTS, origin, read, replaced, write
 
 BASES = ("dis", "dot")
 RIVALS = ("paper", "folded", "compiled", "our float32")
@@ -146,10 +146,7 @@ def extra_megabytes(case: Case, device: str, name: str, threads: int) -> float |
     """Peak memory of forward and backward beyond inputs and results, or None where it cannot be measured."""
     if device == "cuda":
         return _extra_megabytes(case, device, name, threads)
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_extra_megabytes, (case, device, name, threads))
+    return in_own_process(_extra_megabytes, case, device, name, threads) if CLEAR.exists() else None
 
 
 def _extra_megabytes(case: Case, device: str, name: str, threads: int) -> float:
@@ -158,21 +155,9 @@ def _extra_megabytes(case: Case, device: str, name: str, threads: int) -> float:
     grad = torch.ones(case.n, case.heads, case.length, case.count, dtype=case.dtype, device=device)
     small = Case(2, 2, 2, dtype=case.dtype).inputs(device)  # what a first call loads is not its own
     call(method, small, torch.ones(1, 1, 2, 2, dtype=case.dtype, device=device), True)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _resident("VmRSS")
+    before = reset_peak(device)
     results = call(method, inputs, grad, True)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
-    return max(0, peak - before - sum(tensor.nbytes for tensor in results)) / 1e6
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+    return max(0, peak(device) - before - sum(tensor.nbytes for tensor in results)) / 1e6
 
 
 def limit_milliseconds(case: Case) -> float:
@@ -262,12 +247,11 @@ def sweep(device: str, dimensions: tuple[int, ...]) -> Iterator[dict[str, object
             }
 
 
-def measure_all(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """The rows of all cases of the device that ``--only`` leaves."""
+def measure_all(cases: list[Case], device: str, threads: int) -> Iterator[dict[str, object]]:
+    """The rows of these cases."""
     known: dict[str, float] = {}
-    for case in CASES[options.device]:
-        if options.only in case.name:
-            yield from measure(case, options.device, options.threads, known)
+    for case in cases:
+        yield from measure(case, device, threads, known)
 
 
 def first_call_seconds() -> float:
@@ -290,15 +274,22 @@ def main() -> None:
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
-    parser.add_argument("--output", type=Path, help="rows of other devices in this file are kept")
+    parser.add_argument("--output", type=Path, help="the rows; those of other devices are kept")
     parser.add_argument("--sweep", action="store_true", help="small problems over many d instead of the cases")
     options = parser.parse_args()
+    cases = [case for case in CASES[options.device] if options.only in case.name]
+    if options.sweep and options.only:
+        parser.error("--only chooses among the cases, and --sweep has none: expected one of them, got both")
+    if not cases:
+        names = "; ".join(case.name for case in CASES[options.device])
+        parser.error(f"--only: expected a part of one of these names: {names}; got {options.only!r}")
     output = options.output or RESULTS / ("sweep.csv" if options.sweep else "kernels.csv")
     torch.set_num_threads(options.threads)
     about = origin(options.device)
     print(f"{about['device']}, torch {about['torch']}")
     rows: list[dict[str, object]] = []
-    for row in sweep(options.device, SWEEP_DIMENSIONS) if options.sweep else measure_all(options):
+    measured = measure_all(cases, options.device, options.threads)
+    for row in sweep(options.device, SWEEP_DIMENSIONS) if options.sweep else measured:
         widths = [58 if options.sweep else 38, 18, *(max(9, len(name)) for name in list(row)[2:])]
         if not rows:
             print("  ".join(f"{name:>{width}}" for name, width in zip(row, widths, strict=True)))
@@ -306,8 +297,8 @@ def main() -> None:
         rows.append(row | about)
     if options.device == "cuda" and not options.sweep:
         print(f"first call, d = 64, forward and backward compiled: {first_call_seconds():.1f} s")
-    others = [row for row in read(output) if row["device"] != about["device"]]
-    write(output, [*others, *rows])
+    # All cases, or all of a sweep, leave no earlier row of the device: its case may have another name by now.
+    write(output, replaced(read(output), rows, "device", *(("case", "pass") if options.only else ())))
 
 
 if __name__ == "__main__":

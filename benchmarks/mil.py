@@ -15,7 +15,8 @@ fast), ``gated`` attention, and ``uniform`` weights: M-Hop's pooling with every 
 same folds, seeds and settings to choose from.
 
 A row is the mean over the folds of one repeat. Rows go to a CSV file as they come, repeat by repeat, and are not
-measured again. After ``--minutes`` nothing new is begun; the same command goes on from there.
+measured again. After ``--minutes`` nothing new is begun; the same command goes on from there. docs/data.md says which
+files are read.
 """
 
 import argparse
@@ -32,9 +33,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from benchmarks.data import files_needed
 from benchmarks.mil_report import PARTS, draw, report
 from benchmarks.mil_training import INNER_FOLDS, VARIANTS, Bags, choose, outer_folds, scores, settings, train
-from benchmarks.report import PICTURES
+from benchmarks.report import picture_for
 from benchmarks.rows import RESULTS, Rows
 
 # isort: split
@@ -132,8 +134,9 @@ def work(options: argparse.Namespace, todo: list[Job]) -> Iterator[tuple[Job, di
 def run(options: argparse.Namespace, rows: Rows) -> None:
     """Measure in parallel; a row is kept once all its folds are there."""
     todo = list(jobs(options, rows))
-    for name in dict.fromkeys(job.data for job in todo):
-        load(name, options.data_dir)  # what is missing is said here, once
+    with files_needed():
+        for name in dict.fromkeys(job.data for job in todo):
+            load(name, options.data_dir)  # what is missing is said here, once
     done: dict[Job, list[dict[str, float]]] = defaultdict(list)
     with tqdm(total=len(todo), unit="fold") as progress:
         for job, found in work(options, todo):
@@ -156,7 +159,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for command in ("run", "report"):
         add = commands.add_parser(command).add_argument
         add("--output", type=Path, default=RESULTS / "mil.csv", help="the rows (benchmarks/results/mil.csv)")
-        add("--picture", type=Path, default=PICTURES / "mil.svg", help="of AUC against strength (docs/pictures)")
+        add("--picture", type=Path, help="of AUC against strength (docs/pictures; for another output, beside it)")
         if command == "run":
             home = os.environ.get("AHOP_DATA_DIR", "data")
             add("--data-dir", type=Path, default=Path(home), help="folder with mil/ (AHOP_DATA_DIR, else data)")
@@ -179,8 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.about("cpu")
         run(options, rows)
     print(report(rows.rows))
-    if draw(rows.rows, options.picture):
-        print(f"\npicture: {options.picture}")
+    picture = options.picture or picture_for(options.output, "mil")
+    if draw(rows.rows, picture):
+        print(f"\npicture: {picture}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Packed against padded pooling of 1,000 bags of 1 to 2,000 instances: time and peak memory.
 
-To run: ``python -m benchmarks.packed`` (``--device cuda`` where there is one). Prints a table; its rows take
-the place of this machine's earlier ones in ``benchmarks/results/packed.csv``.
+To run: ``python -m benchmarks.packed`` (``--device cuda`` where there is one). Prints a table; when all is
+measured, its rows take the place of this machine's earlier ones of the same size in ``benchmarks/results/packed.csv``.
 
 Both start from the instances of all bags laid end to end and end with the pooled bags, or with all gradients. The
 padded call therefore includes the padding. Bag sizes are drawn log-uniformly, as sizes of bags tend to be (a few large,
@@ -10,20 +10,20 @@ memory is the peak beyond the instances, the model and the results (pooled bags,
 """
 
 import argparse
-import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ahop_layers.layers import AdaptiveHopfieldPooling
+from benchmarks.memory import in_own_process, peak, reset_peak
 from benchmarks.report import Row, table
-from benchmarks.rows import RESULTS, origin, read, write
+from benchmarks.rows import RESULTS, origin, read, replaced, write
 
-Result = TypeVar("Result")
+SIZE = {"bags": 1000, "longest": 2000, "width": 64, "heads": 4}
+"""The measurement of the documentation; other sizes are trials."""
 
 
 def draw_sizes(kind: str, bags: int, longest: int) -> list[int]:
@@ -40,25 +40,6 @@ def pad_and_pool(pooling: AdaptiveHopfieldPooling, instances: torch.Tensor, size
     lengths = torch.tensor(sizes, device=instances.device)
     mask = torch.arange(padded.shape[1], device=instances.device) >= lengths[:, None]
     return pooling(padded, stored_pattern_padding_mask=mask)
-
-
-def reset_peak(device: str) -> int:
-    """Forget the peak so far and return what is held now, in bytes."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak(device)
-
-
-def peak(device: str) -> int:
-    """The most memory held since the last reset, in bytes."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def measure(args: argparse.Namespace, kind: str, way: str, backward: bool) -> tuple[float, int]:
@@ -88,12 +69,6 @@ def measure(args: argparse.Namespace, kind: str, way: str, backward: bool) -> tu
     return sorted(times)[len(times) // 2], most
 
 
-def in_own_process(function: Callable[..., Result], *job: object) -> Result:
-    """Call the function where no earlier measurement has touched the memory."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, job)
-
-
 def report(rows: Sequence[Row]) -> str:
     """Both ways, and how many times the packed one is faster and smaller."""
     body = []
@@ -121,15 +96,13 @@ def main() -> None:
     """Measure, print, and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--bags", type=int, default=1000)
-    parser.add_argument("--longest", type=int, default=2000)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
+    for name, size in SIZE.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="the rows (benchmarks/results/packed.csv)")
     args = parser.parse_args()
 
     about = origin(args.device)
-    others = [row for row in read(RESULTS / "packed.csv") if row["device"] != about["device"]]
     rows: list[dict[str, object]] = []
     shape = f"{args.bags} bags of 1 to {args.longest}, width {args.width}, {args.heads} heads"
     print(f"{shape}; {about['device']}; torch {torch.__version__}")
@@ -142,12 +115,12 @@ def main() -> None:
             shown = [f"{seconds:7.2f} s {memory / 2**20:5.0f} MB" for seconds, memory in (padded, packed)]
             print(f"{kind:12} {label:17} {shown[0]:>18} {shown[1]:>18} {faster:6.1f}x {less:11.1f}x", flush=True)
             rows.append({
-                "bags": args.bags, "longest": args.longest, "width": args.width, "heads": args.heads, "sizes": kind,
-                "pass": label, "padded_s": f"{padded[0]:.4f}", "packed_s": f"{packed[0]:.4f}",
-                "padded_bytes": padded[1], "packed_bytes": packed[1], "faster": f"{faster:.2f}",
-                "less_memory": f"{less:.2f}", **about,
+                **{name: getattr(args, name) for name in SIZE}, "sizes": kind, "pass": label,
+                "padded_s": f"{padded[0]:.4f}", "packed_s": f"{packed[0]:.4f}", "padded_bytes": padded[1],
+                "packed_bytes": packed[1], "faster": f"{faster:.2f}", "less_memory": f"{less:.2f}", **about,
             })  # fmt: skip
-            write(RESULTS / "packed.csv", [*others, *rows])
+    output = args.output or RESULTS / "packed.csv"
+    write(output, replaced(read(output), rows, "device", *SIZE))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Write the tables and pictures of the documentation from the rows in benchmarks/results/.
 
-To run: python -m benchmarks.pages
+To run: python -m benchmarks.pages (--help shows this, and writes nothing)
 
 A page has places for tables, between ``<!-- made: NAME -->`` and ``<!-- end -->``. What stands there is replaced; the
 rest of the page is written by hand. What has not been measured yet says so, with the command that would.
 """
 
+import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,12 +36,21 @@ def rows_of(file: str, **wanted: str) -> list[Row]:
 
 
 def retrieval_rows(table: str) -> list[Row]:
-    """The rows of one table of the retrieval benchmark, of the runs in which every system was measured."""
-    kept = {tuple(row[name] for name in retrieval.KEY): row for row in rows_of("retrieval.csv")}
-    found = [kept[job.key] for job in retrieval.jobs(table, retrieval.Size(), images=True) if job.key in kept]
+    """The rows of one table of the retrieval benchmark, of the runs in which every system was measured.
+
+    They are those of one device, the one that has the most of them: figures of two are not compared.
+    """
+    wanted = retrieval.jobs(table, retrieval.Size(), images=True)
+    machines = group(rows_of("retrieval.csv"), "device").values()
+    found = max((retrieval.rows_of(wanted, rows) for rows in machines), key=len, default=[])
     places = group(found, "data", "patterns", "mask", "noise", "bias", "system").values()
     runs = set.intersection(*({row["run"] for row in place} for place in places)) if found else set()
     return [row for row in found if row["run"] in runs]
+
+
+def packed_rows() -> list[Row]:
+    """The rows of the packed benchmark at its own size; those of a trial are not shown."""
+    return rows_of("packed.csv", **{name: str(size) for name, size in packed.SIZE.items()})
 
 
 def part(command: str, rows: Sequence[Row], show: Show) -> str:
@@ -100,7 +110,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "timing": lambda: by_device(
         "retrieval --table timing", rows_of("retrieval_timing.csv"), retrieval_report.timing_table
     ),
-    "packed": lambda: part("packed", rows_of("packed.csv"), packed.report),
+    "packed": lambda: part("packed", packed_rows(), packed.report),
     "retrieval": lambda: of_retrieval("accuracy", accuracy),
     "retrieval-short": lambda: of_retrieval(
         "accuracy", lambda rows: accuracy([row for row in rows if row["system"] in SHORT])
@@ -165,8 +175,10 @@ def fill(page: str) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Fill the places of all pages, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     for path in sorted(DOCS.glob("*.md")):
         page = path.read_text()
         places = [name for _, name, _ in PLACE.findall(page)]

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.rows import RESULTS
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -52,6 +54,12 @@ def group(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
     return groups
+
+
+def picture_for(output: Path, name: str) -> Path:
+    """Where to draw rows: in the documentation if these are the benchmark's own, else beside them."""
+    own = output.resolve() == (RESULTS / f"{name}.csv").resolve()
+    return PICTURES / f"{name}.svg" if own else output.with_suffix(".png")
 
 
 @contextmanager

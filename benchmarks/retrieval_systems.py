@@ -19,6 +19,7 @@ from ahop_layers.table import TableSimilarity
 from ahop_layers.variants import Mixed
 
 Build = Callable[[Tensor], AssociativeMemory]
+MNIST = Path("mnist") / "train-images-idx3-ubyte.gz"
 
 
 def synthetic(count: int, dim: int, run: int) -> Tensor:
@@ -28,16 +29,18 @@ def synthetic(count: int, dim: int, run: int) -> Tensor:
 
 def mnist(folder: Path, count: int, run: int) -> Tensor:
     """Training digits chosen by ``run``, as rows of 784 pixels in [-1, 1]."""
-    with gzip.open(folder / "mnist" / "train-images-idx3-ubyte.gz") as file:
+    with gzip.open(folder / MNIST) as file:
         pixels = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).reshape(-1, 784)
     chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(run))[:count]
     return pixels[chosen].float() / 127.5 - 1
 
 
 def data_folder(given: Path | None) -> Path | None:
-    """The folder of real data sets, from the command line or the environment; none where there is none."""
-    folder = given or (Path(os.environ["AHOP_DATA_DIR"]) if "AHOP_DATA_DIR" in os.environ else None)
-    return folder if folder is not None and (folder / "mnist").is_dir() else None
+    """The folder with MNIST, or none where there is none; one that is given must have it."""
+    if given is not None and not (given / MNIST).exists():
+        raise FileNotFoundError(f"expected {given / MNIST}, got no such file; without --data-dir MNIST is left out")
+    folder = given or Path(os.environ.get("AHOP_DATA_DIR", "data"))
+    return folder if (folder / MNIST).exists() else None
 
 
 class Perceptron(nn.Module):
@@ -89,10 +92,10 @@ class AblatedSimilarity(nn.Module):
 
 
 class ReferenceSimilarity(AdaptiveSimilarity):
-    """The same scores by sort, cumulative sum and product: what a fit costs without kernels."""
+    """The same scores by sort, cumulative sum and product, as the paper writes them: the cost without kernels."""
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (L, d)`` against ``key (S, d)``: ``(L, S)``."""
+        """Score ``query (..., [H,] L, d)`` against ``key (..., [H,] S, d)``: ``(..., [H,] L, S)``."""
         weight = self.beta.unsqueeze(-1) * self.w
         return adaptive_similarity(self.unbiased(query), key, weight, self.bases, backend="reference")
 

@@ -45,12 +45,31 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def replaced(
+    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *names: str
+) -> list[Mapping[str, Any]]:
+    """Old rows, with the new ones at the place of those that have the same values in the named columns."""
+
+    def key(row: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row[name]) for name in names)
+
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in new:
+        groups.setdefault(key(row), []).append(row)
+    known, rows = set(groups), []
+    for row in old:
+        rows += groups.pop(key(row), []) if key(row) in known else [row]
+    return [*rows, *(row for rest in groups.values() for row in rest)]
+
+
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Replace the file as a whole, so that an interruption leaves the old or the new one."""
+    if not rows:
+        raise ValueError(f"expected rows to write to {path}, got none")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[-1]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
     os.replace(part, path)

@@ -8,7 +8,7 @@ model is tuned by 5-fold cross-validation on the training part, with the same nu
 fitted anew on all of it in five runs that differ by the seed of the model. The table shows mean and deviation on the
 test part: accuracy, or the area under the ROC curve where fewer than a fifth are positive (Bank, Purchase).
 
-Data lies in AHOP_DATA_DIR or --data-dir. Every trial and run is kept as soon as it is done, in
+Data lies in AHOP_DATA_DIR or --data-dir, as docs/data.md says. Every trial and run is kept as soon as it is done, in
 benchmarks/results/tabular.csv: the same command goes on where it was stopped. --quick is a small trial on a set that
 ships with scikit-learn, and writes nowhere unless --output says so.
 """
@@ -30,13 +30,15 @@ import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
 from sklearn.model_selection import StratifiedKFold, cross_val_score
 
+from benchmarks.data import files_needed
 from benchmarks.rows import Rows
-from benchmarks.tabular_data import SETS, Split, load
+from benchmarks.tabular_data import SETS, Split, files_of, load
 from benchmarks.tabular_models import MODELS, Context, Parameters, available
 from benchmarks.tabular_report import best_trial, report
 
 RESULTS = Path(__file__).parent / "results" / "tabular.csv"
 SPLIT_SEED = 0
+KINDS = ("trial", "run")
 
 
 class Job(NamedTuple):
@@ -101,10 +103,14 @@ def missing_jobs(rows: Rows, options: argparse.Namespace, name: str, kind: str) 
 def work(rows: Rows, options: argparse.Namespace) -> None:
     """Do what is missing, set by set, first the trials and then the runs, until the time is up."""
     deadline = time.monotonic() + 60 * options.minutes
+    with files_needed():
+        for name in options.sets:
+            if any(any(missing_jobs(rows, options, name, kind)) for kind in KINDS):
+                files_of(name, options.data_dir)  # what is missing is said here, and not by another process
     # Processes are spawned: a forked one could not use a GPU, and would inherit the threads of this one's libraries.
     with ProcessPoolExecutor(options.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         for name in options.sets:
-            for kind in ("trial", "run"):
+            for kind in KINDS:
                 jobs = list(missing_jobs(rows, options, name, kind))
                 futures = {pool.submit(measure, job): job for job in jobs}
                 for done, future in enumerate(as_completed(futures), 1):

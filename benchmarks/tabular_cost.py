@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
-from benchmarks.packed import in_own_process, peak, reset_peak
-from benchmarks.tabular_data import load
+from benchmarks.data import files_needed
+from benchmarks.memory import in_own_process, peak, reset_peak
+from benchmarks.tabular_data import files_of, load
 
 
 def fit(folder: Path, epochs: int, cases: int, device: str) -> tuple[float, float]:
@@ -46,6 +47,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=256)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    with files_needed():
+        files_of("adult", options.data_dir)
     most = in_own_process(predict, *vars(options).values())
     seconds, accuracy = in_own_process(fit, *vars(options).values())
     size = f"Adult, {options.epochs} epochs, {options.cases} cases, {options.device}, {torch.get_num_threads()} threads"

@@ -11,6 +11,7 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
 
 Table = list[list[str]]
+Found = tuple[Table, list[bool], int]
 
 
 class Split(NamedTuple):
@@ -52,45 +53,55 @@ def encode(columns: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
     return np.column_stack(features), np.array(categories)
 
 
-def adult(folder: Path) -> tuple[Table, list[bool], int]:
+def adult(training_path: Path, test_path: Path) -> Found:
     """Rows, classes, and where the test part begins (0: none is published)."""
-    training, test = read(folder / "adult.data.xz"), read(folder / "adult.test.xz")
+    training, test = read(training_path), read(test_path)
     rows = training + test
     return [row[:-1] for row in rows], [row[-1].startswith(">50K") for row in rows], len(training)
 
 
-def bank(folder: Path) -> tuple[Table, list[bool], int]:
+def bank(path: Path) -> Found:
     """As for :func:`adult`."""
-    rows = read(folder / "bank-full.csv.xz", ";")[1:]
+    rows = read(path, ";")[1:]
     return [row[:-1] for row in rows], [row[-1] == "yes" for row in rows], 0
 
 
-def purchase(folder: Path) -> tuple[Table, list[bool], int]:
+def purchase(path: Path) -> Found:
     """As for :func:`adult`."""
-    rows = read(folder / "online_shoppers_intention.csv.xz")[1:]
+    rows = read(path)[1:]
     return [row[:-1] for row in rows], [row[-1] == "TRUE" for row in rows], 0
 
 
-def heart(folder: Path) -> tuple[Table, list[bool], int]:
+def heart(path: Path) -> Found:
     """As for :func:`adult`; the first column is a running number."""
-    rows = read(folder / "cardio_train.csv.xz", ";")[1:]
+    rows = read(path, ";")[1:]
     return [row[1:-1] for row in rows], [row[-1] == "1" for row in rows], 0
 
 
-def vaccine(folder: Path) -> tuple[Table, list[bool], int]:
+def vaccine(features: Path, labels: Path) -> Found:
     """As for :func:`adult`; 26,232 of the 26,707 rows have features."""
-    rows = read(folder / "training_set_features_26232.csv.xz")[1:]
-    seasonal = {row[0]: row[2] == "1" for row in read(folder / "training_set_labels.csv.xz")[1:]}
+    rows = read(features)[1:]
+    seasonal = {row[0]: row[2] == "1" for row in read(labels)[1:]}
     return [row[1:] for row in rows], [seasonal[row[0]] for row in rows], 0
 
 
-SETS: dict[str, Callable[[Path], tuple[Table, list[bool], int]]] = {
-    "adult": adult,
-    "bank": bank,
-    "vaccine": vaccine,
-    "purchase": purchase,
-    "heart": heart,
+SETS: dict[str, tuple[Callable[..., Found], tuple[str, ...]]] = {
+    "adult": (adult, ("adult.data.xz", "adult.test.xz")),
+    "bank": (bank, ("bank-full.csv.xz",)),
+    "vaccine": (vaccine, ("training_set_features_26232.csv.xz", "training_set_labels.csv.xz")),
+    "purchase": (purchase, ("online_shoppers_intention.csv.xz",)),
+    "heart": (heart, ("cardio_train.csv.xz",)),
 }
+"""What reads a data set, and its files in ``tabular/``."""
+
+
+def files_of(name: str, folder: Path) -> list[Path]:
+    """The files of a data set, all of which must be there; none for one without files."""
+    paths = [folder / "tabular" / file for file in SETS[name][1]] if name in SETS else []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"expected the data set {name} in {path}, got no such file; see --data-dir")
+    return paths
 
 
 def load(name: str, folder: Path, seed: int, rows: int | None = None) -> Split:
@@ -102,7 +113,7 @@ def load(name: str, folder: Path, seed: int, rows: int | None = None) -> Split:
         X, y = load_breast_cancer(return_X_y=True)
         categories, boundary = np.zeros(X.shape[1], dtype=bool), 0
     else:
-        table, classes, boundary = SETS[name](folder / "tabular")
+        table, classes, boundary = SETS[name][0](*files_of(name, folder))
         X, categories = encode(list(zip(*table, strict=True)))
         y = np.array(classes).astype(int)
     if boundary:

@@ -25,18 +25,15 @@ import ahop_layers as ah
 from ahop_layers import plots
 from ahop_layers.plots import COLOURS
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the style and the ViT have one place each
+from benchmarks import report
+from benchmarks.report import GREY
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "examples"))  # the ViT has one place
-GREY = "#82868c"  # four times as light as a near-black page, a quarter as light as a white one
 ORIGIN, OTHER = COLOURS["dot"], COLOURS["dis"]
 PEN = 1e-3  # a variant without noise lies on points and lines, which have to be drawn with some width
-STYLE = {
-    "svg.hashsalt": "ahop-layers",  # else names inside a picture are drawn at random
-    "savefig.transparent": True,
-    "font.size": 12,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-}
+STYLE = {**report.STYLE, "svg.fonttype": "path", "font.size": 12}  # words of a picture look the same everywhere
 # No date, and no version of matplotlib, so that nothing changes but the picture.
 NAMELESS: dict[str, dict[str, None]] = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import mil
 import vit
+from outputs import output_folder
 
 HERE = Path(__file__).parent
 Row = tuple[str, str, str]
@@ -67,7 +68,7 @@ def bags(out: Path, quick: bool) -> list[Row]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all parts and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for everything that is written (out)")
+    parser.add_argument("--out", type=output_folder, default="out", help="folder for everything that is written (out)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")  # advice for larger machines and data sets

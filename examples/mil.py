@@ -22,7 +22,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from checkpoints import WholeCheckpoints
+from checkpoints import WholeCheckpoints, check_checkpoint
 from kernel_similarity import separation_loss
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -30,6 +30,7 @@ from mil_batches import BagData, Batch
 from mil_data import DATA_SETS
 from mil_model import POOLINGS, BagClassifier, Standardize, auc, embed_digits, embed_features, parameter_groups
 from mil_pictures import Decided, some_of_each, write
+from outputs import output_folder
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -135,15 +136,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=0, help="processes that read bags ahead (0)")
     add("--accelerator", default="auto", help="cpu, gpu and others of Lightning (what there is)")
     add("--seed", type=int, default=0, help="every random choice follows from it (0)")
-    add("--out", type=Path, default=Path("out/mil"), help="folder for everything that is written (out/mil)")
+    add("--out", type=output_folder, default="out/mil", help="folder for everything that is written (out/mil)")
     add("--resume", action="store_true", help="go on with an interrupted run of this --out")
     add("--fast-dev-run", action="store_true", help="one batch of everything")
     options = parser.parse_args(arguments)
     for name, value in PRESETS[options.data].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.resume and not (options.out / "last.ckpt").exists():
-        parser.error(f"expected a checkpoint to resume, got {options.out / 'last.ckpt'} that does not exist")
+    if options.resume:
+        check_checkpoint(options.out / "last.ckpt")
     return options
 
 
@@ -167,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     results |= {"epochs": trainer.current_epoch, "seconds": time.perf_counter() - begin}
     logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
     shown = [explain(module, bags, number) for number in some_of_each(labels)]
-    write(options.out, {"data": options.data, "pooling": options.pooling, **results}, labels, logits, shown)
     print(f"\n{options.data}, {options.pooling}: test AUC {results['test_auc']:.4f}, {results['seconds']:.0f} s")
+    write(options.out, {"data": options.data, "pooling": options.pooling, **results}, labels, logits, shown)
     print(f"written: {', '.join(sorted(str(path) for path in options.out.glob('*.*')))}")
     return results
 

@@ -89,7 +89,7 @@ class BagClassifier(nn.Module):
         return self.head(pooled).squeeze(-1), weights
 
 
-def parameter_groups(model: nn.Module, lr: float, similarity_lr: float = 1.0) -> list[dict[str, object]]:
+def parameter_groups(model: nn.Module, lr: float | Tensor, similarity_lr: float = 1.0) -> list[dict[str, object]]:
     """What an optimizer takes: similarities have their own learning rate, and no decay towards an empty score."""
     scores = [part for part in model.modules() if isinstance(part, ah.AdaptiveSimilarity)]
     own = [parameter for part in scores for parameter in part.parameters()]

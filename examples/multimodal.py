@@ -14,6 +14,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from outputs import output_folder
 from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor
 from tqdm import tqdm
@@ -81,14 +82,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="training steps of each memory (60)")
     parser.add_argument("--queries", type=int, default=500, help="corrupted digits to look up (500)")
     parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (0)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (out)")
+    parser.add_argument("--out", type=output_folder, default="out", help="folder for the picture (out)")
     arguments = parser.parse_args()
     if not all(1 <= count <= 569 for count in arguments.concepts):
         parser.error(f"concepts must be between 1 and 569, got {arguments.concepts}")
 
     generator = torch.Generator().manual_seed(arguments.seed)
     accuracy: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
-    path = arguments.out / "multimodal.png"
     for count in tqdm(arguments.concepts, desc="fitting memories", unit="size"):
         looks, facts = digits(count), measurements(count)
         links = TRACES.corrupt(facts, generator)
@@ -99,16 +99,16 @@ def main() -> None:
         for pair in PAIRS:
             concept, found = complete(first[pair[0]], second[pair[1]], query, links)
             accuracy[pair].append(((concept == index) & (found == index)).double().mean().item())
-        shown = slice(0, 8)
-        recognised, found = complete(first["A-Hop"], second["A-Hop"], query[shown], links)
-        rows = {"query": query[shown], "1: digit": looks[recognised], "its trace": links[recognised]}
-        rows |= {"2: retrieved": facts[found], "truth": facts[index[shown]]}
-        save_picture(path, rows, index[shown])
 
     print(f"\nconcepts completed, of {arguments.queries} corrupted digits\n")
     print(f"{'phase 1':<10}{'phase 2':<10}" + "".join(f"{f'N = {count}':>10}" for count in arguments.concepts))
     for (one, two), values in accuracy.items():
         print(f"{one:<10}{two:<10}" + "".join(f"{value:>10.3f}" for value in values))
+    shown, path = slice(0, 8), arguments.out / "multimodal.png"
+    recognised, found = complete(first["A-Hop"], second["A-Hop"], query[shown], links)  # of the last size
+    pictures = {"query": query[shown], "1: digit": looks[recognised], "its trace": links[recognised]}
+    pictures |= {"2: retrieved": facts[found], "truth": facts[index[shown]]}
+    save_picture(path, pictures, index[shown])
     print(f"\npicture: {path}")
 
 

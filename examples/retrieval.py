@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from outputs import output_folder
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--difficulty", type=float, default=0.3, help="strength of noise, mask and bias, 0 to 1 (0.3)")
     parser.add_argument("--steps", type=int, default=150, help="training steps (150)")
     parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (0)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (out)")
+    parser.add_argument("--out", type=output_folder, default="out", help="folder for the picture (out)")
     arguments = parser.parse_args()
 
     patterns = stored_digits(arguments.patterns)
@@ -64,11 +65,6 @@ def main() -> None:
             memory.fit(variant, epochs=arguments.steps, batch=128, seed=arguments.seed)
 
     index, query = variant.sample(patterns, 1000, torch.Generator().manual_seed(arguments.seed + 1))
-    shown = slice(0, 14)
-    pictures = {name: patterns[memory.recall(query[shown])] for name, memory in memories.items()}
-    path = arguments.out / "retrieval.png"
-    save_picture(path, {"query": query[shown], **pictures, "original": patterns[index[shown]]})
-
     print(f"\n{len(patterns)} digits stored, difficulty {arguments.difficulty}, {len(index)} new queries\n")
     print(f"{'similarity':<14}{'accuracy':>10}{'error':>10}")
     for name, memory in memories.items():
@@ -76,6 +72,10 @@ def main() -> None:
         print(f"{name:<14}{accuracy:>10.3f}{error:>10.3f}")
     limit = (variant.most_likely(query, patterns) == index).double().mean().item()
     print(f"{'Bayes limit':<14}{limit:>10.3f}")
+    shown = slice(0, 14)
+    pictures = {name: patterns[memory.recall(query[shown])] for name, memory in memories.items()}
+    path = arguments.out / "retrieval.png"
+    save_picture(path, {"query": query[shown], **pictures, "original": patterns[index[shown]]})
     print(f"\npicture: {path}")
 
 

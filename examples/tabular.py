@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from outputs import output_folder
 from sklearn.datasets import load_breast_cancer
 from sklearn.ensemble import GradientBoostingClassifier, RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
@@ -90,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30, help="passes of the memories over the rows (30)")
     parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (0)")
-    parser.add_argument("--out", type=Path, default=Path("out/tabular"), help="folder for the picture (out/tabular)")
+    parser.add_argument("--out", type=output_folder, default="out/tabular", help="folder for the picture (out/tabular)")
     arguments = parser.parse_args()
 
     data = load_breast_cancer()

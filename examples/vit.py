@@ -19,14 +19,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from checkpoints import WholeCheckpoints
+from checkpoints import WholeCheckpoints, check_checkpoint
 from kernel_similarity import separation_loss
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from outputs import output_folder
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from vit_batches import ImageBatches, as_floats, channel_scale
-from vit_data import READERS, ImageSet, load
+from vit_data import READERS, SOURCES, ImageSet, load
 from vit_model import ATTENTIONS, MODELS, VisionTransformer, cosine, make_optimizer, use_attention
 from vit_pictures import draw_pictures
 
@@ -148,14 +149,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--strategy", default="auto", help="how devices work together, such as ddp (auto)")
     add("--save-every", type=int, default=100, help="steps between two checkpoints for --resume (100)")
     add("--seed", type=int, default=0, help="every random choice follows from it (0)")
-    add("--out", type=Path, default=Path("out/vit"), help="folder for everything that is written (out/vit)")
+    add("--out", type=output_folder, default="out/vit", help="folder for everything that is written (out/vit)")
     add("--fast-dev-run", action="store_true", help="one batch of everything, nothing written but the pictures")
     options = parser.parse_args(arguments)
     if options.resume:
         options.resume = options.out / "last.ckpt" if options.resume == "last" else Path(options.resume)
     for path in filter(None, (options.resume, options.convert)):
-        if not path.exists():
-            parser.error(f"expected a checkpoint, got {path} that does not exist")
+        check_checkpoint(path)
     return options
 
 
@@ -166,7 +166,8 @@ def main(arguments: Sequence[str] | None = None, callbacks: Sequence[Callback] =
     try:
         data = load(options.data, options.data_dir, options.download)
     except FileNotFoundError as missing:
-        raise SystemExit(f"{options.data}: {missing}") from None
+        fetch = ", or fetch it by --download" if options.data in SOURCES else ""
+        raise SystemExit(f"{options.data}: {missing}{fetch}") from None
     classifier, results = make_classifier(options, data)
     trainer = make_trainer(options, callbacks)
     batches = ImageBatches(data, options.batch_size, options.seed, options.augment)
@@ -174,16 +175,19 @@ def main(arguments: Sequence[str] | None = None, callbacks: Sequence[Callback] =
     best = trainer.checkpoint_callback.best_model_path if trainer.checkpoint_callback else None
     results |= trainer.test(classifier, batches, ckpt_path=best or None, verbose=False)[0]
     if trainer.is_global_zero:
+        print(f"\n{options.data}, {classifier.hparams.attention}: test accuracy {results['test_accuracy']:.4f}")
         options.out.mkdir(parents=True, exist_ok=True)
         shown = data.test.cut(32)[0] if options.fast_dev_run else data.test
         pictures = draw_pictures(classifier.model.eval(), shown, data.classes, options.out)
         part = options.out / "results.json.part"
         part.write_text(json.dumps({"attention": classifier.hparams.attention, **results}, indent=1))
         os.replace(part, options.out / "results.json")
-        print(f"\n{options.data}, {classifier.hparams.attention}: test accuracy {results['test_accuracy']:.4f}")
         print("pictures:", *pictures)
     return results
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ah.AHopError as error:
+        raise SystemExit(str(error)) from None

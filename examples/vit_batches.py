@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from vit_data import Images, ImageSet
 
+from ahop_layers import AHopError
+
 
 def as_floats(images: Tensor) -> Tensor:
     """Bytes to numbers from 0 to 1."""
@@ -68,7 +70,7 @@ class Batches:
         mirror: bool | None = None,
     ) -> None:
         if size % world:
-            raise ValueError(f"expected a batch size that {world} processes can share, got {size}")
+            raise AHopError(f"expected a batch size that {world} processes can share, got {size}")
         self.data, self.size, self.seed, self.steps_done = data, min(size, len(data.labels)), seed, steps_done
         self.rank, self.world, self.mirror = rank, world, mirror
 

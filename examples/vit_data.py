@@ -164,7 +164,7 @@ def find(homes: list[Path], *layouts: list[str]) -> Path:
         if all((home / name).exists() for name in names):
             return home
     wanted = " or ".join(f"{home} with {', '.join(names[:4])}{' ...' * (len(names) > 4)}" for home, names in expected)
-    raise FileNotFoundError(f"expected the data in {wanted}, got none of them; see --data-dir and --download")
+    raise FileNotFoundError(f"expected the data in {wanted}, got none of them; see --data-dir")
 
 
 READERS = {read.__name__.replace("_", "-"): read for read in (digits, mnist, cifar10, cifar100, tiny_imagenet, folder)}

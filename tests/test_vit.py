@@ -1,6 +1,7 @@
 """The vision transformer example: every data set, every attention, many processes, interruptions, pictures."""
 
 import gzip
+import io
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ import ahop_layers as ah
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import checkpoints
 import demo
 import vit
 import vit_batches
@@ -26,6 +28,8 @@ import vit_data
 import vit_model
 
 from benchmarks import images, images_training
+from benchmarks.images_attentions import Attention
+from benchmarks.retrieval_systems import ReferenceSimilarity
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--model", "tiny", "--accelerator", "cpu"]
@@ -147,8 +151,11 @@ def test_a_folder_of_pictures(folder):
 
 def test_missing_data_is_named(tmp_path):
     for name, expected in (("cifar10", "labels.npz"), ("mnist", "train-images"), ("folder", "train, test")):
-        with pytest.raises(SystemExit, match=expected):
+        with pytest.raises(SystemExit, match=expected) as stopped:
             vit.main([*TINY, "--data", name, "--data-dir", str(tmp_path / "nowhere")])
+        assert ("--download" in str(stopped.value)) == (name != "folder")  # which nobody offers
+        with pytest.raises(FileNotFoundError, match=r"see --data-dir$"):  # for benchmarks, which fetch nothing
+            vit_data.load(name, tmp_path / "nowhere")
     (tmp_path / "train" / "a").mkdir(parents=True)
     (tmp_path / "test").mkdir()
     with pytest.raises(SystemExit, match="expected pictures"):
@@ -189,7 +196,7 @@ def test_an_epoch_sees_every_image_once_whoever_shares_it():
     assert labels(7) == second[2:]  # in the middle of the second epoch
     shares = [labels(0, rank, 2) for rank in range(2)]
     assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == [sorted(batch) for batch in first]
-    with pytest.raises(ValueError, match="3 processes can share, got 8"):
+    with pytest.raises(ah.AHopError, match="3 processes can share, got 8"):
         labels(0, 0, 3)
 
 
@@ -255,10 +262,50 @@ def test_a_killed_run_goes_on_where_it_was(folder):
     assert not list(folder.rglob("*.part"))
 
 
-def test_resuming_nothing_is_an_error(tmp_path, capsys):
-    with pytest.raises(SystemExit):
+def test_resuming_nothing_is_an_error(tmp_path):
+    with pytest.raises(ah.AHopError, match=r"last\.ckpt that does not exist"):
         vit.main(["--out", str(tmp_path), "--resume"])
-    assert "last.ckpt that does not exist" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"weight": torch.rand(100)}, "hyper_parameters": {}}, path)
+    checkpoints.check_checkpoint(path)
+    damaged = {
+        "cannot be read": [path.read_bytes()[:-100], np.random.default_rng(0).bytes(1000), b""],
+        "without state_dict and hyper_parameters": [saved({"weight": torch.rand(3)}), saved(torch.rand(3))],
+    }
+    for reason, contents in damaged.items():
+        for content in contents:
+            path.write_bytes(content)
+            for option in (["--resume"], ["--resume", str(path)], ["--convert", str(path)]):
+                with pytest.raises(ah.AHopError, match=rf"^expected a whole checkpoint, got {path} .*{reason}"):
+                    vit.main([*TINY, "--out", str(tmp_path), *option])
+
+
+def saved(held):
+    """What a file that torch saved holds."""
+    buffer = io.BytesIO()
+    torch.save(held, buffer)
+    return buffer.getvalue()
+
+
+def test_a_bad_argument_gets_one_line(tmp_path):
+    command = [sys.executable, "examples/vit.py", *TINY, "--patch", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "patch must divide the image, got patch 3 and image 8 x 8"
+    assert "Traceback" not in done.stderr
+
+
+def test_the_result_is_shown_even_if_no_picture_can_be_drawn(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(vit, "draw_pictures", fail)
+    with pytest.raises(OSError, match="no space left"):
+        vit.main([*FAST, "--out", str(tmp_path)])
+    assert "digits, adaptive: test accuracy 0." in capsys.readouterr().out
 
 
 def test_conversion_keeps_the_logits(folder):
@@ -281,8 +328,9 @@ def test_a_model_names_the_images_it_takes():
     model = vit_model.VisionTransformer((1, 8, 8), 10, 2, **vit_model.MODELS["tiny"])
     with pytest.raises(ah.AHopError, match=r"images must be \(n, \*\(1, 8, 8\)\), got \(2, 3, 8, 8\)"):
         model(torch.rand(2, 3, 8, 8))
-    with pytest.raises(ah.AHopError, match="patch must divide the image, got patch 3 and image 8 x 8"):
-        vit_model.VisionTransformer((1, 8, 8), 10, 3, **vit_model.MODELS["tiny"])
+    for patch in (3, -2):
+        with pytest.raises(ah.AHopError, match=f"patch must divide the image, got patch {patch} and image 8 x 8"):
+            vit_model.VisionTransformer((1, 8, 8), 10, patch, **vit_model.MODELS["tiny"])
 
 
 def test_kernels_learn_from_the_separation_loss_alone():
@@ -322,7 +370,7 @@ def test_throughput_benchmark(tmp_path, capsys):
 def test_training_benchmark(folder, capsys):
     output, picture = folder / "images.csv", folder / "images.png"
     small = ["--data", "folder", "--data-dir", str(folder), "--model", "tiny", "--batch", "4", "--device", "cpu"]
-    paths = ["--output", str(output), "--picture", str(picture)]
+    paths = ["--output", str(output)]  # the picture is drawn beside it
     images.main(["working", *small, "--epochs", "8", "--seeds", "1", "--minutes", "0", *paths])
     assert "would not end" in capsys.readouterr().out
     assert not output.exists()
@@ -347,6 +395,41 @@ def test_every_rate_is_measured_and_shown(folder, capsys):
     assert "| attention | rate 0.001 | rate 0.003 | best above" in capsys.readouterr().out
 
 
+def test_missing_images_are_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"cifar-10-batches-py[\s\S]*docs/data\.md"):
+        images.main(["paper", "--data-dir", str(tmp_path), "--device", "cpu", "--output", str(tmp_path / "rows.csv")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--graphs"], "--graphs records what a GPU is told: expected --device cuda, got cpu"),
+        (["--attentions", "dot", "adaptiv"], "attention must be one of adaptive, eager, kernel, sparse, dot"),
+        (["--attentions", "dot:debias"], "changes of dot must be among none"),
+        (["--attentions", "adaptive:typo"], "changes of adaptive must be among lr, last, init, debias, shared"),
+        (["--attentions", "adaptive:lr=1,lr=2"], "each once, got 'adaptive:lr=1,lr=2'"),
+        (["--attentions", "adaptive:"], "got 'adaptive:'"),
+        (["--attentions", "kernel:shared"], "changes of kernel must be among last"),
+        (["--attentions", "sparse:shared"], "changes of sparse must be among last"),
+        (["--attentions", "adaptive:debias=False"], "debias must have no value"),
+        (["--attentions", "adaptive:init=dist"], "init must be one of dot, dis, uniform"),
+        (["--attentions", "adaptive:last=all"], "last must be a whole number above 0"),
+        (["--attentions", "adaptive:lr"], "lr must be a number above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(options, message, capsys):
+    with pytest.raises(SystemExit):
+        images.parse(["throughput", "--device", "cpu", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_every_attention_of_the_rows_is_read():
+    attentions = {row["attention"] for row in images.Rows(images.RESULTS / "images.csv").rows}
+    assert len(attentions) > 5
+    assert {Attention.read(text).name for text in attentions} == {*vit_model.ATTENTIONS, "eager"}
+    assert Attention.read("adaptive:lr=0.1,last=1,init=dis") == Attention("adaptive", lr=0.1, last=1, init="dis")
+
+
 def test_corruptions_are_as_strong_as_they_say():
     pixels, generator = torch.full((50, 3, 32, 32), 0.5), torch.Generator().manual_seed(0)
     noisy, masked, biased = (corrupt(pixels, 0.25, generator) - 0.5 for corrupt in images_training.CORRUPTIONS)
@@ -364,6 +447,20 @@ def test_corruptions_are_as_strong_as_they_say():
         ("adaptive:init=dis", lambda layers: all(layer.similarity.init == "dis" for layer in layers)),
         ("adaptive:last=1", lambda layers: len(layers) == 1),
         ("adaptive:shared", lambda layers: all(layer.similarity.num_heads is None for layer in layers)),
+        (
+            "adaptive:debias,init=dis,shared",
+            lambda layers: all(
+                (part.num_heads, part.init, part.bias.shape) == (None, "dis", (part.dim,))
+                for part in (layer.similarity for layer in layers)
+            ),
+        ),
+        (
+            "eager:debias",
+            lambda layers: all(
+                isinstance(layer.similarity, ReferenceSimilarity) and layer.similarity.bias is not None
+                for layer in layers
+            ),
+        ),
     ],
 )
 def test_changes_of_an_attention(attention, check):

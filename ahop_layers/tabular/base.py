@@ -13,6 +13,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # type: ign
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_choice
+from ahop_layers.similarity import folded_weights
 from ahop_layers.tabular.network import CaseNetwork, Encoding, apply_in_chunks
 from ahop_layers.tabular.rows import Rows, choose_cases, hold_out
 from ahop_layers.tabular.training import Examples, Loss, Schedule, train
@@ -182,7 +183,8 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
                 for part in (learned, held_out)
             ]
             judge = parts[1] if len(held_out) else None
-            self.history_ = train(network, parts[0], judge, self._losses[self.loss], schedule, self._report)
+            with folded_weights(network):
+                self.history_ = train(network, parts[0], judge, self._losses[self.loss], schedule, self._report)
         # Double precision on the CPU: a prediction depends neither on the rows beside it nor on the device that the
         # network was trained on, and can be unpickled where there is no such device.
         self.network_ = network.cpu().double()

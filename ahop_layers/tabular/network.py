@@ -6,13 +6,12 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ahop_layers.association import dot_product
 from ahop_layers.errors import check_choice
 from ahop_layers.modulation import KernelModulation
-from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import check_bases
+from ahop_layers.similarity import AdaptiveSimilarity
 
 SIMILARITIES = ("adaptive", "dot", "kernel")
 FEW_VALUES = 128  # a feature with no more of them is a table
@@ -82,29 +81,6 @@ class Encoding(nn.Module):
         return columns.to(self.centre.dtype).clamp_(*self.limits).sub_(self.centre[:, None]).T
 
 
-class FoldedSimilarity(nn.Module):
-    """An adaptive similarity that learns its folded weight, and starts as the first of its bases.
-
-    A step on the footprint's weight ``w`` moves the weights of many similarities at once, since the score accumulates
-    it. A step on the folded weight ``u``, its reverse cumulative sum, moves one.
-
-    Parameters:
-        folded ``(n_bases, d)``.
-    """
-
-    def __init__(self, dim: int, bases: Sequence[str]) -> None:
-        super().__init__()
-        self.bases = check_bases(bases)
-        self.folded = nn.Parameter(torch.zeros(len(self.bases), dim))
-        with torch.no_grad():
-            self.folded[0] = 1.0
-
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (n, d)`` against ``key (S, d)``: ``(n, S)``."""
-        weight = self.folded - functional.pad(self.folded[:, 1:], (0, 1))
-        return adaptive_similarity(query, key, weight, self.bases)
-
-
 class CaseNetwork(nn.Module):
     """``MLP(LayerNorm(similarity(cases, row)))``, after a linear embedding shared by rows and cases.
 
@@ -140,7 +116,7 @@ class CaseNetwork(nn.Module):
         self.encoding = encoding
         self.register_buffer("cases", cases)
         self.embedding = nn.Identity() if embedding_dim is None else nn.Linear(columns, dim)
-        self.similarity = FoldedSimilarity(dim, bases) if similarity == "adaptive" else None
+        self.similarity = _as_first_base(dim, bases) if similarity == "adaptive" else None
         self.modulation = KernelModulation(dim) if similarity == "kernel" else nn.Identity()
         self.norm = nn.LayerNorm(count)
         widths = [count, *hidden]
@@ -161,6 +137,13 @@ class CaseNetwork(nn.Module):
         """``(n, features) -> (n, outputs)``."""
         outputs: Tensor = self.mlp(self.norm(self.scores(rows)))
         return outputs
+
+
+def _as_first_base(dim: int, bases: Sequence[str]) -> AdaptiveSimilarity:
+    """An adaptive similarity that starts as the first of its bases, whichever it is."""
+    weight = torch.zeros(len(check_bases(bases)), dim)
+    weight[0, -1] = 1.0
+    return AdaptiveSimilarity(dim, bases=bases, init=weight)
 
 
 def apply_in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
