@@ -151,11 +151,13 @@ def associate(
     def follow(weights: Tensor) -> Tensor:
         return weights @ key
 
-    def change(weights: Tensor, before: Tensor) -> Tensor:
-        return (weights - before).square().sum((-2, -1)).sqrt()
-
     weights = settle(query, attend, follow, change, steps, eps)
     return functional.dropout(weights, dropout) @ value, weights
+
+
+def change(weights: Tensor, before: Tensor) -> Tensor:
+    """The norm of the difference of two sets of weights, ``(N, H, L, S) -> (N, H)``."""
+    return (weights - before).square().sum((-2, -1)).sqrt()
 
 
 def settle(

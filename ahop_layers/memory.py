@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import dot_product, settle
+from ahop_layers.association import change, dot_product, settle
 from ahop_layers.energy import choose_energy
 from ahop_layers.errors import AHopError, check_choice, check_floating, check_sizes, describe
 from ahop_layers.fitting import Pairs, minimise, retrieval_batches, separation_batches, start_bias
@@ -297,9 +297,6 @@ class AssociativeMemory(nn.Module):
         def follow(weights: Tensor) -> Tensor:
             # The similarity takes the bias off its query, so a state that came from the patterns must carry it.
             return read(weights) if bias is None else read(weights) + bias
-
-        def change(weights: Tensor, before: Tensor) -> Tensor:
-            return (weights - before).square().sum((-2, -1)).sqrt()
 
         return read(settle(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]
 
