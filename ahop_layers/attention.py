@@ -43,10 +43,10 @@ class Adaptive(nn.Module):
         """Add similarity and separation, where and in the precision that the module's own parameters have."""
         heads, dim = self.head_shape()
         like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
-        self.similarity = AdaptiveSimilarity(dim, heads, bases, init, debias).to(like)
+        # A module that is not in training gets no part that is.
+        self.similarity = AdaptiveSimilarity(dim, heads, bases, init, debias).to(like).train(self.training)
         separation = separation if isinstance(separation, Separation) else Separation(separation, heads)
-        self.separation = separation.to(like)
-        self.train(self.training)  # a module that is not in training gets no part that is
+        self.separation = separation.to(like).train(self.training)
 
     def associate(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Mask | None, dropout: float

@@ -86,7 +86,8 @@ class Bags:
 
         def of_bags(bags: Tensor, index: Tensor, valid: Tensor) -> Tensor:
             padded = rearrange(scores[index], "b s h q -> b h q s")
-            weights: Tensor = separation(padded.masked_fill(~valid[:, None, None], -torch.inf))
+            # Past the hooks, which expect the weights of all bags.
+            weights = separation.forward(padded.masked_fill(~valid[:, None, None], -torch.inf))
             return weights
 
         return self._by_width(of_bags, scores[:0])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from ahop_layers.converters import Converter, converter_for, turn_back
 from ahop_layers.errors import AHopError, check_sizes
-from ahop_layers.layers import KEYWORDS, similarity_parameters
+from ahop_layers.layers import KEYWORDS
+from ahop_layers.similarity import AdaptiveSimilarity
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 
@@ -147,11 +149,11 @@ def adapt_(
         return Report(adapted, passed, dry_run=True)
     try:
         for module, convert in chosen.values():
-            convert(module, keywords)
+            convert(module, deepcopy(keywords))  # a separation with parameters is each module's own
     except BaseException:
         revert_(model)  # an argument that does not fit shows at the first module: leave nothing half done
         raise
-    mine = similarity_parameters(model)
+    mine = [p for part in model.modules() if isinstance(part, AdaptiveSimilarity) for p in part.parameters()]
     if freeze_rest:
         own = {id(parameter) for parameter in mine}
         frozen = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]

@@ -27,7 +27,7 @@ def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
     """Complete a checkpoint of the layer that ``module`` replaced by the warm start of what it has besides.
 
     Nothing is added, and False returned, where the checkpoint has not all that such a layer has: what it is loaded for,
-    with ``strict=False``, is then not the whole layer.
+    with ``strict=False``, is then not the whole layer. A layer that has nothing else always gets its warm start.
     """
     added = ("similarity", "separation")
     own = [key for key in module.state_dict() if key != "scaling" and key.partition(".")[0] not in added]

@@ -45,7 +45,8 @@ def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, g
             f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
             f" got {describe(index)} and {describe(query)}"
         )
-    if index.is_floating_point() or not 0 <= int(index.min()) <= int(index.max()) < len(patterns):
+    whole = not index.is_floating_point() and index.dtype != torch.bool
+    if not whole or not 0 <= int(index.min()) <= int(index.max()) < len(patterns):
         got = f"{index.dtype} from {index.min().item()} to {index.max().item()}"
         raise AHopError(f"the index must be whole numbers from 0 to {len(patterns) - 1}, got {got}")
     index = index.long()

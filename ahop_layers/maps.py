@@ -37,25 +37,19 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
     {'layers.0.self_attn': (3, 2, 5, 5), 'layers.1.self_attn': (3, 2, 5, 5)}
     """
     maps: dict[str, Tensor] = {}
-    running: list[str] = []  # a layer with learned patterns runs another one inside it
 
-    def begin(name: str, module: nn.Module, args: Any) -> None:
-        running.append(name)
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop()
-
-    def keep(module: nn.Module, args: Any, weights: Tensor) -> None:
-        if running:  # the outermost name is the one that people know
-            maps[running[0]] = weights
+    def keep(name: str, module: nn.Module, args: Any, weights: Tensor) -> None:
+        maps[name] = weights
 
     with ExitStack() as hooks:
-        for name, part in model.named_modules():
-            if isinstance(part, _LAYERS):
-                hooks.callback(part.register_forward_pre_hook(partial(begin, name)).remove)
-                hooks.callback(part.register_forward_hook(end).remove)
-            elif isinstance(part, Separation):
-                hooks.callback(part.register_forward_hook(keep).remove)
+        taken: set[int] = set()
+        for name, layer in model.named_modules():
+            if isinstance(layer, _LAYERS):
+                # A layer with learned patterns holds another layer: the outer name is the one that people know.
+                for part in layer.modules():
+                    if isinstance(part, Separation) and id(part) not in taken:
+                        taken.add(id(part))
+                        hooks.callback(part.register_forward_hook(partial(keep, name)).remove)
         if "torch._dynamo" in sys.modules:  # compiled code does not see hooks that came after it
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         model(*inputs, **keywords)

@@ -256,10 +256,9 @@ class AssociativeMemory(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the number of patterns from the checkpoint."""
         stored = state_dict.get(prefix + "patterns")
-        known = self.patterns.shape
-        if stored is not None and stored.shape != known and stored.ndim == 2 and stored.shape[1] == known[1]:
-            self.patterns = self.patterns.new_empty(stored.shape)
-            if self.prior is not None:
+        if stored is not None and stored.ndim == 2 and stored.shape[1] == self.patterns.shape[1]:
+            before, self.patterns = len(self.patterns), self.patterns.new_empty(stored.shape)  # not the caller's tensor
+            if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

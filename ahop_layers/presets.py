@@ -44,7 +44,8 @@ PRESETS = {
 
 def negative_distance(query: Tensor, key: Tensor) -> Tensor:
     """The negative squared distance: ``(L, d), (S, d) -> (L, S)``."""
-    centre = key.mean(-2, keepdim=True).detach()  # far from the origin the squares would swallow their difference
+    # Far from the origin the squares would swallow their difference; whole numbers stay whole.
+    centre = key.mean(-2, keepdim=True).detach().round()
     query, key = query - centre, key - centre
     return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1)
 

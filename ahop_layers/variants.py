@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.ops.chunked import accumulator
 
 __all__ = ["Biased", "Masked", "Mixed", "Noisy", "bayes_accuracy", "retrieval_accuracy", "retrieval_error"]
 
@@ -250,8 +251,11 @@ def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
     >>> ah.variants.retrieval_accuracy(memory, torch.tensor([0, 1]), torch.eye(4)[:2])
     1.0
     """
-    chunks = torch.split(memory.retrieve(query), max(1, NEAREST_AT_ONCE // len(memory.patterns)))
-    nearest = torch.cat([torch.cdist(chunk, memory.patterns).argmin(-1) for chunk in chunks])
+    wide = accumulator(memory.patterns.dtype)
+    centre = memory.patterns.to(wide).mean(0)  # far from the origin cdist loses what small distances differ by
+    patterns, readout = memory.patterns.to(wide) - centre, memory.retrieve(query).to(wide) - centre
+    chunks = torch.split(readout, max(1, NEAREST_AT_ONCE // len(patterns)))
+    nearest = torch.cat([torch.cdist(chunk, patterns).argmin(-1) for chunk in chunks])
     return (nearest == index).double().mean().item()
 
 

@@ -63,11 +63,11 @@ def rate_tables(rows: Sequence[Row]) -> str:
         accuracy.append([name, *cells, gain, f"{paper[name]:.4f}" if name in paper else ""])
         above.append([name, *("" if pair is None else f"{pair:+.4f}" for pair in pairs)])
     rates = [f"rate {Decimal(rate):f}" for rate in by_rate]
-    return "\n\n".join((
-        table(["attention", *rates, "best above the dot product's best", "paper"], accuracy),
-        "Above the dot product at the same rate, same seeds:",
-        table(["attention", *rates], [line for line in above if line[0] != "dot"]),
-    ))  # fmt: skip
+    parts = [table(["attention", *rates, "best above the dot product's best", "paper"], accuracy)]
+    compared = [line for line in above if line[0] != "dot" and any(line[1:])]
+    if compared:
+        parts += ["Above the dot product at the same rate, same seeds:", table(["attention", *rates], compared)]
+    return "\n\n".join(parts)
 
 
 def _mean(values: Collection[float]) -> float | None:

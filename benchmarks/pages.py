@@ -142,7 +142,7 @@ DRAWN = {
         kernels_report.draw,
     ),
     "retrieval": Picture(
-        "Accuracy of eight memories in twelve mixtures of masking, noise and bias",
+        "Accuracy of memories in twelve mixtures of masking, noise and bias",
         lambda: retrieval_rows("figure"),
         retrieval_report.draw,
     ),

@@ -15,8 +15,8 @@ class KernelSimilarity(nn.Module):
     """K-Hop's score ``(phi q) . (phi k)`` with a matrix ``phi`` per head, the identity at the start.
 
     In K-Hop the separation loss alone shapes phi, everything else learns from the task. Hence ``phi`` is detached in
-    the score, and the keys are detached in the loss, which is the crowding of the keys of one image or bag after phi.
-    Only the direction of phi counts, in the loss as in the score.
+    the score, and the keys are detached in the loss: the crowding, after phi, of all keys scored together, which
+    are the tokens of one image or the instances of a batch of packed bags. Only the direction of phi counts.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:

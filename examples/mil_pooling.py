@@ -41,7 +41,8 @@ class NoScore(nn.Module):
 class HopfieldPool(nn.Module):
     """Pools packed bags by a Hopfield association with the score of the given name.
 
-    ``padded=True`` walks the padded path instead, for comparison: the results are the same.
+    ``padded=True`` walks the padded path instead, for comparison: the outputs are the same. (K-Hop's separation loss is
+    not: it then looks at each bag alone, padding included.)
     """
 
     def __init__(

@@ -379,10 +379,29 @@ def test_sizes_may_be_unknown_yet():
     assert ah.adapt_(layer).new_parameters == 2  # the betas
 
 
-def test_a_model_in_eval_mode_stays_there():
+def test_modes_stay_as_they_are():
     model = encoder().eval()
     ah.adapt_(model)
     assert not any(module.training for module in model.modules())
+    attention = nn.MultiheadAttention(16, 4)
+    attention.out_proj.eval()
+    ah.adapt_(attention)
+    assert [part.training for part in (attention, attention.similarity, attention.out_proj)] == [True, True, False]
+
+
+def test_an_adaptive_module_may_have_another_similarity(monkeypatch):
+    class Mine(nn.Module):
+        pass
+
+    class AdaptiveMine(Adaptive):
+        def make_adaptive(self, **keywords):
+            self.similarity = None
+
+    monkeypatch.setattr("ahop_layers.converters.CONVERTERS", dict(CONVERTERS))
+    ah.register_converter(Mine, AdaptiveMine)
+    model = Mine()
+    assert ah.adapt_(model).new_parameters == 0
+    assert ah.revert_(model) == [""]
 
 
 def test_only_modules_are_adapted():

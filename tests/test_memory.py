@@ -268,6 +268,8 @@ def test_crowding_is_the_mean_over_pairs_of_directions():
     torch.testing.assert_close(crowding(7 * points), expected)
     assert torch.autograd.gradcheck(crowding, points)
     assert torch.equal(crowding(points[..., :1, :]), torch.zeros(2, 3))
+    many = torch.randn(512, 64)
+    torch.testing.assert_close(crowding(many.half()), crowding(many), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("form", "trained"), [(folded_weights, 2), (trainable_forms, 3)])
@@ -337,7 +339,7 @@ def test_bad_indices_are_named():
     query = uniform(2, 3)
     assert len(memory.fit(([0, 4], query), epochs=1, progress=False)) == 1
     assert len(memory.fit((torch.tensor([0, 4], dtype=torch.int32), query), epochs=1, progress=False)) == 1
-    for index in ([0, 5], [0, -1], [0.0, 1.0]):
+    for index in ([0, 5], [0, -1], [0.0, 1.0], [True, False]):
         with pytest.raises(AHopError, match="the index must be whole numbers from 0 to 4, got"):
             memory.fit((torch.tensor(index), query), epochs=1, progress=False)
 
@@ -355,6 +357,14 @@ def test_an_optimizer_goes_on_after_loading():
     memory.scores(uniform(2, 3))[:, 0].sum().backward()
     optimizer.step()
     assert memory.prior[0] == -2
+
+
+def test_loading_leaves_the_callers_tensor_alone():
+    patterns = uniform(5, 3)
+    before, memory = patterns.clone(), AssociativeMemory(patterns)
+    memory.load_state_dict(AssociativeMemory(uniform(5, 3)).state_dict())
+    assert torch.equal(patterns, before)
+    AssociativeMemory(uniform(1, 3).expand(5, 3)).load_state_dict(memory.state_dict())
 
 
 def test_a_frozen_bias_stays_and_another_bias_is_left_alone():
@@ -381,6 +391,8 @@ def test_the_distance_survives_an_offset():
     patterns = torch.randn(200, 16)
     memory = AssociativeMemory(patterns + 3000, similarity="dis")
     assert torch.equal(memory.recall(patterns + 3000), torch.arange(200))
+    binary = torch.randn(50, 16).sign()
+    assert not AssociativeMemory(binary, similarity="dis").scores(binary).diagonal().any()  # exactly
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

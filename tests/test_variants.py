@@ -134,6 +134,13 @@ def test_accuracy_asks_what_the_readout_is_nearest_to():
     assert retrieval_accuracy(memory, torch.tensor([2, 2]), patterns[:2]) == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_accuracy_survives_an_offset_and_half_precision(dtype):
+    patterns = torch.randn(200, 16).to(dtype) + (10_000 if dtype == torch.float32 else 0)
+    memory = AssociativeMemory(patterns, "dis", "argmax")
+    assert retrieval_accuracy(memory, torch.arange(200), patterns) == 1.0
+
+
 def test_accuracy_of_many_queries_is_that_of_its_parts(monkeypatch):
     memory, index = AssociativeMemory(uniform(30, 4)), torch.arange(30)
     whole = retrieval_accuracy(memory, index, memory.patterns)
