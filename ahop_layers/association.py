@@ -30,6 +30,14 @@ def dot_product(query: Tensor, key: Tensor) -> Tensor:
     return query @ key.mT
 
 
+def negative_distance(query: Tensor, key: Tensor) -> Tensor:
+    """The negative squared distance: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
+    # Far from the origin the squares would swallow their difference; whole numbers stay whole.
+    centre = key.mean(-2, keepdim=True).detach().round()
+    query, key = query - centre, key - centre
+    return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1).unsqueeze(-2)
+
+
 class Mask(NamedTuple):
     """What to leave out, and what to add to the scores; both broadcast to (N, H, L, S), both may be absent."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.converters import Converter, converter_for, turn_back
-from ahop_layers.errors import AHopError, check_sizes
+from ahop_layers.errors import AHopError, check_given_sizes
 from ahop_layers.layers import KEYWORDS
 from ahop_layers.similarity import AdaptiveSimilarity
 
@@ -123,7 +123,7 @@ def adapt_(
     unknown = set(keywords) - set(KEYWORDS)
     if unknown:
         raise AHopError(f"keywords must be out of {', '.join(KEYWORDS)}, got {sorted(unknown)}")
-    check_sizes(last=1 if last is None else last)
+    check_given_sizes(last=last)
     before = [name for name, module in model.named_modules() if "_former" in vars(module)]
     if before:
         raise AHopError(f"the model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")

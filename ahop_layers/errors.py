@@ -36,6 +36,11 @@ def check_sizes(**sizes: object) -> None:
             raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
 
 
+def check_given_sizes(**sizes: object) -> None:
+    """Raise unless every size is None or a whole number of at least 1."""
+    check_sizes(**{name: size for name, size in sizes.items() if size is not None})
+
+
 def check_floating(**tensors: object) -> None:
     """Raise unless every argument is a floating-point tensor."""
     for name, tensor in tensors.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.core import AssociationCore, Retrieval
-from ahop_layers.errors import AHopError, check_floating, check_sizes, describe
+from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_sizes, describe
 
 Patterns = Tensor | Sequence[Tensor]
 
@@ -125,10 +125,11 @@ class OwnHopfield(Face):
     ) -> None:
         # fmt: on
         nn.Module.__init__(self)  # and not the next class in line, which may be that of hflayers
-        sizes = {"input_size": input_size, "hidden_size": hidden_size, "output_size": output_size,
-                 "pattern_size": pattern_size, "stored_pattern_size": stored_pattern_size,
-                 "pattern_projection_size": pattern_projection_size}  # fmt: skip
-        check_sizes(num_heads=num_heads, **{name: size for name, size in sizes.items() if size is not None})
+        check_sizes(num_heads=num_heads)
+        check_given_sizes(
+            input_size=input_size, hidden_size=hidden_size, output_size=output_size, pattern_size=pattern_size,
+            stored_pattern_size=stored_pattern_size, pattern_projection_size=pattern_projection_size,
+        )  # fmt: skip
         if not 0 <= dropout <= 1:
             raise AHopError(f"dropout must be between 0 and 1, got {dropout!r}")
         activation = None if association_activation is None else getattr(torch, association_activation, None)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.association import dot_product
+from ahop_layers.association import dot_product, negative_distance
 from ahop_layers.errors import AHopError, check_choice
 from ahop_layers.modulation import KernelModulation
 from ahop_layers.ops.chunked import accumulator
@@ -40,14 +40,6 @@ PRESETS = {
     "K2-Hop": Preset("dot", "softmax", kernel=True, keywords=("features",)),
     "A-Hop": Preset("adaptive", "softmax", keywords=("bases", "init", "debias", "table")),
 }
-
-
-def negative_distance(query: Tensor, key: Tensor) -> Tensor:
-    """The negative squared distance: ``(L, d), (S, d) -> (L, S)``."""
-    # Far from the origin the squares would swallow their difference; whole numbers stay whole.
-    centre = key.mean(-2, keepdim=True).detach().round()
-    query, key = query - centre, key - centre
-    return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1)
 
 
 def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ahop_layers.errors import AHopError, check_choice, check_floating, check_sizes, describe
+from ahop_layers.errors import AHopError, check_choice, check_floating, check_given_sizes, check_sizes, describe
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import check_bases, fold
 
@@ -51,7 +51,8 @@ class AdaptiveSimilarity(nn.Module):
         debias: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=1 if num_heads is None else num_heads)
+        check_sizes(dim=dim)
+        check_given_sizes(num_heads=num_heads)
         self.dim, self.num_heads, self.bases = dim, num_heads, check_bases(bases)
         # A copy: a parameter of another module must not become one of this.
         self.init = init.detach().clone() if isinstance(init, Tensor) else init

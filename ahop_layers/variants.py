@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ahop_layers.association import negative_distance
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.ops.chunked import accumulator
 
@@ -251,11 +252,9 @@ def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
     >>> ah.variants.retrieval_accuracy(memory, torch.tensor([0, 1]), torch.eye(4)[:2])
     1.0
     """
-    wide = accumulator(memory.patterns.dtype)
-    centre = memory.patterns.to(wide).mean(0)  # far from the origin cdist loses what small distances differ by
-    patterns, readout = memory.patterns.to(wide) - centre, memory.retrieve(query).to(wide) - centre
-    chunks = torch.split(readout, max(1, NEAREST_AT_ONCE // len(patterns)))
-    nearest = torch.cat([torch.cdist(chunk, patterns).argmin(-1) for chunk in chunks])
+    patterns = memory.patterns.to(accumulator(memory.patterns.dtype))
+    chunks = torch.split(memory.retrieve(query).to(patterns), max(1, NEAREST_AT_ONCE // len(patterns)))
+    nearest = torch.cat([negative_distance(chunk, patterns).argmax(-1) for chunk in chunks])
     return (nearest == index).double().mean().item()
 
 

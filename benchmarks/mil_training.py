@@ -16,7 +16,8 @@ from ahop_layers.variants import Biased, Masked, Mixed, Noisy
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place
 from kernel_similarity import separation_loss
 from mil_data import BagSet
-from mil_model import BagClassifier, auc, embed_features, parameter_groups
+from mil_model import BagClassifier, auc, embed_features
+from parameters import parameter_groups
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Mixed] = {

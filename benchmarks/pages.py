@@ -82,7 +82,8 @@ def of_bags(show: Callable[[mil_report.Figures, Sequence[str]], str]) -> str:
 def of_images(setup: str) -> str:
     """The tables of one set-up of the image benchmark."""
     rows = rows_of("images.csv", setup=setup)
-    return part(f"images {setup}", rows, lambda mine: images_report.report(mine, [setup]))
+    seeds = len({row["seed"] for row in rows}) or 1
+    return part(f"images {setup} --seeds {seeds}", rows, lambda mine: images_report.report(mine, [setup]))
 
 
 def of_retrieval(table: str, show: Show) -> str:

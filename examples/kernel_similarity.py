@@ -26,9 +26,9 @@ class KernelSimilarity(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Score ``query (..., H, L, d)`` against ``key (..., H, S, d)``: ``(..., H, L, S)``."""
-        phi = self.phi * (math.sqrt(self.phi.shape[-1]) / self.phi.norm(dim=(-2, -1), keepdim=True))
         self.separation_loss = self._crowding(key.detach()) if self.training else None
-        fixed = phi.detach().to(query.dtype).mT
+        phi = self.phi.detach()
+        fixed = (phi * (math.sqrt(phi.shape[-1]) / phi.norm(dim=(-2, -1), keepdim=True))).to(query.dtype).mT
         return (query @ fixed) @ (key @ fixed).mT
 
     def _crowding(self, key: Tensor) -> Tensor:

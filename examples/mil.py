@@ -28,9 +28,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from mil_batches import BagData, Batch
 from mil_data import DATA_SETS
-from mil_model import POOLINGS, BagClassifier, Standardize, auc, embed_digits, embed_features, parameter_groups
+from mil_model import POOLINGS, BagClassifier, Standardize, auc, embed_digits, embed_features
 from mil_pictures import Decided, some_of_each, write
 from outputs import output_folder
+from parameters import parameter_groups
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 

@@ -89,16 +89,6 @@ class BagClassifier(nn.Module):
         return self.head(pooled).squeeze(-1), weights
 
 
-def parameter_groups(model: nn.Module, lr: float | Tensor, similarity_lr: float = 1.0) -> list[dict[str, object]]:
-    """What an optimizer takes: similarities have their own learning rate, and no decay towards an empty score."""
-    scores = [part for part in model.modules() if isinstance(part, ah.AdaptiveSimilarity)]
-    own = [parameter for part in scores for parameter in part.parameters()]
-    known = {id(parameter) for parameter in own}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
-    groups: list[dict[str, object]] = [{"params": rest, "lr": lr}]
-    return groups + [{"params": own, "lr": lr * similarity_lr, "weight_decay": 0.0}] * bool(own)
-
-
 def auc(labels: Tensor, scores: Tensor) -> float:
     """How often a bag of label 1 scores above one of label 0, a tie counting half; NaN if a label is missing."""
     above, below = scores[labels == 1], scores[labels == 0]

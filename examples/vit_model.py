@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from einops import rearrange, repeat
 from kernel_similarity import KernelSimilarity
-from mil_model import parameter_groups
+from parameters import parameter_groups
 from torch import Tensor, nn
 
 import ahop_layers as ah

@@ -34,4 +34,4 @@ def make_torchvision_importable() -> None:
 def framework(name: str) -> ModuleType:
     """The module, or skip the test that asks for it."""
     make_torchvision_importable()  # timm and transformers import it too
-    return pytest.importorskip(name, reason=f"{name} is not installed (extra vit)", exc_type=ImportError)
+    return pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[vit]'", exc_type=ImportError)
