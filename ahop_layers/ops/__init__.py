@@ -79,7 +79,7 @@ def adaptive_similarity(
         raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
 
     device = query.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta tensors know no autocast
     if autocast:
         query, key = _autocast_pair(query, key, device)
     elif query.dtype != key.dtype:
