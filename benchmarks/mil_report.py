@@ -52,8 +52,9 @@ def arrange(rows: Sequence[Row]) -> Figures:
 
 
 def complete(figures: Figures, part: str, measure: str, data: Sequence[str]) -> list[str]:
-    """The poolings that were measured on all of the data sets."""
-    return [pooling for pooling, found in figures[part].get(measure, {}).items() if set(data) <= set(found)]
+    """The poolings that were measured on all of the data sets, in the order of their names."""
+    found = figures[part].get(measure, {})
+    return [pooling for pooling in NAMES if set(data) <= set(found.get(pooling, ()))]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -72,15 +73,16 @@ def above_dot(figures: Figures, part: str, measure: str, pooling: str, data: Seq
 
 
 def short_table(figures: Figures, data: Sequence[str]) -> str:
-    """A column for each data set: the mean over repeats and the paper's figure; below, the paired difference."""
-    body = []
-    for pooling in complete(figures, "nested", "auc", data):
+    """A column for each data set: the mean over repeats and the paper's figure; below, the paired differences."""
+    body, poolings = [], complete(figures, "nested", "auc", data)
+    for pooling in poolings:
         means = [f"{mean_over(figures, 'nested', 'auc', pooling, [name]):.3f}" for name in data]
         known = [f" ({PAPER[name][pooling]:.3f})" if pooling in PAPER[name] else "" for name in data]
         body.append([NAMES[pooling], *(mean + paper for mean, paper in zip(means, known, strict=True))])
-    pairs = [above_dot(figures, "nested", "auc", "adaptive", [name]) for name in data]
-    if all(pairs):
-        body.append(["A-Hop above M-Hop", *(_paired(each) for each in pairs)])
+    for pooling in poolings:
+        pairs = [above_dot(figures, "nested", "auc", pooling, [name]) for name in data]
+        if pooling != "dot" and all(pairs):
+            body.append([f"{NAMES[pooling]} above M-Hop", *(_paired(each) for each in pairs)])
     return table(["pooling", *data], body)
 
 
