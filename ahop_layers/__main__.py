@@ -12,7 +12,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.ops import reference
 
-LIBRARIES = ("torch", "einops", "triton", "hopfield-layers", "lightning", "scikit-learn", "timm", "transformers")
+LIBRARIES = ("einops", "triton", "hopfield-layers", "lightning", "scikit-learn", "timm", "transformers")
 
 
 def installed(name: str) -> str:
@@ -42,7 +42,7 @@ def self_test(backend: str, device: str) -> str:
 def main() -> int:
     """Print the report; the status tells whether every backend that can run gives right results."""
     print(f"ahop-layers {ah.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(", ".join(f"{name} {installed(name)}" for name in LIBRARIES))
+    print(", ".join([f"torch {torch.__version__}", *(f"{name} {installed(name)}" for name in LIBRARIES)]))
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print("devices: " + ", ".join([f"CPU with {torch.get_num_threads()} threads", *gpus]))
     print(f"Triton's cache: {os.environ.get('TRITON_CACHE_DIR', Path.home() / '.triton' / 'cache')}\n")

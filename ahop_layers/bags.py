@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ahop_layers.association import Score
 from ahop_layers.errors import AHopError, check_floating, describe
@@ -134,6 +133,8 @@ class Slices:
     def _compute(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
         if not self.again:
             return function(*given)
+        from torch.utils.checkpoint import checkpoint  # only now: in torch 2.6 it takes half a second, for sympy
+
         result: Tensor = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
         return result
 

@@ -95,7 +95,7 @@ def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -
 
 
 _present, _before = (partial(_adapt_attention, kind) for kind in (foreign.ViTAttention, foreign.ViTSelfAttention))
-_timm = partial(_adapt_attention, foreign.TimmAttention)
+_timm, _clip = (partial(_adapt_attention, kind) for kind in (foreign.TimmAttention, foreign.CLIPAttention))
 _layer, _pooling = (partial(_adapt_around, kind) for kind in (AdaptiveHopfieldLayer, AdaptiveHopfieldPooling))
 
 # By name, so that no library has to be imported to be known.
@@ -106,10 +106,15 @@ CONVERTERS: dict[str, Converter] = {
     "transformers.models.vit.modeling_vit.ViTAttention": _present,
     "transformers.models.deit.modeling_deit.DeiTAttention": _present,
     "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": _present,
-    "transformers.models.clip.modeling_clip.CLIPAttention": partial(_adapt_attention, foreign.CLIPAttention),
+    "transformers.models.clip.modeling_clip.CLIPAttention": _clip,
     "transformers.models.vit.modeling_vit.ViTSelfAttention": _before,
     "transformers.models.deit.modeling_deit.DeiTSelfAttention": _before,
     "transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention": _before,
+    # In the oldest releases the fused form of each is a class of its own.
+    "transformers.models.vit.modeling_vit.ViTSdpaSelfAttention": _before,
+    "transformers.models.deit.modeling_deit.DeiTSdpaSelfAttention": _before,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2SdpaSelfAttention": _before,
+    "transformers.models.clip.modeling_clip.CLIPSdpaAttention": _clip,
     "hflayers.Hopfield": _adapt_hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,

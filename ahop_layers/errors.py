@@ -72,15 +72,15 @@ def check_pair(query: object, key: object) -> None:
     check_same_device(query=query, key=key)
 
 
-def broadcast_batch(*shapes: Sequence[int]) -> torch.Size:
+def broadcast_batch(*shapes: Sequence[int]) -> tuple[int, ...]:
     """Broadcast batch shapes, or raise."""
     longest: Sequence[int] = ()
     for shape in shapes:
         longest = shape if len(shape) > len(longest) else longest
     if all(tuple(shape) == tuple(longest[len(longest) - len(shape) :]) for shape in shapes):
-        return torch.Size(longest)  # the usual case, an order of magnitude faster than the general one
+        return tuple(longest)  # the usual case, an order of magnitude faster than the general one
     try:
-        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
         got = " and ".join(str(tuple(shape)) for shape in shapes)
         raise AHopError(f"the batch dimensions must broadcast against each other, got {got}") from None

@@ -125,7 +125,7 @@ class ViTSelfAttention(TransformersAttention):
 
     @property
     def drop(self) -> str:  # type: ignore[override]
-        """The probability since 4.48, the module before."""
+        """The probability, in the oldest releases the module."""
         return "dropout_prob" if hasattr(self, "dropout_prob") else "dropout"
 
     def forward(

@@ -187,7 +187,8 @@ class OwnHopfield(Face):
         if not self._batch_first:
             patterns = tuple(pattern.transpose(0, 1) for pattern in patterns)
         # Shapes are compared one by one, which keeps a dynamic batch dynamic under export.
-        batch = next((pattern.shape[0] for pattern in patterns if pattern.shape[0] != 1), 1)
+        sizes = [pattern.shape[0] for pattern in patterns if pattern.shape[0] != 1]
+        batch = sizes[0] if sizes else 1
         one_batch = all(pattern.shape[0] in (1, batch) for pattern in patterns)
         if not one_batch or patterns[0].shape[1] != patterns[2].shape[1]:
             got = ", ".join(describe(pattern) for pattern in patterns)

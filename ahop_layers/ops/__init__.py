@@ -105,7 +105,7 @@ def _is_transformed() -> bool:
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
-def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...]) -> torch.Size:
+def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...]) -> tuple[int, ...]:
     """Check the weight against the pair and return the batch shape of the scores."""
     check_floating(weight=weight)
     check_same_device(query=query, weight=weight)
@@ -127,7 +127,7 @@ def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Ten
 
 
 def _canonical_score(
-    query: Tensor, key: Tensor, weight: Tensor, batch: torch.Size, names: tuple[str, ...], backend: str
+    query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], names: tuple[str, ...], backend: str
 ) -> Tensor:
     """Bring batch dimensions to (N, H), heads last, without copying, and call the operator."""
     # One batch dimension and shared weights: a head each would only multiply the weight gradient.
