@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the theme's advertisement for its successor
 
-.PHONY: help demo test lint docs docs-serve pages bench sanitize test-hflayers clean
+.PHONY: help demo test lint docs docs-serve pages bench sanitize test-hflayers test-oldest clean
 
 help:
 	@echo "make demo           run the demonstration: a table on the screen, pictures under out/"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench          time the kernels on this machine, rows into benchmarks/results/"
 	@echo "make sanitize       the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-hflayers  the suite beside the real hopfield-layers (HFLAYERS=path for a checkout of it)"
+	@echo "make test-oldest    the suite with the oldest releases that pyproject.toml allows"
 	@echo "make clean          remove .venv, out/ and what was built"
 
 # An environment in a folder, by a Python that the pinned versions run on. Said before anything is made or installed.
@@ -97,6 +98,15 @@ test-hflayers:
 		$(if $(HFLAYERS),"$(HFLAYERS)",--group hflayers)
 	$(VENV)-hflayers/bin/python -c "import hflayers"
 	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto
+
+# The lower bounds of pyproject.toml, kept true: their versions are told, so constraints.txt has no say.
+test-oldest:
+	@echo "==> setting up $(VENV)-oldest"
+	$(call venv,$(VENV)-oldest)
+	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check "pip>=25.1" "setuptools>=77"
+	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check --no-build-isolation \
+		-e ".[dev]" $$($(VENV)-oldest/bin/python tests/oldest.py)
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n auto
 
 clean:
 	rm -rf $(VENV) $(VENV)-* out site build dist *.egg-info ahop_layers/ops/_footprint.*

@@ -219,6 +219,8 @@ def test_masked_equals_shorter(layer, separation, steps, seed):
 
 @pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
 def test_one_graph_and_export(layer_class, keywords):
+    if torch.__version__ < (2, 7) and keywords.get("separation") == "entmax":
+        pytest.skip("torch 2.6 looks at every path through a graph with gradients, and that of entmax has too many")
     layer, x = trained(layer_class(8, **keywords)).eval(), torch.randn(3, 5, 8)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x))
