@@ -1,7 +1,8 @@
 """Print the oldest releases that pyproject.toml allows, as requirements: what ``make test-oldest`` installs."""
 
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 USED = ("examples", "tabular", "vit", "mil")
 """The extras that users install; what only develops the package may be new."""
