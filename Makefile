@@ -99,14 +99,15 @@ test-hflayers:
 	$(VENV)-hflayers/bin/python -c "import hflayers"
 	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto
 
-# The lower bounds of pyproject.toml, kept true: their versions are told, so constraints.txt has no say. Without Triton,
-# whose new releases an old torch cannot work with.
+# The lower bounds of pyproject.toml, kept true, on any Python that it allows. constraints.txt has no say here. Without
+# Triton, whose new releases an old torch cannot work with.
 test-oldest:
 	@echo "==> setting up $(VENV)-oldest"
-	$(call venv,$(VENV)-oldest)
+	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check "pip>=25.1" "setuptools>=77"
-	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check --no-build-isolation \
-		-e . pytest pytest-xdist hypothesis pandas entmax $$($(VENV)-oldest/bin/python tests/oldest.py)
+	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check \
+		pytest pytest-xdist hypothesis pandas entmax $$($(VENV)-oldest/bin/python tests/oldest.py)
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n auto
 
 clean:

@@ -1,20 +1,17 @@
-"""Print the oldest releases that pyproject.toml allows, as requirements: what ``make test-oldest`` installs."""
+"""Print the oldest releases that users of the installed package may have, as requirements for ``make test-oldest``."""
 
-from pathlib import Path
-
-import tomllib
+from importlib.metadata import requires
 
 USED = ("examples", "tabular", "vit", "mil")
 """The extras that users install; what only develops the package may be new."""
 
 
-def oldest(project: dict) -> list[str]:
-    """Each requirement of users at its lower bound."""
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(requirement for extra in USED for requirement in extras[extra])]
-    return sorted({requirement.replace(">=", "==") for requirement in wanted})
+def oldest(requirements: list[str]) -> list[str]:
+    """The lower bounds of what the package and these extras require."""
+    parts = (requirement.partition(";") for requirement in requirements)
+    wanted = (bound for bound, _, marker in parts if not marker or any(f'"{extra}"' in marker for extra in USED))
+    return sorted({bound.strip().replace(">=", "==") for bound in wanted})
 
 
 if __name__ == "__main__":
-    file = Path(__file__).parents[1] / "pyproject.toml"
-    print(*oldest(tomllib.loads(file.read_text())["project"]))
+    print(*oldest(requires("ahop-layers") or []))

@@ -100,7 +100,7 @@ def test_the_extra_of_the_examples_has_all_they_need(wheel):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("target", ["test", "demo", "docs", "test-hflayers", "test-oldest"])
+@pytest.mark.parametrize("target", ["test", "demo", "docs", "test-hflayers"])
 def test_an_old_python_is_named_before_anything_is_installed(target, tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
