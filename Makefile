@@ -18,7 +18,7 @@ help:
 	@echo "make bench          time the kernels on this machine, rows into benchmarks/results/"
 	@echo "make sanitize       the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-hflayers  the suite beside the real hopfield-layers (HFLAYERS=path for a checkout of it)"
-	@echo "make test-oldest    the suite with the oldest releases that pyproject.toml allows"
+	@echo "make test-oldest    the suite with the oldest releases that users may have (on Python 3.10 to 3.12)"
 	@echo "make clean          remove .venv, out/ and what was built"
 
 # An environment in a folder, by a Python that the pinned versions run on. Said before anything is made or installed.
@@ -99,8 +99,8 @@ test-hflayers:
 	$(VENV)-hflayers/bin/python -c "import hflayers"
 	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto
 
-# The lower bounds of pyproject.toml, kept true, on any Python that it allows. constraints.txt has no say here. Without
-# Triton, whose new releases an old torch cannot work with.
+# The lower bounds of pyproject.toml, kept true, on Python 3.10 to 3.12: for newer ones the oldest releases have no wheels.
+# constraints.txt has no say here. No Triton is asked for: its new releases do not work with an old torch.
 test-oldest:
 	@echo "==> setting up $(VENV)-oldest"
 	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest

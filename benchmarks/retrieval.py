@@ -4,11 +4,12 @@ To run: python -m benchmarks.retrieval [--table figure|accuracy|ablations|timing
 
 Patterns are drawn anew in every run, and so are the signs of the bias. Queries are mixed variants, drawn as the paper's
 appendix says: noise of variance d_noise, then a share d_mask of the dimensions replaced by uniform values, then a bias
-of fixed random signs and size d_bias. Accuracy counts patterns that were found, error is squared and per dimension,
-both on queries that no fit has seen. In brackets stand the paper's figures, below them the Bayes limit: the accuracy of
-the exact maximum-a-posteriori decision, for one who knows the bias and for one who must guess its signs from the query
-at hand. Sorted similarities forget which dimension is which, so no A-Hop without de-biasing can pass the latter. Where
-a figure of the paper does, its queries cannot have been drawn and scored in this way.
+of fixed random signs and size d_bias. Accuracy counts queries whose pattern is the one nearest to what is read out,
+error is squared and per dimension, both on queries that no fit has seen. In brackets stand the paper's figures, below
+them the Bayes limit: the accuracy of the exact maximum-a-posteriori decision, for one who knows the bias and for one
+who must guess its signs from the query at hand. Sorted similarities forget which dimension is which, so no A-Hop
+without de-biasing can pass the latter. Where a figure of the paper does, its queries cannot have been drawn and scored
+in this way.
 
 A measured row is kept at once, and not measured again on the same device: an interrupted run goes on where it was.
 MNIST lies in ``--data-dir``, AHOP_DATA_DIR or data (see docs/data.md); without it its columns are left out.
@@ -143,7 +144,7 @@ def median_milliseconds(work: Callable[[], object]) -> float:
 
 
 def timings(size: Size, device: torch.device) -> list[dict[str, object]]:
-    """Milliseconds of a fit and of a recall, by dimensions and patterns; and of a step with and without kernels."""
+    """Milliseconds of a fit and of a recall, by dimensions and patterns; and those of the reference on a CPU."""
     rows: list[dict[str, object]] = []
     variant = Mixed(0.4, 0.4, 0.4)
 
