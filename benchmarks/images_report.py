@@ -80,8 +80,6 @@ def corruption_table(rows: Sequence[Row]) -> str:
     others = [attention for attention in found if attention != "dot"]
     body = []
     for (measure,) in group(rows, "measure"):
-        if measure == "seconds":
-            continue
         seeds = {attention: measures.get(measure, {}) for attention, measures in found.items()}
         means = [f"{statistics.mean(each.values()):.4f}" if each else "" for each in seeds.values()]
         pairs = [[value - seeds["dot"][seed] for seed, value in seeds[other].items() if seed in seeds.get("dot", {})]

@@ -122,15 +122,11 @@ def measure(job: Job, size: Size, patterns: Tensor) -> dict[str, float]:
     variant = Mixed(job.mask, job.noise, job.bias, seed=job.run)
     generator = torch.Generator(patterns.device).manual_seed(1000 + job.run)
     queries = size.queries if job.data == "synthetic" else size.queries // 4
-    start = time.perf_counter()
     if job.system in LIMITS:
-        accuracy = bayes_accuracy(variant, patterns, queries, generator, bias_known=LIMITS[job.system])
-        return {"accuracy": accuracy, "seconds": time.perf_counter() - start}
+        return {"accuracy": bayes_accuracy(variant, patterns, queries, generator, bias_known=LIMITS[job.system])}
     memory = SYSTEMS[job.system].fitted(patterns, variant, job.steps, job.batch, job.run)
     index, query = variant.sample(patterns, queries, generator)
-    accuracy = retrieval_accuracy(memory, index, query)
-    error = retrieval_error(memory, index, query)
-    return {"accuracy": accuracy, "error": error, "seconds": time.perf_counter() - start}
+    return {"accuracy": retrieval_accuracy(memory, index, query), "error": retrieval_error(memory, index, query)}
 
 
 def median_milliseconds(work: Callable[[], object]) -> float:
@@ -202,7 +198,7 @@ def main() -> None:
         if source != held:
             drawn = mnist(folder, job.patterns, job.run) if job.data == "mnist" and folder else synthetic(*source[1:])
             patterns, held = drawn.to(device), source
-        blank = {"accuracy": "", "error": "", "seconds": ""}
+        blank = {"accuracy": "", "error": ""}
         rows.append({**asdict(job), **blank, **measure(job, size, patterns), **about})
         write(path, rows)
 

@@ -29,7 +29,7 @@ def needs(library, function, *names):
     """Skip a test of arguments that an older release of the library does not know."""
     missing = set(names) - inspect.signature(function).parameters.keys()
     if missing:
-        pytest.skip(f"{library.__name__} {library.__version__} has no {', '.join(missing)} here")
+        pytest.skip(f"{library.__name__} {library.__version__} does not know {', '.join(sorted(missing))} yet")
 
 
 def timm_vit(**options):

@@ -10,11 +10,13 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 import yaml
+from oldest import oldest
 
 import ahop_layers as ah
 
@@ -74,9 +76,13 @@ def test_the_wheel_holds_the_package_and_its_kernel_only(wheel):
     assert f"{NAME}.dist-info/licenses/LICENSE" in names
 
 
+def metadata(wheel: Path) -> Message:
+    """What a wheel says of itself."""
+    return Parser().parse(io.StringIO(zipfile.ZipFile(wheel).read(f"{NAME}.dist-info/METADATA").decode()))
+
+
 def test_the_wheel_says_what_it_needs(wheel):
-    data = zipfile.ZipFile(wheel).read(f"{NAME}.dist-info/METADATA").decode()
-    fields = Parser().parse(io.StringIO(data))
+    fields = metadata(wheel)
     assert (fields["Name"], fields["Version"]) == ("ahop-layers", ah.__version__)
     assert fields["License-Expression"] == "MIT"
     needed = [each for each in fields.get_all("Requires-Dist") if "extra ==" not in each]
@@ -85,8 +91,8 @@ def test_the_wheel_says_what_it_needs(wheel):
 
 
 def test_the_extra_of_the_examples_has_all_they_need(wheel):
-    data = zipfile.ZipFile(wheel).read(f"{NAME}.dist-info/METADATA").decode()
-    extra = set(re.findall(r'^Requires-Dist: ([\w-]+).*extra == "examples"', data, re.MULTILINE))
+    required = metadata(wheel).get_all("Requires-Dist")
+    extra = {re.match(r"[\w-]+", each)[0] for each in required if 'extra == "examples"' in each}
     paths = list((ROOT / "examples").glob("*.py"))
     used = {"mlxtend"}  # looked for, not imported
     for statement in (each for path in paths for each in ast.parse(path.read_text()).body):
@@ -97,6 +103,12 @@ def test_the_extra_of_the_examples_has_all_they_need(wheel):
     used -= {*sys.stdlib_module_names, *(path.stem for path in paths), "ahop_layers", "torch", "einops", "numpy"}
     names = {"sklearn": "scikit-learn", "PIL": "pillow"}
     assert {names.get(module, module) for module in used} <= extra
+
+
+def test_the_oldest_releases_are_the_bounds_of_what_users_install(wheel):
+    releases = dict(release.split("==") for release in oldest(metadata(wheel).get_all("Requires-Dist")))
+    assert {"torch", "einops", "lightning", "scikit-learn", "timm", "transformers", "torchmil"} <= releases.keys()
+    assert not {"pytest", "ruff", "triton"} & releases.keys()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
