@@ -5,15 +5,13 @@ from types import ModuleType
 
 from ahop_layers import variants as variants
 from ahop_layers.attention import AdaptiveAttention
-from ahop_layers.convert import adapt_, revert_
-from ahop_layers.converters import register_converter
+from ahop_layers.convert import adapt_, association_maps, register_converter, revert_
 from ahop_layers.errors import AHopError
-from ahop_layers.layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, similarity_parameters
-from ahop_layers.maps import association_maps
+from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity import AdaptiveSimilarity, similarity_parameters
 from ahop_layers.version import __version__ as __version__
 
 __all__ = [

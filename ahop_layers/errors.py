@@ -72,6 +72,13 @@ def check_pair(query: object, key: object) -> None:
     check_same_device(query=query, key=key)
 
 
+def check_patterns(patterns: Tensor) -> None:
+    """Raise unless ``patterns`` is a floating-point matrix with at least one row and column."""
+    check_floating(patterns=patterns)
+    if patterns.ndim != 2 or 0 in patterns.shape:
+        raise AHopError(f"patterns must be (N, d) with N, d >= 1, got {describe(patterns)}")
+
+
 def broadcast_batch(*shapes: Sequence[int]) -> tuple[int, ...]:
     """Broadcast batch shapes, or raise."""
     longest: Sequence[int] = ()

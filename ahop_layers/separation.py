@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import check_choice, check_floating, check_sizes
-from ahop_layers.ops.chunked import accumulator
+from ahop_layers.ops.reference import accumulation_dtype
 
 _Separate = Callable[..., Tensor]
 
@@ -36,7 +36,7 @@ def _below_largest(scores: Tensor, scale: Tensor | float = 1.0) -> Tensor:
     A pattern 1 or more below the largest gets no weight in any member of the entmax family. So -2 stands for everything
     further down. ``-inf`` becomes finite before it meets the scale, whose gradient it would poison.
     """
-    wide = scores.to(accumulator(scores.dtype))
+    wide = scores.to(accumulation_dtype(scores.dtype))
     return ((wide - wide.amax(-1, keepdim=True).detach()).clamp(min=-1e4) * scale).clamp(min=-2.0)
 
 
@@ -98,7 +98,7 @@ def entmax(scores: Tensor, alpha: Tensor) -> Tensor:
     >>> entmax(torch.tensor([1.0, 0.5, -1.0]), torch.tensor(2.0))
     tensor([0.7500, 0.2500, 0.0000])
     """
-    alpha = alpha.to(accumulator(scores.dtype))
+    alpha = alpha.to(accumulation_dtype(scores.dtype))
     z, power = _below_largest(scores, alpha - 1), 1 / (alpha - 1)
     with torch.no_grad():
         low = torch.full_like(z[..., :1], -1.0)

@@ -1,15 +1,17 @@
 """AdaptiveSimilarity: the learned score as a module, and the form in which its weights train best."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
 
 from ahop_layers.errors import AHopError, check_choice, check_floating, check_given_sizes, check_sizes, describe
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import check_bases, fold
+from ahop_layers.ops.reference import check_bases
 
 INITS = ("dot", "dis", "uniform")
 
@@ -121,63 +123,69 @@ def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:
     return query if bias is None else query - bias.unsqueeze(-2).to(query.dtype)
 
 
-class _Folded(nn.Module):
-    """``w`` as a function of the folded weight ``u``, of which it is the difference."""
+class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
+    """An AdaptiveSimilarity that learns its dimension from the first patterns it sees."""
 
-    def forward(self, folded: Tensor) -> Tensor:
-        return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
+    cls_to_become = AdaptiveSimilarity
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return fold(weight)
+    def __init__(self, num_heads: int, bases: Sequence[str], init: str | Tensor, debias: bool) -> None:
+        super().__init__(1, num_heads, bases, init, debias)
+        for name in ("w", "bias") if debias else ("w",):
+            self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
+
+    def reset_parameters(self) -> None:
+        """Wait until the dimension is known."""
+        if not self.has_uninitialized_params():
+            super().reset_parameters()
+
+    def initialize_parameters(self, query: Tensor, key: Tensor) -> None:
+        """Take the dimension of ``query (..., d)``."""
+        self.dim = query.shape[-1]
+        if self.has_uninitialized_params():
+            for parameter, middle in ((self.w, (len(self.bases),)), (self.bias, ())):
+                if isinstance(parameter, UninitializedParameter):
+                    parameter.materialize((self.num_heads, *middle, self.dim))
+            self.reset_parameters()
 
 
-class _FoldedAndPlain(nn.Module):
-    """``w`` as the sum of two: the difference of a folded weight, and a weight as it is."""
+def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of every adaptive similarity inside a module, for a learning rate of their own.
 
-    def forward(self, folded: Tensor, weight: Tensor) -> Tensor:
-        # A step on all of w moves a score by the square of the dimensions; beyond 64 no further than at 64.
-        scale = min(1.0, (64 / weight.shape[-1]) ** 2)
-        return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1)) + scale * weight
+    Args:
+        module: a layer or a model with adaptive layers inside.
 
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return fold(weight), torch.zeros_like(weight)
+    Raises:
+        AHopError: there is no adaptive similarity in the module.
 
-
-def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
-    """Train the folded weights of every adaptive similarity in ``module``, in place of ``w`` and ``beta``.
-
-    The score is linear in the folded weight ``u``, the reverse cumulative sum of ``beta * w``. A step on one entry of
-    ``u`` is fine: it weighs one similarity. A step on one of ``w`` is far: ``u`` accumulates it. Inside the context
-    ``beta`` is 1 and rests; the scores are the same functions before, within and after.
+    >>> import ahop_layers as ah
+    >>> model = nn.Sequential(nn.Linear(4, 8), AdaptiveHopfieldPooling(8))
+    >>> own = similarity_parameters(model)
+    >>> rest = [p for p in model.parameters() if all(p is not q for q in own)]
+    >>> optimizer = torch.optim.AdamW([{"params": rest}, {"params": own, "lr": 1e-4}], lr=1e-3)
     """
-    return _reparametrised(module, _Folded)
+    found = [part for part in module.modules() if isinstance(part, AdaptiveSimilarity)]
+    if not found:
+        raise AHopError(f"expected a module with an AdaptiveSimilarity inside, got {type(module).__name__} without")
+    return [parameter for part in found for parameter in part.parameters()]
 
 
-def trainable_forms(module: nn.Module) -> AbstractContextManager[None]:
-    """As :func:`folded_weights`, with ``w`` trained beside ``u``: the score weighs the sum of both.
+def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
+    """Complete a checkpoint of the layer that ``module`` replaced by the warm start of what it has besides.
 
-    Noise asks for fine steps, but masks without noise for weights in the thousands. With both forms an optimiser whose
-    steps have a given size can make either.
+    Nothing is added, and False returned, where the checkpoint has not all that such a layer has: what it is loaded for,
+    with ``strict=False``, is then not the whole layer. A layer that has nothing else always gets its warm start.
     """
-    return _reparametrised(module, _FoldedAndPlain)
-
-
-@contextmanager
-def _reparametrised(module: nn.Module, form: type[nn.Module]) -> Iterator[None]:
-    adaptive = [part for part in module.modules() if isinstance(part, AdaptiveSimilarity) and part.w.requires_grad]
-    kept = [(part, part.w, part.beta.requires_grad) for part in adaptive]
-    for part in adaptive:
-        with torch.no_grad():
-            part.w.mul_(part.beta.unsqueeze(-1))
-            part.beta.fill_(1.0)
-        part.beta.requires_grad_(False)
-        parametrize.register_parametrization(part, "w", form())
-    try:
-        yield
-    finally:
-        for part, weight, learns in kept:
-            parametrize.remove_parametrizations(part, "w")
-            with torch.no_grad():
-                weight.copy_(part.w)
-            part.w = weight  # the same object as before, which others may hold
-            part.beta.requires_grad_(learns)
+    added = ("similarity", "separation")
+    own = [key for key in module.state_dict() if key != "scaling" and key.partition(".")[0] not in added]
+    if not all(prefix + key in state_dict for key in own):
+        return False
+    device = state_dict[prefix + own[0]].device if own else None
+    for name in added:
+        part: Any = getattr(module, name)
+        if part is not None and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
+            fresh = deepcopy(part)
+            if device is not None and any(parameter.is_meta for parameter in fresh.parameters()):
+                fresh = fresh.to_empty(device=device)
+            fresh.reset_parameters()
+            state_dict.update({f"{prefix}{name}.{key}": value for key, value in fresh.state_dict().items()})
+    return True

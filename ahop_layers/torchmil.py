@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, describe
-from ahop_layers.layers import AdaptiveHopfieldPooling
+from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 
 
 class AdaptivePool(nn.Module):

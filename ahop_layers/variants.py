@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.association import negative_distance
-from ahop_layers.errors import AHopError, check_floating, describe
-from ahop_layers.ops.chunked import accumulator
+from ahop_layers.errors import AHopError, check_patterns
+from ahop_layers.ops.reference import accumulation_dtype
 
 __all__ = ["Biased", "Masked", "Mixed", "Noisy", "bayes_accuracy", "retrieval_accuracy", "retrieval_error"]
 
@@ -252,7 +252,7 @@ def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
     >>> ah.variants.retrieval_accuracy(memory, torch.tensor([0, 1]), torch.eye(4)[:2])
     1.0
     """
-    patterns = memory.patterns.to(accumulator(memory.patterns.dtype))
+    patterns = memory.patterns.to(accumulation_dtype(memory.patterns.dtype))
     chunks = torch.split(memory.retrieve(query).to(patterns), max(1, NEAREST_AT_ONCE // len(patterns)))
     nearest = torch.cat([negative_distance(chunk, patterns).argmax(-1) for chunk in chunks])
     return (nearest == index).double().mean().item()
@@ -301,13 +301,6 @@ def bayes_accuracy(
     """
     index, query = variant.sample(patterns, n, generator)
     return (variant.most_likely(query, patterns, bias_known=bias_known) == index).double().mean().item()
-
-
-def check_patterns(patterns: Tensor) -> None:
-    """Raise unless ``patterns`` is a floating-point matrix with at least one row and column."""
-    check_floating(patterns=patterns)
-    if patterns.ndim != 2 or 0 in patterns.shape:
-        raise AHopError(f"patterns must be (N, d) with N, d >= 1, got {describe(patterns)}")
 
 
 def _log_mean(parts: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import time
 import torch
 from torch import nn
 
-from ahop_layers.layers import AdaptiveHopfieldPooling
+from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 from benchmarks.memory import in_own_process, peak, reset_peak
 
 

@@ -10,7 +10,7 @@ from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
-from ahop_layers.similarity import folded_weights
+from ahop_layers.training import folded_weights
 from ahop_layers.variants import Biased, Masked, Mixed, Noisy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place

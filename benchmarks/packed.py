@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ahop_layers.layers import AdaptiveHopfieldPooling
+from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 from benchmarks.memory import in_own_process, peak, reset_peak
 from benchmarks.report import Row, table
 from benchmarks.rows import RESULTS, origin, read, replaced, write

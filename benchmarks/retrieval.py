@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ahop_layers.memory import AssociativeMemory
+from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed, bayes_accuracy, retrieval_accuracy, retrieval_error
 from benchmarks import retrieval_report as report
 from benchmarks.data import files_needed

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.modulation import crowding
+from ahop_layers.memory.kernel import crowding
 
 MOST_KEYS = 128
 """How many keys the separation loss looks at, evenly taken from all: it compares each with each."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import ahop_layers as ah
-from ahop_layers.bags import Bags
+from ahop_layers.packed import Bags
 from ahop_layers.separation import Separation
 
 SEPARATIONS = {

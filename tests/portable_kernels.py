@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ahop_layers.ops import gpu
+from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.reference import folded_similarity
 
 

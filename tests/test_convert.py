@@ -15,7 +15,7 @@ from torch import nn
 import ahop_layers as ah
 from ahop_layers import hopfield
 from ahop_layers.attention import Adaptive
-from ahop_layers.converters import CONVERTERS
+from ahop_layers.convert.registry import CONVERTERS
 
 IMAGE = (2, 3, 32, 32)
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64}
@@ -409,7 +409,7 @@ def test_an_adaptive_module_may_have_another_similarity(monkeypatch):
         def make_adaptive(self, **keywords):
             self.similarity = None
 
-    monkeypatch.setattr("ahop_layers.converters.CONVERTERS", dict(CONVERTERS))
+    monkeypatch.setattr("ahop_layers.convert.registry.CONVERTERS", dict(CONVERTERS))
     ah.register_converter(Mine, AdaptiveMine)
     model = Mine()
     assert ah.adapt_(model).new_parameters == 0

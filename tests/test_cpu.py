@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops import chunked, cpu
-from ahop_layers.ops.networks import sorting_network
+from ahop_layers.ops.gpu.networks import sorting_network
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 
@@ -89,9 +89,9 @@ def has_tie(query, key, bases):
 def check(query, key, weight, bases):
     """Compare scores and gradients with the reference's in float64 and in the inputs' own precision."""
     double = [tensor.double() for tensor in (query, key, weight)]
-    weight = weight.to(chunked.accumulator(query.dtype))
+    weight = weight.to(chunked.accumulation_dtype(query.dtype))
     scores = cpu.score(query, key, weight, bases)
-    assert scores.dtype == chunked.accumulator(query.dtype)
+    assert scores.dtype == chunked.accumulation_dtype(query.dtype)
     assert_as_good(scores, chunked.score(query, key, weight, bases), chunked.score(*double, bases))
     grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(scores.dtype)
     grad[has_tie(query, key, bases)] = 0

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import test_theorems
 from frameworks import framework
-from test_layout import LAYOUT
 
 from benchmarks import images_report, kernels_report, pages
 from benchmarks.report import table
@@ -36,12 +35,6 @@ def test_the_readme_links_to_files_that_exist():
     links = re.findall(r"\]\(([^)]+)\)", README.read_text())
     assert len(links) > 5
     assert all((ROOT / link).is_file() for link in links)
-
-
-def test_the_layout_on_the_page_is_that_of_the_package():
-    rows = re.findall(r"^\| (`[\w/]+\.py`.*?) \|", (DOCS / "architecture.md").read_text(), flags=re.MULTILINE)
-    files = [file for row in rows for file in re.findall(r"`([\w/]+)\.py`", row)]
-    assert [file.removesuffix("/__init__").replace("/", ".") for file in files] == LAYOUT
 
 
 def test_every_theorem_names_its_tests():

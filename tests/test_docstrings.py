@@ -7,14 +7,16 @@ from types import ModuleType
 import pytest
 
 import ahop_layers as ah
-from ahop_layers import convert, modulation, plots, separation, table, tabular, torchmil, variants
+from ahop_layers import convert, plots, separation, tabular, torchmil, variants
+from ahop_layers.memory import kernel as modulation
+from ahop_layers.memory import table
 
 # What nn.Module and scikit-learn prescribe needs no example: that of the class calls it.
 PRESCRIBED = {"forward", "extra_repr", "reset_parameters", "fit", "predict", "predict_proba", "decision_function"}
 # For those who teach adapt_ a module of their own: register_converter has the example.
 FOR_CONVERTERS = {"head_shape", "make_adaptive", "associate"}
 # These provide what hflayers prescribes.
-OF_HFLAYERS = {"ahop_layers.own", "ahop_layers.hopfield", "ahop_layers.core"}
+OF_HFLAYERS = {"ahop_layers.hopfield.base", "ahop_layers.hopfield.layers", "ahop_layers.hopfield.core"}
 
 
 def of_module(module: ModuleType) -> list[object]:
@@ -51,7 +53,11 @@ PUBLIC = public()
 
 def test_nothing_public_was_missed():
     assert {f"ahop_layers.{name}" for name in ah.__all__ if name != "variants"} <= set(PUBLIC)
-    expected = {"plots.footprint_steps", "memory.AssociativeMemory.recall", "tabular.base.AdaptiveMemory.nearest_cases"}
+    expected = {
+        "plots.footprint_steps",
+        "memory.memory.AssociativeMemory.recall",
+        "tabular.base.AdaptiveMemory.nearest_cases",
+    }
     assert {f"ahop_layers.{name}" for name in expected} <= set(PUBLIC)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops import gpu, ptx_kernels
-from ahop_layers.ops.ptx import choose_layout
+from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.gpu import ptx_kernels
+from ahop_layers.ops.gpu.ptx import choose_layout
 from ahop_layers.ops.reference import BASES, fold, folded_similarity
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
@@ -295,7 +296,7 @@ def test_few_kernels_are_compiled(tmp_path):
     """One forward and one backward kernel serve every shape of one d and dtype."""
     code = """
 import torch
-from ahop_layers.ops import gpu, triton_kernels
+from ahop_layers.ops.gpu import launch as gpu, triton_kernels
 for n, h, length, count in ((1, 1, 5, 7), (2, 3, 65, 65), (1, 1, 1, 1000), (1, 1, 1000, 1), (16, 1, 16, 16)):
     query, key = torch.randn(n, h, length, 64, device="cuda"), torch.randn(n, h, count, 64, device="cuda")
     weight, grad = torch.randn(h, 2, 64, device="cuda"), torch.randn(n, h, length, count, device="cuda")

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ahop_layers import AdaptiveSimilarity, AHopError, hopfield
-from ahop_layers.layers import (
+from ahop_layers import AdaptiveSimilarity, AHopError, hopfield, similarity_parameters
+from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfield,
     AdaptiveHopfieldLayer,
     AdaptiveHopfieldPooling,
-    similarity_parameters,
 )
 from ahop_layers.separation import Separation
 

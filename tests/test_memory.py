@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ahop_layers import memory as memory_module
 from ahop_layers.errors import AHopError
-from ahop_layers.fitting import start_bias
-from ahop_layers.memory import AssociativeMemory
-from ahop_layers.modulation import KernelModulation, crowding
-from ahop_layers.presets import PRESETS
+from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory.fit import start_bias
+from ahop_layers.memory.kernel import KernelModulation, crowding
+from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.presets import PRESETS
+from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.separation import entmax15, sparsemax
-from ahop_layers.similarity import AdaptiveSimilarity, folded_weights, trainable_forms
-from ahop_layers.table import AdaptiveTableSimilarity, TableSimilarity
+from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.training import folded_weights, trainable_forms
 from ahop_layers.variants import Biased, Masked, Mixed, Noisy, retrieval_accuracy, retrieval_error
 
 
@@ -449,8 +450,8 @@ def test_a_table_adds_to_the_footprints():
 PEAK = """
 import sys, torch
 from pathlib import Path
-from ahop_layers.fitting import start_bias
-from ahop_layers.memory import AssociativeMemory
+from ahop_layers.memory.fit import start_bias
+from ahop_layers.memory.memory import AssociativeMemory
 torch.manual_seed(0)
 count, table = int(sys.argv[1]), sys.argv[2] == "table"
 patterns = torch.rand(count, 64) * 2 - 1

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from ahop_layers.ops.networks import bitonic_merge, sorting_network
+from ahop_layers.ops.gpu.networks import bitonic_merge, sorting_network
 
 
 def run(size: int, values: torch.Tensor, network=sorting_network) -> torch.Tensor:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ahop_layers import AHopError, layers
-from ahop_layers.layers import AdaptiveHopfieldPooling
+from ahop_layers import AHopError
+from ahop_layers.hopfield import adaptive as layers
+from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 from benchmarks import packed as benchmark
 
 SIZES = [3, 0, 7, 1, 12, 5]

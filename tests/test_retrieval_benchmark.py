@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from ahop_layers.memory import AssociativeMemory
+from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed
 from benchmarks import retrieval
 from benchmarks.retrieval import QUICK, Size, jobs, write

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ahop_layers import variants
 from ahop_layers.errors import AHopError
-from ahop_layers.memory import AssociativeMemory
+from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Biased, Masked, Mixed, Noisy, bayes_accuracy, retrieval_accuracy, retrieval_error
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor
 
 from ahop_layers.errors import AHopError
-from ahop_layers.ops import chunked, cpu, gpu
+from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.chunked import Need
+from ahop_layers.ops.gpu import launch as gpu
 
 
 class Kernel(Protocol):

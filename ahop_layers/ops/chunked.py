@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import BASES, folded_similarity
+from ahop_layers.ops.reference import BASES, accumulation_dtype, folded_similarity
 
 SCRATCH_BYTES = 40 * 2**20
 """What one block may use: with the sort's own buffers a call stays below 64 MB beside its results."""
@@ -18,14 +18,9 @@ SCRATCH_BYTES = 40 * 2**20
 Need = tuple[bool, bool, bool]
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores of inputs of ``dtype`` are computed and returned."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
     """``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
-    dtype = accumulator(query.dtype)
+    dtype = accumulation_dtype(query.dtype)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype)
     for n, h, rows, columns in _blocks(query, key):
         block = folded_similarity(query[n, h, rows].to(dtype), key[n, h, columns].to(dtype), weight[h], bases)
@@ -41,7 +36,7 @@ def score_backward(
     The slope of a score with respect to one similarity is the weight at that similarity's rank. At a tie either order
     is a valid subgradient; this one takes the order ``torch.sort`` takes.
     """
-    dtype = accumulator(query.dtype)
+    dtype = accumulation_dtype(query.dtype)
     grads = [
         torch.zeros(tensor.shape if wanted else 0, dtype=dtype, device=tensor.device)
         for tensor, wanted in zip((query, key, weight), need, strict=True)
@@ -73,7 +68,7 @@ def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[slice, ...]]:
     """Slices over (N, H, L, S), as large as the scratch allows, longest along the last axes."""
     (n, h, length, d), count = query.shape, key.shape[-2]
     # Values, sorted values and two temporaries, with the sort's int64 indices and as much again inside the sort.
-    pair_bytes = d * (4 * accumulator(query.dtype).itemsize + 16)
+    pair_bytes = d * (4 * accumulation_dtype(query.dtype).itemsize + 16)
     room = max(1, SCRATCH_BYTES // pair_bytes)
     axes = []
     for size in (count, length, h, n):

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.chunked import Need, accumulator
+from ahop_layers.ops.chunked import Need
+from ahop_layers.ops.reference import accumulation_dtype
 
 MAX_DIMENSIONS = 1024
 BASE_CODES = {"dis": 0, "dot": 1, "l1": 2}
@@ -77,7 +78,7 @@ def serves(query: Tensor) -> bool:
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
     """``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
-    scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulator(query.dtype))
+    scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", query, key, weight, scores, bases)
     return scores
 
@@ -86,7 +87,7 @@ def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`score`; one that ``need`` does not ask for comes back empty."""
-    dtype = accumulator(query.dtype)
+    dtype = accumulation_dtype(query.dtype)
     grads = [
         tensor.new_empty(tensor.shape if wanted else 0, dtype=dtype)
         for tensor, wanted in zip((query, key, weight), need, strict=True)

@@ -85,6 +85,11 @@ def check_bases(bases: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores of inputs of ``dtype`` are computed and returned."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def sorted_similarities(query: Tensor, key: Tensor, base: str) -> Tensor:
     """Per-dimension similarities of every pair, descending: (..., L, d), (..., S, d) -> (..., L, S, d)."""
     similarities = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))

@@ -13,10 +13,10 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # type: ign
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_choice
-from ahop_layers.similarity import folded_weights
 from ahop_layers.tabular.network import CaseNetwork, Encoding, apply_in_chunks
 from ahop_layers.tabular.rows import Rows, choose_cases, hold_out
 from ahop_layers.tabular.training import Examples, Loss, Schedule, train
+from ahop_layers.training import folded_weights
 
 Array = NDArray[Any]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ahop_layers.association import dot_product
 from ahop_layers.errors import check_choice
-from ahop_layers.modulation import KernelModulation
+from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.ops.reference import check_bases
 from ahop_layers.similarity import AdaptiveSimilarity
 

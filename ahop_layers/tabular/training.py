@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.fitting import rise_and_fall
 from ahop_layers.tabular.network import CaseNetwork, apply_in_chunks
+from ahop_layers.training import rise_and_fall
 
 
 class Examples(NamedTuple):

@@ -7,7 +7,7 @@ and the score is the negative of their product.
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
-from ahop_layers.ops.ptx import WARP, Item, Layout, Program, Tagged, Values, sort
+from ahop_layers.ops.gpu.ptx import WARP, Item, Layout, Program, Tagged, Values, sort
 
 LARGEST_UNROLLED = 64
 """Up to so many dimensions each base has a network of its own in the code; beyond, they share one in a loop."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ahop_layers.association import Score
 from ahop_layers.errors import AHopError, check_floating, describe
-from ahop_layers.ops.chunked import accumulator
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 
 Rows = Callable[[Tensor], Tensor]
@@ -56,7 +56,7 @@ class Bags:
 
     def read(self, weights: Tensor, values: Tensor) -> Tensor:
         """Read values ``(total, H, e)`` by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
-        columns = weights.to(accumulator(values.dtype)).unbind(-1)  # one query at a time: no (total, H, Q, e)
+        columns = weights.to(accumulation_dtype(values.dtype)).unbind(-1)  # one query at a time: no (total, H, Q, e)
         return torch.stack([self.sum(column[..., None] * values) for column in columns], 2).to(values.dtype)
 
     def change(self, weights: Tensor, before: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Bags:
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Separate the scores ``(total, H, Q)`` of each bag."""
         if separation.name == "softmax":
-            wide = scores.to(accumulator(scores.dtype))
+            wide = scores.to(accumulation_dtype(scores.dtype))
             index = self.bag[:, None, None].expand_as(wide)
             lowest = wide.new_full((len(self.sizes), *wide.shape[1:]), -torch.inf)
             largest = lowest.scatter_reduce(0, index, wide.detach(), "amax")

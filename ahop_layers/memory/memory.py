@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.association import change, dot_product, settle
-from ahop_layers.energy import choose_energy
-from ahop_layers.errors import AHopError, check_choice, check_floating, check_sizes, describe
-from ahop_layers.fitting import Pairs, minimise, retrieval_batches, separation_batches, start_bias
-from ahop_layers.modulation import KernelModulation
-from ahop_layers.presets import Similarity, named_similarity, parts
+from ahop_layers.errors import AHopError, check_choice, check_floating, check_patterns, check_sizes, describe
+from ahop_layers.memory.energy import choose_energy
+from ahop_layers.memory.fit import Pairs, minimise, retrieval_batches, separation_batches, start_bias
+from ahop_layers.memory.kernel import KernelModulation
+from ahop_layers.memory.presets import Similarity, named_similarity, parts
 from ahop_layers.separation import Separation
-from ahop_layers.variants import Mixed, check_patterns
+from ahop_layers.variants import Mixed
 
 BLOCK_ELEMENTS = 2**21
 """How many numbers of the patterns are compared with a query together: bounds what a similarity needs beside them."""

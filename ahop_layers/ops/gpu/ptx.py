@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
-from ahop_layers.ops.networks import bitonic_merge, sorting_network
+from ahop_layers.ops.gpu.networks import bitonic_merge, sorting_network
 
 WARP = 32
 

@@ -1,6 +1,5 @@
 """AssociationCore: the projections of a Hopfield layer around :func:`~ahop_layers.association.associate`."""
 
-from copy import deepcopy
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch.nn import functional
 from ahop_layers.association import Steps, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity import AdaptiveSimilarity, add_warm_start
 
 
 class Retrieval(NamedTuple):
@@ -21,28 +20,6 @@ class Retrieval(NamedTuple):
     output: Tensor
     weights: Tensor
     projected: Tensor
-
-
-def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
-    """Complete a checkpoint of the layer that ``module`` replaced by the warm start of what it has besides.
-
-    Nothing is added, and False returned, where the checkpoint has not all that such a layer has: what it is loaded for,
-    with ``strict=False``, is then not the whole layer. A layer that has nothing else always gets its warm start.
-    """
-    added = ("similarity", "separation")
-    own = [key for key in module.state_dict() if key != "scaling" and key.partition(".")[0] not in added]
-    if not all(prefix + key in state_dict for key in own):
-        return False
-    device = state_dict[prefix + own[0]].device if own else None
-    for name in added:
-        part: Any = getattr(module, name)
-        if part is not None and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
-            fresh = deepcopy(part)
-            if device is not None and any(parameter.is_meta for parameter in fresh.parameters()):
-                fresh = fresh.to_empty(device=device)
-            fresh.reset_parameters()
-            state_dict.update({f"{prefix}{name}.{key}": value for key, value in fresh.state_dict().items()})
-    return True
 
 
 class AssociationCore(nn.Module):

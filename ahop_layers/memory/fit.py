@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_sizes, describe
-from ahop_layers.similarity import trainable_forms
+from ahop_layers.training import rise_and_fall, trainable_forms
 from ahop_layers.variants import Mixed
 
 Pairs = tuple[Tensor, Tensor]
@@ -116,14 +116,6 @@ def minimise(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches,
             if hasattr(bar, "set_postfix") and step % max(1, batches.steps // 20) == 0:
                 bar.set_postfix(loss=f"{value.item():.3f}")
     return torch.stack(losses)
-
-
-def rise_and_fall(step: int, count: int) -> float:
-    """The share of the learning rate at a step: a line up, half a cosine down."""
-    rise = count // 10
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, count - rise)))
 
 
 def _bar(batches: Batches, progress: bool) -> Iterable[Any]:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ahop_layers.association import Mask, associate, combine_masks, dot_product
-from ahop_layers.core import add_warm_start
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity import AdaptiveSimilarity, add_warm_start
 
 
 class Adaptive(nn.Module):

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ahop_layers.association import Mask
-from ahop_layers.attention import Adaptive
+from ahop_layers.attention.adaptive import Adaptive
 from ahop_layers.errors import AHopError
 
 

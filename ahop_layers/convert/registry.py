@@ -1,70 +1,20 @@
-"""How each kind of attention module becomes adaptive: one table, from the name of a class to its converter.
-
-A module is not replaced: it stays the object it was, with its parameters, hooks and attributes, gets a similarity and a
-separation besides, and its class becomes one whose ``forward`` uses them. So optimizers, references and checkpoints
-keep working, ``isinstance`` still holds, and the way back is exact.
-"""
+"""How each kind of attention module becomes adaptive: one table, from the name of a class to its converter."""
 
 import re
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import nn
 
-from ahop_layers import foreign
-from ahop_layers.attention import Adaptive, AdaptiveAttention
-from ahop_layers.core import AssociationCore
+from ahop_layers.attention import Adaptive, AdaptiveAttention, vision
+from ahop_layers.convert.class_swap import turn_into
 from ahop_layers.errors import AHopError
-from ahop_layers.layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.core import AssociationCore
 from ahop_layers.separation import Separation
 
 Converter = Callable[[nn.Module, dict[str, Any]], None]
-
-
-class Former(NamedTuple):
-    """What a module was: its class, and its attributes of those names that conversion gives it."""
-
-    source: type[nn.Module]
-    names: tuple[str, ...]
-    values: dict[str, Any]
-
-
-@cache
-def _combined(adaptive: Any, source: Any) -> Any:
-    """The class that is both, with ``forward`` from the first."""
-
-    def __reduce_ex__(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-        return _blank, (adaptive, source), vars(self)
-
-    members = {"__doc__": adaptive.__doc__, "__reduce_ex__": __reduce_ex__}
-    return type(f"Adaptive{source.__name__}", (adaptive, source), members)
-
-
-def _blank(adaptive: Any, source: Any) -> nn.Module:
-    """A module without content for ``pickle`` and ``copy`` to fill, which cannot find a class that was made here."""
-    kind = _combined(adaptive, source)
-    module: nn.Module = kind.__new__(kind)
-    return module
-
-
-def turn_into(module: nn.Module, into: Any, *names: str) -> None:
-    """Change the class of a module, and remember for the way back what it had under these names."""
-    source: Any = type(module)
-    values = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    module.__dict__["_former"] = Former(source, names, values)
-    module.__class__ = into if issubclass(into, source) else _combined(into, source)
-
-
-def turn_back(module: nn.Module) -> None:
-    """Make a module what it was before :func:`turn_into`, with the parameters it has now."""
-    former: Former = module.__dict__.pop("_former")
-    for name in former.names:
-        if hasattr(module, name):
-            delattr(module, name)
-    module.__class__ = former.source
-    for name, value in former.values.items():
-        setattr(module, name, value)
 
 
 def _adapt_attention(adaptive: type[nn.Module], module: Any, keywords: dict[str, Any]) -> None:
@@ -94,8 +44,8 @@ def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -
     turn_into(layer, into)
 
 
-_present, _before = (partial(_adapt_attention, kind) for kind in (foreign.ViTAttention, foreign.ViTSelfAttention))
-_timm, _clip = (partial(_adapt_attention, kind) for kind in (foreign.TimmAttention, foreign.CLIPAttention))
+_present, _before = (partial(_adapt_attention, kind) for kind in (vision.ViTAttention, vision.ViTSelfAttention))
+_timm, _clip = (partial(_adapt_attention, kind) for kind in (vision.TimmAttention, vision.CLIPAttention))
 _layer, _pooling = (partial(_adapt_around, kind) for kind in (AdaptiveHopfieldLayer, AdaptiveHopfieldPooling))
 
 # By name, so that no library has to be imported to be known.
@@ -118,9 +68,9 @@ CONVERTERS: dict[str, Converter] = {
     "hflayers.Hopfield": _adapt_hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,
-    "ahop_layers.own.OwnHopfield": _adapt_hopfield,
-    "ahop_layers.hopfield.OwnHopfieldLayer": _layer,
-    "ahop_layers.hopfield.OwnHopfieldPooling": _pooling,
+    "ahop_layers.hopfield.base.OwnHopfield": _adapt_hopfield,
+    "ahop_layers.hopfield.layers.OwnHopfieldLayer": _layer,
+    "ahop_layers.hopfield.layers.OwnHopfieldPooling": _pooling,
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import check_sizes
-from ahop_layers.ops.chunked import accumulator
+from ahop_layers.ops.reference import accumulation_dtype
 
 
 def crowding(points: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def crowding(points: Tensor) -> Tensor:
     n = points.shape[-2]
     if n < 2:
         return points.sum((-2, -1)) * 0
-    unit = nn.functional.normalize(points.to(accumulator(points.dtype)), dim=-1)
+    unit = nn.functional.normalize(points.to(accumulation_dtype(points.dtype)), dim=-1)
     squares = 2 - 2 * unit @ unit.mT
     once = torch.ones(n, n, dtype=torch.bool, device=points.device).tril(-1)
     return (-2 * squares).masked_fill(~once, -torch.inf).flatten(-2).logsumexp(-1) - math.log(math.comb(n, 2))

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.core import AssociationCore, Retrieval
 from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_sizes, describe
+from ahop_layers.hopfield.core import AssociationCore, Retrieval
 
 Patterns = Tensor | Sequence[Tensor]
 

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.converters import Converter, converter_for, turn_back
+from ahop_layers.convert.class_swap import turn_back
+from ahop_layers.convert.registry import Converter, converter_for
 from ahop_layers.errors import AHopError, check_given_sizes
-from ahop_layers.layers import KEYWORDS
+from ahop_layers.hopfield.adaptive import KEYWORDS
 from ahop_layers.similarity import AdaptiveSimilarity
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]

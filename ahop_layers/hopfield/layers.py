@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.core import Retrieval
 from ahop_layers.errors import AHopError, check_sizes
-from ahop_layers.own import Face, OwnHopfield, Patterns, arguments, reads
+from ahop_layers.hopfield.base import Face, OwnHopfield, Patterns, arguments, reads
+from ahop_layers.hopfield.core import Retrieval
 
 
 class _WithWeights(Face):

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from ahop_layers.association import dot_product, negative_distance
-from ahop_layers.errors import AHopError, check_choice
-from ahop_layers.modulation import KernelModulation
-from ahop_layers.ops.chunked import accumulator
+from ahop_layers.errors import AHopError, check_choice, check_patterns
+from ahop_layers.memory.kernel import KernelModulation
+from ahop_layers.memory.table import AdaptiveTableSimilarity
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.table import AdaptiveTableSimilarity
-from ahop_layers.variants import check_patterns
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 
@@ -44,7 +43,7 @@ PRESETS = {
 
 def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
     """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
-    wide = accumulator(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
 
 

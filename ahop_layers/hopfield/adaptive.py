@@ -10,62 +10,13 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedParameter
 
 from ahop_layers.association import settle
-from ahop_layers.bags import Bags, Slices, end_to_end
-from ahop_layers.errors import AHopError
-from ahop_layers.hopfield import LAYER_ONLY, HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase
-from ahop_layers.own import arguments
+from ahop_layers.hopfield.base import arguments
+from ahop_layers.hopfield.layers import LAYER_ONLY, HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase
+from ahop_layers.packed import Bags, Slices, end_to_end
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity
-
-
-def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of every adaptive similarity inside a module, for a learning rate of their own.
-
-    Args:
-        module: a layer or a model with adaptive layers inside.
-
-    Raises:
-        AHopError: there is no adaptive similarity in the module.
-
-    >>> import ahop_layers as ah
-    >>> model = nn.Sequential(nn.Linear(4, 8), AdaptiveHopfieldPooling(8))
-    >>> own = similarity_parameters(model)
-    >>> rest = [p for p in model.parameters() if all(p is not q for q in own)]
-    >>> optimizer = torch.optim.AdamW([{"params": rest}, {"params": own, "lr": 1e-4}], lr=1e-3)
-    """
-    found = [part for part in module.modules() if isinstance(part, AdaptiveSimilarity)]
-    if not found:
-        raise AHopError(f"expected a module with an AdaptiveSimilarity inside, got {type(module).__name__} without")
-    return [parameter for part in found for parameter in part.parameters()]
-
-
-class _LazySimilarity(LazyModuleMixin, AdaptiveSimilarity):
-    """An AdaptiveSimilarity that learns its dimension from the first patterns it sees."""
-
-    cls_to_become = AdaptiveSimilarity
-
-    def __init__(self, num_heads: int, bases: Sequence[str], init: str | Tensor, debias: bool) -> None:
-        super().__init__(1, num_heads, bases, init, debias)
-        for name in ("w", "bias") if debias else ("w",):
-            self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
-
-    def reset_parameters(self) -> None:
-        """Wait until the dimension is known."""
-        if not self.has_uninitialized_params():
-            super().reset_parameters()
-
-    def initialize_parameters(self, query: Tensor, key: Tensor) -> None:
-        """Take the dimension of ``query (..., d)``."""
-        self.dim = query.shape[-1]
-        if self.has_uninitialized_params():
-            for parameter, middle in ((self.w, (len(self.bases),)), (self.bias, ())):
-                if isinstance(parameter, UninitializedParameter):
-                    parameter.materialize((self.num_heads, *middle, self.dim))
-            self.reset_parameters()
+from ahop_layers.similarity import AdaptiveSimilarity, LazyAdaptiveSimilarity
 
 
 class AdaptiveHopfield(HopfieldBase):
@@ -131,7 +82,7 @@ class AdaptiveHopfield(HopfieldBase):
         if dim is None and isinstance(init, Tensor):
             dim = init.shape[-1]
         similarity = (
-            _LazySimilarity(core.num_heads, bases, init, debias)
+            LazyAdaptiveSimilarity(core.num_heads, bases, init, debias)
             if dim is None
             else AdaptiveSimilarity(dim, core.num_heads, bases, init, debias)
         )

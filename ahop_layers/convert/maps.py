@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.attention import Adaptive
+from ahop_layers.attention.adaptive import Adaptive
 from ahop_layers.errors import AHopError
-from ahop_layers.layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.separation import Separation
 
 _LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)

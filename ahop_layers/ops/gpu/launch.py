@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.ops import chunked, ptx_kernels
+from ahop_layers.ops import chunked
 from ahop_layers.ops.chunked import Need
-from ahop_layers.ops.ptx import WARP, Layout, choose_layout
+from ahop_layers.ops.gpu import ptx_kernels
+from ahop_layers.ops.gpu.ptx import WARP, Layout, choose_layout
 
 LARGEST_D = 1024
 SCRATCH_BYTES = 64 * 2**20
@@ -305,6 +306,6 @@ def _runs_ptx(device: torch.device) -> bool:
 
 @lru_cache(maxsize=None)
 def _kernels() -> Any:
-    from ahop_layers.ops import triton_kernels
+    from ahop_layers.ops.gpu import triton_kernels
 
     return triton_kernels

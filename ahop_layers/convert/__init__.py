@@ -1,0 +1,7 @@
+"""Conversion: make the attention of an existing model adaptive in place, undo it, and look at what it attends to."""
+
+from ahop_layers.convert.adapt import Report, adapt_, revert_
+from ahop_layers.convert.maps import association_maps
+from ahop_layers.convert.registry import register_converter
+
+__all__ = ["Report", "adapt_", "association_maps", "register_converter", "revert_"]

@@ -1,0 +1,23 @@
+"""Hopfield layers with the interface of hopfield-layers: plain ones, and adaptive ones."""
+
+from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.base import OwnHopfield
+from ahop_layers.hopfield.layers import (
+    Hopfield,
+    HopfieldLayer,
+    HopfieldPooling,
+    OwnHopfieldLayer,
+    OwnHopfieldPooling,
+)
+
+__all__ = [
+    "AdaptiveHopfield",
+    "AdaptiveHopfieldLayer",
+    "AdaptiveHopfieldPooling",
+    "Hopfield",
+    "HopfieldLayer",
+    "HopfieldPooling",
+    "OwnHopfield",
+    "OwnHopfieldLayer",
+    "OwnHopfieldPooling",
+]

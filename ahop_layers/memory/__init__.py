@@ -1,0 +1,7 @@
+"""Associative memories: stored patterns that are found by similar, possibly corrupted, queries."""
+
+from ahop_layers.memory.kernel import KernelModulation
+from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
+
+__all__ = ["AdaptiveTableSimilarity", "AssociativeMemory", "KernelModulation", "TableSimilarity"]

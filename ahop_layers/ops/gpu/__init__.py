@@ -1,0 +1,1 @@
+"""Triton and PTX kernels for GPUs, and their launches."""

@@ -1,0 +1,278 @@
+"""The two public functions, the registered operators behind them, and the choice of a kernel.
+
+``adaptive_similarity`` checks its arguments and brings everything to one form; the operators ``ahop::score`` and
+``ahop::score_backward`` fold the weights and hand that form to the kernel of the device.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ahop_layers.errors import (
+    AHopError,
+    broadcast_batch,
+    check_choice,
+    check_floating,
+    check_pair,
+    check_same_device,
+    describe,
+)
+from ahop_layers.ops import backend as backend_
+from ahop_layers.ops import reference
+from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, fold
+
+
+def adaptive_similarity(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str] = ("dis", "dot"),
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Score every query against every key by its weighted similarity footprints.
+
+    No tensor of size L x S x d is made, forward or backward, except by ``backend="reference"``.
+
+    Args:
+        query: ``(..., L, d)``.
+        key: ``(..., S, d)``; batch dimensions broadcast.
+        weight: ``(n_bases, d)``, or ``(H, n_bases, d)`` against ``(..., H, L, d)``: the footprint weights of each base,
+            multiplied by that base's strength.
+        bases: names of the base similarities, in the order of ``weight``.
+        backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
+            force one. See :func:`ahop_layers.backends`.
+
+    Returns:
+        Scores ``(..., L, S)`` in the dtype of ``query``; half-precision inputs are accumulated in float32. Under
+        autocast the scores are float32.
+
+    Raises:
+        AHopError: a shape, dtype, device, base or backend that does not fit.
+
+    Forward-mode differentiation and ``torch.func.grad`` work on the reference path and take it by themselves.
+
+    With all weight on the last entry of a footprint the score is the base similarity itself:
+
+    >>> import torch, ahop_layers as ah
+    >>> query, key = torch.randn(2, 5, 8), torch.randn(2, 7, 8)
+    >>> weight = torch.zeros(2, 8)
+    >>> weight[1, -1] = 1  # of ("dis", "dot"): the dot product
+    >>> scores = ah.adaptive_similarity(query, key, weight)
+    >>> torch.allclose(scores, query @ key.mT, atol=1e-5)
+    True
+    """
+    names = check_bases(bases)
+    check_pair(query, key)
+    batch = _check_weight(query, key, weight, names)
+    check_choice("backend", backend, ("auto", *backend_.BACKENDS))
+    custom = [name for name in names if BASES[name].slopes is None]
+    if custom and backend not in ("auto", "reference"):
+        raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
+
+    device = query.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta tensors know no autocast
+    if autocast:
+        query, key = _autocast_pair(query, key, device)
+    elif query.dtype != key.dtype:
+        raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
+    wide = accumulation_dtype(query.dtype)
+    if custom or backend == "reference" or _is_transformed():
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+            scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names)
+    else:
+        scores = _canonical_score(query, key, weight.to(wide), batch, names, backend)
+    return scores.to(wide if autocast else query.dtype)
+
+
+def _is_transformed() -> bool:
+    """Whether forward-mode or torch.func differentiates: these follow plain operations only, and vmap also ours."""
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Check the weight against the pair and return the batch shape of the scores."""
+    check_floating(weight=weight)
+    check_same_device(query=query, weight=weight)
+    expected = (len(names), query.shape[-1])
+    if weight.ndim not in (2, 3) or tuple(weight.shape[-2:]) != expected:
+        raise AHopError(
+            f"weight must be (n_bases, d) = {expected} or (H, n_bases, d) = (H, {expected[0]}, {expected[1]})"
+            f" for bases {names}, got {describe(weight)}"
+        )
+    return broadcast_batch(query.shape[:-2], key.shape[:-2], weight.shape[:-2])
+
+
+def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """Under autocast: what a matrix product would do on a GPU, float32 elsewhere; float64 stays as it is."""
+    dtype = torch.get_autocast_dtype(device) if device == "cuda" else torch.float32
+    if torch.float64 in (query.dtype, key.dtype):
+        dtype = torch.float64
+    return query.to(dtype), key.to(dtype)
+
+
+def _canonical_score(
+    query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], names: tuple[str, ...], backend: str
+) -> Tensor:
+    """Bring batch dimensions to (N, H), heads last, without copying, and call the operator."""
+    # One batch dimension and shared weights: a head each would only multiply the weight gradient.
+    heads = batch[-1] if weight.ndim == 3 or len(batch) > 1 else 1
+    outer = prod(batch[:-1]) if len(batch) and heads == batch[-1] else prod(batch)
+    if len(batch) != 2 or query.shape[:-2] != batch or key.shape[:-2] != batch:  # else the views are time for nothing
+        query, key = (
+            each.expand(*batch, *each.shape[-2:]).reshape(outer, heads, *each.shape[-2:]) for each in (query, key)
+        )
+    weight = weight.expand(heads, *weight.shape[-2:])
+    scores: Tensor = torch.ops.ahop.score.default(query, key, weight, ",".join(names), backend)
+    return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
+
+
+# Defined by their schemas: the decorator torch.library.custom_op registers the same operators, but imports the compiler
+# at the first call, which takes seconds, and checks each call's results at a cost of its own.
+torch.library.define(
+    "ahop::score",
+    "(Tensor query, Tensor key, Tensor weight, str bases, str backend) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "ahop::score_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor weight, str bases, str backend, bool[] need)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
+    """(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)."""
+    return backend_.kernel(backend, query).score(query, key, fold(weight), bases.split(","))
+
+
+def _score_backward(
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
+    kernel, wanted = backend_.kernel(backend, query), (need[0], need[1], need[2])
+    grads = kernel.score_backward(grad, query, key, fold(weight), bases.split(","), wanted)
+    return grads[0], grads[1], grads[2].cumsum(-1)  # the transpose of fold
+
+
+torch.library.impl("ahop::score", "default", _score)
+torch.library.impl("ahop::score_backward", "default", _score_backward)
+
+
+@torch.library.register_fake("ahop::score")  # type: ignore[untyped-decorator]
+def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
+    return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
+
+
+@torch.library.register_fake("ahop::score_backward")  # type: ignore[untyped-decorator]
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = [
+        tensor.new_empty(tensor.shape if wanted else 0)
+        for tensor, wanted in zip((query, key, weight), need, strict=True)
+    ]
+    return grads[0], grads[1], grads[2]
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        ctx.save_for_backward(*args[:3])
+        ctx.options = args[3:]
+        return _below_autograd(torch.ops.ahop.score.default, _score, keyset, args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need = ctx.needs_input_grad[1:4]
+        grads = torch.ops.ahop.score_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
+        return (None, *(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None)
+
+
+class _ScoreBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        return _below_autograd(torch.ops.ahop.score_backward.default, _score_backward, keyset, args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise AHopError(
+            "adaptive_similarity is differentiable once on this backend;"
+            " backend='reference' can be differentiated any number of times"
+        )
+
+
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def _below_autograd(operator: Any, implementation: Any, keyset: Any, args: tuple[Any, ...]) -> Any:
+    """Run what the dispatcher finds below autograd: the implementation itself unless something stands between."""
+    keys = keyset & torch._C._after_autograd_keyset
+    with torch._C._AutoDispatchBelowAutograd():
+        if keys.highestPriorityTypeId() in _DEVICES:
+            return implementation(*args)
+        return operator.redispatch(keys, *args)
+
+
+def _register_autograd(operator: Any, implementation: Any, function: Any, tensors: int) -> None:
+    """Differentiate an operator by ``function``: what torch.library does too, at twice the cost of a call."""
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in args[:tensors]):
+            return function.apply(keyset, *args)
+        return _below_autograd(operator, implementation, keyset, args)
+
+    _LIBRARY.impl(operator, autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+_LIBRARY = torch.library.Library("ahop", "FRAGMENT")  # type: ignore[no-untyped-call]
+_register_autograd(torch.ops.ahop.score.default, _score, _Score, tensors=3)
+_register_autograd(torch.ops.ahop.score_backward.default, _score_backward, _ScoreBackward, tensors=4)
+
+
+def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:
+    """Merge the mapped axis of each (tensor, mapped axis, axis of the heads) into its heads."""
+    merged = []
+    for tensor, mapped, heads in tensors:
+        tensor = tensor.movedim(mapped, heads) if mapped is not None else tensor.unsqueeze(heads)
+        shape = (*tensor.shape[:heads], batch, *tensor.shape[heads + 1 :])
+        merged.append(tensor.expand(shape).flatten(heads, heads + 1))
+    return merged
+
+
+def _heads(weight: Tensor, mapped: int | None) -> int:
+    """The number of heads of a weight ``(H, n_bases, d)``, one of whose axes may be mapped."""
+    return weight.shape[1 if mapped == 0 else 0]
+
+
+@torch.library.register_vmap("ahop::score")  # type: ignore[untyped-decorator]
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    merged = _merge_heads(info.batch_size, *zip(args[:3], in_dims[:3], (1, 1, 0), strict=True))
+    heads = _heads(args[2], in_dims[2])
+    return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, (info.batch_size, heads)), 1
+
+
+@torch.library.register_vmap("ahop::score_backward")  # type: ignore[untyped-decorator]
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    merged = _merge_heads(info.batch_size, *zip(args[:4], in_dims[:4], (1, 1, 1, 0), strict=True))
+    grads = torch.ops.ahop.score_backward(*merged, *args[4:])
+    need, heads = args[-1], _heads(args[3], in_dims[3])
+    split = (
+        grad.unflatten(axis, (info.batch_size, heads)) if wanted else grad
+        for grad, axis, wanted in zip(grads, (1, 1, 0), need, strict=True)
+    )
+    axes = (axis if wanted else None for axis, wanted in zip((1, 1, 0), need, strict=True))
+    return tuple(split), tuple(axes)
