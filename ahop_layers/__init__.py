@@ -12,6 +12,7 @@ from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
 from ahop_layers.similarity import AdaptiveSimilarity, similarity_parameters
+from ahop_layers.training import parameter_groups
 from ahop_layers.version import __version__ as __version__
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "association_maps",
     "backends",
     "footprint",
+    "parameter_groups",
     "register_base",
     "register_converter",
     "revert_",

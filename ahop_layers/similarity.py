@@ -1,6 +1,6 @@
-"""AdaptiveSimilarity: the learned score as a module, and the form in which its weights train best."""
+"""AdaptiveSimilarity: the learned score as a module, how layers build one, and how to find those of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +15,9 @@ from ahop_layers.ops.reference import check_bases
 
 INITS = ("dot", "dis", "uniform")
 
+SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
+"""A module that scores, or a function of ``(dim, num_heads)`` that makes one."""
+
 
 class AdaptiveSimilarity(nn.Module):
     """Scores queries against keys by learned weights on their similarity footprints.
@@ -28,6 +31,7 @@ class AdaptiveSimilarity(nn.Module):
         init: ``"dot"`` (the score is exactly the dot product), ``"dis"`` (exactly the negative squared distance),
             ``"uniform"`` (every entry of every footprint weighs 1/d), or a tensor shaped like ``w``.
         debias: learn a vector that is subtracted from every query, zero at the start.
+        device, dtype: of the parameters.
 
     Learns:
         w ``([H,] n_bases, d)``, beta ``([H,] n_bases)``, and with ``debias`` bias ``([H,] d)``.
@@ -51,6 +55,9 @@ class AdaptiveSimilarity(nn.Module):
         bases: Sequence[str] = ("dis", "dot"),
         init: str | Tensor = "dot",
         debias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_sizes(dim=dim)
@@ -59,9 +66,10 @@ class AdaptiveSimilarity(nn.Module):
         # A copy: a parameter of another module must not become one of this.
         self.init = init.detach().clone() if isinstance(init, Tensor) else init
         heads = () if num_heads is None else (num_heads,)
-        self.w = nn.Parameter(torch.empty(*heads, len(self.bases), dim))
-        self.beta = nn.Parameter(torch.empty(*heads, len(self.bases)))
-        self.bias = nn.Parameter(torch.empty(*heads, dim)) if debias else None
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.w = nn.Parameter(torch.empty(*heads, len(self.bases), dim, **place))
+        self.beta = nn.Parameter(torch.empty(*heads, len(self.bases), **place))
+        self.bias = nn.Parameter(torch.empty(*heads, dim, **place)) if debias else None
         self._check_init()
         self.reset_parameters()
 
@@ -112,7 +120,7 @@ class AdaptiveSimilarity(nn.Module):
         return without_bias(query, self.bias)
 
     def extra_repr(self) -> str:
-        """Give the constructor back."""
+        """Constructor arguments, for ``repr``."""
         init = "tensor" if isinstance(self.init, Tensor) else repr(self.init)
         debias = self.bias is not None
         return f"{self.dim}, num_heads={self.num_heads}, bases={self.bases}, init={init}, debias={debias}"
@@ -148,25 +156,87 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
             self.reset_parameters()
 
 
+class Associator(nn.Module):
+    """A module that scores queries against keys by its ``similarity``; None stands for the dot product."""
+
+    similarity: Any
+
+
+def make_similarity(
+    dim: int | None,
+    num_heads: int,
+    bases: Sequence[str] = ("dis", "dot"),
+    init: str | Tensor = "dot",
+    debias: bool = False,
+    similarity: SimilaritySource | None = None,
+) -> nn.Module:
+    """Build the similarity of a layer.
+
+    Args:
+        dim: dimension of a head, or None where only the data tells it.
+        num_heads: number of heads.
+        bases, init, debias: see :class:`AdaptiveSimilarity`.
+        similarity: a module to use in its place, or a function of ``(dim, num_heads)`` that makes one.
+
+    Raises:
+        AHopError: ``similarity`` is neither, or is given together with the arguments it replaces.
+
+    >>> make_similarity(8, 2)
+    AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False)
+    """
+    if similarity is None:
+        if dim is None and isinstance(init, Tensor):
+            dim = init.shape[-1]
+        if dim is None:
+            return LazyAdaptiveSimilarity(num_heads, bases, init, debias)
+        return AdaptiveSimilarity(dim, num_heads, bases, init, debias)
+    if isinstance(init, Tensor) or (tuple(bases), init, debias) != (("dis", "dot"), "dot", False):
+        raise AHopError(
+            f"similarity replaces bases, init and debias, got it together with"
+            f" bases={tuple(bases)}, init={init!r}, debias={debias}"
+        )
+    if isinstance(similarity, nn.Module):
+        return similarity
+    if not callable(similarity):
+        raise AHopError(f"similarity must be a module or a function of (dim, num_heads), got {similarity!r}")
+    if dim is None:
+        raise AHopError("a similarity made by a function needs the dimension of a head, got a layer without input_size")
+    made = similarity(dim, num_heads)
+    if not isinstance(made, nn.Module):
+        raise AHopError(f"the function given as similarity must return a module, got {type(made).__name__}")
+    return made
+
+
+def named_similarities(module: nn.Module) -> dict[str, nn.Module]:
+    """Every similarity inside a module by its name: that of each adaptive layer, and each AdaptiveSimilarity.
+
+    >>> import ahop_layers as ah
+    >>> list(named_similarities(nn.Sequential(nn.Linear(4, 8), ah.AdaptiveAttention(8, 2))))
+    ['1.similarity']
+    """
+    parts = dict(module.named_modules())
+    owned = {id(part.similarity) for part in parts.values() if isinstance(part, Associator)}
+    return {name: part for name, part in parts.items() if id(part) in owned or isinstance(part, AdaptiveSimilarity)}
+
+
 def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of every adaptive similarity inside a module, for a learning rate of their own.
+    """The parameters of every similarity inside a module, for a learning rate of their own.
+
+    See :func:`~ahop_layers.parameter_groups` for an optimizer.
 
     Args:
         module: a layer or a model with adaptive layers inside.
 
-    Raises:
-        AHopError: there is no adaptive similarity in the module.
+    Returns:
+        The parameters; an empty list where there is no similarity.
 
     >>> import ahop_layers as ah
-    >>> model = nn.Sequential(nn.Linear(4, 8), AdaptiveHopfieldPooling(8))
-    >>> own = similarity_parameters(model)
-    >>> rest = [p for p in model.parameters() if all(p is not q for q in own)]
-    >>> optimizer = torch.optim.AdamW([{"params": rest}, {"params": own, "lr": 1e-4}], lr=1e-3)
+    >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
+    >>> [tuple(parameter.shape) for parameter in similarity_parameters(model)]
+    [(1, 2, 8), (1, 2)]
     """
-    found = [part for part in module.modules() if isinstance(part, AdaptiveSimilarity)]
-    if not found:
-        raise AHopError(f"expected a module with an AdaptiveSimilarity inside, got {type(module).__name__} without")
-    return [parameter for part in found for parameter in part.parameters()]
+    found = {id(p): p for part in named_similarities(module).values() for p in part.parameters()}
+    return list(found.values())
 
 
 def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:

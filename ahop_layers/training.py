@@ -1,15 +1,47 @@
-"""Training: folded weights, and the learning-rate curve."""
+"""Training: parameter groups, folded weights, and the learning-rate curve."""
 
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ahop_layers.ops.reference import fold
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, similarity_parameters
+
+
+def parameter_groups(
+    model: nn.Module, lr: float | Tensor, similarity_lr: float | Tensor | None = None, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Split the parameters of a model into groups for an optimizer: the similarities, and the rest.
+
+    Weight decay does not act on the similarities: it would pull every score towards zero.
+
+    Args:
+        model: a model with adaptive layers inside, or without.
+        lr: learning rate.
+        similarity_lr: learning rate of the similarities; None for the same.
+        weight_decay: weight decay of the rest.
+
+    Returns:
+        One group for the rest and, where the model has similarities, one for them.
+
+    >>> import ahop_layers as ah
+    >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
+    >>> optimizer = torch.optim.AdamW(ah.parameter_groups(model, lr=1e-3, similarity_lr=1e-4, weight_decay=0.05))
+    >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    [(0.001, 0.05), (0.0001, 0.0)]
+    """
+    learned = similarity_parameters(model)
+    known = {id(parameter) for parameter in learned}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    groups: list[dict[str, Any]] = [{"params": rest, "lr": lr, "weight_decay": weight_decay}]
+    if learned:
+        groups.append({"params": learned, "lr": lr if similarity_lr is None else similarity_lr, "weight_decay": 0.0})
+    return groups
 
 
 class _Folded(nn.Module):
@@ -55,7 +87,8 @@ def trainable_forms(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _reparametrised(module: nn.Module, form: type[nn.Module]) -> Iterator[None]:
-    adaptive = [part for part in module.modules() if isinstance(part, AdaptiveSimilarity) and part.w.requires_grad]
+    found = named_similarities(module).values()
+    adaptive = [part for part in found if isinstance(part, AdaptiveSimilarity) and part.w.requires_grad]
     kept = [(part, part.w, part.beta.requires_grad) for part in adaptive]
     for part in adaptive:
         with torch.no_grad():

@@ -81,6 +81,7 @@ def test_public_names():
         "association_maps",
         "backends",
         "footprint",
+        "parameter_groups",
         "register_base",
         "register_converter",
         "revert_",

@@ -11,10 +11,10 @@ from torch.nn import functional
 from ahop_layers.association import Mask, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, add_warm_start
+from ahop_layers.similarity import AdaptiveSimilarity, Associator, add_warm_start
 
 
-class Adaptive(nn.Module):
+class Adaptive(Associator):
     """What turns an attention module into an adaptive one: inherit this first, and attend by :meth:`associate`.
 
     :func:`~ahop_layers.register_converter` has an example.

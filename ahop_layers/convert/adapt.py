@@ -14,7 +14,7 @@ from ahop_layers.convert.class_swap import turn_back
 from ahop_layers.convert.registry import Converter, converter_for
 from ahop_layers.errors import AHopError, check_given_sizes
 from ahop_layers.hopfield.adaptive import KEYWORDS
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity import similarity_parameters
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 
@@ -154,7 +154,7 @@ def adapt_(
     except BaseException:
         revert_(model)  # an argument that does not fit shows at the first module: leave nothing half done
         raise
-    mine = [p for part in model.modules() if isinstance(part, AdaptiveSimilarity) for p in part.parameters()]
+    mine = similarity_parameters(model)
     if freeze_rest:
         own = {id(parameter) for parameter in mine}
         frozen = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]

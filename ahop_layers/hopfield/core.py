@@ -11,7 +11,7 @@ from torch.nn import functional
 from ahop_layers.association import Steps, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, add_warm_start
+from ahop_layers.similarity import AdaptiveSimilarity, Associator, add_warm_start
 
 
 class Retrieval(NamedTuple):
@@ -22,7 +22,7 @@ class Retrieval(NamedTuple):
     projected: Tensor
 
 
-class AssociationCore(nn.Module):
+class AssociationCore(Associator):
     """Projections around :func:`associate`, with the argument and parameter names of hflayers' core.
 
     A static query or key is not projected: it is as wide as a head, and every head sees all of it. Where both are

@@ -13,6 +13,7 @@ from ahop_layers.memory.fit import Pairs, minimise, retrieval_batches, separatio
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.presets import Similarity, named_similarity, parts
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import Associator
 from ahop_layers.variants import Mixed
 
 BLOCK_ELEMENTS = 2**21
@@ -22,7 +23,7 @@ BLOCK_SCORES = 2**23
 """How many scores are held together where all patterns' scores of a query are needed."""
 
 
-class AssociativeMemory(nn.Module):
+class AssociativeMemory(Associator):
     """Stores patterns, and finds the one a query is a variant of.
 
     Args:
