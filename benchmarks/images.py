@@ -37,9 +37,9 @@ from benchmarks.report import picture_for
 from benchmarks.rows import RESULTS, Rows
 
 # isort: split
-from vit_batches import channel_scale  # of examples/, which images_training put on the path
-from vit_data import READERS, ImageSet, load
-from vit_model import ATTENTIONS, MODELS
+from examples.vision.batches import channel_scale
+from examples.vision.data import READERS, ImageSet, load
+from examples.vision.model import ATTENTIONS, MODELS
 
 SETUPS = {
     "paper": Setup("paper", 25, 128, ATTENTIONS),

@@ -1,10 +1,8 @@
 """A vision transformer in training and under test, by plain loops: what benchmarks/images.py measures."""
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +12,10 @@ from torch.nn.functional import cross_entropy
 import ahop_layers as ah
 from benchmarks.images_attentions import Attention
 from benchmarks.retrieval_systems import ReferenceSimilarity
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place
-from kernel_similarity import separation_loss
-from vit_batches import as_floats, augment
-from vit_data import ImageSet
-from vit_model import MODELS, VisionTransformer, cosine, make_optimizer, use_attention
+from examples.common.kernel_similarity import separation_loss
+from examples.vision.batches import as_floats, augment
+from examples.vision.data import ImageSet
+from examples.vision.model import MODELS, VisionTransformer, cosine, make_optimizer, use_attention
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from benchmarks.report import picture_for
 from benchmarks.rows import RESULTS, Rows
 
 # isort: split
-from mil_data import DATA_SETS, BagSet  # of examples/, which mil_training put on the path
-from mil_model import BagClassifier, auc
+from examples.bags.data import DATA_SETS, BagSet
+from examples.bags.model import BagClassifier, auc
 
 DATA = ("tiger", "fox", "elephant", "ucsb")
 POOLINGS = ("dot", "sparse", "kernel", "adaptive", "adaptive x10", "gated", "uniform")

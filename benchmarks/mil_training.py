@@ -1,9 +1,7 @@
 """Bag classifiers in training, under test, and in the search for their settings: what benchmarks/mil.py measures."""
 
-import sys
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
 from sklearn.model_selection import StratifiedKFold
@@ -12,12 +10,10 @@ from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
 from ahop_layers.training import folded_weights
 from ahop_layers.variants import Biased, Masked, Mixed, Noisy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the model and the data have one place
-from kernel_similarity import separation_loss
-from mil_data import BagSet
-from mil_model import BagClassifier, auc, embed_features
-from parameters import parameter_groups
+from examples.bags.data import BagSet
+from examples.bags.model import BagClassifier, auc, embed_features
+from examples.common.kernel_similarity import separation_loss
+from examples.common.parameters import parameter_groups
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Mixed] = {

@@ -7,7 +7,6 @@ bytes. They have no ground of their own, and colours that can be read on a light
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,6 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers import plots
 from ahop_layers.plots import COLOURS
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the style and the ViT have one place each
 from benchmarks import report
 from benchmarks.report import GREY
 
@@ -213,7 +209,7 @@ def weights() -> Figure:
 
 def maps() -> Figure:
     """Where the class token of a small ViT looks, as trained with the dot product, and after it learned on, adapted."""
-    from vit_model import VisionTransformer
+    from examples.vision.model import VisionTransformer
 
     torch.manual_seed(0)
     patterns, shown = digits()

@@ -18,9 +18,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import mil
-import vit
-from outputs import output_folder
+from examples import mil, vit
+from examples.common.outputs import output_folder
 
 HERE = Path(__file__).parent
 Row = tuple[str, str, str]

@@ -22,20 +22,20 @@ from typing import Any
 
 import lightning as L
 import torch
-from checkpoints import WholeCheckpoints, check_checkpoint
-from kernel_similarity import separation_loss
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from mil_batches import BagData, Batch
-from mil_data import DATA_SETS
-from mil_model import POOLINGS, BagClassifier, Standardize, auc, embed_digits, embed_features
-from mil_pictures import Decided, some_of_each, write
-from outputs import output_folder
-from parameters import parameter_groups
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ahop_layers import AHopError
+from examples.bags.batches import BagData, Batch
+from examples.bags.data import DATA_SETS
+from examples.bags.model import POOLINGS, BagClassifier, Standardize, auc, embed_digits, embed_features
+from examples.bags.pictures import Decided, some_of_each, write
+from examples.common.checkpoints import WholeCheckpoints, check_checkpoint
+from examples.common.kernel_similarity import separation_loss
+from examples.common.outputs import output_folder
+from examples.common.parameters import parameter_groups
 
 SMALL = {"epochs": 12, "batch_size": 32, "weight_decay": 0.5, "dropout": 0.75}
 LARGE = {"epochs": 20, "batch_size": 1, "weight_decay": 0.01, "dropout": 0.25}

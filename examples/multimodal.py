@@ -14,13 +14,13 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from outputs import output_folder
 from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor
 from tqdm import tqdm
 
 import ahop_layers as ah
 from ahop_layers.variants import Mixed
+from examples.common.outputs import output_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from outputs import output_folder
 from sklearn.datasets import load_digits
 from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers.variants import Mixed, retrieval_accuracy, retrieval_error
+from examples.common.outputs import output_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

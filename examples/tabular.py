@@ -13,7 +13,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from outputs import output_folder
 from sklearn.datasets import load_breast_cancer
 from sklearn.ensemble import GradientBoostingClassifier, RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
@@ -23,6 +22,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
+from examples.common.outputs import output_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

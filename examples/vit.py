@@ -19,19 +19,19 @@ from typing import Any
 
 import lightning as L
 import torch
-from checkpoints import WholeCheckpoints, check_checkpoint
-from kernel_similarity import separation_loss
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from outputs import output_folder
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from vit_batches import ImageBatches, as_floats, channel_scale
-from vit_data import READERS, SOURCES, ImageSet, load
-from vit_model import ATTENTIONS, MODELS, VisionTransformer, cosine, make_optimizer, use_attention
-from vit_pictures import draw_pictures
 
 import ahop_layers as ah
+from examples.common.checkpoints import WholeCheckpoints, check_checkpoint
+from examples.common.kernel_similarity import separation_loss
+from examples.common.outputs import output_folder
+from examples.vision.batches import ImageBatches, as_floats, channel_scale
+from examples.vision.data import READERS, SOURCES, ImageSet, load
+from examples.vision.model import ATTENTIONS, MODELS, VisionTransformer, cosine, make_optimizer, use_attention
+from examples.vision.pictures import draw_pictures
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it says what hardware there is, and more
 

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import multimodal
-import outputs
-import retrieval
+from examples import multimodal, retrieval
+from examples.common import outputs
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_retrieval(tmp_path):
-    command = [sys.executable, "examples/retrieval.py", "--patterns", "60", "--steps", "25", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.retrieval", "--patterns", "60", "--steps", "25", "--out", str(tmp_path)]
     first, second = (
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)
     )

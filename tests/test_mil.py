@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,10 @@ from sklearn.metrics import roc_auc_score
 
 import ahop_layers as ah
 from ahop_layers.hopfield import OwnHopfieldPooling
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import mil
-import mil_data
-import mil_model
-import mil_pooling
+from examples import mil
+from examples.bags import data as mil_data
+from examples.bags import model as mil_model
+from examples.bags import pooling as mil_pooling
 
 SIZES = [3, 1, 5]
 

@@ -2,19 +2,17 @@
 
 import csv
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import mil, mil_memory, mil_report, mil_training
 from benchmarks.rows import write
 
 # isort: split
-import mil_data  # of examples/, which mil_training put on the path
+from examples.bags import data as mil_data
 
 KINDS = ("mask 0.5", "noise 2.0", "bias 0.5")
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_multimodal(tmp_path):
-    command = [sys.executable, "examples/multimodal.py", "--concepts", "40", "--steps", "15", "--queries", "100"]
+    command = [sys.executable, "-m", "examples.multimodal", "--concepts", "40", "--steps", "15", "--queries", "100"]
     output = subprocess.run(
         [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -21,7 +21,7 @@ def test_multimodal(tmp_path):
 
 
 def test_too_many_concepts_are_refused(tmp_path):
-    command = [sys.executable, "examples/multimodal.py", "--concepts", "570", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.multimodal", "--concepts", "570", "--out", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert "between 1 and 569, got [570]" in result.stderr

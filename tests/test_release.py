@@ -93,14 +93,14 @@ def test_the_wheel_says_what_it_needs(wheel):
 def test_the_extra_of_the_examples_has_all_they_need(wheel):
     required = metadata(wheel).get_all("Requires-Dist")
     extra = {re.match(r"[\w-]+", each)[0] for each in required if 'extra == "examples"' in each}
-    paths = list((ROOT / "examples").glob("*.py"))
+    paths = list((ROOT / "examples").rglob("*.py"))
     used = {"mlxtend"}  # looked for, not imported
     for statement in (each for path in paths for each in ast.parse(path.read_text()).body):
         if isinstance(statement, ast.Import):
             used |= {alias.name.partition(".")[0] for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
             used.add(statement.module.partition(".")[0])
-    used -= {*sys.stdlib_module_names, *(path.stem for path in paths), "ahop_layers", "torch", "einops", "numpy"}
+    used -= {*sys.stdlib_module_names, "examples", "ahop_layers", "torch", "einops", "numpy"}
     names = {"sklearn": "scikit-learn", "PIL": "pillow"}
     assert {names.get(module, module) for module in used} <= extra
 

@@ -275,7 +275,7 @@ def test_ramps_are_a_table_of_few_values_and_linear_between_knots():
 
 
 def test_the_example_ends_in_a_table_and_a_picture(tmp_path):
-    command = [sys.executable, "examples/tabular.py", "--epochs", "2", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.tabular", "--epochs", "2", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "adaptive memory" in run.stdout
     assert "gradient boosting" in run.stdout

@@ -17,19 +17,14 @@ import torch
 from PIL import Image
 
 import ahop_layers as ah
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import checkpoints
-import demo
-import vit
-import vit_batches
-import vit_data
-import vit_model
-
 from benchmarks import images, images_training
 from benchmarks.images_attentions import Attention
 from benchmarks.retrieval_systems import ReferenceSimilarity
+from examples import demo, vit
+from examples.common import checkpoints
+from examples.vision import batches as vit_batches
+from examples.vision import data as vit_data
+from examples.vision import model as vit_model
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--model", "tiny", "--accelerator", "cpu"]
@@ -220,7 +215,7 @@ def test_two_processes_train_like_one(tmp_path):
     # In double precision, where rounding is too small for Adam to blow a gradient of zero up to a whole step.
     common = [*TINY, "--epochs", "1", "--batch-size", "128", "--precision", "64-true", "--lr", "0.003"]
     one = vit.main([*common, "--out", str(tmp_path / "one")])
-    command = [sys.executable, "examples/vit.py", *common, "--devices", "2", "--strategy", "ddp"]
+    command = [sys.executable, "-m", "examples.vit", *common, "--devices", "2", "--strategy", "ddp"]
     subprocess.run([*command, "--out", str(tmp_path / "two")], cwd=ROOT, check=True, capture_output=True)
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-6)
@@ -234,8 +229,7 @@ def test_two_processes_train_like_one(tmp_path):
 
 KILLED_AT_STEP_8 = """
 import os, sys
-sys.path.insert(0, "examples")
-import vit
+from examples import vit
 
 class Killer(vit.Callback):
     def on_train_batch_end(self, trainer, *_):
@@ -291,7 +285,7 @@ def saved(held):
 
 
 def test_a_bad_argument_gets_one_line(tmp_path):
-    command = [sys.executable, "examples/vit.py", *TINY, "--patch", "3", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.vit", *TINY, "--patch", "3", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "patch must divide the image, got patch 3 and image 8 x 8"

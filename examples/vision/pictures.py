@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from vit_batches import as_floats
-from vit_data import Images
-from vit_model import VisionTransformer
 
 import ahop_layers as ah
 from ahop_layers import plots
+from examples.vision.batches import as_floats
+from examples.vision.data import Images
+from examples.vision.model import VisionTransformer
 
 
 @torch.no_grad()

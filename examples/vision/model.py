@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from einops import rearrange, repeat
-from kernel_similarity import KernelSimilarity
-from parameters import parameter_groups
 from torch import Tensor, nn
 
 import ahop_layers as ah
+from examples.common.kernel_similarity import KernelSimilarity
+from examples.common.parameters import parameter_groups
 
 # tiny for a laptop, small for a GPU, paper for the experiment of the paper.
 MODELS: dict[str, dict[str, Any]] = {

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import lightning as L
 import torch
-from mil_data import BagSet
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ahop_layers import AHopError
+from examples.bags.data import BagSet
 
 
 class Batch(NamedTuple):

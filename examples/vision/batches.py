@@ -10,9 +10,9 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vit_data import Images, ImageSet
 
 from ahop_layers import AHopError
+from examples.vision.data import Images, ImageSet
 
 
 def as_floats(images: Tensor) -> Tensor:

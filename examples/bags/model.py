@@ -6,11 +6,11 @@ Every instance is embedded, a pooling of mil_pooling.py makes one vector of a ba
 from collections.abc import Iterable
 
 import torch
-from mil_pooling import POOLINGS, make_pooling
 from torch import Tensor, nn
 
 import ahop_layers as ah
 from ahop_layers.errors import check_choice
+from examples.bags.pooling import POOLINGS, make_pooling
 
 
 class Standardize(nn.Module):

@@ -13,13 +13,13 @@ The others: ``gated`` attention (Ilse et al., 2018), ``mean`` and ``max`` of the
 
 import torch
 from einops import rearrange
-from kernel_similarity import KernelSimilarity
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import ahop_layers as ah
 from ahop_layers.packed import Bags
 from ahop_layers.separation import Separation
+from examples.common.kernel_similarity import KernelSimilarity
 
 SEPARATIONS = {
     "adaptive": "softmax",

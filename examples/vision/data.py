@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from vit_download import MNIST_FILES, SOURCES, fetch
+
+from examples.vision.download import MNIST_FILES, SOURCES, fetch
 
 DIGITS = [str(digit) for digit in range(10)]
 

@@ -1,0 +1,1 @@
+"""Runnable examples; each also runs as ``python -m examples.NAME`` from a checkout."""
