@@ -73,7 +73,7 @@ docs-serve: $(DOCS)
 	$(MKDOCS) serve --strict
 
 pages: $(READY)
-	$(BIN)/python -m benchmarks.pages
+	$(BIN)/python -m benchmarks.harness.pages
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.kernels

@@ -31,8 +31,8 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers.ops import reference
 from ahop_layers.ops.gpu.networks import sorting_network
-from benchmarks.memory import CLEAR, in_own_process, peak, reset_peak
-from benchmarks.rows import RESULTS, origin, read, replaced, write
+from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
+from benchmarks.harness.rows import RESULTS, origin, read, replaced, write
 
 BASES = ("dis", "dot")
 RIVALS = ("paper", "folded", "compiled", "our float32")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import GREY, Row, drawing, group, number, table
+from benchmarks.harness.report import GREY, Row, drawing, group, number, table
 
 PASSES = ("forward", "forward + backward")
 

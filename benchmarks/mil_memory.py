@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
-from benchmarks.memory import in_own_process, peak, reset_peak
+from benchmarks.harness.memory import in_own_process, peak, reset_peak
 
 
 def measure(instances: int, features: int, heads: int, embed: int, device: str) -> tuple[float, int]:

@@ -18,9 +18,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
-from benchmarks.memory import in_own_process, peak, reset_peak
-from benchmarks.report import Row, table
-from benchmarks.rows import RESULTS, origin, read, replaced, write
+from benchmarks.harness.memory import in_own_process, peak, reset_peak
+from benchmarks.harness.report import Row, table
+from benchmarks.harness.rows import RESULTS, origin, read, replaced, write
 
 SIZE = {"bags": 1000, "longest": 2000, "width": 64, "heads": 4}
 """The measurement of the documentation; other sizes are trials."""

@@ -9,7 +9,7 @@ import time
 import torch
 
 import ahop_layers as ah
-from benchmarks.memory import in_own_process, peak, reset_peak
+from benchmarks.harness.memory import in_own_process, peak, reset_peak
 
 
 def measure(patterns: int, dim: int, queries: int, device: str) -> tuple[float, int]:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
-from benchmarks.data import files_needed
-from benchmarks.memory import in_own_process, peak, reset_peak
-from benchmarks.tabular_data import files_of, load
+from benchmarks.harness.data import files_needed
+from benchmarks.harness.memory import in_own_process, peak, reset_peak
+from benchmarks.paper.tabular.data import files_of, load
 
 
 def fit(folder: Path, epochs: int, cases: int, device: str) -> tuple[float, float]:

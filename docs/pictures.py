@@ -23,8 +23,8 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers import plots
 from ahop_layers.plots import COLOURS
-from benchmarks import report
-from benchmarks.report import GREY
+from benchmarks.harness import report
+from benchmarks.harness.report import GREY
 
 HERE = Path(__file__).parent
 ORIGIN, OTHER = COLOURS["dot"], COLOURS["dis"]

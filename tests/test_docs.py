@@ -8,8 +8,10 @@ import pytest
 import test_theorems
 from frameworks import framework
 
-from benchmarks import images_report, kernels_report, pages
-from benchmarks.report import table
+from benchmarks import kernels_report
+from benchmarks.harness import pages
+from benchmarks.harness.report import table
+from benchmarks.paper.images import report as images_report
 
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -76,8 +78,8 @@ def test_plots_are_what_the_command_draws(name, tmp_path):
 def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     page = pages.fill("".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in ("tabular", "mil-picture", "bags")))
-    assert "To measure it: `python -m benchmarks.tabular`" in page
-    assert "To measure it: `python -m benchmarks.mil run`" in page
+    assert "To measure it: `python -m benchmarks.paper.tabular`" in page
+    assert "To measure it: `python -m benchmarks.paper.mil run`" in page
     assert "![" not in page
     assert pages.fill(page) == page
 
@@ -87,7 +89,7 @@ def test_help_writes_nothing(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         pages.main(["--help"])
     assert end.value.code == 0
-    assert "python -m benchmarks.pages" in capsys.readouterr().out
+    assert "python -m benchmarks.harness.pages" in capsys.readouterr().out
 
 
 def test_rows_of_another_device_are_not_mixed_in(monkeypatch):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.memory import CLEAR, peak, reset_peak
-from benchmarks.report import PICTURES, picture_for
-from benchmarks.rows import RESULTS, read, replaced, write
+from benchmarks.harness.memory import CLEAR, peak, reset_peak
+from benchmarks.harness.report import PICTURES, picture_for
+from benchmarks.harness.rows import RESULTS, read, replaced, write
 
 CASES = [kernels.Case(2, 3, 4), kernels.Case(2, 3, 5), kernels.Case(3, 3, 4)]
 

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import mil, mil_memory, mil_report, mil_training
-from benchmarks.rows import write
+from benchmarks import mil_memory
+from benchmarks.harness.rows import write
+from benchmarks.paper.mil import measure as mil
+from benchmarks.paper.mil import report as mil_report
+from benchmarks.paper.mil import training as mil_training
 
 # isort: split
 from examples.bags import data as mil_data

@@ -9,10 +9,10 @@ import torch
 
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed
-from benchmarks import retrieval
-from benchmarks.retrieval import QUICK, Size, jobs, write
-from benchmarks.retrieval_report import FIGURE_LEVELS, FIGURE_SYSTEMS, PAPER
-from benchmarks.retrieval_systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
+from benchmarks.paper.retrieval import measure as retrieval
+from benchmarks.paper.retrieval.measure import QUICK, Size, jobs, write
+from benchmarks.paper.retrieval.report import FIGURE_LEVELS, FIGURE_SYSTEMS, PAPER
+from benchmarks.paper.retrieval.systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
 
 
 @pytest.fixture

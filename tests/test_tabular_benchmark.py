@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.tabular_data import SETS, Split, encode, load, read
-from benchmarks.tabular_models import MODELS, SET_NAMES
-from benchmarks.tabular_report import best_trial
+from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
+from benchmarks.paper.tabular.models import MODELS, SET_NAMES
+from benchmarks.paper.tabular.report import best_trial
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +37,17 @@ def test_a_published_test_part_is_kept_and_rows_are_thinned_for_training_alone(t
 
 
 def test_missing_files_are_named_before_anything_is_measured(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.tabular", "--sets", "bank", "--models", "M-Hop", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.paper.tabular",
+        "--sets",
+        "bank",
+        "--models",
+        "M-Hop",
+        "--device",
+        "cpu",
+    ]
     paths = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "rows.csv")]
     done = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -74,7 +84,7 @@ def test_a_stopped_run_goes_on_and_ends_in_a_table(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "benchmarks.tabular",
+        "benchmarks.paper.tabular",
         "--quick",
         "--output",
         str(output),

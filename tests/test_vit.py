@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 
 import ahop_layers as ah
-from benchmarks import images, images_training
-from benchmarks.images_attentions import Attention
-from benchmarks.retrieval_systems import ReferenceSimilarity
+from benchmarks.paper.images import measure as images
+from benchmarks.paper.images import training as images_training
+from benchmarks.paper.images.attentions import Attention
+from benchmarks.paper.retrieval.systems import ReferenceSimilarity
 from examples import demo, vit
 from examples.common import checkpoints
 from examples.vision import batches as vit_batches

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import Row, drawing, group, table
+from benchmarks.harness.report import Row, drawing, group, table
 
 NAMES = {
     "dot": "M-Hop", "sparse": "S-Hop", "kernel": "K-Hop", "adaptive": "A-Hop", "adaptive x10": "A-Hop, fast",

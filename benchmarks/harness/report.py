@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.rows import RESULTS
+from benchmarks.harness.rows import RESULTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, str]
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 GREY = "#82868c"  # as far from black as from white
 COLOURS = (
     "#3a93b5",

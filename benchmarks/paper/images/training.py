@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
-from benchmarks.images_attentions import Attention
-from benchmarks.retrieval_systems import ReferenceSimilarity
+from benchmarks.paper.images.attentions import Attention
+from benchmarks.paper.retrieval.systems import ReferenceSimilarity
 from examples.common.kernel_similarity import separation_loss
 from examples.vision.batches import as_floats, augment
 from examples.vision.data import ImageSet

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from decimal import Decimal
 from pathlib import Path
 
-from benchmarks.report import Row, drawing, group, table
+from benchmarks.harness.report import Row, drawing, group, table
 
 KEYS = ("setup", "settings", "attention", "seed")
 PAPER = {

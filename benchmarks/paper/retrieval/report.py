@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.report import GREY, Row, drawing, group, number, table
+from benchmarks.harness.report import GREY, Row, drawing, group, number, table
 
 LIMIT, GUESSED = "Bayes limit", "Bayes limit, bias guessed"
 

@@ -1,6 +1,6 @@
 """Memory retrieval, as the paper's figure and tables have it: how often the pattern behind a query is found.
 
-To run: python -m benchmarks.retrieval [--table figure|accuracy|ablations|timing|all] [--quick] [--device cuda]
+To run: python -m benchmarks.paper.retrieval [--table figure|accuracy|ablations|timing|all] [--quick] [--device cuda]
 
 Patterns are drawn anew in every run, and so are the signs of the bias. Queries are mixed variants, drawn as the paper's
 appendix says: noise of variance d_noise, then a share d_mask of the dimensions replaced by uniform values, then a bias
@@ -30,11 +30,11 @@ from tqdm import tqdm
 
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed, bayes_accuracy, retrieval_accuracy, retrieval_error
-from benchmarks import retrieval_report as report
-from benchmarks.data import files_needed
-from benchmarks.report import Row, picture_for
-from benchmarks.retrieval_systems import SYSTEMS, ReferenceSimilarity, data_folder, mnist, synthetic
-from benchmarks.rows import RESULTS, origin, read, replaced, write
+from benchmarks.harness.data import files_needed
+from benchmarks.harness.report import Row, picture_for
+from benchmarks.harness.rows import RESULTS, origin, read, replaced, write
+from benchmarks.paper.retrieval import report
+from benchmarks.paper.retrieval.systems import SYSTEMS, ReferenceSimilarity, data_folder, mnist, synthetic
 
 LIMITS = {"Bayes limit": True, "Bayes limit, bias guessed": False}
 KEY = ("data", "patterns", "dim", "mask", "noise", "bias", "system", "run", "steps", "batch")

@@ -1,6 +1,6 @@
 """Write the tables and pictures of the documentation from the rows in benchmarks/results/.
 
-To run: python -m benchmarks.pages (--help shows this, and writes nothing)
+To run: python -m benchmarks.harness.pages (--help shows this, and writes nothing)
 
 A page has places for tables, between ``<!-- made: NAME -->`` and ``<!-- end -->``. What stands there is replaced; the
 rest of the page is written by hand. What has not been measured yet says so, with the command that would.
@@ -12,17 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import (
-    images_report,
-    kernels_report,
-    mil_report,
-    packed,
-    retrieval,
-    retrieval_report,
-    tabular_report,
-)
-from benchmarks.report import PICTURES, Row, group
-from benchmarks.rows import RESULTS, read
+from benchmarks import kernels_report, packed
+from benchmarks.harness.report import PICTURES, Row, group
+from benchmarks.harness.rows import RESULTS, read
+from benchmarks.paper.images import report as images_report
+from benchmarks.paper.mil import report as mil_report
+from benchmarks.paper.retrieval import measure as retrieval
+from benchmarks.paper.retrieval import report as retrieval_report
+from benchmarks.paper.tabular import report as tabular_report
 
 DOCS = PICTURES.parent
 PLACE = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -76,21 +73,21 @@ def by_device(command: str, rows: Sequence[Row], show: Show) -> str:
 def of_bags(show: Callable[[mil_report.Figures, Sequence[str]], str]) -> str:
     """A table of the bag benchmark."""
     rows = rows_of("mil.csv")
-    return by_device("mil run", rows, lambda mine: show(mil_report.arrange(mine), mil_report.data_sets(mine)))
+    return by_device("paper.mil run", rows, lambda mine: show(mil_report.arrange(mine), mil_report.data_sets(mine)))
 
 
 def of_images(setup: str) -> str:
     """The tables of one set-up of the image benchmark."""
     rows = rows_of("images.csv", setup=setup)
     seeds = len({row["seed"] for row in rows}) or 1
-    return part(f"images {setup} --seeds {seeds}", rows, lambda mine: images_report.report(mine, [setup]))
+    return part(f"paper.images {setup} --seeds {seeds}", rows, lambda mine: images_report.report(mine, [setup]))
 
 
 def of_retrieval(table: str, show: Show) -> str:
     """A table of the retrieval benchmark."""
     rows = retrieval_rows(table)
     runs = len({row["run"] for row in rows})
-    return part(f"retrieval --table {table} --runs {runs}", rows, show)
+    return part(f"paper.retrieval --table {table} --runs {runs}", rows, show)
 
 
 def accuracy(rows: Sequence[Row]) -> str:
@@ -109,7 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": lambda: by_device("kernels", rows_of("kernels.csv"), kernels_report.report),
     "throughput": lambda: of_images("throughput"),
     "timing": lambda: by_device(
-        "retrieval --table timing", rows_of("retrieval_timing.csv"), retrieval_report.timing_table
+        "paper.retrieval --table timing", rows_of("retrieval_timing.csv"), retrieval_report.timing_table
     ),
     "packed": lambda: part("packed", packed_rows(), packed.report),
     "retrieval": lambda: of_retrieval("accuracy", accuracy),
@@ -123,7 +120,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bags-corrupted": lambda: of_bags(mil_report.corruption_table),
     "images": lambda: of_images("paper"),
     "images-corrupted": lambda: of_images("working"),
-    "tabular": lambda: part("tabular", rows_of("tabular.csv"), tabular_report.report),
+    "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
 }
 """What can stand at a place, by its name."""
 

@@ -1,7 +1,7 @@
 """Memories for tables beside trees: the paper's five data sets, every model tuned with the same effort.
 
-To run: python -m benchmarks.tabular [--sets adult heart] [--models A-Hop] [--trials 10] [--processes 2] [--minutes 30]
-                                     [--rows 5000] [--device cuda] [--report] [--quick]
+To run: python -m benchmarks.paper.tabular [--sets adult heart] [--models A-Hop] [--trials 10] [--processes 2]
+                                           [--minutes 30] [--rows 5000] [--device cuda] [--report] [--quick]
 
 One training and one test part for each set: Adult's are published, of the others a fifth is drawn for the test. Each
 model is tuned by 5-fold cross-validation on the training part, with the same number of random trials; the best is
@@ -30,13 +30,12 @@ import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
 from sklearn.model_selection import StratifiedKFold, cross_val_score
 
-from benchmarks.data import files_needed
-from benchmarks.rows import Rows
-from benchmarks.tabular_data import SETS, Split, files_of, load
-from benchmarks.tabular_models import MODELS, Context, Parameters, available
-from benchmarks.tabular_report import best_trial, report
+from benchmarks.harness.data import files_needed
+from benchmarks.harness.rows import RESULTS, Rows
+from benchmarks.paper.tabular.data import SETS, Split, files_of, load
+from benchmarks.paper.tabular.models import MODELS, Context, Parameters, available
+from benchmarks.paper.tabular.report import best_trial, report
 
-RESULTS = Path(__file__).parent / "results" / "tabular.csv"
 SPLIT_SEED = 0
 KINDS = ("trial", "run")
 
@@ -160,7 +159,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if options.quick and options.output is None:
             options.output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tabular.csv"
-        rows = Rows(options.output or RESULTS)
+        rows = Rows(options.output or RESULTS / "tabular.csv")
         if not options.report:
             rows.about(options.device)
             work(rows, options)

@@ -4,8 +4,8 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.report import Row, group, table
-from benchmarks.tabular_models import MODELS, Parameters
+from benchmarks.harness.report import Row, group, table
+from benchmarks.paper.tabular.models import MODELS, Parameters
 
 AREA_SETS = ("bank", "purchase")  # fewer than a fifth are positive
 

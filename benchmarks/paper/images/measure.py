@@ -1,6 +1,6 @@
 """Image classification: dot product (M-Hop), kernel (K-Hop), sparse (S-Hop) and adaptive (A-Hop) on equal terms.
 
-To run: python -m benchmarks.images paper|working|throughput|report [--help]
+To run: python -m benchmarks.paper.images paper|working|throughput|report [--help]
 
 - ``paper``: the paper's experiment: 3 blocks of width 512, Adam, no augmentation, at several learning rates. The
   accuracy after the last epoch.
@@ -29,12 +29,12 @@ from pathlib import Path
 import torch
 
 from ahop_layers import AHopError
-from benchmarks.data import files_needed
-from benchmarks.images_attentions import Attention
-from benchmarks.images_report import draw, report
-from benchmarks.images_training import CORRUPTIONS, Setup, Training, accuracy, build, speeds
-from benchmarks.report import picture_for
-from benchmarks.rows import RESULTS, Rows
+from benchmarks.harness.data import files_needed
+from benchmarks.harness.report import picture_for
+from benchmarks.harness.rows import RESULTS, Rows
+from benchmarks.paper.images.attentions import Attention
+from benchmarks.paper.images.report import draw, report
+from benchmarks.paper.images.training import CORRUPTIONS, Setup, Training, accuracy, build, speeds
 
 # isort: split
 from examples.vision.batches import channel_scale

@@ -12,7 +12,7 @@ import torch
 
 import ahop_layers as ah
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def describe(device: str) -> str:

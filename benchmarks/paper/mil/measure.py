@@ -1,7 +1,7 @@
 """Multiple-instance learning on Tiger, Fox, Elephant and UCSB: Hopfield poolings on equal terms, and under corruption.
 
-To run: AHOP_DATA_DIR=DIR python -m benchmarks.mil run [--processes 14] [--minutes 18]
-        python -m benchmarks.mil report
+To run: AHOP_DATA_DIR=DIR python -m benchmarks.paper.mil run [--processes 14] [--minutes 18]
+        python -m benchmarks.paper.mil report
 
 - ``nested``: test AUC by ten-fold cross-validation, in the published folds where there are such. Hyper-parameters and
   the number of epochs are chosen on three inner folds of the training bags. Then three networks are trained on all of
@@ -33,11 +33,11 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from benchmarks.data import files_needed
-from benchmarks.mil_report import PARTS, draw, report
-from benchmarks.mil_training import INNER_FOLDS, VARIANTS, Bags, choose, outer_folds, scores, settings, train
-from benchmarks.report import picture_for
-from benchmarks.rows import RESULTS, Rows
+from benchmarks.harness.data import files_needed
+from benchmarks.harness.report import picture_for
+from benchmarks.harness.rows import RESULTS, Rows
+from benchmarks.paper.mil.report import PARTS, draw, report
+from benchmarks.paper.mil.training import INNER_FOLDS, VARIANTS, Bags, choose, outer_folds, scores, settings, train
 
 # isort: split
 from examples.bags.data import DATA_SETS, BagSet

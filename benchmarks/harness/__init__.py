@@ -1,0 +1,1 @@
+"""Code that all benchmarks share: stored rows, reports, documentation pages, peak memory, data folders."""

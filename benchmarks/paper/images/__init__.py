@@ -1,0 +1,1 @@
+"""Image classification: accuracy and throughput of vision transformers."""

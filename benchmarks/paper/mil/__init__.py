@@ -1,0 +1,1 @@
+"""Multiple-instance learning: AUC of bag poolings."""

@@ -1,0 +1,1 @@
+"""Memory retrieval: accuracy of memories on corrupted queries."""

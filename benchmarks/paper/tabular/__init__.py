@@ -1,0 +1,1 @@
+"""Tabular classification: memories compared with tree ensembles."""
