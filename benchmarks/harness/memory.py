@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, on a GPU by PyTorch's allocator, on a CPU by the resident memory (Linux only)."""
+"""Peak memory: of PyTorch's allocator on a GPU, of the resident set of the process on a CPU (Linux only)."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def reset_peak(device: str) -> int:
-    """Forget the peak so far and return what is held now, in bytes."""
+    """Resets the peak and returns the memory in use, in bytes."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -22,7 +22,7 @@ def reset_peak(device: str) -> int:
 
 
 def peak(device: str) -> int:
-    """The most memory held since the last reset, in bytes."""
+    """Returns the peak memory since the last reset, in bytes. Synchronizes a GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
@@ -30,7 +30,7 @@ def peak(device: str) -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def in_own_process(function: Callable[..., Result], *job: object) -> Result:
-    """Call the function where no earlier measurement has touched the memory."""
+def in_own_process(function: Callable[..., Result], *arguments: object) -> Result:
+    """Calls the function in a new process, whose memory no earlier measurement has used."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, job)
+        return pool.apply(function, arguments)

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from ahop_layers import AHopError
-from benchmarks.harness.data import files_needed
+from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.report import picture_for
 from benchmarks.harness.rows import RESULTS, Rows
 from benchmarks.paper.images.attentions import Attention
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = {name: getattr(options, name) for name in ("model", "epochs", "batch", "patch")}
         setup = replace(SETUPS[options.setup], attentions=tuple(options.attentions), **chosen)
         rows.about(options.device)
-        with files_needed():
+        with explain_missing_data():
             data = load(options.data, options.data_dir)
         run(options, setup, data, rows)
     shown = SETUPS if options.setup == "report" else (options.setup,)

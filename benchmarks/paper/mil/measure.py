@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness.data import files_needed
+from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.report import picture_for
 from benchmarks.harness.rows import RESULTS, Rows
 from benchmarks.paper.mil.report import PARTS, draw, report
@@ -134,7 +134,7 @@ def work(options: argparse.Namespace, todo: list[Job]) -> Iterator[tuple[Job, di
 def run(options: argparse.Namespace, rows: Rows) -> None:
     """Measure in parallel; a row is kept once all its folds are there."""
     todo = list(jobs(options, rows))
-    with files_needed():
+    with explain_missing_data():
         for name in dict.fromkeys(job.data for job in todo):
             load(name, options.data_dir)  # what is missing is said here, once
     done: dict[Job, list[dict[str, float]]] = defaultdict(list)

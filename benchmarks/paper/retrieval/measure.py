@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed, bayes_accuracy, retrieval_accuracy, retrieval_error
-from benchmarks.harness.data import files_needed
+from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.report import Row, picture_for
 from benchmarks.harness.rows import RESULTS, origin, read, replaced, write
 from benchmarks.paper.retrieval import report
@@ -179,7 +179,7 @@ def main() -> None:
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device, size = torch.device("cuda" if cuda else "cpu"), QUICK if args.quick else Size()
     size = size if args.runs is None else size._replace(runs=args.runs)
-    with files_needed():
+    with explain_missing_data():
         folder = None if args.quick else data_folder(args.data_dir)
     tables = ["figure", "accuracy", "ablations", "timing"] if args.table == "all" else [args.table]
     about = origin(device.type)

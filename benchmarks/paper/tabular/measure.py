@@ -30,7 +30,7 @@ import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
 from sklearn.model_selection import StratifiedKFold, cross_val_score
 
-from benchmarks.harness.data import files_needed
+from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.rows import RESULTS, Rows
 from benchmarks.paper.tabular.data import SETS, Split, files_of, load
 from benchmarks.paper.tabular.models import MODELS, Context, Parameters, available
@@ -102,7 +102,7 @@ def missing_jobs(rows: Rows, options: argparse.Namespace, name: str, kind: str) 
 def work(rows: Rows, options: argparse.Namespace) -> None:
     """Do what is missing, set by set, first the trials and then the runs, until the time is up."""
     deadline = time.monotonic() + 60 * options.minutes
-    with files_needed():
+    with explain_missing_data():
         for name in options.sets:
             if any(any(missing_jobs(rows, options, name, kind)) for kind in KINDS):
                 files_of(name, options.data_dir)  # what is missing is said here, and not by another process

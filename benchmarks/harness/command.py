@@ -1,0 +1,38 @@
+"""Command lines of the benchmarks: the parser, the data folder, and errors about missing data."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ahop_layers import AHopError
+
+
+def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of ``python -m benchmarks.<module>``, whose help starts with the docstring ``doc``."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def default_data_dir() -> Path:
+    """Returns the folder named by the environment variable AHOP_DATA_DIR, or ``data``."""
+    return Path(os.environ.get("AHOP_DATA_DIR", "data"))
+
+
+def add_data_dir(parser: argparse.ArgumentParser, content: str) -> None:
+    """Adds the option ``--data-dir``, a folder with the named content."""
+    text = f"folder with {content} (default: AHOP_DATA_DIR, else data)"
+    parser.add_argument("--data-dir", type=Path, default=default_data_dir(), help=text)
+
+
+@contextmanager
+def explain_missing_data() -> Iterator[None]:
+    """Exits with the name of the missing file and a reference to docs/data.md instead of a traceback."""
+    try:
+        yield
+    except (FileNotFoundError, AHopError) as error:
+        raise SystemExit(f"{error}\ndocs/data.md lists the files of each data set and their sources") from None
