@@ -7,13 +7,9 @@ from decimal import Decimal
 from pathlib import Path
 
 from benchmarks.harness.report import Row, drawing, group, table
+from benchmarks.paper.figures import IMAGES
 
 KEYS = ("setup", "settings", "attention", "seed")
-PAPER = {
-    "cifar10": {"dot": 0.5123, "kernel": 0.5489, "adaptive": 0.5637},
-    "cifar100": {"dot": 0.2464, "kernel": 0.2877, "adaptive": 0.2904},
-    "tiny-imagenet": {"dot": 0.1095, "kernel": 0.1164, "adaptive": 0.1213},
-}
 
 
 def report(rows: Sequence[Row], setups: Collection[str]) -> str:
@@ -49,7 +45,7 @@ def rate_tables(rows: Sequence[Row]) -> str:
     names = sorted({row["attention"] for row in accuracies}, key=lambda name: (name != "dot", ":" in name, name))
     means = {name: [_mean(of.get(name, {}).values()) for of in by_rate.values()] for name in names}
     best = {name: max(mean for mean in line if mean is not None) for name, line in means.items()}
-    paper = PAPER.get(rows[0]["settings"].split(",")[0], {})
+    paper = IMAGES.get(rows[0]["settings"].split(",")[0], {})
     accuracy, above = [], []
     for name in names:
         cells, pairs = [], []

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.report import Row, drawing, group, table
+from benchmarks.paper.figures import MIL
 
 NAMES = {
     "dot": "M-Hop", "sparse": "S-Hop", "kernel": "K-Hop", "adaptive": "A-Hop", "adaptive x10": "A-Hop, fast",
     "gated": "gated attention", "uniform": "uniform weights",
 }  # fmt: skip
-PAPER = {
-    "tiger": {"dot": 0.8924, "sparse": 0.8923, "adaptive": 0.9030},
-    "fox": {"dot": 0.6327, "sparse": 0.6433, "adaptive": 0.6753},
-    "elephant": {"dot": 0.9344, "sparse": 0.9365, "adaptive": 0.9451},
-    "ucsb": {"dot": 0.8815, "sparse": 0.8794, "adaptive": 0.8935},
-}
 
 PARTS = {"nested": "test bags", "corrupted": "all bags"}
 """What is measured, and which bags are corrupted in it."""
@@ -77,7 +72,7 @@ def short_table(figures: Figures, data: Sequence[str]) -> str:
     body, poolings = [], complete(figures, "nested", "auc", data)
     for pooling in poolings:
         means = [f"{mean_over(figures, 'nested', 'auc', pooling, [name]):.3f}" for name in data]
-        known = [f" ({PAPER[name][pooling]:.3f})" if pooling in PAPER[name] else "" for name in data]
+        known = [f" ({MIL[name][pooling]:.3f})" if pooling in MIL[name] else "" for name in data]
         body.append([NAMES[pooling], *(mean + paper for mean, paper in zip(means, known, strict=True))])
     for pooling in poolings:
         pairs = [above_dot(figures, "nested", "auc", pooling, [name]) for name in data]
@@ -97,7 +92,7 @@ def clean_table(figures: Figures, data: Sequence[str]) -> str:
         for pooling in complete(figures, "nested", "auc", [name]):
             values = list(figures["nested"]["auc"][pooling][name].values())
             deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
-            paper = f"{PAPER[name][pooling]:.4f}" if pooling in PAPER[name] else ""
+            paper = f"{MIL[name][pooling]:.4f}" if pooling in MIL[name] else ""
             pairs = above_dot(figures, "nested", "auc", pooling, [name]) if pooling != "dot" else []
             mean, error = mean_and_error(pairs) if pairs else (math.nan, math.nan)
             paired = (f"{mean:+.4f}", f"{error:.4f}") if pairs else ("", "")

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.harness.report import GREY, Row, drawing, group, number, table
+from benchmarks.paper.figures import RETRIEVAL, RETRIEVAL_TIMES
 
 LIMIT, GUESSED = "Bayes limit", "Bayes limit, bias guessed"
 
@@ -27,40 +28,6 @@ ABLATION_SYSTEMS = [
 
 MEASURES = ("accuracy", "error")
 
-# The paper's tables: accuracy and error of a system, by data and difficulty.
-PAPER = {
-    "M-Hop": {("synthetic", 0.4): (0.520, 0.176), ("synthetic", 0.5): (0.195, 0.300),
-              ("mnist", 0.6): (0.875, 0.013), ("mnist", 0.7): (0.661, 0.068)},
-    "U-Hop": {("synthetic", 0.4): (0.260, 0.417), ("synthetic", 0.5): (0.059, 0.554),
-              ("mnist", 0.6): (0.540, 0.143), ("mnist", 0.7): (0.176, 0.347)},
-    "K-Hop": {("synthetic", 0.4): (0.487, 0.295), ("synthetic", 0.5): (0.177, 0.764),
-              ("mnist", 0.6): (0.764, 0.064), ("mnist", 0.7): (0.526, 0.164)},
-    "K2-Hop": {("synthetic", 0.4): (0.521, 0.176), ("synthetic", 0.5): (0.195, 0.298),
-               ("mnist", 0.6): (0.878, 0.013), ("mnist", 0.7): (0.660, 0.068)},
-    "A-Hop": {("synthetic", 0.4): (0.724, 0.106), ("synthetic", 0.5): (0.360, 0.227),
-              ("mnist", 0.6): (0.939, 0.005), ("mnist", 0.7): (0.849, 0.015)},
-    "unsorted": {("synthetic", 0.4): (0.5172, 0.1900), ("synthetic", 0.5): (0.2094, 0.2658)},
-    "unsorted, U": {("synthetic", 0.4): (0.5444, 0.1665), ("synthetic", 0.5): (0.1888, 0.2738)},
-    "sorted, U fixed random": {("synthetic", 0.4): (0.6928, 0.1147), ("synthetic", 0.5): (0.3340, 0.2305)},
-    "sorted, U fixed identity": {("synthetic", 0.4): (0.6802, 0.1194), ("synthetic", 0.5): (0.3458, 0.2298)},
-    "sorted, U fixed triangle": {("synthetic", 0.4): (0.7242, 0.1056), ("synthetic", 0.5): (0.3600, 0.2272)},
-    "sorted, U learned random": {("synthetic", 0.4): (0.7176, 0.1087), ("synthetic", 0.5): (0.3414, 0.2292)},
-    "sorted, U learned identity": {("synthetic", 0.4): (0.7114, 0.1096), ("synthetic", 0.5): (0.3528, 0.2270)},
-    "sorted, U learned triangle": {("synthetic", 0.4): (0.7280, 0.1033), ("synthetic", 0.5): (0.3634, 0.2207)},
-    "dot only": {("synthetic", 0.4): (0.5926, 0.1517), ("synthetic", 0.5): (0.2520, 0.2515)},
-    "dis only": {("synthetic", 0.4): (0.6458, 0.1317), ("synthetic", 0.5): (0.3286, 0.2326)},
-    "dis, dot, 512 samples": {("synthetic", 0.4): (0.7204, 0.1077), ("synthetic", 0.5): (0.3541, 0.2311)},
-}  # fmt: skip
-PAPER["A-Hop, debias"] = PAPER["A-Hop"]  # its text de-biases in the appendix and does not say which the tables use
-
-# Milliseconds of a fit and of a retrieval, by dimensions and patterns.
-PAPER_TIMES = {
-    "A-Hop, debias": {(64, 2048): (840, 0.355), (128, 2048): (1573, 0.368), (256, 2048): (3609, 0.414),
-                      (64, 4096): (1531, 0.446), (64, 8192): (2949, 0.570)},
-    "unsorted, U": {(64, 2048): (2093, 0.287), (128, 2048): (3059, 0.318), (256, 2048): (8224, 0.326),
-                    (64, 4096): (4011, 0.364), (64, 8192): (7983, 0.467)},
-}  # fmt: skip
-
 
 def _spread(values: Sequence[float]) -> str:
     return f"{mean(values):.3f}" + (f" ±{stdev(values):.3f}" if len(values) > 1 else "")
@@ -77,7 +44,9 @@ def level_table(rows: Sequence[Row], measures: Sequence[str] = MEASURES) -> str:
         line = [system]
         for data, level in columns:
             here = [row for row in mine if (row["data"], row["noise"]) == (data, level)]
-            paper = PAPER.get(system, {}).get((data, float(level))) if here and here[0]["patterns"] == "2048" else None
+            paper = (
+                RETRIEVAL.get(system, {}).get((data, float(level))) if here and here[0]["patterns"] == "2048" else None
+            )
             for name in measures:
                 values = _values(here, name)
                 figure = _spread(values) if values else "-"
@@ -100,7 +69,7 @@ def timing_table(rows: Sequence[Row]) -> str:
     reference = next(row for row in rows if row["system"] == "reference, CPU")
     body = []
     for row in rows:
-        paper = PAPER_TIMES.get(row["system"], {}).get((int(row["dim"]), int(row["patterns"])))
+        paper = RETRIEVAL_TIMES.get(row["system"], {}).get((int(row["dim"]), int(row["patterns"])))
         cells = [number(row[name]) for name in ("train_ms", "recall_ms")]
         cells = [
             cell + (f" ({number(figure)})" if paper else "")

@@ -35,14 +35,12 @@ class Model(NamedTuple):
     build: Callable[[Parameters, Context], ClassifierMixin]
     space: dict[str, list[Any]]
     quick: Parameters
-    paper: dict[str, float]
 
     def draw(self, trial: int) -> Parameters:
         """The parameters of a trial."""
         return dict(next(iter(ParameterSampler(self.space, 1, random_state=trial))))
 
 
-SET_NAMES = ("adult", "bank", "vaccine", "purchase", "heart")
 MEMORY_SPACE = {
     "n_cases": [64, 256],
     "init": ["rows", "kmeans"],
@@ -64,20 +62,20 @@ FOREST_SPACE = {
 BOOST_SPACE = {"learning_rate": [0.02, 0.05, 0.1, 0.2]}
 
 
-def _memory(similarity: str, *paper: float) -> Model:
+def _memory(similarity: str) -> Model:
     def build(parameters: Parameters, context: Context) -> ClassifierMixin:
         return AdaptiveMemoryClassifier(
             **parameters, similarity=similarity, random_state=context.seed, device=context.device
         )
 
-    return Model(build, MEMORY_SPACE, {"n_cases": 16, "max_epochs": 2}, _figures(*paper))
+    return Model(build, MEMORY_SPACE, {"n_cases": 16, "max_epochs": 2})
 
 
-def _forest(kind: type[ClassifierMixin], *paper: float) -> Model:
+def _forest(kind: type[ClassifierMixin]) -> Model:
     def build(parameters: Parameters, context: Context) -> ClassifierMixin:
         return kind(**parameters, random_state=context.seed)
 
-    return Model(build, FOREST_SPACE, {"n_estimators": 10}, _figures(*paper))
+    return Model(build, FOREST_SPACE, {"n_estimators": 10})
 
 
 def _ada_boost(parameters: Parameters, context: Context) -> ClassifierMixin:
@@ -97,21 +95,16 @@ def _xgboost(parameters: Parameters, context: Context) -> ClassifierMixin:
     return xgboost.XGBClassifier(**parameters, random_state=context.seed, n_jobs=1, tree_method="hist")
 
 
-def _figures(*paper: float) -> dict[str, float]:
-    return dict(zip(SET_NAMES, paper, strict=True))
-
-
 MODELS = {
-    "M-Hop": _memory("dot", 0.8080, 0.9085, 0.7975, 0.8822, 0.6325),
-    "K2-Hop": _memory("kernel", 0.8172, 0.9092, 0.7971, 0.8825, 0.6473),
-    "A-Hop": _memory("adaptive", 0.8634, 0.9139, 0.8042, 0.9007, 0.7315),
-    "Extra Trees": _forest(ExtraTreesClassifier, 0.8595, 0.9098, 0.7932, 0.8916, 0.7175),
-    "Random Forest": _forest(RandomForestClassifier, 0.8592, 0.9132, 0.7918, 0.9002, 0.7254),
+    "M-Hop": _memory("dot"),
+    "K2-Hop": _memory("kernel"),
+    "A-Hop": _memory("adaptive"),
+    "Extra Trees": _forest(ExtraTreesClassifier),
+    "Random Forest": _forest(RandomForestClassifier),
     "AdaBoost": Model(
         _ada_boost,
         {"n_estimators": [100, 200, 400], "learning_rate": [0.1, 0.3, 1.0], "max_depth": [1, 2, 3]},
         {"n_estimators": 10},
-        _figures(0.8597, 0.9094, 0.8011, 0.8865, 0.7294),
     ),
     "XGBoost": Model(
         _xgboost,
@@ -124,7 +117,6 @@ MODELS = {
             "min_child_weight": [1, 5],
         },
         {"n_estimators": 10},
-        _figures(0.8640, 0.9152, 0.8034, 0.9032, 0.7370),
     ),
     "HistGradientBoosting": Model(
         _histogram_boosting,
@@ -136,7 +128,6 @@ MODELS = {
             "l2_regularization": [0.0, 1.0, 10.0],
         },
         {"max_iter": 10},
-        {},
     ),
 }
 

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.harness.report import Row, group, table
+from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.models import MODELS, Parameters
 
 AREA_SETS = ("bank", "purchase")  # fewer than a fifth are positive
@@ -31,7 +32,7 @@ def report(rows: Sequence[Row]) -> str:
         for model in MODELS:
             cells = [row for row in mine if row["model"] == model]
             if any(row["kind"] == "run" for row in cells):
-                body.append([model, *_figures(cells, main, other, MODELS[model].paper.get(name))])
+                body.append([model, *_figures(cells, main, other, TABULAR.get(name, {}).get(model))])
         if body:
             header = ["model", "trials", "runs", main, "deviation", "paper", "above paper", other, "CPU seconds a run"]
             parts += [f"{name}, {settings} ({device})", table(header, body)]
