@@ -1,4 +1,4 @@
-"""A vision transformer in training and under test, by plain loops: what benchmarks/images.py measures."""
+"""Training, testing and timing of a vision transformer with plain loops."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,20 @@ from examples.vision.model import MODELS, VisionTransformer, cosine, make_optimi
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained; ``patch`` 0 stands for the side of a patch that the data set suggests."""
+    """Model and hyperparameters of a training.
+
+    Attributes:
+        model: a key of ``MODELS``.
+        epochs: number of epochs.
+        batch: batch size.
+        attentions: attentions to compare, see :class:`Attention`.
+        lr: peak learning rate.
+        weight_decay: weight decay; 0 for Adam.
+        warmup: fraction of the steps with an increasing learning rate.
+        augment: whether to augment the training images.
+        smoothing: label smoothing.
+        patch: side of a patch in pixels; 0 for that of the data set.
+    """
 
     model: str
     epochs: int
@@ -35,7 +48,11 @@ class Setup:
 
 
 def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[float, ...]]) -> tuple[nn.Module, float]:
-    """A model, whose pixels are normalised by ``scale``, and its similarities' factor of the learning rate."""
+    """Builds a model with normalization constants ``scale``.
+
+    Returns:
+        The model, and the learning-rate multiplier of its similarity parameters.
+    """
     chosen = Attention.read(attention)
     keywords: dict[str, Any] = {"init": chosen.init, "debias": chosen.debias}
     image = tuple(data.train.images.shape[1:])
@@ -50,20 +67,24 @@ def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[f
 
 
 class Training:
-    """A model in training, on images that lie on the device.
+    """The training of a model on images in device memory.
 
-    With ``graphs``, the launches of a step are recorded once, after a few plain steps, and then replayed: all that is
-    left is the device's own time. It is the same for every attention.
+    Args:
+        model: the model.
+        similarity_lr: learning-rate multiplier of the similarity parameters.
+        data: the images.
+        setup: the hyperparameters.
+        graphs: capture a step in a CUDA graph after three plain steps, and replay it, to remove the launch overhead.
     """
 
-    def __init__(self, model: nn.Module, factor: float, data: ImageSet, setup: Setup, graphs: bool) -> None:
+    def __init__(self, model: nn.Module, similarity_lr: float, data: ImageSet, setup: Setup, graphs: bool) -> None:
         self.data, self.setup, self.device = data, setup, data.train.images.device
         self.on_gpu = self.device.type == "cuda"
         self.before = torch.cuda.memory_allocated() if self.on_gpu else 0
         self.model = model.to(self.device).train()
         lr = torch.tensor(setup.lr, device=self.device) if self.on_gpu else setup.lr
         keywords = {"fused": True, "capturable": True} if self.on_gpu else {}
-        self.optimizer = make_optimizer(self.model, lr, setup.weight_decay, factor, **keywords)
+        self.optimizer = make_optimizer(self.model, lr, setup.weight_decay, similarity_lr, **keywords)
         self.peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.index = torch.zeros(setup.batch, dtype=torch.long, device=self.device)
         self.loss, self.steps = torch.zeros((), device=self.device), 0
@@ -71,7 +92,7 @@ class Training:
         self.stream = torch.cuda.Stream() if graphs and self.on_gpu else None
 
     def autocast(self) -> torch.autocast:
-        """bfloat16 on a GPU; a recorded step must not keep casts from one step for the next."""
+        """Returns bfloat16 autocast on a GPU. A CUDA graph must not reuse the cached casts of an earlier step."""
         return torch.autocast(self.device.type, torch.bfloat16, self.on_gpu, cache_enabled=False)
 
     def _step(self) -> None:
@@ -86,7 +107,7 @@ class Training:
         self.loss.copy_(task.detach())
 
     def step(self, index: Tensor, factor: float) -> None:
-        """Train on the images of ``index`` with that part of the learning rate."""
+        """Trains on the images ``index`` with ``factor`` times the peak learning rate."""
         self.index.copy_(index)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             if isinstance(group["lr"], Tensor):
@@ -96,13 +117,13 @@ class Training:
         if self.graph is not None:
             self.graph.replay()
         elif self.stream is not None:
-            self._step_aside()
+            self._step_or_capture()
         else:
             self._step()
         self.steps += 1
 
-    def _step_aside(self) -> None:
-        """A plain step on the stream that is recorded later; after three of them, record one and replay it."""
+    def _step_or_capture(self) -> None:
+        """Runs a plain step on the stream of the capture; after three of them, captures a step and replays it."""
         self.stream.wait_stream(torch.cuda.current_stream())
         if self.steps < 3:
             with torch.cuda.stream(self.stream):
@@ -115,12 +136,12 @@ class Training:
             self.graph.replay()
 
     def wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Synchronizes the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def run(self, seed: int, deadline: float) -> bool:
-        """Train to the end; False, after a few steps, if that would be later than ``deadline``."""
+        """Trains all epochs. Returns False after a few steps if the training would end after ``deadline``."""
         count, batch = len(self.data.train.labels), self.setup.batch
         total, begin = self.setup.epochs * (count // batch), time.perf_counter()
         mark = begin
@@ -129,7 +150,7 @@ class Training:
             order = torch.randperm(count, generator=generator).to(self.device)
             for index in order.split(batch)[: count // batch]:
                 self.step(index, cosine(self.steps, total, self.setup.warmup))
-                if self.steps in (10, 40):  # the first steps compile and record; the next thirty are like the rest
+                if self.steps in (10, 40):  # the first ten include compilation and capture
                     self.wait()
                     mark, before = time.perf_counter(), mark
                     if self.steps == 40 and mark + (mark - before) / 30 * (total - 40) > deadline:
@@ -139,12 +160,12 @@ class Training:
 
 
 def noise(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Add normal noise of this deviation to every pixel."""
+    """Adds Gaussian noise with standard deviation ``strength`` to every pixel."""
     return images + strength * torch.randn(images.shape, generator=generator, device=images.device)
 
 
 def mask(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Replace this share of all patches of 4 x 4 by uniform values."""
+    """Replaces a fraction ``strength`` of all 4 x 4 patches by uniform values."""
     n, _, height, width = images.shape
     drawn = torch.rand(n, 1, height // 4, width // 4, generator=generator, device=images.device)
     chosen = (drawn < strength).repeat_interleave(4, -2).repeat_interleave(4, -1)
@@ -152,7 +173,7 @@ def mask(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
 
 
 def bias(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Add this to, or subtract it from, every pixel of a colour; the signs are the same for all images."""
+    """Adds ``strength`` times a sign per color channel; the signs are the same for all images."""
     signs = torch.tensor([1.0, -1.0, 1.0], device=images.device)[: images.shape[1], None, None]
     return images + strength * signs
 
@@ -167,7 +188,7 @@ CORRUPTIONS: dict[Corruption, tuple[float, ...]] = {
 
 @torch.no_grad()
 def accuracy(training: Training, corruption: Corruption | None = None, strength: float = 0.0) -> float:
-    """The share of test images that the model gets right; every model sees the same corrupted images."""
+    """Returns the test accuracy. The corrupted images are the same for every model."""
     training.model.eval()
     generator, right = torch.Generator(training.device).manual_seed(0), 0
     for images, labels in zip(*(rows.split(1000) for rows in training.data.test), strict=True):
@@ -180,7 +201,7 @@ def accuracy(training: Training, corruption: Corruption | None = None, strength:
 
 
 def speeds(training: Training, seconds: float = 2.0) -> dict[str, float]:
-    """Images a second in training and inference, the best of three rounds, and the peak memory of each in MB."""
+    """Measures images per second in training and inference, the best of three rounds, and peak memory in MB."""
     batch, measured = training.setup.batch, {}
     index = torch.arange(batch, device=training.device) % len(training.data.train.labels)
     images = as_floats(training.data.train.images[index])
@@ -207,10 +228,10 @@ def speeds(training: Training, seconds: float = 2.0) -> dict[str, float]:
                 call()
                 calls += 1
                 if calls % 10 == 0:
-                    training.wait()  # else the launches run ahead, and the round never ends
+                    training.wait()  # bounds the queue of launches, so that the round ends
             training.wait()
             rounds.append(calls * batch / (time.perf_counter() - begin))
         measured[f"{name} images/s"] = max(rounds)
-        if training.on_gpu and training.stream is None:  # a recorded step holds its memory for ever
+        if training.on_gpu and training.stream is None:  # a CUDA graph keeps its memory
             measured[f"{name} MB"] = (torch.cuda.max_memory_allocated() - training.before) / 1e6
     return measured

@@ -1,7 +1,6 @@
-"""What the retrieval benchmark compares: data sets, memories, the MLP, and the ablated similarities."""
+"""Data sets and systems of the retrieval benchmark: memories, an MLP, and ablations of the similarity."""
 
 import gzip
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +16,19 @@ from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.variants import Mixed
+from benchmarks.harness.command import default_data_dir
 
 Build = Callable[[Tensor], AssociativeMemory]
 MNIST = Path("mnist") / "train-images-idx3-ubyte.gz"
 
 
 def synthetic(count: int, dim: int, run: int) -> Tensor:
-    """Patterns drawn uniformly from [-1, 1]."""
+    """Draws patterns ``(count, dim)`` uniformly from [-1, 1]."""
     return torch.rand(count, dim, generator=torch.Generator().manual_seed(run)) * 2 - 1
 
 
 def mnist(folder: Path, count: int, run: int) -> Tensor:
-    """Training digits chosen by ``run``, as rows of 784 pixels in [-1, 1]."""
+    """Reads training digits, selected by the seed ``run``, as rows of 784 pixels in [-1, 1]."""
     with gzip.open(folder / MNIST) as file:
         pixels = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).reshape(-1, 784)
     chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(run))[:count]
@@ -36,15 +36,19 @@ def mnist(folder: Path, count: int, run: int) -> Tensor:
 
 
 def data_folder(given: Path | None) -> Path | None:
-    """The folder with MNIST, or none where there is none; one that is given must have it."""
+    """Returns the folder with MNIST, or None if it is missing.
+
+    Raises:
+        FileNotFoundError: ``given`` is not None and has no MNIST.
+    """
     if given is not None and not (given / MNIST).exists():
-        raise FileNotFoundError(f"expected {given / MNIST}, got no such file; without --data-dir MNIST is left out")
-    folder = given or Path(os.environ.get("AHOP_DATA_DIR", "data"))
+        raise FileNotFoundError(f"expected {given / MNIST}, got no such file; omit --data-dir to leave MNIST out")
+    folder = given or default_data_dir()
     return folder if (folder / MNIST).exists() else None
 
 
 class Perceptron(nn.Module):
-    """The 4-layer MLP baseline: from a query straight to a score of each pattern."""
+    """The 4-layer MLP baseline, which maps a query to one score per pattern."""
 
     def __init__(self, patterns: Tensor, width: int = 512) -> None:
         super().__init__()
@@ -54,14 +58,21 @@ class Perceptron(nn.Module):
         self.layers = nn.Sequential(*hidden, nn.Linear(width, count)).to(patterns)
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores ``(L, N)`` of ``query (L, d)``; the patterns are only known by their place."""
+        """Scores ``query (L, d)``: ``(L, N)``. Ignores ``key``: the MLP knows a pattern by its index."""
         return self.layers(query)
 
 
 class AblatedSimilarity(nn.Module):
-    """The adaptive similarity with parts exchanged: ``s = sum over bases of (w U) . q``, q sorted or as it comes.
+    """Ablations of the adaptive similarity ``s = sum over bases of (w U) . q`` with similarities ``q`` per dimension.
 
-    With ``U`` the triangle of ones this is the paper's formula, trained in ``w`` as the paper does.
+    A triangular ``U`` of ones and sorted ``q`` give the paper's formula, with ``w`` trained as in the paper. All
+    variants are initialized to the dot product.
+
+    Args:
+        patterns: stored patterns, which determine the dimension, dtype and device.
+        matrix: initial ``U``: triangle, identity or random.
+        learn_matrix: train ``U``.
+        in_order: sort ``q``.
     """
 
     def __init__(
@@ -75,48 +86,53 @@ class AblatedSimilarity(nn.Module):
             "random": lambda: torch.randn(dim, dim, generator=torch.Generator().manual_seed(dim)) / dim**0.5,
         }[matrix]()
         self.matrix = nn.Parameter(start, requires_grad=learn_matrix)
-        # Every one of them starts as the dot product.
         self.w = nn.Parameter(torch.stack([torch.zeros(dim), torch.linalg.solve(start.T, torch.ones(dim))]))
         self.bias = nn.Parameter(torch.zeros(dim))
         self.in_order = in_order
         self.to(patterns)
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (L, d)`` against ``key (S, d)``: ``(L, S)``."""
+        """Scores ``query (L, d)`` against ``key (S, d)``: ``(L, S)``."""
         folded, query = self.w @ self.matrix, query - self.bias
         if self.in_order:
             return adaptive_similarity(query, key, folded - nn.functional.pad(folded[:, 1:], (0, 1)))
-        # -(x - xi)^2 without the term that all patterns share.
+        # -(x - xi)^2 without the terms that are equal for all patterns.
         distance, product = folded
         return (query * (2 * distance + product)) @ key.T - key.square() @ distance
 
 
 class ReferenceSimilarity(AdaptiveSimilarity):
-    """The same scores by sort, cumulative sum and product, as the paper writes them: the cost without kernels."""
+    """The adaptive similarity as in the paper, by sort, cumulative sum and product: the baseline of the kernels."""
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., [H,] L, d)`` against ``key (..., [H,] S, d)``: ``(..., [H,] L, S)``."""
+        """Scores ``query (..., [H,] L, d)`` against ``key (..., [H,] S, d)``: ``(..., [H,] L, S)``."""
         weight = self.beta.unsqueeze(-1) * self.w
         return adaptive_similarity(self.unbiased(query), key, weight, self.bases, backend="reference")
 
 
 @dataclass(frozen=True)
 class System:
-    """A memory to measure: how it is built, and how it is fitted (not at all where ``lr`` is 0)."""
+    """A memory to measure.
+
+    Attributes:
+        build: makes the memory of some patterns.
+        lr: learning rate; 0 for a memory that is not trained.
+        samples: number of fixed training queries; 0 to draw new queries in each step.
+    """
 
     build: Build
     lr: float = 0.0
-    samples: int = 0  # so many fixed queries in place of fresh ones
+    samples: int = 0
 
     def fitted(self, patterns: Tensor, variant: Mixed, steps: int, batch: int, run: int) -> AssociativeMemory:
-        """The memory of these patterns after ``steps`` steps."""
+        """Returns the memory of these patterns after ``steps`` training steps."""
         torch.manual_seed(run)
         memory = self.build(patterns)
         data: Any = variant
         if self.samples:
             data = variant.sample(patterns, self.samples, torch.Generator(patterns.device).manual_seed(run))
             batch = min(batch, self.samples)
-            steps = max(1, steps * batch // self.samples)  # as many steps, but several make up an epoch
+            steps = max(1, steps * batch // self.samples)  # the same number of steps, several per epoch
         if self.lr:
             memory.fit(data, epochs=steps, lr=self.lr, batch=batch, progress=False, seed=run)
         return memory

@@ -1,4 +1,4 @@
-"""The models of benchmarks/tabular.py: how each is built, what is tuned, and what the paper reports."""
+"""The models of the tabular benchmark and their parameter spaces."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ Parameters = dict[str, Any]
 
 
 class Context(NamedTuple):
-    """What a model may need to know beside its parameters."""
+    """Arguments of a model other than its parameters."""
 
     seed: int
     device: str
@@ -30,14 +30,14 @@ class Context(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A builder, the values that are tried, those of a quick trial, and the paper's figures."""
+    """A constructor, the parameter values to sample from, and fixed values of a quick trial."""
 
     build: Callable[[Parameters, Context], ClassifierMixin]
     space: dict[str, list[Any]]
     quick: Parameters
 
     def draw(self, trial: int) -> Parameters:
-        """The parameters of a trial."""
+        """Samples the parameters of a trial."""
         return dict(next(iter(ParameterSampler(self.space, 1, random_state=trial))))
 
 
@@ -133,6 +133,6 @@ MODELS = {
 
 
 def available() -> list[str]:
-    """Names of the models that can be built here."""
+    """Returns the names of the models whose packages are installed."""
     missing = () if importlib.util.find_spec("xgboost") else ("XGBoost",)
     return [name for name in MODELS if name not in missing]
