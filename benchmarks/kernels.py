@@ -1,19 +1,20 @@
-"""Time and memory of the kernels against the reference, on one device.
+"""Time and memory of the kernels, compared with the reference, on one device.
 
 To run: python -m benchmarks.kernels [--device cpu|cuda] [--threads N] [--only TEXT] [--output FILE] [--sweep]
 
-Every method of a case runs in one process, one after the other, and ratios compare times of that process: the median of
-several calls. ``paper`` is the reference as the paper writes it (sort, cumulative sum, product), ``folded`` the same
-with folded weights (sort, product), ``compiled`` is torch.compile of the latter. ``limit`` is what the minima and
-maxima of the forward pass alone would take: two a comparator, at 64 a clock and multiprocessor. Memory is the peak
-beyond inputs, scores and gradients: on a GPU from PyTorch's allocator; on a CPU the high-water mark of resident memory,
-reset before the call, in a process of its own (Linux only). With ``--only`` other rows of the device are kept.
+All methods of a case run in one process, one after the other. A time is the median of several calls, and ratios compare
+times of the same process. ``paper`` is the reference as the paper writes it (sort, cumulative sum, product), ``folded``
+is the reference with folded weights (sort, product), and ``compiled`` is torch.compile of ``folded``. ``limit`` is a
+lower bound on the forward time: the time of the min and max instructions of the sorting networks, two per comparator,
+at 64 per clock and multiprocessor.
 
-``--sweep`` asks one question of many small problems, all of a thousand pairs: for which d is the reference faster?
-Calls of both alternate and their least times are compared. One row a shape and pass, with its worst case.
+Memory is the peak in addition to inputs, scores and gradients: of PyTorch's allocator on a GPU, and of the resident set
+of a separate process on a CPU (Linux only). ``--only`` keeps the other rows of the device.
+
+``--sweep`` looks for values of d for which the reference is faster, on small problems of about a thousand pairs. Calls
+of both methods alternate, and their minimum times are compared. Each shape and pass has one row with its worst d.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -31,17 +32,30 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers.ops import reference
 from ahop_layers.ops.gpu.networks import sorting_network
+from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
-from benchmarks.harness.rows import RESULTS, origin, read, replaced, write
+from benchmarks.harness.rows import RESULTS, ResultTable
 
 BASES = ("dis", "dot")
-RIVALS = ("paper", "folded", "compiled", "our float32")
+BASELINES = ("paper", "folded", "compiled", "our float32")
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape to measure, and what must hold: the least ratio to each method, forward and with backward."""
+    """A problem size to measure, and the expected speedups.
+
+    Attributes:
+        length: number of queries.
+        count: number of keys.
+        d: dimensions.
+        heads: number of heads.
+        n: batch size.
+        dtype: dtype of all tensors.
+        floors: minimum speedup over each method, forward and forward + backward.
+        memory: minimum ratio of the memory of ``folded`` to ours.
+        compiled: whether to measure torch.compile.
+    """
 
     length: int
     count: int
@@ -50,17 +64,17 @@ class Case:
     n: int = 1
     dtype: torch.dtype = torch.float32
     floors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    memory: float = 0  # how many times less than folded
+    memory: float = 0
     compiled: bool = False
 
     @property
     def name(self) -> str:
-        """Sizes as they stand in the shapes of the tensors."""
+        """The sizes, in the order of the tensor shapes."""
         heads = f"{self.n * self.heads} x " if self.n * self.heads > 1 else ""
         return f"{heads}{self.length} x {self.count}, d {self.d}, {str(self.dtype).removeprefix('torch.')}"
 
     def inputs(self, device: str) -> tuple[Tensor, ...]:
-        """Query, key and weight; the weights of one base sum to about one."""
+        """Returns query, key and weight."""
         generator = torch.Generator().manual_seed(0)
         batch = (self.n, self.heads)
         shapes = ((*batch, self.length, self.d), (*batch, self.count, self.d), (len(BASES), self.d))
@@ -91,7 +105,7 @@ GPU_CASES = [
     Case(256, 256, 16),
     Case(256, 256, 1024),
 ]
-SWEEP_SHAPES = {  # (n, length, count) of about a thousand pairs
+SWEEP_SHAPES = {  # (n, length, count), about a thousand pairs each
     "queries of one key": (1, 1000, 1),
     "keys of one query": (1, 1, 1000),
     "single pairs": (1000, 1, 1),
@@ -103,7 +117,7 @@ CASES = {"cpu": CPU_CASES, "cuda": GPU_CASES}
 
 
 def methods(compiled: bool = False) -> dict[str, Method]:
-    """What is compared, by name."""
+    """Returns the methods to compare, by name."""
 
     def folded(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
         return reference.folded_similarity(query, key, reference.fold(weight), BASES)
@@ -115,19 +129,19 @@ def methods(compiled: bool = False) -> dict[str, Method]:
 
 
 def call(method: Method, inputs: tuple[Tensor, ...], grad: Tensor, backward: bool) -> tuple[Tensor, ...]:
-    """Run once and return all results."""
+    """Computes the scores and, with ``backward``, the gradients."""
     with torch.set_grad_enabled(backward):
         scores = method(*inputs)
     return (scores, *torch.autograd.grad(scores, inputs, grad)) if backward else (scores,)
 
 
 def milliseconds(function: Callable[[], object], device: str) -> float:
-    """The median of several calls, after one that does not count."""
+    """Returns the median time of several calls after a warm-up call."""
 
     def once() -> float:
         if device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(4_000_000)  # about 2 ms in which the host runs ahead: device time is what is measured
+            torch.cuda._sleep(4_000_000)  # about 2 ms, so that the host runs ahead and only device time is measured
             start.record()
             function()
             end.record()
@@ -143,7 +157,7 @@ def milliseconds(function: Callable[[], object], device: str) -> float:
 
 
 def extra_megabytes(case: Case, device: str, name: str, threads: int) -> float | None:
-    """Peak memory of forward and backward beyond inputs and results, or None where it cannot be measured."""
+    """Returns the peak memory of forward and backward in addition to inputs and results; None without /proc."""
     if device == "cuda":
         return _extra_megabytes(case, device, name, threads)
     return in_own_process(_extra_megabytes, case, device, name, threads) if CLEAR.exists() else None
@@ -153,7 +167,7 @@ def _extra_megabytes(case: Case, device: str, name: str, threads: int) -> float:
     torch.set_num_threads(threads)
     method, inputs = methods()[name], case.inputs(device)
     grad = torch.ones(case.n, case.heads, case.length, case.count, dtype=case.dtype, device=device)
-    small = Case(2, 2, 2, dtype=case.dtype).inputs(device)  # what a first call loads is not its own
+    small = Case(2, 2, 2, dtype=case.dtype).inputs(device)  # loads the kernels
     call(method, small, torch.ones(1, 1, 2, 2, dtype=case.dtype, device=device), True)
     before = reset_peak(device)
     results = call(method, inputs, grad, True)
@@ -161,7 +175,7 @@ def _extra_megabytes(case: Case, device: str, name: str, threads: int) -> float:
 
 
 def limit_milliseconds(case: Case) -> float:
-    """The time of the minima and maxima of a forward pass on the current GPU."""
+    """Returns a lower bound on the forward time: that of the min and max instructions on the current GPU."""
     properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"]
     clock = 1e6 * float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0])
@@ -171,7 +185,10 @@ def limit_milliseconds(case: Case) -> float:
 
 
 def measure(case: Case, device: str, threads: int, known: dict[str, float]) -> list[dict[str, object]]:
-    """One row forward and one with backward; ``known`` holds our float32 times for the half-precision cases."""
+    """Returns the rows of forward and of forward + backward.
+
+    ``known`` collects our float32 times, the baseline of the cases in half precision.
+    """
     inputs = case.inputs(device)
     grad = torch.randn(case.n, case.heads, case.length, case.count, device=device).to(case.dtype)
     rows = []
@@ -185,7 +202,7 @@ def measure(case: Case, device: str, threads: int, known: dict[str, float]) -> l
         elif shape in known:
             times["our float32"] = known[shape]
         ours = times["ours"]
-        ratios = {name: times[name] / ours if name in times else None for name in RIVALS}
+        ratios = {name: times[name] / ours if name in times else None for name in BASELINES}
         limit = limit_milliseconds(case) if device == "cuda" and not backward else None
         extra = extra_megabytes(case, device, "ours", threads) if backward else None
         saved = None
@@ -208,7 +225,7 @@ def measure(case: Case, device: str, threads: int, known: dict[str, float]) -> l
 
 
 def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The least time of each function over calls that alternate: what other programs on the machine disturb least."""
+    """Returns the minimum time of each function. Alternating calls spread disturbances over all functions."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
@@ -222,7 +239,7 @@ def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, 
 
 
 def sweep(device: str, dimensions: tuple[int, ...]) -> Iterator[dict[str, object]]:
-    """For each shape and pass the d at which the reference comes closest."""
+    """Yields a row for each shape and pass, with the d of the smallest speedup."""
     table = {name: method for name, method in methods().items() if name in ("paper", "ours")}
     for name, (n, length, count) in SWEEP_SHAPES.items():
         worst: dict[bool, tuple[float, int]] = {}
@@ -248,14 +265,14 @@ def sweep(device: str, dimensions: tuple[int, ...]) -> Iterator[dict[str, object
 
 
 def measure_all(cases: list[Case], device: str, threads: int) -> Iterator[dict[str, object]]:
-    """The rows of these cases."""
+    """Yields the rows of these cases."""
     known: dict[str, float] = {}
     for case in cases:
         yield from measure(case, device, threads, known)
 
 
 def first_call_seconds() -> float:
-    """Forward and backward of d = 64 in a process and with a compilation cache of their own."""
+    """Measures forward and backward with d = 64 in a new process with an empty compilation cache."""
     code = (
         "import time, torch, ahop_layers as ah\n"
         "x = torch.randn(8, 64, device='cuda', requires_grad=True); w = torch.randn(2, 64, device='cuda')\n"
@@ -269,24 +286,25 @@ def first_call_seconds() -> float:
 
 
 def main() -> None:
-    """Measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=CASES, default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
-    parser.add_argument("--only", default="", help="cases whose name contains this text")
-    parser.add_argument("--output", type=Path, help="the rows; those of other devices are kept")
-    parser.add_argument("--sweep", action="store_true", help="small problems over many d instead of the cases")
+    """Measures, prints a table, and stores it."""
+    parser = make_parser("kernels", __doc__)
+    parser.add_argument("--device", choices=CASES, default="cpu", help="(default: cpu)")
+    threads = torch.get_num_threads()
+    parser.add_argument("--threads", type=int, default=threads, help="threads of the CPU (default: %(default)s)")
+    parser.add_argument("--only", default="", help="measure only cases whose name contains this text")
+    parser.add_argument("--output", type=Path, help="CSV file (default: benchmarks/results/kernels.csv or sweep.csv)")
+    parser.add_argument("--sweep", action="store_true", help="measure small problems with many d instead of the cases")
     options = parser.parse_args()
     cases = [case for case in CASES[options.device] if options.only in case.name]
     if options.sweep and options.only:
-        parser.error("--only chooses among the cases, and --sweep has none: expected one of them, got both")
+        parser.error("--only selects cases, and --sweep has none: expected one of them, got both")
     if not cases:
         names = "; ".join(case.name for case in CASES[options.device])
         parser.error(f"--only: expected a part of one of these names: {names}; got {options.only!r}")
-    output = options.output or RESULTS / ("sweep.csv" if options.sweep else "kernels.csv")
     torch.set_num_threads(options.threads)
-    about = origin(options.device)
-    print(f"{about['device']}, torch {about['torch']}")
+    output = options.output or RESULTS / ("sweep.csv" if options.sweep else "kernels.csv")
+    results = ResultTable(output, options.device)
+    print(f"{results.origin['device']}, torch {results.origin['torch']}")
     rows: list[dict[str, object]] = []
     measured = measure_all(cases, options.device, options.threads)
     for row in sweep(options.device, SWEEP_DIMENSIONS) if options.sweep else measured:
@@ -294,11 +312,11 @@ def main() -> None:
         if not rows:
             print("  ".join(f"{name:>{width}}" for name, width in zip(row, widths, strict=True)))
         print("  ".join(f"{text!s:>{width}}" for text, width in zip(row.values(), widths, strict=True)), flush=True)
-        rows.append(row | about)
+        rows.append(row)
     if options.device == "cuda" and not options.sweep:
         print(f"first call, d = 64, forward and backward compiled: {first_call_seconds():.1f} s")
-    # All cases, or all of a sweep, leave no earlier row of the device: its case may have another name by now.
-    write(output, replaced(read(output), rows, "device", *(("case", "pass") if options.only else ())))
+    # A complete measurement replaces all rows of the device, including cases that no longer exist.
+    results.replace(rows, *(("case", "pass") if options.only else ()))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""The rows of benchmarks/kernels.py as tables and as a picture."""
+"""Table and plot of the kernel benchmark."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.report import GREY, Row, drawing, group, number, table
+from benchmarks.harness.report import GRAY, drawing, group, number, table
+from benchmarks.harness.rows import Row
 
 PASSES = ("forward", "forward + backward")
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Milliseconds, and how many times faster than plain PyTorch as the paper writes it, forward and with backward."""
+    """Milliseconds and speedup over plain PyTorch as in the paper, without empty columns."""
     columns = {
         **{f"{label}, ms": (label, "ours_ms") for label in PASSES},
-        **{f"{label}, times faster": (label, "paper/ours") for label in PASSES},
-        "forward, times the limit": ("forward", "ours/limit"),
-        "memory, MB": ("forward + backward", "extra_MB"),
+        **{f"{label}, speedup": (label, "paper/ours") for label in PASSES},
+        "forward, multiple of lower bound": ("forward", "ours/limit"),
+        "extra memory, MB": ("forward + backward", "extra_MB"),
     }
     cases = {
         case: {name: row[column] for name, (label, column) in columns.items() for row in pair if row["pass"] == label}
@@ -28,7 +29,7 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """One panel a device: bars of the ratio to the reference as the paper writes it, forward and with backward."""
+    """Draws the speedup over plain PyTorch as bars, one panel per device."""
     devices = group(rows, "device")
     cases = [list(group(mine, "case")) for mine in devices.values()]
     with drawing(path, (8, 0.34 * sum(map(len, cases)) + 1.2 * len(devices))) as figure:
@@ -42,8 +43,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 bars = axis.barh(height, list(ratios.values()), height=0.38, label=label)
                 axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
             axis.set(xscale="log", title=device, ylim=(len(places) - 0.4, -0.6))
-            axis.axvline(1, color=GREY, linewidth=1)
+            axis.axvline(1, color=GRAY, linewidth=1)
             axis.set_yticks(range(len(places)), [case for (case,) in places])
             axis.set_xlim(right=2 * max(float(row["paper/ours"]) for row in mine))
-        axes[-1, 0].set_xlabel("times faster than plain PyTorch (sort, cumulative sum, product)")
+        axes[-1, 0].set_xlabel("speedup over plain PyTorch (sort, cumulative sum, product)")
         axes[0, 0].legend(loc="lower right", frameon=False)

@@ -24,7 +24,7 @@ import ahop_layers as ah
 from ahop_layers import plots
 from ahop_layers.plots import COLOURS
 from benchmarks.harness import report
-from benchmarks.harness.report import GREY
+from benchmarks.harness.report import GRAY as GREY
 
 HERE = Path(__file__).parent
 ORIGIN, OTHER = COLOURS["dot"], COLOURS["dis"]

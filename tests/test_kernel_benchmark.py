@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import kernels
 from benchmarks.harness.memory import CLEAR, peak, reset_peak
-from benchmarks.harness.report import PICTURES, picture_for
-from benchmarks.harness.rows import RESULTS, read, replaced, write
+from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, picture_for
+from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
 CASES = [kernels.Case(2, 3, 4), kernels.Case(2, 3, 5), kernels.Case(3, 3, 4)]
 
@@ -61,11 +61,51 @@ def test_a_part_that_is_none_is_refused(tmp_path, run, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_are_replaced_by_the_named_columns():
+def stored(path, rows):
+    """A table of these rows, of this device."""
+    results = ResultTable(path, "cpu")
+    results.add(*rows)
+    return results
+
+
+def test_rows_are_replaced_by_the_named_columns(tmp_path):
     old = [{"a": "1", "b": "x"}, {"a": "2", "b": "y"}, {"a": "1", "b": "z"}]
     new = [{"a": 1, "b": "p"}, {"a": 1, "b": "q"}, {"a": 3, "b": "r"}]
-    assert [row["b"] for row in replaced(old, new, "a")] == ["p", "q", "y", "r"]
-    assert [row["b"] for row in replaced(old, new, "a", "b")] == ["x", "y", "z", "p", "q", "r"]
+    for columns, expected in (((), "pqr"), (("a",), "pqyr"), (("a", "b"), "xyzpqr")):
+        results = stored(tmp_path / f"{expected}.csv", old)
+        results.replace(new, *columns)
+        assert [row["b"] for row in results.rows] == list(expected)
+        assert read(results.path) == results.rows
+
+
+def test_rows_of_another_device_are_kept_and_do_not_count(tmp_path):
+    foreign = {"a": "1", "device": "another"}
+    write(tmp_path / "rows.csv", [foreign])
+    results = ResultTable(tmp_path / "rows.csv", "cpu")
+    assert not results.has({"a": 1})
+    results.replace([{"a": 1}])
+    assert results.has({"a": 1})
+    assert not results.has({"a": 2})
+    assert read(results.path)[0].items() >= foreign.items()
+    assert results.own_rows == read(results.path)[1:]
+    assert results.own_rows[0].items() >= results.origin.items()
+
+
+def test_every_figure_of_a_measurement_is_a_row(tmp_path):
+    results = ResultTable(tmp_path / "rows.csv", "cpu")
+    results.add_figures({"model": "A"}, {"accuracy": 0.123456789, "seconds": 1200.0})
+    assert [(row["model"], row["measure"], row["value"]) for row in read(results.path)] == [
+        ("A", "accuracy", "0.123457"),
+        ("A", "seconds", "1200"),
+    ]
+
+
+def test_the_best_figures_are_bold():
+    assert bold_best(["0.5 ± 0.1", "", "0.7", "0.70 ± 0.2"]) == ["0.5 ± 0.1", "", "**0.7**", "**0.70 ± 0.2**"]
+    assert bold_best(["1,200", "900"], min) == ["1,200", "**900**"]
+    assert bold_best(["", ""]) == ["", ""]
+    body = bold_best_in_columns([["a", "1", "2"], ["b", "3", "4"]], {1: max, 2: min})
+    assert body == [["a", "1", "**2**"], ["b", "**3**", "4"]]
 
 
 def test_a_file_without_rows_is_not_written(tmp_path):

@@ -1,6 +1,5 @@
 """The benchmark of bag poolings: folds and choices that do not see the test, rows that resume, tables, memory."""
 
-import csv
 import statistics
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks import costs
-from benchmarks.harness.rows import write
+from benchmarks.harness.rows import read, write
+from benchmarks.paper.mil import __main__ as program
 from benchmarks.paper.mil import measure as mil
 from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.mil import training as mil_training
@@ -75,12 +75,12 @@ def test_published_folds_come_first(home):
 def test_features_are_measured_by_training_bags(home):
     data = mil_data.DATA_SETS["tiger"](home)
     train = torch.arange(30)
-    bags = mil_training.Bags(data, train, clip=4.0)
+    bags = mil_training.StandardizedBags(data, train, clip=4.0)
     known, _ = bags.packed(train)
     assert bags.features == 5  # the constant one is left out
     torch.testing.assert_close(known.std(0), torch.ones(5), atol=0.05, rtol=0)  # but for what is clipped
     changed = data._replace(read=lambda number: data.read(number) * (1 if number < 30 else 50))
-    others = mil_training.Bags(changed, train, clip=4.0)
+    others = mil_training.StandardizedBags(changed, train, clip=4.0)
     assert torch.equal(others.packed(train)[0], known)
     assert others.packed(torch.arange(30, 48))[0].abs().max() == 4
 
@@ -100,17 +100,17 @@ def test_a_choice_does_not_see_the_bags_under_test(home, one_setting):
 
 @pytest.mark.parametrize("pooling", mil.POOLINGS)
 def test_every_pooling_learns(home, one_setting, pooling):
-    found = mil.measure(mil.Job("nested", "tiger", pooling, repeat=0, fold=1, folds=3), home)
+    found = mil.measure(mil.OuterFold("nested", "tiger", pooling, repeat=0, fold=1, folds=3), home)
     assert set(found) == {"auc", "epochs", *KINDS}
     assert found["auc"] > 0.75
     assert found["noise 2.0"] < found["auc"]
 
 
 def test_all_bags_corrupted_and_the_seed_decides(home, one_setting):
-    job = mil.Job("corrupted", "tiger", "adaptive", 0, 1, 3)
-    found = mil.measure(job, home)
-    assert found == mil.measure(job, home)
-    assert found != mil.measure(job._replace(repeat=1), home)
+    fold = mil.OuterFold("corrupted", "tiger", "adaptive", 0, 1, 3)
+    found = mil.measure(fold, home)
+    assert found == mil.measure(fold, home)
+    assert found != mil.measure(fold._replace(repeat=1), home)
     assert set(found) == set(KINDS)
     assert found["bias 0.5"] > found["noise 2.0"]  # a bias that is there in training, too, costs little
 
@@ -119,44 +119,43 @@ def test_rows_are_kept_once_and_a_second_run_goes_on(home, tmp_path, one_setting
     rows = tmp_path / "rows.csv"
     size = ["--data", "tiger", "--parts", "corrupted", "--folds", "2", "--repeats", "1", "--processes", "1"]
     command = ["run", "--data-dir", str(home), *size, "--output", str(rows)]
-    mil.main([*command, "--poolings", "dot", "--minutes", "0"])
+    program.main([*command, "--poolings", "dot", "--minutes", "0"])
     assert "stopped after 0 minutes" in capsys.readouterr().out
     assert not rows.exists()
-    mil.main([*command, "--poolings", "dot"])
-    with rows.open(newline="") as file:
-        kept = list(csv.DictReader(file))
+    program.main([*command, "--poolings", "dot"])
+    kept = read(rows)
     assert [row["measure"] for row in kept] == list(KINDS)
     assert {row["pooling"] for row in kept} == {"dot"}
     (home / "mil" / "tiger.npz").unlink()  # what has its rows is not measured again, so the data are not missed
     mil.load.cache_clear()
-    mil.main([*command, "--poolings", "dot"])
+    program.main([*command, "--poolings", "dot"])
     with pytest.raises(SystemExit, match=r"mil/tiger\.npz, got no such file[\s\S]*docs/data\.md"):
-        mil.main([*command, "--poolings", "uniform"])
+        program.main([*command, "--poolings", "uniform"])
     assert not list(tmp_path.glob("*.part"))
 
 
 def test_tables_have_paired_differences_and_the_paper(tmp_path):
     measured = {"dot": (0.90, 0.92, 0.91), "adaptive": (0.91, 0.92, 0.93)}
-    rows = mil.Rows(tmp_path / "none.csv")
+    rows = []
     for pooling, values in measured.items():
         for repeat, value in enumerate(values):
             common = {"data": "tiger", "pooling": pooling, "repeat": str(repeat), "device": "test"}
             for part, measure in (("nested", "auc"), ("nested", "mask 0.5"), ("corrupted", "mask 0.5")):
-                rows.rows.append({"part": part, "measure": measure, "value": str(value), **common})
-    shown = mil_report.report(rows.rows)
+                rows.append({"part": part, "measure": measure, "value": str(value), **common})
+    shown = mil_report.report(rows)
     pairs = [a - d for a, d in zip(measured["adaptive"], measured["dot"], strict=True)]
     error = statistics.stdev(pairs) / 3**0.5
-    assert f"| tiger | A-Hop | 3 | 0.9200 | 0.0100 | 0.9030 | +0.0100 | {error:.4f} |" in shown
-    assert f"| mask, all bags | 0.5 | 0.9100 | 0.9200 | +0.0100 ± {error:.4f} |" in shown
-    short = mil_report.short_table(mil_report.arrange(rows.rows), ["tiger"])
-    assert "| A-Hop | 0.920 (0.903) |" in short
-    assert f"| A-Hop above M-Hop | +0.0100 ± {error:.4f} |" in short
-    assert mil_report.draw(rows.rows, tmp_path / "docs" / "mil.svg")
+    assert f"| tiger | A-Hop | 3 | **0.9200** | 0.0100 | 0.9030 | +0.0100 | {error:.4f} |" in shown
+    assert f"| mask, all bags | 0.5 | 0.9100 | **0.9200** | +0.0100 ± {error:.4f} |" in shown
+    short = mil_report.short_tables(mil_report.arrange(rows), ["tiger"])
+    assert "| A-Hop | **0.920** | 0.903 |" in short
+    assert f"| A-Hop | +0.0100 ± {error:.4f} |" in short
+    assert mil_report.draw(rows, tmp_path / "docs" / "mil.svg")
     drawn = (tmp_path / "docs" / "mil.svg").read_text()
-    assert all(text in drawn for text in ("masked features (share)", "corrupted: all bags", "A-Hop"))
+    assert all(text in drawn for text in ("fraction of masked features", "corrupted: all bags", "A-Hop"))
     assert not mil_report.draw([], tmp_path / "none.svg")
-    write(tmp_path / "rows.csv", rows.rows)
-    mil.main(["report", "--output", str(tmp_path / "rows.csv")])
+    write(tmp_path / "rows.csv", rows)
+    program.main(["report", "--output", str(tmp_path / "rows.csv")])
     assert (tmp_path / "rows.png").exists()  # beside the rows, since these are not the project's
 
 

@@ -1,6 +1,5 @@
 """The retrieval benchmark: its small version runs, resumes, and says what the paper's tables need."""
 
-import csv
 import re
 import sys
 
@@ -9,9 +8,11 @@ import torch
 
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed
+from benchmarks.harness.rows import read, write
 from benchmarks.paper.figures import RETRIEVAL
+from benchmarks.paper.retrieval import __main__ as program
 from benchmarks.paper.retrieval import measure as retrieval
-from benchmarks.paper.retrieval.measure import QUICK, Size, jobs, write
+from benchmarks.paper.retrieval.measure import QUICK, Size, measurements
 from benchmarks.paper.retrieval.report import FIGURE_LEVELS, FIGURE_SYSTEMS
 from benchmarks.paper.retrieval.systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
 
@@ -21,33 +22,28 @@ def run(tmp_path, monkeypatch, capsys):
     """Run the command line in this process, smaller still than its small version, and return what it prints."""
     budget = retrieval.Budget(25, 32)
     tiny = QUICK._replace(synthetic=budget, figure=retrieval.Budget(1, 8), patterns=(48,), queries=100)
-    monkeypatch.setattr(retrieval, "QUICK", tiny)
+    monkeypatch.setattr(program, "QUICK", tiny)
     torch.set_num_threads(1)  # steps this small only wait for each other
 
     def main(*options):
         monkeypatch.setattr(
             sys, "argv", ["retrieval", "--quick", "--device", "cpu", "--output", str(tmp_path), *options]
         )
-        retrieval.main()
+        program.main()
         return capsys.readouterr().out
 
     return main
 
 
-def read(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_small_version_resumes_and_compares(tmp_path, run):
     first = run("--table", "accuracy")
     rows = read(tmp_path / "retrieval_quick.csv")
-    assert len(rows) == len(jobs("accuracy", QUICK, images=False))
+    assert len(rows) == len(measurements("accuracy", QUICK, images=False))
     found = {row["system"]: float(row["accuracy"]) for row in rows if row["noise"] == "0.4"}
     assert found["M-Hop"] < found["A-Hop, debias"] <= found["Bayes limit"]
     assert found["Bayes limit, bias guessed"] < found["Bayes limit"]
     for system in found:
-        assert re.search(rf"^\| {re.escape(system)} \| \d\.\d+", first, flags=re.MULTILINE)
+        assert re.search(rf"^\| {re.escape(system)} \| \*{{0,2}}\d\.\d+", first, flags=re.MULTILINE)
 
     # Two rows are lost, one is altered: the lost ones are measured again, the altered one is believed.
     rows[0]["accuracy"] = "0.123"
@@ -74,7 +70,7 @@ def test_a_given_folder_must_have_the_digits(tmp_path, monkeypatch):
     command = ["retrieval", "--table", "accuracy", "--output", str(tmp_path), "--data-dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match=r"mnist/train-images-idx3-ubyte\.gz, got no such file[\s\S]*docs/data\.md"):
-        retrieval.main()
+        program.main()
     monkeypatch.setenv("AHOP_DATA_DIR", str(tmp_path))
     assert data_folder(None) is None
     (tmp_path / "mnist").mkdir()
@@ -83,7 +79,7 @@ def test_a_given_folder_must_have_the_digits(tmp_path, monkeypatch):
 
 
 def test_the_figure_is_drawn(tmp_path, run):
-    assert "picture: " in run("--table", "figure")
+    assert "plot: " in run("--table", "figure")
     assert (tmp_path / "retrieval_quick.png").stat().st_size > 20_000
     assert len(read(tmp_path / "retrieval_quick.csv")) == len(FIGURE_LEVELS) * len(FIGURE_SYSTEMS)
 
@@ -91,7 +87,7 @@ def test_the_figure_is_drawn(tmp_path, run):
 def test_timing_compares_with_the_reference(tmp_path, run, monkeypatch):
     recalls, original = [], AssociativeMemory.recall
     monkeypatch.setattr(AssociativeMemory, "recall", lambda *args: recalls.append(None) or original(*args))
-    assert "times the reference" in run("--table", "timing")
+    assert "fit, speedup" in run("--table", "timing")
     rows = read(tmp_path / "retrieval_timing_quick.csv")
     assert {row["system"] for row in rows} >= {"A-Hop, debias", "unsorted, U", "reference, CPU"}
     assert all(float(row["train_ms"]) > 0 and float(row["recall_ms"]) > 0 for row in rows)
@@ -116,13 +112,13 @@ def test_the_tables_are_the_papers():
     """Twelve settings at two sizes, four columns of accuracy, five runs, and every ablation the paper has."""
     assert len(set(FIGURE_LEVELS)) == 12
     size = Size()
-    assert {job.patterns for job in jobs("figure", size, images=True)} == {2048, 4096}
-    accuracy = jobs("accuracy", size, images=True)
+    assert {job.patterns for job in measurements("figure", size, images=True)} == {2048, 4096}
+    accuracy = measurements("accuracy", size, images=True)
     assert {(job.data, job.noise) for job in accuracy} == {
         ("synthetic", 0.4), ("synthetic", 0.5), ("mnist", 0.6), ("mnist", 0.7)
     }  # fmt: skip
     assert {job.run for job in accuracy} == set(range(5))
-    measured = {job.system for table in ("accuracy", "ablations") for job in jobs(table, size, images=True)}
+    measured = {job.system for table in ("accuracy", "ablations") for job in measurements(table, size, images=True)}
     assert measured >= set(RETRIEVAL)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import lzma
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_stopped_run_goes_on_and_ends_in_a_table(tmp_path):
     def run(*more: str) -> str:
         return subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    assert "the same command goes on here" in run("--minutes", "0")
+    assert "the same command resumes here" in run("--minutes", "0")
     with output.open(newline="") as file:
         first = list(csv.DictReader(file))
     assert {row["kind"] for row in first} == {"trial"}
@@ -107,5 +108,5 @@ def test_a_stopped_run_goes_on_and_ends_in_a_table(tmp_path):
     # For each of two models: two trials with two measures, two runs with three.
     assert len(rows) == 2 * (2 * 2 + 2 * 3)
     assert all(row["torch"] and row["device"] and row["commit"] for row in rows)
-    assert text.count("| 2 | 2 | 0.9") == 2  # both models in the table, with their trials, runs and accuracy
+    assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 2  # trials, runs, accuracy
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 
 import ahop_layers as ah
-from benchmarks.paper.images import measure as images
+from benchmarks.harness.rows import RESULTS, read
+from benchmarks.paper.images import __main__ as images
 from benchmarks.paper.images import training as images_training
 from benchmarks.paper.images.attentions import Attention
 from benchmarks.paper.retrieval.systems import ReferenceSimilarity
@@ -353,13 +354,13 @@ def test_throughput_benchmark(tmp_path, capsys):
     output = tmp_path / "images.csv"
     small = ["--data", "digits", "--model", "tiny", "--batch", "4", "--seconds", "0.01", "--device", "cpu"]
     images.main(["throughput", *small, "--output", str(output)])
-    rows = images.Rows(output).rows
+    rows = read(output)
     assert {row["attention"] for row in rows} == {*vit_model.ATTENTIONS, "eager"}
     assert all(float(row["value"]) > 0 and row["torch"] and row["device"] for row in rows)
     capsys.readouterr()
     images.main(["throughput", *small, "--output", str(output)])
     assert "seed" not in capsys.readouterr().out  # nothing is measured twice
-    assert len(images.Rows(output).rows) == len(rows)
+    assert len(read(output)) == len(rows)
 
 
 def test_training_benchmark(folder, capsys):
@@ -370,14 +371,14 @@ def test_training_benchmark(folder, capsys):
     assert "would not end" in capsys.readouterr().out
     assert not output.exists()
     images.main(["working", *small, "--epochs", "3", "--seeds", "1", *paths])
-    rows = images.Rows(output).rows
+    rows = read(output)
     clean = {row["attention"]: float(row["value"]) for row in rows if row["measure"] == "accuracy"}
     assert clean == {"dot": 1.0, "adaptive": 1.0}
     assert picture.stat().st_size > 10_000
     images.main(["report", *paths])
     shown = capsys.readouterr().out
-    assert "| corrupted by | dot (1 seeds) | adaptive (1 seeds) | adaptive above dot |" in shown
-    assert "| nothing | 1.0000 | 1.0000 | +0.0000 |" in shown
+    assert "| corruption | dot (1 seed) | adaptive (1 seed) | adaptive minus dot |" in shown
+    assert "| none | **1.0000** | **1.0000** | +0.0000 |" in shown
 
 
 def test_every_rate_is_measured_and_shown(folder, capsys):
@@ -385,9 +386,9 @@ def test_every_rate_is_measured_and_shown(folder, capsys):
     small = ["--data", "folder", "--data-dir", str(folder), "--model", "tiny", "--batch", "4", "--device", "cpu"]
     rest = ["--epochs", "1", "--seeds", "1", "--attentions", "dot", "--lr", "3e-3", "1e-3", "--output", str(output)]
     images.main(["paper", *small, *rest])
-    rates = [row["settings"].rpartition(", lr ")[2] for row in images.Rows(output).rows if row["measure"] == "accuracy"]
+    rates = [row["settings"].rpartition(", lr ")[2] for row in read(output) if row["measure"] == "accuracy"]
     assert rates == ["0.003", "0.001"]
-    assert "| attention | rate 0.001 | rate 0.003 | best above" in capsys.readouterr().out
+    assert "| attention | lr 0.001 | lr 0.003 | best minus" in capsys.readouterr().out
 
 
 def test_missing_images_are_named(tmp_path):
@@ -398,18 +399,18 @@ def test_missing_images_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--graphs"], "--graphs records what a GPU is told: expected --device cuda, got cpu"),
+        (["--graphs"], "--graphs captures CUDA graphs: expected --device cuda, got cpu"),
         (["--attentions", "dot", "adaptiv"], "attention must be one of adaptive, eager, kernel, sparse, dot"),
-        (["--attentions", "dot:debias"], "changes of dot must be among none"),
-        (["--attentions", "adaptive:typo"], "changes of adaptive must be among lr, last, init, debias, shared"),
-        (["--attentions", "adaptive:lr=1,lr=2"], "each once, got 'adaptive:lr=1,lr=2'"),
+        (["--attentions", "dot:debias"], "options of dot must be among none"),
+        (["--attentions", "adaptive:typo"], "options of adaptive must be among lr, last, init, debias, shared"),
+        (["--attentions", "adaptive:lr=1,lr=2"], "each at most once, got 'adaptive:lr=1,lr=2'"),
         (["--attentions", "adaptive:"], "got 'adaptive:'"),
-        (["--attentions", "kernel:shared"], "changes of kernel must be among last"),
-        (["--attentions", "sparse:shared"], "changes of sparse must be among last"),
+        (["--attentions", "kernel:shared"], "options of kernel must be among last"),
+        (["--attentions", "sparse:shared"], "options of sparse must be among last"),
         (["--attentions", "adaptive:debias=False"], "debias must have no value"),
         (["--attentions", "adaptive:init=dist"], "init must be one of dot, dis, uniform"),
-        (["--attentions", "adaptive:last=all"], "last must be a whole number above 0"),
-        (["--attentions", "adaptive:lr"], "lr must be a number above 0"),
+        (["--attentions", "adaptive:last=all"], "last must be a positive integer"),
+        (["--attentions", "adaptive:lr"], "lr must be a positive number"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(options, message, capsys):
@@ -419,7 +420,7 @@ def test_what_cannot_be_measured_is_refused_at_once(options, message, capsys):
 
 
 def test_every_attention_of_the_rows_is_read():
-    attentions = {row["attention"] for row in images.Rows(images.RESULTS / "images.csv").rows}
+    attentions = {row["attention"] for row in read(RESULTS / "images.csv")}
     assert len(attentions) > 5
     assert {Attention.read(text).name for text in attentions} == {*vit_model.ATTENTIONS, "eager"}
     assert Attention.read("adaptive:lr=0.1,last=1,init=dis") == Attention("adaptive", lr=0.1, last=1, init="dis")

@@ -1,55 +1,66 @@
-"""What all reports share: tables in Markdown, and pictures for light pages and dark ones."""
+"""Markdown tables and plots of the reports. Plots are readable on light and on dark pages."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness.rows import RESULTS
+from benchmarks.harness.rows import RESULTS, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Row = dict[str, str]
-
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
-GREY = "#82868c"  # as far from black as from white
-COLOURS = (
-    "#3a93b5",
-    "#d98032",
-    "#6a9a3b",
-    "#c8555b",
-    "#8d7cc3",
-    "#a98a3f",
-    "#d070a8",
-)  # all about as light as the grey
+GRAY = "#82868c"  # equal contrast to black and to white
+COLORS = ("#3a93b5", "#d98032", "#6a9a3b", "#c8555b", "#8d7cc3", "#a98a3f", "#d070a8")  # about as light as the gray
 STYLE = {
-    "svg.fonttype": "none",  # text stays text: small, and compared by tests
-    "svg.hashsalt": "ahop-layers",  # else a second run would name the parts of a picture anew
+    "svg.fonttype": "none",  # text stays text: small files, and tests can compare it
+    "svg.hashsalt": "ahop-layers",  # reproducible ids
     "savefig.transparent": True,
     "font.family": "sans-serif",
-    "grid.color": GREY,
+    "grid.color": GRAY,
     "grid.alpha": 0.3,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GRAY),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
 }
 
 
 def table(header: Sequence[object], body: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown."""
+    """Returns a Markdown table."""
     lines = (header, ["---"] * len(header), *body)
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
+def bold_best(cells: Sequence[str], best: Callable[..., float] = max) -> list[str]:
+    """Makes the best figures bold, all of them if several are equal as shown.
+
+    Args:
+        cells: texts that start with a number, such as ``0.467 ± 0.018``, or are empty.
+        best: ``max`` or ``min``.
+    """
+    figures = [float(cell.split()[0].replace(",", "")) if cell else None for cell in cells]
+    target = best((figure for figure in figures if figure is not None), default=None)
+    pairs = zip(cells, figures, strict=True)
+    return [f"**{cell}**" if cell and figure == target else cell for cell, figure in pairs]
+
+
+def bold_best_in_columns(body: Sequence[Sequence[str]], best: Mapping[int, Callable[..., float]]) -> list[list[str]]:
+    """Applies :func:`bold_best` to columns of a table: ``best`` is ``max`` or ``min`` by the number of a column."""
+    columns = [list(column) for column in zip(*body, strict=True)]
+    for index, function in best.items():
+        columns[index] = bold_best(columns[index], function)
+    return [list(line) for line in zip(*columns, strict=True)]
+
+
 def number(value: str | float) -> str:
-    """Three digits of a number, and no exponent."""
+    """Returns a number with three significant digits and without an exponent."""
     shown = f"{float(value):.3g}"
     return f"{float(shown):,.0f}" if "e+" in shown else shown
 
 
 def group(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
-    """Rows by the values of some columns, in the order in which these first appear."""
+    """Groups rows by the values of some columns, in the order of their first appearance."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -57,23 +68,23 @@ def group(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
 
 
 def picture_for(output: Path, name: str) -> Path:
-    """Where to draw rows: in the documentation if these are the benchmark's own, else beside them."""
+    """Returns the path of a plot: in the documentation for its own results, next to the file for others."""
     own = output.resolve() == (RESULTS / f"{name}.csv").resolve()
     return PICTURES / f"{name}.svg" if own else output.with_suffix(".png")
 
 
 @contextmanager
 def drawing(path: Path, size: tuple[float, float]) -> Iterator["Figure"]:
-    """A figure of a size in inches, to draw on; at the end it is saved, as a whole or not at all."""
+    """Yields a figure of a size in inches, and saves it atomically at the end."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**STYLE, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}):
+    with matplotlib.rc_context({**STYLE, "axes.prop_cycle": matplotlib.cycler(color=COLORS)}):
         figure = Figure(figsize=size, layout="constrained")
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
         form = path.suffix[1:]
-        # The time of drawing would make every run's file another one.
+        # Without a date, equal plots are equal files.
         figure.savefig(part, format=form, dpi=130, metadata={"Date": None} if form == "svg" else None)
     os.replace(part, path)

@@ -1,22 +1,24 @@
-"""Rows of results: read and written as a whole, each with the machine, versions and commit it was measured with."""
+"""Stored results: CSV files whose rows record the device, versions, commit and date of each measurement."""
 
 import csv
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import ahop_layers as ah
 
+Row = dict[str, str]
+
 RESULTS = Path(__file__).parents[1] / "results"
+"""The results of the documentation."""
 
 
-def describe(device: str) -> str:
-    """The device in a few words."""
+def device_name(device: str) -> str:
+    """Returns the name of the GPU, or the model of the CPU and the number of threads."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines()
@@ -24,12 +26,12 @@ def describe(device: str) -> str:
     return f"{model} x{torch.get_num_threads()}"
 
 
-def origin(device: str) -> dict[str, str]:
-    """Where and with what a row is measured."""
+def origin(device: str) -> Row:
+    """Returns the columns that describe where and with what a row is measured."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
     return {
-        "device": describe(device),
+        "device": device_name(device),
         "torch": torch.__version__,
         "ahop_layers": ah.__version__,
         "commit": commit.stdout.strip(),
@@ -37,33 +39,16 @@ def origin(device: str) -> dict[str, str]:
     }
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows that are there."""
+def read(path: Path) -> list[Row]:
+    """Reads the rows of a CSV file; a file that does not exist has none."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def replaced(
-    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *names: str
-) -> list[Mapping[str, Any]]:
-    """Old rows, with the new ones at the place of those that have the same values in the named columns."""
-
-    def key(row: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(str(row[name]) for name in names)
-
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in new:
-        groups.setdefault(key(row), []).append(row)
-    known, rows = set(groups), []
-    for row in old:
-        rows += groups.pop(key(row), []) if key(row) in known else [row]
-    return [*rows, *(row for rest in groups.values() for row in rest)]
-
-
-def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the file as a whole, so that an interruption leaves the old or the new one."""
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Replaces a CSV file atomically: an interruption leaves the old or the new file."""
     if not rows:
         raise ValueError(f"expected rows to write to {path}, got none")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,25 +60,59 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     os.replace(part, path)
 
 
-class Rows:
-    """A file with one row for each figure, to which measurements are added that it does not hold yet."""
+class ResultTable:
+    """The rows of a CSV file. Every change is written to the file at once.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file, which need not exist.
+        device: device of the measurements to come; their rows get its :func:`origin`. None to only read.
+
+    Attributes:
+        rows: all rows, of this and of other devices.
+        origin: the columns that every new row gets.
+    """
+
+    def __init__(self, path: Path, device: str | None = None) -> None:
         self.path, self.rows = path, read(path)
-        self.origin: dict[str, str] = {}
+        self.origin = {} if device is None else origin(device)
 
-    def about(self, device: str) -> None:
-        """Say where the rows to come are measured."""
-        self.origin = origin(device)
+    @property
+    def own_rows(self) -> list[Row]:
+        """The rows of this device."""
+        return [row for row in self.rows if row["device"] == self.origin["device"]]
 
-    def holds(self, key: dict[str, str]) -> bool:
-        """Whether this has been measured on this device."""
-        wanted = key | {"device": self.origin["device"]}
-        return any(all(row[name] == text for name, text in wanted.items()) for row in self.rows)
+    def has(self, key: Mapping[str, object]) -> bool:
+        """Returns whether a row of this device has the values of ``key``."""
+        wanted = _as_text({**key, "device": self.origin["device"]}).items()
+        return any(wanted <= row.items() for row in self.rows)
 
-    def add(self, key: dict[str, str], measured: dict[str, float]) -> None:
-        """Keep the figures of one measurement, all of them or none."""
-        self.rows += [
-            {**key, "measure": name, "value": f"{value:.6g}", **self.origin} for name, value in measured.items()
-        ]
+    def add(self, *rows: Mapping[str, object]) -> None:
+        """Appends rows."""
+        self.rows += self._complete(rows)
         write(self.path, self.rows)
+
+    def add_figures(self, key: Mapping[str, object], figures: Mapping[str, float]) -> None:
+        """Appends one row for each figure of a measurement, in the columns ``measure`` and ``value``."""
+        self.add(*({**key, "measure": name, "value": f"{value:.6g}"} for name, value in figures.items()))
+
+    def replace(self, rows: Iterable[Mapping[str, object]], *columns: str) -> None:
+        """Replaces the rows of this device that have the same values in ``columns``, in place, and appends the rest."""
+
+        def key(row: Row) -> tuple[str, ...]:
+            return tuple(row[name] for name in ("device", *columns))
+
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in self._complete(rows):
+            groups.setdefault(key(row), []).append(row)
+        known, kept = set(groups), []
+        for row in self.rows:
+            kept += groups.pop(key(row), []) if key(row) in known else [row]
+        self.rows = [*kept, *(row for rest in groups.values() for row in rest)]
+        write(self.path, self.rows)
+
+    def _complete(self, rows: Iterable[Mapping[str, object]]) -> list[Row]:
+        return [_as_text({**row, **self.origin}) for row in rows]
+
+
+def _as_text(row: Mapping[str, object]) -> Row:
+    return {name: str(value) for name, value in row.items()}

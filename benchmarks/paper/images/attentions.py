@@ -1,4 +1,4 @@
-"""The attentions that benchmarks/images.py compares, and the changes that each takes."""
+"""The attentions of the image benchmark and their options."""
 
 import contextlib
 from dataclasses import dataclass
@@ -7,24 +7,25 @@ from typing import Any
 import ahop_layers as ah
 from ahop_layers.similarity import INITS
 
-CHANGES: dict[str, tuple[str, ...]] = {
+OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("adaptive", "eager"), ("lr", "last", "init", "debias", "shared")),
-    **dict.fromkeys(("kernel", "sparse"), ("last",)),  # the rest is about a similarity that they do not have
+    **dict.fromkeys(("kernel", "sparse"), ("last",)),  # the other options are those of adaptive similarities
     "dot": (),
 }
-"""The attentions, and the changes that each takes."""
+"""The attentions, and the options of each."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention and its changes, as a row names them: ``adaptive:init=dis,shared``.
+    """An attention and its options, written as ``adaptive:init=dis,shared`` in commands and rows.
 
     Attributes:
-        name: one of :data:`CHANGES`.
-        lr: how many times as fast as the rest the similarities learn.
-        last: exchange only the attention of the last so many blocks.
-        init, debias: of the similarities.
-        shared: one set of weights for all heads.
+        name: a key of :data:`OPTIONS`.
+        lr: learning-rate multiplier of the similarity parameters.
+        last: replace the attention of the last ``last`` blocks only; None for all blocks.
+        init: initialization of the similarities.
+        debias: whether the similarities learn a bias.
+        shared: whether all heads share one set of weights.
     """
 
     name: str
@@ -36,33 +37,37 @@ class Attention:
 
     @classmethod
     def read(cls, text: str) -> "Attention":
-        """Take a text apart; what the attention does not have raises."""
+        """Parses a text.
+
+        Raises:
+            AHopError: an unknown attention, option or value.
+        """
         name, colon, rest = text.partition(":")
-        if name not in CHANGES:
-            raise ah.AHopError(f"attention must be one of {', '.join(CHANGES)}, got {text!r}")
-        changes: dict[str, Any] = {}
+        if name not in OPTIONS:
+            raise ah.AHopError(f"attention must be one of {', '.join(OPTIONS)}, got {text!r}")
+        options: dict[str, Any] = {}
         for part in rest.split(",") if colon else ():
-            change, equals, value = part.partition("=")
-            if change not in CHANGES[name] or change in changes:
-                taken = ", ".join(CHANGES[name]) or "none"
-                raise ah.AHopError(f"changes of {name} must be among {taken}, each once, got {text!r}")
-            changes[change] = _value(change, value if equals else None, text)
-        return cls(name, **changes)
+            option, equals, value = part.partition("=")
+            if option not in OPTIONS[name] or option in options:
+                known = ", ".join(OPTIONS[name]) or "none"
+                raise ah.AHopError(f"options of {name} must be among {known}, each at most once, got {text!r}")
+            options[option] = _value(option, value if equals else None, text)
+        return cls(name, **options)
 
 
-def _value(change: str, value: str | None, text: str) -> Any:
-    """What a change is set to; ``value`` is None where the text has no ``=``."""
-    if change in ("debias", "shared"):
+def _value(option: str, value: str | None, text: str) -> Any:
+    """Parses the value of an option, None for an option without ``=``."""
+    if option in ("debias", "shared"):
         expected = "have no value"
         if value is None:
             return True
-    elif change == "init":
+    elif option == "init":
         expected = f"be one of {', '.join(INITS)}"
         if value in INITS:
             return value
     else:
-        kind, expected = (int, "be a whole number above 0") if change == "last" else (float, "be a number above 0")
+        kind, expected = (int, "be a positive integer") if option == "last" else (float, "be a positive number")
         with contextlib.suppress(ValueError):
             if (number := kind(value or "")) > 0:
                 return number
-    raise ah.AHopError(f"{change} must {expected}, got {text!r}")
+    raise ah.AHopError(f"{option} must {expected}, got {text!r}")

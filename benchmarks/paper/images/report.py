@@ -1,4 +1,4 @@
-"""The rows of benchmarks/images.py, shown as tables and as a picture."""
+"""Tables and plot of the image benchmark."""
 
 import statistics
 from collections import defaultdict
@@ -6,29 +6,29 @@ from collections.abc import Collection, Sequence
 from decimal import Decimal
 from pathlib import Path
 
-from benchmarks.harness.report import Row, drawing, group, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, table
+from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import IMAGES
-
-KEYS = ("setup", "settings", "attention", "seed")
 
 
 def report(rows: Sequence[Row], setups: Collection[str]) -> str:
-    """The tables of some set-ups, each below what it was measured with."""
+    """The tables of some setups, each below its settings."""
     parts = []
-    for (name, settings, device), mine in group(map(_rate_apart, rows), "setup", "settings", "device").items():
+    for (name, settings, device), mine in group(map(_split_rate, rows), "setup", "settings", "device").items():
         if name in setups:
-            parts += [f"{name}: {settings} ({device})", TABLES[name](mine)]
+            make, caption = TABLES[name]
+            parts += [f"{caption} Settings: {settings}; {device}.", make(mine)]
     return "\n\n".join(parts)
 
 
-def _rate_apart(row: Row) -> Row:
-    """Take the learning rate out of the settings where one table shows all rates."""
+def _split_rate(row: Row) -> Row:
+    """Moves the learning rate from the settings to a column of its own, if one table shows all rates."""
     settings, _, rate = row["settings"].partition(", lr ")
     return row | {"settings": settings, "rate": rate} if row["setup"] == "paper" else row
 
 
 def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """attention -> measure -> seed -> value; first the dot product, with which the others are compared."""
+    """Returns attention -> measure -> seed -> value. The dot product, the baseline, comes first."""
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in sorted(rows, key=lambda row: row["attention"] != "dot"):
         found[row["attention"]][row["measure"]][row["seed"]] = float(row["value"])
@@ -36,59 +36,67 @@ def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def rate_tables(rows: Sequence[Row]) -> str:
-    """Accuracies by learning rate, beside the paper's; then how far each is above the dot product at the same rate."""
+    """Three tables with a column per learning rate: accuracy, difference from the dot product, number of seeds.
+
+    The best learning rate of an attention is bold if it was trained with several.
+    """
     accuracies = [row for row in rows if row["measure"] == "accuracy"]
     by_rate = {
         rate: {attention: measures["accuracy"] for attention, measures in by_attention(mine).items()}
         for (rate,), mine in sorted(group(accuracies, "rate").items(), key=lambda item: float(item[0][0]))
     }
     names = sorted({row["attention"] for row in accuracies}, key=lambda name: (name != "dot", ":" in name, name))
-    means = {name: [_mean(of.get(name, {}).values()) for of in by_rate.values()] for name in names}
-    best = {name: max(mean for mean in line if mean is not None) for name, line in means.items()}
+    best = {name: max(statistics.mean(of[name].values()) for of in by_rate.values() if name in of) for name in names}
     paper = IMAGES.get(rows[0]["settings"].split(",")[0], {})
-    accuracy, above = [], []
+    accuracy, differences, counts = [], [], []
     for name in names:
-        cells, pairs = [], []
-        for mean, of in zip(means[name], by_rate.values(), strict=True):
-            values, dot = of.get(name, {}), of.get("dot", {})
-            spread = f" ±{statistics.stdev(values.values()):.4f}" if len(values) > 1 else ""
-            shown = "" if mean is None else f"{mean:.4f}{spread} ({len(values)})"
-            cells.append(f"**{shown}**" if mean == best[name] and means[name].count(None) + 1 < len(by_rate) else shown)
-            pairs.append(_mean([value - dot[seed] for seed, value in values.items() if seed in dot]))
+        seeds = [of.get(name, {}) for of in by_rate.values()]
+        dots = [of.get("dot", {}) for of in by_rate.values()]
+        cells = [_spread(values) for values in seeds]
+        marked = bold_best(cells) if sum(map(bool, cells)) > 1 else cells
         gain = f"{best[name] - best['dot']:+.4f}" if "dot" in best and name != "dot" else ""
-        accuracy.append([name, *cells, gain, f"{paper[name]:.4f}" if name in paper else ""])
-        above.append([name, *("" if pair is None else f"{pair:+.4f}" for pair in pairs)])
-    rates = [f"rate {Decimal(rate):f}" for rate in by_rate]
-    parts = [table(["attention", *rates, "best above the dot product's best", "paper"], accuracy)]
-    compared = [line for line in above if line[0] != "dot" and any(line[1:])]
+        accuracy.append([name, *marked, gain, f"{paper[name]:.4f}" if name in paper else ""])
+        differences.append([name, *map(_difference, seeds, dots)])
+        counts.append([name, *(str(len(values) or "") for values in seeds)])
+    rates = [f"lr {Decimal(rate):f}" for rate in by_rate]
+    parts = [table(["attention", *rates, "best minus best of dot", "paper"], accuracy)]
+    compared = [line for line in differences if line[0] != "dot" and any(line[1:])]
     if compared:
-        parts += ["Above the dot product at the same rate, same seeds:", table(["attention", *rates], compared)]
-    return "\n\n".join(parts)
+        caption = "Accuracy minus that of the dot product with the same learning rate, mean over the seeds of both."
+        parts += [caption, table(["attention", *rates], compared)]
+    return "\n\n".join([*parts, "Number of seeds of each accuracy.", table(["attention", *rates], counts)])
 
 
-def _mean(values: Collection[float]) -> float | None:
-    return statistics.mean(values) if values else None
+def _spread(seeds: dict[str, float]) -> str:
+    """Mean and standard deviation of the values of some seeds."""
+    values = seeds.values()
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}" if values else ""
+
+
+def _difference(seeds: dict[str, float], baseline: dict[str, float]) -> str:
+    """Mean difference over the seeds of both."""
+    pairs = [value - baseline[seed] for seed, value in seeds.items() if seed in baseline]
+    return f"{statistics.mean(pairs):+.4f}" if pairs else ""
 
 
 def corruption_table(rows: Sequence[Row]) -> str:
-    """A line for each corruption: the mean of every attention, and how far it is above the dot product, same seeds."""
+    """Mean accuracy of every attention with every corruption, the best one bold, and the differences from dot."""
     found = by_attention(rows)
     others = [attention for attention in found if attention != "dot"]
     body = []
     for (measure,) in group(rows, "measure"):
         seeds = {attention: measures.get(measure, {}) for attention, measures in found.items()}
-        means = [f"{statistics.mean(each.values()):.4f}" if each else "" for each in seeds.values()]
-        pairs = [[value - seeds["dot"][seed] for seed, value in seeds[other].items() if seed in seeds.get("dot", {})]
-                 for other in others]  # fmt: skip
-        above = [f"{statistics.mean(each):+.4f}" if each else "" for each in pairs]
-        body.append(["nothing" if measure == "accuracy" else measure, *means, *above])
+        means = [f"{statistics.mean(values.values()):.4f}" if values else "" for values in seeds.values()]
+        differences = [_difference(seeds[other], seeds.get("dot", {})) for other in others]
+        body.append(["none" if measure == "accuracy" else measure, *bold_best(means), *differences])
     count = {attention: len(measures["accuracy"]) for attention, measures in found.items()}
-    names = [f"{attention} ({seeds} seeds)" for attention, seeds in count.items()]
-    return table(["corrupted by", *names, *(f"{other} above dot" for other in others)], body)
+    names = [f"{attention} ({seeds} seed{'s' if seeds > 1 else ''})" for attention, seeds in count.items()]
+    return table(["corruption", *names, *(f"{other} minus dot" for other in others)], body)
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """Every figure, and its ratio to that of the dot product in the same run."""
+    """Every figure, the best one bold, and its ratio to that of the dot product in the same run."""
     found = {
         attention: {name: max(seeds.values()) for name, seeds in measures.items()}
         for attention, measures in by_attention(rows).items()
@@ -100,24 +108,30 @@ def speed_table(rows: Sequence[Row]) -> str:
             ratio = figures[name] / found["dot"][name] if "dot" in found else None
             cells += [f"{figures[name]:,.0f}", "" if ratio is None else f"{ratio:.2f}"]
         body.append(cells)
-    return table(["attention", *(cell for name in names for cell in (name, "/ dot"))], body)
+    best = {1 + 2 * index: max if name.endswith("images/s") else min for index, name in enumerate(names)}
+    header = ["attention", *(cell for name in names for cell in (name, "relative to dot"))]
+    return table(header, bold_best_in_columns(body, best))
 
 
-TABLES = {"paper": rate_tables, "working": corruption_table, "throughput": speed_table}
-"""What shows the rows of a set-up."""
+TABLES = {
+    "paper": (rate_tables, "Test accuracy with the paper's setup, by learning rate."),
+    "working": (corruption_table, "Test accuracy of a small ViT on corrupted images."),
+    "throughput": (speed_table, "Throughput of a small ViT."),
+}
+"""The table of a setup, and its caption."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Accuracy against the strength of each corruption, from the last working set-up; False where there is none.
+    """Draws the accuracy against the strength of each corruption, from the last settings of the setup ``working``.
 
-    A line for each attention, a bar from the lowest to the highest of its seeds.
+    Each attention has a line with bars from the lowest to the highest seed. Returns False if there are no rows to draw.
     """
     working = list(group((row for row in rows if row["setup"] == "working"), "settings", "device").values())
     if not working:
         return False
     found = by_attention(working[-1])
     kinds = list(dict.fromkeys(row["measure"].split()[0] for row in working[-1] if " " in row["measure"]))
-    titles = {"noise": "pixel noise (deviation)", "mask": "masked patches (share)", "bias": "bias of the colours"}
+    titles = {"noise": "pixel noise (standard deviation)", "mask": "fraction of masked patches", "bias": "color bias"}
     with drawing(path, (3 * len(kinds), 3.4)) as figure:
         for axis, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
             for attention, measures in found.items():

@@ -1,11 +1,12 @@
-"""The rows of benchmarks/mil.py as tables and as a picture."""
+"""Tables and plot of the bag benchmark."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.report import Row, drawing, group, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, table
+from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import MIL
 
 NAMES = {
@@ -14,30 +15,30 @@ NAMES = {
 }  # fmt: skip
 
 PARTS = {"nested": "test bags", "corrupted": "all bags"}
-"""What is measured, and which bags are corrupted in it."""
+"""The parts of the benchmark, and the bags that are corrupted in them."""
 
 # part -> measure -> pooling -> data -> repeat -> value
 Figures = dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]
 
 
 def report(rows: Sequence[Row]) -> str:
-    """All tables of each machine's rows."""
+    """All tables, for each device."""
     parts = []
     for (device,), mine in group(rows, "device").items():
         figures, data = arrange(mine), data_sets(mine)
-        parts += [device, clean_table(figures, data)]
+        parts += [f"Test AUC without corruption, measured on {device}.", clean_table(figures, data)]
         for chosen in [*([name] for name in data), data][: len(data) + (len(data) > 1)]:
-            parts += [f"{', '.join(chosen)}: AUC with corrupted instances", corruption_table(figures, chosen)]
+            parts += [f"Test AUC with corrupted instances on {', '.join(chosen)}.", corruption_table(figures, chosen)]
     return "\n\n".join(parts)
 
 
 def data_sets(rows: Sequence[Row]) -> list[str]:
-    """The data sets of the rows."""
+    """Returns the data sets of the rows."""
     return [name for (name,) in group(rows, "data")]
 
 
 def arrange(rows: Sequence[Row]) -> Figures:
-    """Rows by what they measure."""
+    """Returns the values of the rows by part, measure, pooling, data set and repeat."""
     figures: Figures = {part: {} for part in PARTS}
     for row in rows:
         of_measure = figures[row["part"]].setdefault(row["measure"], {})
@@ -47,19 +48,26 @@ def arrange(rows: Sequence[Row]) -> Figures:
 
 
 def complete(figures: Figures, part: str, measure: str, data: Sequence[str]) -> list[str]:
-    """The poolings that were measured on all of the data sets, in the order of their names."""
+    """Returns the poolings that were measured on all of the data sets, in the order of ``NAMES``."""
     found = figures[part].get(measure, {})
     return [pooling for pooling in NAMES if set(data) <= set(found.get(pooling, ()))]
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error (NaN for a single value)."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
+def mean_over(figures: Figures, part: str, measure: str, pooling: str, data: Sequence[str]) -> float:
+    """Returns the mean over repeats and data sets."""
+    return statistics.mean(statistics.mean(figures[part][measure][pooling][name].values()) for name in data)
 
 
-def above_dot(figures: Figures, part: str, measure: str, pooling: str, data: Sequence[str]) -> list[float]:
-    """AUC minus that of M-Hop with the same folds and seeds: for each repeat, the mean over data sets."""
+def mean_and_error(values: Sequence[float]) -> tuple[str, str]:
+    """Returns the mean, with its sign, and its standard error, which is empty for a single value."""
+    if not values:
+        return "", ""
+    error = f"{statistics.stdev(values) / math.sqrt(len(values)):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):+.4f}", error
+
+
+def difference(figures: Figures, part: str, measure: str, pooling: str, data: Sequence[str]) -> list[float]:
+    """Returns AUC minus that of M-Hop with the same folds and seeds: for each repeat, the mean over data sets."""
     if not {"dot", pooling} <= set(complete(figures, part, measure, data)):
         return []
     mine, dot = figures[part][measure][pooling], figures[part][measure]["dot"]
@@ -67,74 +75,78 @@ def above_dot(figures: Figures, part: str, measure: str, pooling: str, data: Seq
     return [statistics.mean(mine[name][repeat] - dot[name][repeat] for name in data) for repeat in sorted(shared)]
 
 
-def short_table(figures: Figures, data: Sequence[str]) -> str:
-    """A column for each data set: the mean over repeats and the paper's figure; below, the paired differences."""
-    body, poolings = [], complete(figures, "nested", "auc", data)
+def short_tables(figures: Figures, data: Sequence[str]) -> str:
+    """A column for each data set: mean AUC over repeats, with the paper's figures; then the paired differences."""
+    poolings = complete(figures, "nested", "auc", data)
+    header, columns, differences = ["pooling"], [[NAMES[pooling] for pooling in poolings]], []
+    for name in data:
+        means = [f"{mean_over(figures, 'nested', 'auc', pooling, [name]):.3f}" for pooling in poolings]
+        paper = [f"{MIL[name][pooling]:.3f}" if pooling in MIL[name] else "" for pooling in poolings]
+        header += [name, f"{name}, paper"]
+        columns += [bold_best(means), paper]
     for pooling in poolings:
-        means = [f"{mean_over(figures, 'nested', 'auc', pooling, [name]):.3f}" for name in data]
-        known = [f" ({MIL[name][pooling]:.3f})" if pooling in MIL[name] else "" for name in data]
-        body.append([NAMES[pooling], *(mean + paper for mean, paper in zip(means, known, strict=True))])
-    for pooling in poolings:
-        pairs = [above_dot(figures, "nested", "auc", pooling, [name]) for name in data]
+        pairs = [difference(figures, "nested", "auc", pooling, [name]) for name in data]
         if pooling != "dot" and all(pairs):
-            body.append([f"{NAMES[pooling]} above M-Hop", *(_paired(each) for each in pairs)])
-    return table(["pooling", *data], body)
+            differences.append([NAMES[pooling], *(_paired(each) for each in pairs)])
+    parts = [table(header, zip(*columns, strict=True))]
+    if differences:
+        caption = "AUC minus that of M-Hop with the same folds and seeds: mean and standard error over the repeats."
+        parts += [caption, table(["pooling", *data], differences)]
+    return "\n\n".join(parts)
 
 
 def _paired(differences: Sequence[float]) -> str:
-    return "{:+.4f} ± {:.4f}".format(*mean_and_error(differences)) if differences else ""
+    return " ± ".join(filter(None, mean_and_error(differences)))
 
 
 def clean_table(figures: Figures, data: Sequence[str]) -> str:
-    """Mean and deviation over repeats, the paper's figure, and the paired difference from M-Hop."""
-    body = []
+    """Mean and standard deviation over repeats, the paper's figure, and the paired difference from M-Hop."""
+    header = ["data", "pooling", "repeats", "AUC", "standard deviation", "paper", "minus M-Hop", "standard error"]
+    body: list[list[str]] = []
     for name in data:
+        lines = []
         for pooling in complete(figures, "nested", "auc", [name]):
             values = list(figures["nested"]["auc"][pooling][name].values())
             deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
             paper = f"{MIL[name][pooling]:.4f}" if pooling in MIL[name] else ""
-            pairs = above_dot(figures, "nested", "auc", pooling, [name]) if pooling != "dot" else []
-            mean, error = mean_and_error(pairs) if pairs else (math.nan, math.nan)
-            paired = (f"{mean:+.4f}", f"{error:.4f}") if pairs else ("", "")
-            body.append(
-                [name, NAMES[pooling], len(values), f"{statistics.mean(values):.4f}", deviation, paper, *paired]
-            )
-    return table(["data", "pooling", "repeats", "AUC", "deviation", "paper", "above M-Hop", "standard error"], body)
-
-
-def corruption_table(figures: Figures, data: Sequence[str]) -> str:
-    """AUC of every pooling under every corruption, and by how much A-Hop is above M-Hop."""
-    poolings, body = complete(figures, "nested", "auc", data), []
-    for part, bags in PARTS.items():
-        for measure in figures[part]:
-            there = complete(figures, part, measure, data)
-            if measure == "epochs" or not there:
-                continue
-            kind, _, strength = measure.partition(" ")
-            means = [
-                f"{mean_over(figures, part, measure, each, data):.4f}" if each in there else "" for each in poolings
-            ]
-            paired = _paired(above_dot(figures, part, measure, "adaptive", data))
-            body.append([f"{kind}, {bags}" if strength else "nothing", strength, *means, paired])
-    header = ["corrupted", "strength", *(NAMES[pooling] for pooling in poolings), "A-Hop above M-Hop"]
+            pairs = difference(figures, "nested", "auc", pooling, [name]) if pooling != "dot" else []
+            shown = [str(len(values)), f"{statistics.mean(values):.4f}", deviation, paper, *mean_and_error(pairs)]
+            lines.append([name, NAMES[pooling], *shown])
+        body += bold_best_in_columns(lines, {3: max}) if lines else []
     return table(header, body)
 
 
-def mean_over(figures: Figures, part: str, measure: str, pooling: str, data: Sequence[str]) -> float:
-    """The mean over repeats and data sets."""
-    return statistics.mean(statistics.mean(figures[part][measure][pooling][name].values()) for name in data)
+def corruption_table(figures: Figures, data: Sequence[str]) -> str:
+    """AUC of every pooling with every corruption, the best one bold, and the difference between A-Hop and M-Hop."""
+    measures = [(part, measure) for part in PARTS for measure in figures[part] if measure != "epochs"]
+    found = {each: complete(figures, *each, data) for each in measures}
+    poolings = [pooling for pooling in NAMES if any(pooling in there for there in found.values())]
+    body = []
+    for (part, measure), there in found.items():
+        if there:
+            kind, _, strength = measure.partition(" ")
+            means = {each: f"{mean_over(figures, part, measure, each, data):.4f}" for each in there}
+            cells = bold_best([means.get(pooling, "") for pooling in poolings])
+            paired = _paired(difference(figures, part, measure, "adaptive", data))
+            body.append([f"{kind}, {PARTS[part]}" if strength else "none", strength, *cells, paired])
+    header = ["corruption", "strength", *(NAMES[pooling] for pooling in poolings), "A-Hop minus M-Hop"]
+    return table(header, body)
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:
-    """AUC against the strength of each corruption, from the last machine's rows; False where they are not complete.
+    """Draws the AUC, averaged over data sets, against the strength of each corruption, with a line for each pooling.
 
-    The mean over data sets, a line for each pooling.
+    Uses the rows of the last device. Returns False, and draws nothing, if the clean AUC of a data set is missing.
     """
-    machines = list(group(rows, "device").values())
-    figures, data = (arrange(machines[-1]), data_sets(machines[-1])) if machines else ({}, [])
-    if not machines or not complete(figures, "nested", "auc", data):
+    devices = list(group(rows, "device").values())
+    figures, data = (arrange(devices[-1]), data_sets(devices[-1])) if devices else ({}, [])
+    if not devices or not complete(figures, "nested", "auc", data):
         return False
-    titles = {"mask": "masked features (share)", "noise": "noise (deviations)", "bias": "constant bias (deviations)"}
+    titles = {
+        "mask": "fraction of masked features",
+        "noise": "noise (standard deviations)",
+        "bias": "bias (standard deviations)",
+    }
     parts = [part for part in PARTS if figures[part]]
     with drawing(path, (9, 3.2 * len(parts) + 0.6)) as figure:
         for row, part in zip(figure.subplots(len(parts), 3, sharey=True, squeeze=False), parts, strict=True):
@@ -147,7 +159,7 @@ def draw(rows: Sequence[Row], path: Path) -> bool:
                     axis.plot(list(points), list(points.values()), marker="o", markersize=4, label=NAMES[pooling])
                 axis.set(xlabel=title, title=f"corrupted: {PARTS[part]}")
                 axis.grid()
-            row[0].set_ylabel("test AUC, mean of sets")
+            row[0].set_ylabel("test AUC, mean over data sets")
         labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(*labels, loc="outside lower center", ncols=4, frameon=False)
     return True

@@ -1,4 +1,4 @@
-"""Bag classifiers in training, under test, and in the search for their settings: what benchmarks/mil.py measures."""
+"""Bag classifiers: data, folds, training, and the selection of hyperparameters."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -8,12 +8,11 @@ from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
-from ahop_layers.training import folded_weights
+from ahop_layers.training import folded_weights, parameter_groups
 from ahop_layers.variants import Biased, Masked, Mixed, Noisy
 from examples.bags.data import BagSet
 from examples.bags.model import BagClassifier, auc, embed_features
 from examples.common.kernel_similarity import separation_loss
-from examples.common.parameters import parameter_groups
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Mixed] = {
@@ -25,7 +24,17 @@ VARIANTS: dict[str, Mixed] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained; the first of :func:`settings` is what a model gets without a search."""
+    """Hyperparameters of a training.
+
+    Attributes:
+        clip: bound of the standardized features.
+        lr: learning rate, which decays by 0.94 per epoch.
+        decay: weight decay.
+        dropout: probability of dropping the weight of an instance.
+        scaling: factor of the Hopfield scores.
+        batch: bags per step.
+        epochs: upper bound on the epochs.
+    """
 
     clip: float
     lr: float
@@ -37,19 +46,20 @@ class Setting:
 
 
 def settings(data: str) -> list[Setting]:
-    """What can be chosen for a data set, by every model."""
+    """Returns the settings that every model chooses from; the first is that of a training without a search."""
     known = {"decay": 0.01, "scaling": 0.1, "batch": 16, "epochs": 20} if data == "ucsb" else {}
     return [Setting(clip, lr, **known) for clip, lr in product((2.0, 4.0), (1e-3, 3e-3))]
 
 
-class Bags:
-    """Bags in memory, their features in deviations from the mean of the bags in ``train``, clipped.
+class StandardizedBags:
+    """Bags in memory, with standardized and clipped features.
 
     Args:
         data: all bags.
-        train: the bags that mean and deviation are taken from; features that do not vary among them are left out.
-        clip: the most deviations a feature may have.
-        variant: a corruption of every instance, drawn from ``seed``.
+        train: bags that determine mean and standard deviation; features that are constant in them are left out.
+        clip: bound of the standardized features.
+        variant: corruption of every instance.
+        seed: seed of the corruption.
     """
 
     def __init__(self, data: BagSet, train: Tensor, clip: float, variant: Mixed | None = None, seed: int = 0) -> None:
@@ -64,39 +74,51 @@ class Bags:
         self.bags = rows.split([len(bag) for bag in bags])
 
     def packed(self, index: Tensor) -> tuple[Tensor, list[int]]:
-        """The chosen bags end to end, and their sizes."""
+        """Returns the instances of the chosen bags, concatenated, and the sizes of the bags."""
         chosen = [self.bags[number] for number in index.tolist()]
         return torch.cat(chosen), [len(bag) for bag in chosen]
 
 
 def folds(labels: Tensor, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """For each fold the bags outside it and inside it; every fold has its share of both labels."""
+    """Returns stratified folds: for each fold, the bags outside it and inside it."""
     split = StratifiedKFold(count, shuffle=True, random_state=seed).split(labels, labels)
     return [(torch.from_numpy(outside), torch.from_numpy(inside)) for outside, inside in split]
 
 
 def outer_folds(data: BagSet, count: int, repeat: int) -> list[tuple[Tensor, Tensor]]:
-    """The folds that were published with the data set, where there are such, else those of a seed."""
+    """Returns the published folds of a repeat, or random folds with ``repeat`` as seed if there are none."""
     if data.splits is None or data.splits.shape[1] != count or repeat >= len(data.splits):
         return folds(data.labels, count, repeat)
     return [(kept.nonzero().flatten(), (~kept).nonzero().flatten()) for kept in data.splits[repeat]]
 
 
 def train(
-    bags: Bags, index: Tensor, pooling: str, setting: Setting, seed: int, epochs: int, watch: Tensor | None = None
+    bags: StandardizedBags,
+    index: Tensor,
+    pooling: str,
+    setting: Setting,
+    seed: int,
+    epochs: int,
+    watch: Tensor | None = None,
 ) -> tuple[BagClassifier, list[float]]:
-    """A classifier trained on the bags ``index``, and the AUC on the bags ``watch`` after each epoch.
+    """Trains a classifier on the bags ``index``.
 
-    A pooling such as ``adaptive x10`` has similarities that learn ten times as fast as the rest.
+    A pooling such as ``adaptive x10`` multiplies the learning rate of the similarities by ten.
+
+    Returns:
+        The classifier, and the AUC on the bags ``watch`` after each epoch.
     """
     torch.manual_seed(seed)
-    name, _, faster = pooling.partition(" x")
+    name, _, multiplier = pooling.partition(" x")
     model = BagClassifier(embed_features(bags.features, 64), name, scaling=setting.scaling, dropout=setting.dropout)
     watched = []
     held = None if watch is None else (bags.labels[watch], bags.packed(watch))
     with folded_weights(model):
-        groups = parameter_groups(model, setting.lr, float(faster or 1))
-        optimizer = torch.optim.AdamW(groups, weight_decay=setting.decay, fused=True)
+        # Weight decay excludes adaptive similarities, and includes the kernel of K-Hop.
+        parameters = model.parameters()
+        if name == "adaptive":
+            parameters = parameter_groups(model, setting.lr, setting.lr * float(multiplier or 1), setting.decay)
+        optimizer = torch.optim.AdamW(parameters, setting.lr, weight_decay=setting.decay, fused=True)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.94)
         for _ in range(epochs):
             model.train()
@@ -114,20 +136,20 @@ def train(
 
 @torch.no_grad()
 def scores(model: BagClassifier, instances: Tensor, sizes: list[int]) -> Tensor:
-    """Logits ``(bags,)`` without dropout."""
+    """Computes the logits ``(bags,)`` in evaluation mode."""
     return model.eval()(instances, sizes)[0]
 
 
 def choose(data: BagSet, kept: Tensor, pooling: str, offered: list[Setting], seed: int) -> tuple[Setting, int]:
-    """The setting and the number of epochs of the best AUC on inner folds of the bags ``kept``.
+    """Selects the setting and the number of epochs with the best AUC on inner folds of the bags ``kept``.
 
-    What is compared is the mean over the folds and over neighbouring epochs, since the AUC of few bags is noisy.
+    The AUC of few bags is noisy, so it is averaged over the folds and over neighboring epochs.
     """
     found: list[list[list[float]]] = []
     for number, (outside, inside) in enumerate(folds(data.labels[kept], INNER_FOLDS, seed)):
-        rest, watch, own = kept[outside], kept[inside], seed + 100 * (number + 1)
-        runs = [(Bags(data, rest, setting.clip), setting) for setting in offered]
-        found.append([train(bags, rest, pooling, each, own, each.epochs, watch)[1] for bags, each in runs])
+        rest, watch, own_seed = kept[outside], kept[inside], seed + 100 * (number + 1)
+        runs = [(StandardizedBags(data, rest, setting.clip), setting) for setting in offered]
+        found.append([train(bags, rest, pooling, each, own_seed, each.epochs, watch)[1] for bags, each in runs])
     mean = avg_pool1d(torch.tensor(found).mean(0), 3, 1, 1, count_include_pad=False)  # (settings, epochs)
     best = int(mean.argmax())
     return offered[best // mean.shape[1]], best % mean.shape[1] + 1

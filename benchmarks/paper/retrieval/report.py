@@ -1,16 +1,19 @@
-"""Tables and picture of the retrieval benchmark, beside the paper's figures."""
+"""Tables and plot of the retrieval benchmark, with the paper's figures in their own columns."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.harness.report import GREY, Row, drawing, group, number, table
+from benchmarks.harness.report import GRAY, bold_best, bold_best_in_columns, drawing, group, number, table
+from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import RETRIEVAL, RETRIEVAL_TIMES
 
 LIMIT, GUESSED = "Bayes limit", "Bayes limit, bias guessed"
+REFERENCE = "reference, CPU"
 
-# (mask, noise, bias): each alone at two strengths, the three pairs, and all three at three strengths.
+# (mask, noise, bias): each alone with two strengths, the three pairs, and all three with three strengths.
 FIGURE_LEVELS = [
     (0.5, 0.0, 0.0), (0.8, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.5), (0.0, 0.0, 1.0),
     (0.5, 0.5, 0.0), (0.5, 0.0, 0.5), (0.0, 0.5, 0.5), (0.3, 0.3, 0.3), (0.4, 0.4, 0.4), (0.5, 0.5, 0.5),
@@ -26,82 +29,105 @@ ABLATION_SYSTEMS = [
     "A-Hop, debias", "dis, dot, 512 samples",
 ]  # fmt: skip
 
-MEASURES = ("accuracy", "error")
+MEASURES = {"accuracy": max, "error": min}
+"""The measures, and which value is the best."""
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.3f}" + (f" ±{stdev(values):.3f}" if len(values) > 1 else "")
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _values(rows: Iterable[Row], name: str) -> list[float]:
     return [float(row[name]) for row in rows if row[name]]
 
 
-def level_table(rows: Sequence[Row], measures: Sequence[str] = MEASURES) -> str:
-    """Accuracy and error of each system at each difficulty, with the paper's in brackets."""
-    columns, body = list(group(rows, "data", "noise")), []
-    for (system,), mine in group(rows, "system").items():
-        line = [system]
-        for data, level in columns:
-            here = [row for row in mine if (row["data"], row["noise"]) == (data, level)]
-            paper = (
-                RETRIEVAL.get(system, {}).get((data, float(level))) if here and here[0]["patterns"] == "2048" else None
-            )
-            for name in measures:
-                values = _values(here, name)
-                figure = _spread(values) if values else "-"
-                line.append(figure + (f" ({paper[MEASURES.index(name)]:.3f})" if paper else ""))
-        body.append(line)
-    return table(["system", *(f"{data} {level} {name}" for data, level in columns for name in measures)], body)
+def _bold_best(systems: Sequence[str], cells: Sequence[str], best: Callable[..., float] = max) -> list[str]:
+    """Makes the best system bold. The Bayes limits do not compete."""
+    competing = ["" if system in (LIMIT, GUESSED) else cell for system, cell in zip(systems, cells, strict=True)]
+    return [marked or cell for marked, cell in zip(bold_best(competing, best), cells, strict=True)]
+
+
+def level_table(rows: Sequence[Row], measures: Sequence[str] = tuple(MEASURES)) -> str:
+    """Accuracy and error of each system at each level of corruption: mean and standard deviation over the runs.
+
+    A column of the paper's figures follows where there are any. The best system is bold.
+    """
+    systems = [system for (system,) in group(rows, "system")]
+    cells = group(rows, "data", "noise", "system")
+    header, columns = ["system"], [systems]
+    for (data, level), name in product(group(rows, "data", "noise"), measures):
+        here = [cells.get((data, level, system), []) for system in systems]
+        measured = [_spread(values) if (values := _values(each, name)) else "" for each in here]
+        title = f"{data} {level}" + (f", {name}" if len(measures) > 1 else "")
+        header.append(title)
+        columns.append(_bold_best(systems, measured, MEASURES[name]))
+        paper = [_reported(system, each, name) for system, each in zip(systems, here, strict=True)]
+        if any(paper):
+            header.append(f"{title}, paper")
+            columns.append(paper)
+    return table(header, zip(*columns, strict=True))
+
+
+def _reported(system: str, rows: Sequence[Row], measure: str) -> str:
+    """The paper's figure for some rows of a system, all of one data set and level; the paper stores 2048 patterns."""
+    if not rows or rows[0]["patterns"] != "2048":
+        return ""
+    figures = RETRIEVAL.get(system, {}).get((rows[0]["data"], float(rows[0]["noise"])))
+    return f"{figures[list(MEASURES).index(measure)]:.3f}" if figures else ""
 
 
 def figure_table(rows: Sequence[Row]) -> str:
-    """Mean accuracy of each system at each setting of the figure."""
+    """Mean accuracy of each system in each mixture of the figure; the best system is bold."""
     systems, body = [system for (system,) in group(rows, "system")], []
-    for place, here in group(rows, "patterns", "mask", "noise", "bias").items():
-        found = [_values((row for row in here if row["system"] == system), "accuracy") for system in systems]
-        body.append([*place, *(f"{mean(values):.3f}" if values else "-" for values in found)])
-    return table(["N", "mask", "noise", "bias", *systems], body)
+    for mixture, here in group(rows, "patterns", "mask", "noise", "bias").items():
+        cells = group(here, "system")
+        found = [_values(cells.get((system,), []), "accuracy") for system in systems]
+        means = [f"{mean(values):.3f}" if values else "" for values in found]
+        body.append([*mixture, *_bold_best(systems, means)])
+    return table(["patterns", "mask", "noise", "bias", *systems], body)
 
 
 def timing_table(rows: Sequence[Row]) -> str:
-    """Milliseconds, with the paper's in brackets, and how many times faster than the reference on a CPU."""
-    reference = next(row for row in rows if row["system"] == "reference, CPU")
+    """Milliseconds of a fit and of a recall, those of the paper, and the speedup of the fit over the CPU reference.
+
+    The fastest system of each problem size is bold.
+    """
+    reference = next(row for row in rows if row["system"] == REFERENCE)
     body = []
-    for row in rows:
-        paper = RETRIEVAL_TIMES.get(row["system"], {}).get((int(row["dim"]), int(row["patterns"])))
-        cells = [number(row[name]) for name in ("train_ms", "recall_ms")]
-        cells = [
-            cell + (f" ({number(figure)})" if paper else "")
-            for cell, figure in zip(cells, paper or (0, 0), strict=True)
-        ]
-        same = (row["dim"], row["patterns"]) == (reference["dim"], reference["patterns"])
-        ratio = float(reference["train_ms"]) / float(row["train_ms"])
-        body.append([row["dim"], row["patterns"], row["system"], *cells, number(ratio) if same else ""])
+    for (dim, count), here in group(rows, "dim", "patterns").items():
+        lines = []
+        for row in here:
+            paper = RETRIEVAL_TIMES.get(row["system"], {}).get((int(dim), int(count)))
+            fit, recall = (number(figure) for figure in paper) if paper else ("", "")
+            same = (dim, count) == (reference["dim"], reference["patterns"])
+            speedup = number(float(reference["train_ms"]) / float(row["train_ms"])) if same else ""
+            times = (number(row["train_ms"]), fit, number(row["recall_ms"]), recall)
+            lines.append([dim, count, row["system"], *times, speedup])
+        body += bold_best_in_columns(lines, {3: min, 5: min})
+    header = ["d", "patterns", "system", "fit, ms", "fit, ms, paper", "recall, ms", "recall, ms, paper", "fit, speedup"]
     steps, batch = reference["steps"], reference["batch"]
-    header = ["d", "N", "system", f"fit of {steps} x {batch}, ms", f"recall of {batch}, ms", "times the reference"]
-    return table(header, body)
+    caption = f"A fit has {steps} steps of {batch} queries, and a recall has {batch} queries."
+    return f"{caption} The speedup is relative to `{REFERENCE}`.\n\n{table(header, body)}"
 
 
 TABLES = {"figure": figure_table, "accuracy": level_table, "ablations": level_table}
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
-    """The paper's figure: a spoke for each of the twelve settings, a panel for each number of patterns."""
+    """Draws the figure of the paper: a radar plot with one axis per mixture, one panel per number of patterns."""
     counts = [count for (count,) in group(rows, "patterns")]
     angles = [2 * math.pi * place / len(FIGURE_LEVELS) for place in range(len(FIGURE_LEVELS))]
+    labels = [" ".join(f"{level:g}" for level in levels) for levels in FIGURE_LEVELS]
+    cells = group(rows, "system", "patterns", "mask", "noise", "bias")
     with drawing(path, (8, 6.5 * len(counts) + 1)) as figure:
         axes = figure.subplots(len(counts), squeeze=False, subplot_kw={"projection": "polar"})[:, 0]
         for axis, count in zip(axes, counts, strict=True):
-            found = group(rows, "system", "patterns", "mask", "noise", "bias")
             for system in FIGURE_SYSTEMS:
                 keys = [(system, count, *map(str, levels)) for levels in FIGURE_LEVELS]
-                reached = [mean(_values(found[key], "accuracy")) if key in found else math.nan for key in keys]
-                style = {"color": GREY, "linestyle": "--"} if system == LIMIT else {}
-                axis.plot([*angles, angles[0]], [*reached, reached[0]], marker="o", markersize=3, label=system, **style)
-            axis.set_xticks(
-                angles, [" ".join(f"{level:g}" for level in levels) for levels in FIGURE_LEVELS], fontsize=9
-            )
+                means = [mean(_values(cells[key], "accuracy")) if key in cells else math.nan for key in keys]
+                style = {"color": GRAY, "linestyle": "--"} if system == LIMIT else {}
+                axis.plot([*angles, angles[0]], [*means, means[0]], marker="o", markersize=3, label=system, **style)
+            axis.set_xticks(angles, labels, fontsize=9)
             title = f"{count} patterns: accuracy by mask, noise, bias"
             axis.set(title=title, ylim=(0, 1.02), yticks=[0.25, 0.5, 0.75, 1])
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)

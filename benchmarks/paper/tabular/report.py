@@ -1,18 +1,20 @@
-"""The rows of benchmarks/tabular.py as tables."""
+"""Tables of the tabular benchmark."""
 
 import json
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.harness.report import Row, group, table
+from benchmarks.harness.report import bold_best_in_columns, group, table
+from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.models import MODELS, Parameters
 
-AREA_SETS = ("bank", "purchase")  # fewer than a fifth are positive
+AREA_SETS = ("bank", "purchase")  # fewer than a fifth of the rows are positive
+TITLES = {"accuracy": "accuracy", "roc_auc": "ROC AUC"}
 
 
 def best_trial(rows: Sequence[Row], trials: Sequence[Row]) -> Parameters | None:
-    """What the best of the trials tried, once all of them are among the rows."""
+    """Returns the parameters of the best trial, or None if a trial is not among the rows."""
     scores: dict[str, tuple[float, str]] = {}
     for row in rows:
         if row["measure"] == "cross-validation" and any(trial.items() <= row.items() for trial in trials):
@@ -24,7 +26,7 @@ def best_trial(rows: Sequence[Row], trials: Sequence[Row]) -> Parameters | None:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """A table for each set and number of rows."""
+    """A table for each data set and number of rows; the best model is bold."""
     parts = []
     for (name, settings, device), mine in group(rows, "set", "settings", "device").items():
         main, other = ("roc_auc", "accuracy") if name in AREA_SETS else ("accuracy", "roc_auc")
@@ -34,8 +36,10 @@ def report(rows: Sequence[Row]) -> str:
             if any(row["kind"] == "run" for row in cells):
                 body.append([model, *_figures(cells, main, other, TABULAR.get(name, {}).get(model))])
         if body:
-            header = ["model", "trials", "runs", main, "deviation", "paper", "above paper", other, "CPU seconds a run"]
-            parts += [f"{name}, {settings} ({device})", table(header, body)]
+            columns = [TITLES[main], "standard deviation", "paper", "minus paper", TITLES[other], "CPU seconds per run"]
+            caption = f"Test results on {name}, {settings}, measured on {device}."
+            header = ["model", "trials", "runs", *columns]
+            parts += [caption, table(header, bold_best_in_columns(body, {3: max, 7: max}))]
     return "\n\n".join(parts)
 
 
