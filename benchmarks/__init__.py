@@ -1,1 +1,1 @@
-"""Measurements behind the figures in the documentation; each module says how to run it."""
+"""Benchmarks that measure the figures of the documentation. ``--help`` describes each command."""

@@ -288,7 +288,7 @@ def first_call_seconds() -> float:
 def main() -> None:
     """Measures, prints a table, and stores it."""
     parser = make_parser("kernels", __doc__)
-    parser.add_argument("--device", choices=CASES, default="cpu", help="(default: cpu)")
+    parser.add_argument("--device", choices=CASES, default="cpu", help="device to measure (default: %(default)s)")
     threads = torch.get_num_threads()
     parser.add_argument("--threads", type=int, default=threads, help="threads of the CPU (default: %(default)s)")
     parser.add_argument("--only", default="", help="measure only cases whose name contains this text")

@@ -4,7 +4,7 @@ To run: python -m benchmarks.packed [--device cuda]
 
 Both methods start from the concatenated instances of all bags, so the padded call includes the padding. They end with
 the pooled bags or with all gradients. Bag sizes are drawn log-uniformly (a few large bags, many small ones), and
-uniformly, where padding at most doubles the number of instances on average. Every measurement runs in its own process.
+uniformly, where padding about doubles the number of instances. Every measurement runs in its own process.
 Its memory is the peak in addition to the instances, the model and the results: pooled bags, gradient of the instances.
 
 Rows are stored when all are measured. They replace the rows of this device with the same sizes.
@@ -90,7 +90,7 @@ def main() -> None:
     for name, size in SIZE.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"{HELP[name]} (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="calls of each measurement (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "packed.csv", help="CSV file (in benchmarks/results)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "packed.csv", help="CSV file (default: %(default)s)")
     options = parser.parse_args()
 
     results = ResultTable(options.output, options.device)

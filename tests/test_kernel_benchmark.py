@@ -1,39 +1,34 @@
-"""The benchmark of the kernels keeps what it does not measure; what all benchmarks share: rows, pictures, memory."""
+"""The kernel benchmark replaces the rows that it measures and keeps the others."""
 
-import mmap
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.harness.memory import CLEAR, peak, reset_peak
-from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, picture_for
-from benchmarks.harness.rows import RESULTS, ResultTable, read, write
+from benchmarks.harness.rows import read, write
 
 CASES = [kernels.Case(2, 3, 4), kernels.Case(2, 3, 5), kernels.Case(3, 3, 4)]
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run the command line on small cases; the rows it leaves."""
+    """Runs the command line on small cases and returns the stored rows."""
     monkeypatch.setattr(kernels, "CASES", {"cpu": CASES})
     monkeypatch.setattr(kernels, "milliseconds", lambda function, device: 1.0)
     monkeypatch.setattr(kernels, "extra_megabytes", lambda *case: 0.5)
     output = tmp_path / "kernels.csv"
 
     def main(*options: str) -> list[dict[str, str]]:
-        monkeypatch.setattr(
-            sys, "argv", ["kernels", "--output", str(output), "--threads", str(torch.get_num_threads()), *options]
-        )
+        fixed = ["--output", str(output), "--threads", str(torch.get_num_threads())]
+        monkeypatch.setattr(sys, "argv", ["kernels", *fixed, *options])
         kernels.main()
         return read(output)
 
     return main
 
 
-def test_a_part_replaces_its_own_rows_at_their_place(tmp_path, run):
+def test_only_replaces_the_rows_of_its_cases_in_place(tmp_path, run):
     rows = [{**row, "ours_ms": "7"} for row in run()]
     foreign = [{**row, "device": "another"} for row in rows]
     assert len(rows) == 2 * len(CASES)
@@ -45,13 +40,13 @@ def test_a_part_replaces_its_own_rows_at_their_place(tmp_path, run):
     assert [row["ours_ms"] for row in mine] == ["7", "7", "1", "1", "7", "7"]
 
 
-def test_all_cases_leave_no_row_of_a_case_that_is_gone(tmp_path, run):
+def test_a_complete_run_removes_rows_of_former_cases(tmp_path, run):
     rows = run()
     write(tmp_path / "kernels.csv", [*rows, {**rows[0], "case": "gone"}])
     assert [row["case"] for row in run()] == [row["case"] for row in rows]
 
 
-def test_a_part_that_is_none_is_refused(tmp_path, run, capsys):
+def test_only_without_a_matching_case_is_refused(tmp_path, run, capsys):
     with pytest.raises(SystemExit):
         run("--only", "d 512")
     assert f"expected a part of one of these names: {CASES[0].name}; " in capsys.readouterr().err
@@ -59,74 +54,3 @@ def test_a_part_that_is_none_is_refused(tmp_path, run, capsys):
         run("--only", "d 5", "--sweep")
     assert "--sweep" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def stored(path, rows):
-    """A table of these rows, of this device."""
-    results = ResultTable(path, "cpu")
-    results.add(*rows)
-    return results
-
-
-def test_rows_are_replaced_by_the_named_columns(tmp_path):
-    old = [{"a": "1", "b": "x"}, {"a": "2", "b": "y"}, {"a": "1", "b": "z"}]
-    new = [{"a": 1, "b": "p"}, {"a": 1, "b": "q"}, {"a": 3, "b": "r"}]
-    for columns, expected in (((), "pqr"), (("a",), "pqyr"), (("a", "b"), "xyzpqr")):
-        results = stored(tmp_path / f"{expected}.csv", old)
-        results.replace(new, *columns)
-        assert [row["b"] for row in results.rows] == list(expected)
-        assert read(results.path) == results.rows
-
-
-def test_rows_of_another_device_are_kept_and_do_not_count(tmp_path):
-    foreign = {"a": "1", "device": "another"}
-    write(tmp_path / "rows.csv", [foreign])
-    results = ResultTable(tmp_path / "rows.csv", "cpu")
-    assert not results.has({"a": 1})
-    results.replace([{"a": 1}])
-    assert results.has({"a": 1})
-    assert not results.has({"a": 2})
-    assert read(results.path)[0].items() >= foreign.items()
-    assert results.own_rows == read(results.path)[1:]
-    assert results.own_rows[0].items() >= results.origin.items()
-
-
-def test_every_figure_of_a_measurement_is_a_row(tmp_path):
-    results = ResultTable(tmp_path / "rows.csv", "cpu")
-    results.add_figures({"model": "A"}, {"accuracy": 0.123456789, "seconds": 1200.0})
-    assert [(row["model"], row["measure"], row["value"]) for row in read(results.path)] == [
-        ("A", "accuracy", "0.123457"),
-        ("A", "seconds", "1200"),
-    ]
-
-
-def test_the_best_figures_are_bold():
-    assert bold_best(["0.5 ± 0.1", "", "0.7", "0.70 ± 0.2"]) == ["0.5 ± 0.1", "", "**0.7**", "**0.70 ± 0.2**"]
-    assert bold_best(["1,200", "900"], min) == ["1,200", "**900**"]
-    assert bold_best(["", ""]) == ["", ""]
-    body = bold_best_in_columns([["a", "1", "2"], ["b", "3", "4"]], {1: max, 2: min})
-    assert body == [["a", "1", "**2**"], ["b", "**3**", "4"]]
-
-
-def test_a_file_without_rows_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"expected rows to write to .*rows\.csv, got none"):
-        write(tmp_path / "rows.csv", [])
-    write(tmp_path / "rows.csv", [{"a": "1"}, {"a": "2", "new": "3"}])
-    assert read(tmp_path / "rows.csv") == [{"a": "1", "new": ""}, {"a": "2", "new": "3"}]
-
-
-def test_only_the_rows_of_the_project_are_drawn_in_the_documentation(tmp_path):
-    assert picture_for(RESULTS / "mil.csv", "mil") == PICTURES / "mil.svg"
-    assert picture_for(RESULTS / "retrieval_quick.csv", "retrieval") == RESULTS / "retrieval_quick.png"
-    assert picture_for(tmp_path / "mil.csv", "mil") == tmp_path / "mil.png"
-    assert picture_for(Path("elsewhere.csv"), "mil") == Path("elsewhere.png")
-
-
-@pytest.mark.skipif(not CLEAR.exists(), reason="peak memory is read from /proc")
-def test_the_peak_is_what_was_held_since_the_reset():
-    before, size = reset_peak("cpu"), 50_000_000
-    with mmap.mmap(-1, size) as held:  # given back at once, which an allocator need not do
-        for _ in range(50):
-            held.write(bytes(size // 50))
-    assert peak("cpu") - before > 0.9 * size
-    assert reset_peak("cpu") - before < 0.9 * size

@@ -1,4 +1,4 @@
-"""The benchmark of bag poolings: folds and choices that do not see the test, rows that resume, tables, memory."""
+"""The bag benchmark: folds and selection without test bags, resumed runs, tables, memory."""
 
 import statistics
 from pathlib import Path
@@ -13,8 +13,6 @@ from benchmarks.paper.mil import __main__ as program
 from benchmarks.paper.mil import measure as mil
 from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.mil import training as mil_training
-
-# isort: split
 from examples.bags import data as mil_data
 
 KINDS = ("mask 0.5", "noise 2.0", "bias 0.5")
@@ -22,7 +20,7 @@ KINDS = ("mask 0.5", "noise 2.0", "bias 0.5")
 
 @pytest.fixture
 def home(tmp_path):
-    """A small Tiger: 48 bags of 6 features, in half of which one instance is different. One feature is constant."""
+    """A folder with a small Tiger: 48 bags with 6 features, one of them constant. Positive bags have an outlier."""
     generator = np.random.default_rng(0)
     sizes = generator.integers(2, 6, 48)
     labels = np.arange(48) % 2
@@ -36,7 +34,7 @@ def home(tmp_path):
 
 @pytest.fixture
 def one_setting(monkeypatch):
-    """A search that is over soon."""
+    """Reduces the search to one setting, three variants and two networks."""
     setting = mil_training.Setting(clip=4.0, lr=1e-2, dropout=0.0, epochs=4, batch=8)
     for module in (mil, mil_training):
         monkeypatch.setattr(module, "settings", lambda data: [setting])
@@ -64,7 +62,7 @@ def test_published_folds_come_first(home):
     data = data._replace(splits=published)
     kept, held = mil_training.outer_folds(data, 2, 0)[0]
     assert (kept.tolist(), held.tolist()) == (list(range(24, 48)), list(range(24)))
-    for count, repeat in ((3, 0), (2, 1)):  # of these none were published
+    for count, repeat in ((3, 0), (2, 1)):  # not published
         drawn, own = (
             each[0][1]
             for each in (mil_training.outer_folds(data, count, repeat), mil_training.folds(data.labels, count, repeat))
@@ -72,20 +70,20 @@ def test_published_folds_come_first(home):
         assert torch.equal(drawn, own)
 
 
-def test_features_are_measured_by_training_bags(home):
+def test_features_are_standardized_by_training_bags(home):
     data = mil_data.DATA_SETS["tiger"](home)
     train = torch.arange(30)
     bags = mil_training.StandardizedBags(data, train, clip=4.0)
     known, _ = bags.packed(train)
-    assert bags.features == 5  # the constant one is left out
-    torch.testing.assert_close(known.std(0), torch.ones(5), atol=0.05, rtol=0)  # but for what is clipped
+    assert bags.features == 5  # without the constant one
+    torch.testing.assert_close(known.std(0), torch.ones(5), atol=0.05, rtol=0)  # up to clipping
     changed = data._replace(read=lambda number: data.read(number) * (1 if number < 30 else 50))
     others = mil_training.StandardizedBags(changed, train, clip=4.0)
     assert torch.equal(others.packed(train)[0], known)
     assert others.packed(torch.arange(30, 48))[0].abs().max() == 4
 
 
-def test_a_choice_does_not_see_the_bags_under_test(home, one_setting):
+def test_selection_does_not_use_test_bags(home, one_setting):
     data, kept = mil_data.DATA_SETS["tiger"](home), torch.arange(36)
     hidden = data._replace(
         read=lambda number: data.read(number) * (1 if number < 36 else torch.nan),
@@ -94,7 +92,7 @@ def test_a_choice_does_not_see_the_bags_under_test(home, one_setting):
     offered = [one_setting, mil_training.Setting(clip=4.0, lr=1e-5, dropout=0.0, epochs=4, batch=8)]
     choices = [mil_training.choose(each, kept, "dot", offered, seed=1) for each in (data, hidden)]
     assert choices[0] == choices[1]
-    assert choices[0][0] == one_setting  # the other one hardly learns
+    assert choices[0][0] == one_setting  # the other learning rate is too small
     assert 1 <= choices[0][1] <= 4
 
 
@@ -106,16 +104,16 @@ def test_every_pooling_learns(home, one_setting, pooling):
     assert found["noise 2.0"] < found["auc"]
 
 
-def test_all_bags_corrupted_and_the_seed_decides(home, one_setting):
+def test_corrupted_bags_are_reproducible(home, one_setting):
     fold = mil.OuterFold("corrupted", "tiger", "adaptive", 0, 1, 3)
     found = mil.measure(fold, home)
     assert found == mil.measure(fold, home)
     assert found != mil.measure(fold._replace(repeat=1), home)
     assert set(found) == set(KINDS)
-    assert found["bias 0.5"] > found["noise 2.0"]  # a bias that is there in training, too, costs little
+    assert found["bias 0.5"] > found["noise 2.0"]  # a bias in training and test costs little
 
 
-def test_rows_are_kept_once_and_a_second_run_goes_on(home, tmp_path, one_setting, capsys):
+def test_a_second_run_resumes(home, tmp_path, one_setting, capsys):
     rows = tmp_path / "rows.csv"
     size = ["--data", "tiger", "--parts", "corrupted", "--folds", "2", "--repeats", "1", "--processes", "1"]
     command = ["run", "--data-dir", str(home), *size, "--output", str(rows)]
@@ -126,7 +124,7 @@ def test_rows_are_kept_once_and_a_second_run_goes_on(home, tmp_path, one_setting
     kept = read(rows)
     assert [row["measure"] for row in kept] == list(KINDS)
     assert {row["pooling"] for row in kept} == {"dot"}
-    (home / "mil" / "tiger.npz").unlink()  # what has its rows is not measured again, so the data are not missed
+    (home / "mil" / "tiger.npz").unlink()  # complete rows need no data
     mil.load.cache_clear()
     program.main([*command, "--poolings", "dot"])
     with pytest.raises(SystemExit, match=r"mil/tiger\.npz, got no such file[\s\S]*docs/data\.md"):
@@ -134,7 +132,7 @@ def test_rows_are_kept_once_and_a_second_run_goes_on(home, tmp_path, one_setting
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_tables_have_paired_differences_and_the_paper(tmp_path):
+def test_tables_show_paired_differences_and_the_paper(tmp_path):
     measured = {"dot": (0.90, 0.92, 0.91), "adaptive": (0.91, 0.92, 0.93)}
     rows = []
     for pooling, values in measured.items():
@@ -147,6 +145,8 @@ def test_tables_have_paired_differences_and_the_paper(tmp_path):
     error = statistics.stdev(pairs) / 3**0.5
     assert f"| tiger | A-Hop | 3 | **0.9200** | 0.0100 | 0.9030 | +0.0100 | {error:.4f} |" in shown
     assert f"| mask, all bags | 0.5 | 0.9100 | **0.9200** | +0.0100 ± {error:.4f} |" in shown
+    single = mil_report.report([row for row in rows if (row["part"], row["repeat"]) == ("corrupted", "0")])
+    assert "| mask, all bags | 0.5 | 0.9000 | **0.9100** | +0.0100 |" in single
     short = mil_report.short_tables(mil_report.arrange(rows), ["tiger"])
     assert "| A-Hop | **0.920** | 0.903 |" in short
     assert f"| A-Hop | +0.0100 ± {error:.4f} |" in short
@@ -156,11 +156,11 @@ def test_tables_have_paired_differences_and_the_paper(tmp_path):
     assert not mil_report.draw([], tmp_path / "none.svg")
     write(tmp_path / "rows.csv", rows)
     program.main(["report", "--output", str(tmp_path / "rows.csv")])
-    assert (tmp_path / "rows.png").exists()  # beside the rows, since these are not the project's
+    assert (tmp_path / "rows.png").exists()  # next to the rows
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_memory_of_a_large_bag():
     instances, features = 20_000, 128
     _, most = costs.in_own_process(costs.pooling_cost, instances, features, 8, 0, "cpu")
-    assert most < 2e9 * (instances * features) / (100_000 * 512)  # the share of 2 GB that its size allows
+    assert most < 2e9 * (instances * features) / (100_000 * 512)  # 2 GB for the full size

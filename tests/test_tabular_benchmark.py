@@ -1,29 +1,30 @@
-"""The tabular benchmark: its data, its choice of the best trial, and a small run that is stopped and goes on."""
+"""The tabular benchmark: data, selection of the best trial, and a small run that is stopped and resumed."""
 
-import csv
 import lzma
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.harness import rows
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
 from benchmarks.paper.tabular.models import MODELS
 from benchmarks.paper.tabular.report import best_trial
 
 ROOT = Path(__file__).parents[1]
+PROGRAM = [sys.executable, "-m", "benchmarks.paper.tabular"]
 
 
-def test_text_becomes_codes_and_a_missing_value_a_value_of_its_own(tmp_path):
+def test_text_and_missing_values_are_encoded(tmp_path):
     with lzma.open(tmp_path / "table.xz", "wt") as file:
-        file.write("|a remark\n1.5;red;2\n\n;;3\n2; blue;3\n")
+        file.write("|a comment\n1.5;red;2\n\n;;3\n2; blue;3\n")
     X, categories = encode(list(zip(*read(tmp_path / "table.xz", ";"), strict=True)))
     assert X.tolist() == [[1.5, 2, 2], [-1, 0, 3], [2, 1, 3]]
     assert categories.tolist() == [False, True, False]
 
 
-def test_a_published_test_part_is_kept_and_rows_are_thinned_for_training_alone(tmp_path):
+def test_a_published_test_part_is_kept_and_rows_limit_the_training_part(tmp_path):
     (tmp_path / "tabular").mkdir()
     for name, count in (("data", 100), ("test", 30)):
         with lzma.open(tmp_path / "tabular" / f"adult.{name}.xz", "wt") as file:
@@ -37,26 +38,16 @@ def test_a_published_test_part_is_kept_and_rows_are_thinned_for_training_alone(t
 
 
 def test_missing_files_are_named_before_anything_is_measured(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.paper.tabular",
-        "--sets",
-        "bank",
-        "--models",
-        "M-Hop",
-        "--device",
-        "cpu",
-    ]
+    command = ["--sets", "bank", "--models", "M-Hop", "--device", "cpu"]
     paths = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "rows.csv")]
-    done = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*PROGRAM, *command, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert f"expected the data set bank in {tmp_path}/tabular/bank-full.csv.xz, got no such file" in done.stderr
     assert "docs/data.md" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_page_about_data_names_every_file():
+def test_the_data_page_lists_every_file():
     page = (ROOT / "docs" / "data.md").read_text()
     files = [file for _, files in SETS.values() for file in files]
     assert len(files) == 7
@@ -70,7 +61,7 @@ def test_every_model_but_one_has_the_figures_of_the_paper():
         assert all(reported["A-Hop"] > reported[name] for reported in TABULAR.values())
 
 
-def test_the_best_trial_counts_once_all_are_there():
+def test_the_best_trial_needs_all_trials():
     trials = [{"model": "A-Hop", "number": str(number)} for number in range(2)]
     rows = [
         {**trial, "measure": "cross-validation", "value": value, "chosen": chosen}
@@ -80,33 +71,21 @@ def test_the_best_trial_counts_once_all_are_there():
     assert best_trial(rows[:1], trials) is None
 
 
-def test_a_stopped_run_goes_on_and_ends_in_a_table(tmp_path):
+def test_a_stopped_run_resumes_and_prints_a_table(tmp_path):
     output = tmp_path / "rows.csv"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.paper.tabular",
-        "--quick",
-        "--output",
-        str(output),
-        "--models",
-        "M-Hop",
-        "A-Hop",
-    ]
+    command = [*PROGRAM, *["--quick", "--models", "M-Hop", "A-Hop", "--output"], str(output)]
 
     def run(*more: str) -> str:
         return subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert "the same command resumes here" in run("--minutes", "0")
-    with output.open(newline="") as file:
-        first = list(csv.DictReader(file))
+    first = rows.read(output)
     assert {row["kind"] for row in first} == {"trial"}
     text = run()
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows[: len(first)] == first
+    stored = rows.read(output)
+    assert stored[: len(first)] == first
     # For each of two models: two trials with two measures, two runs with three.
-    assert len(rows) == 2 * (2 * 2 + 2 * 3)
-    assert all(row["torch"] and row["device"] and row["commit"] for row in rows)
+    assert len(stored) == 2 * (2 * 2 + 2 * 3)
+    assert all(row["torch"] and row["device"] and row["commit"] for row in stored)
     assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 2  # trials, runs, accuracy
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]

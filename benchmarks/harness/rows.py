@@ -61,7 +61,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 class ResultTable:
-    """The rows of a CSV file. Every change is written to the file at once.
+    """The rows of a CSV file. Every change is written to the file immediately.
 
     Args:
         path: the file, which need not exist.

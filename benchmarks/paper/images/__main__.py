@@ -59,9 +59,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         add("--device", default=device, help="cuda or cpu (default: cuda if available)")
         add("--graphs", action="store_true", help="capture the training step in a CUDA graph and replay it")
         add("--seeds", type=int, default=seeds, help="number of seeds (default: %(default)s)")
-        add("--minutes", type=float, default=float("inf"), help="start no training that would end later (no limit)")
+        add(
+            "--minutes", type=float, default=float("inf"), help="start no training that would end later (default: none)"
+        )
         add("--seconds", type=float, default=2.0, help="time of each throughput measurement (default: %(default)s)")
-        add("--attentions", nargs="+", default=setup.attentions, help=f"(default: {' '.join(setup.attentions)})")
+        add(
+            "--attentions",
+            nargs="+",
+            default=setup.attentions,
+            help=f"attentions to compare (default: {' '.join(setup.attentions)})",
+        )
         add("--model", choices=MODELS, default=setup.model, help="size of the model (default: %(default)s)")
         add("--epochs", type=int, default=setup.epochs, help="number of epochs (default: %(default)s)")
         add("--batch", type=int, default=setup.batch, help="batch size (default: %(default)s)")

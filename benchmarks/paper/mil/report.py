@@ -26,7 +26,9 @@ def report(rows: Sequence[Row]) -> str:
     parts = []
     for (device,), mine in group(rows, "device").items():
         figures, data = arrange(mine), data_sets(mine)
-        parts += [f"Test AUC without corruption, measured on {device}.", clean_table(figures, data)]
+        parts.append(f"Test AUC, measured on {device}.")
+        if figures["nested"]:
+            parts.append(clean_table(figures, data))
         for chosen in [*([name] for name in data), data][: len(data) + (len(data) > 1)]:
             parts += [f"Test AUC with corrupted instances on {', '.join(chosen)}.", corruption_table(figures, chosen)]
     return "\n\n".join(parts)

@@ -13,8 +13,8 @@ signs must be inferred from the single query. Sorted similarities do not depend 
 without de-biasing cannot exceed the second limit. A figure of the paper that does exceed it cannot come from queries
 that were drawn and scored in this way.
 
-Every measured row is stored at once and is not measured again on the same device, so an interrupted run resumes. MNIST
-is read from ``--data-dir``, AHOP_DATA_DIR or data (see docs/data.md). Without it, its columns are left out.
+Every measured row is stored immediately and is not measured again on the same device, so an interrupted run resumes.
+MNIST is read from ``--data-dir``, AHOP_DATA_DIR or data (see docs/data.md). Without it, its columns are left out.
 """
 
 import argparse

@@ -1,0 +1,105 @@
+"""Shared code of the benchmarks: commands, stored rows, tables, plots and peak memory."""
+
+import mmap
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.memory import CLEAR, peak, reset_peak
+from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, picture_for
+from benchmarks.harness.rows import RESULTS, ResultTable, read, write
+
+COMMANDS = (
+    "kernels",
+    "packed",
+    "costs",
+    "harness.pages",
+    *(f"paper.{name}" for name in ("retrieval", "mil", "images", "tabular")),
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_its_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the module may be imported already
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: python -m benchmarks.{name} ")
+    assert f"To run: python -m benchmarks.{name} " in text.replace("AHOP_DATA_DIR=DIR ", "")
+
+
+def test_rows_are_replaced_by_the_named_columns(tmp_path):
+    old = [{"a": "1", "b": "x"}, {"a": "2", "b": "y"}, {"a": "1", "b": "z"}]
+    new = [{"a": 1, "b": "p"}, {"a": 1, "b": "q"}, {"a": 3, "b": "r"}]
+    for columns, expected in (((), "pqr"), (("a",), "pqyr"), (("a", "b"), "xyzpqr")):
+        results = ResultTable(tmp_path / f"{expected}.csv", "cpu")
+        results.add(*old)
+        results.replace(new, *columns)
+        assert [row["b"] for row in results.rows] == list(expected)
+        assert read(results.path) == results.rows
+
+
+def test_rows_of_another_device_are_kept_and_do_not_count(tmp_path):
+    foreign = {"a": "1", "device": "another"}
+    write(tmp_path / "rows.csv", [foreign])
+    results = ResultTable(tmp_path / "rows.csv", "cpu")
+    assert not results.has({"a": 1})
+    results.replace([{"a": 1}])
+    assert results.has({"a": 1})
+    assert not results.has({"a": 2})
+    assert read(results.path)[0].items() >= foreign.items()
+    assert results.own_rows == read(results.path)[1:]
+    assert results.own_rows[0].items() >= results.origin.items()
+
+
+def test_every_figure_of_a_measurement_is_a_row(tmp_path):
+    results = ResultTable(tmp_path / "rows.csv", "cpu")
+    results.add_figures({"model": "A"}, {"accuracy": 0.123456789, "seconds": 1200.0})
+    assert [(row["model"], row["measure"], row["value"]) for row in read(results.path)] == [
+        ("A", "accuracy", "0.123457"),
+        ("A", "seconds", "1200"),
+    ]
+
+
+def test_a_file_without_rows_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"expected rows to write to .*rows\.csv, got none"):
+        write(tmp_path / "rows.csv", [])
+    write(tmp_path / "rows.csv", [{"a": "1"}, {"a": "2", "new": "3"}])
+    assert read(tmp_path / "rows.csv") == [{"a": "1", "new": ""}, {"a": "2", "new": "3"}]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_stored_results_keep_their_format(path, tmp_path):
+    write(tmp_path / "copy.csv", read(path))
+    assert (tmp_path / "copy.csv").read_bytes() == path.read_bytes()
+
+
+def test_the_best_figures_are_bold():
+    assert bold_best(["0.5 ± 0.1", "", "0.7", "0.70 ± 0.2"]) == ["0.5 ± 0.1", "", "**0.7**", "**0.70 ± 0.2**"]
+    assert bold_best(["1,200", "900"], min) == ["1,200", "**900**"]
+    assert bold_best(["", ""]) == ["", ""]
+    body = bold_best_in_columns([["a", "1", "2"], ["b", "3", "4"]], {1: max, 2: min})
+    assert body == [["a", "1", "**2**"], ["b", "**3**", "4"]]
+
+
+def test_only_results_of_the_project_are_drawn_in_the_documentation(tmp_path):
+    assert picture_for(RESULTS / "mil.csv", "mil") == PICTURES / "mil.svg"
+    assert picture_for(RESULTS / "retrieval_quick.csv", "retrieval") == RESULTS / "retrieval_quick.png"
+    assert picture_for(tmp_path / "mil.csv", "mil") == tmp_path / "mil.png"
+    assert picture_for(Path("elsewhere.csv"), "mil") == Path("elsewhere.png")
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="peak memory is read from /proc")
+def test_the_peak_counts_from_the_last_reset():
+    before, size = reset_peak("cpu"), 50_000_000
+    with mmap.mmap(-1, size) as held:  # released at once, unlike memory of an allocator
+        for _ in range(50):
+            held.write(bytes(size // 50))
+    assert peak("cpu") - before > 0.9 * size
+    assert reset_peak("cpu") - before < 0.9 * size
