@@ -1,9 +1,10 @@
 """The one exception of the package, and the checks that raise it."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class AHopError(ValueError):
@@ -41,6 +42,13 @@ def check_given_sizes(**sizes: object) -> None:
     check_sizes(**{name: size for name, size in sizes.items() if size is not None})
 
 
+def check_probability(**values: object) -> None:
+    """Raise unless every value is a number between 0 and 1."""
+    for name, value in values.items():
+        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+            raise AHopError(f"{name} must be a number between 0 and 1, got {value!r}")
+
+
 def check_floating(**tensors: object) -> None:
     """Raise unless every argument is a floating-point tensor."""
     for name, tensor in tensors.items():
@@ -48,6 +56,13 @@ def check_floating(**tensors: object) -> None:
             raise AHopError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if not tensor.is_floating_point():
             raise AHopError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
+
+
+def check_module(**modules: object) -> None:
+    """Raise unless every argument is an ``nn.Module``."""
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise AHopError(f"{name} must be a module, got {type(module).__name__}")
 
 
 def check_same_device(**tensors: Tensor) -> None:

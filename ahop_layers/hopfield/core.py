@@ -1,7 +1,7 @@
 """AssociationCore: the projections of a Hopfield layer around :func:`~ahop_layers.association.associate`."""
 
 from math import prod, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -11,7 +11,7 @@ from torch.nn import functional
 from ahop_layers.association import Steps, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, Associator, add_warm_start
+from ahop_layers.similarity import AdaptiveSimilarity, Associator
 
 
 class Retrieval(NamedTuple):
@@ -30,6 +30,7 @@ class AssociationCore(Associator):
     dot product.
     """
 
+    _added = ("similarity", "separation", "scaling")
     in_proj_weight: Tensor | None
     in_proj_bias: Tensor | None
     p_norm_weight: Tensor | None
@@ -189,12 +190,6 @@ class AssociationCore(Associator):
             name = ("state pattern", "stored pattern", "pattern projection")[part]
             raise AHopError(f"a static {name} must be as wide as a head, (..., {width}), got {describe(pattern)}")
         return repeat(pattern, "n l d -> n h l d", h=self.num_heads)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Give what a checkpoint of hflayers has no value for its warm start, or leave it alone."""
-        if add_warm_start(self, state_dict, prefix) and isinstance(self.scaling, nn.Parameter):
-            state_dict.setdefault(f"{prefix}scaling", self.scaling.detach())
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def score(self, query: Tensor, key: Tensor) -> Tensor:
         """``(N, H, L, d)``, ``(N, H, S, d)`` -> ``(N, H, L, S)``, before scaling."""
