@@ -1,7 +1,7 @@
 """AssociationCore: the projections of a Hopfield layer around :func:`~ahop_layers.association.associate`."""
 
 from math import prod, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -11,7 +11,7 @@ from torch.nn import functional
 from ahop_layers.association import Steps, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, Associator
+from ahop_layers.similarity import Associator
 
 
 class Retrieval(NamedTuple):
@@ -73,7 +73,7 @@ class AssociationCore(Associator):
         if add_bias_kv and key_as_static and value_as_static:
             raise AHopError("concat_bias_pattern needs a projected pattern, got static ones only")
 
-        self.similarity: AdaptiveSimilarity | None = None
+        self.similarity: Any = None
         self.separation = Separation()
         wide, out = num_heads * (self.head_dim or 0), num_heads * (self.pattern_dim or 0)
         rows = self._rows

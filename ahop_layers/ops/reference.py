@@ -77,7 +77,7 @@ def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> No
 def check_bases(bases: Sequence[str]) -> tuple[str, ...]:
     """The names of ``bases`` as a tuple, or an error if there is none or one is unknown or repeated."""
     names = tuple(bases) if isinstance(bases, (tuple, list)) else (bases,)
-    unknown = [name for name in names if name not in BASES]
+    unknown = [name for name in names if not isinstance(name, str) or name not in BASES]
     if unknown or not names:
         raise AHopError(f"bases must be names out of {', '.join(BASES)}, got {bases!r}")
     if len(set(names)) < len(names):
