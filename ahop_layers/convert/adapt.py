@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ahop_layers.convert.class_swap import turn_back
 from ahop_layers.convert.registry import Converter, converter_for
+from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import SimilaritySource, similarity_parameters
@@ -143,6 +144,7 @@ def adapt_(
     before = list(_adapted(model))
     if before:
         raise AHopError(f"model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")
+    check_not_wrapped(model)
     for name, module, found in _walk(model):
         if isinstance(found, str):
             passed[name] = found
