@@ -465,6 +465,19 @@ def test_a_model_must_be_a_module(function):
             function(model)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, Adaptive), "source must be a class or the full name of one, got 5"),
+        ((nn.Linear, nn.Linear), r"adaptive must be a subclass of ahop_layers\.Adaptive, got <class"),
+        ((nn.Linear, "Adaptive"), r"adaptive must be a subclass of ahop_layers\.Adaptive, got 'Adaptive'"),
+    ],
+)
+def test_bad_converters(arguments, message):
+    with pytest.raises(ah.AHopError, match=message):
+        ah.register_converter(*arguments)
+
+
 def test_adapting_twice_and_reverting_without_adapting_are_refused():
     model = encoder()
     with pytest.raises(ah.AHopError, match="model must be adapted, got TransformerEncoder without adapted modules"):

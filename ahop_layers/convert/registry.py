@@ -20,16 +20,16 @@ Converter = Callable[[nn.Module, dict[str, Any]], None]
 ADAPTIVE_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
 
 
-def _adapt_attention(adaptive: type[nn.Module], module: Any, options: dict[str, Any]) -> None:
+def _adapt_attention(adaptive: type[nn.Module], module: Any, keywords: dict[str, Any]) -> None:
     turn_into(module, adaptive, "similarity", "separation", "_qkv_same_embed_dim")
-    module.make_adaptive(**options)
+    module.make_adaptive(**keywords)
 
 
-def _adapt_hopfield(hopfield: Any, options: dict[str, Any]) -> None:
-    core, batch_first = hopfield.association_core, hopfield.batch_first
+def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
+    core, batch_first, width = hopfield.association_core, hopfield.batch_first, hopfield.input_size
     settings = hopfield.scaling, hopfield.update_steps_max, hopfield.update_steps_eps
-    turn_into(hopfield, AdaptiveHopfield, "_batch_first")
-    hopfield._batch_first = batch_first
+    turn_into(hopfield, AdaptiveHopfield, "_batch_first", "_input_size")
+    hopfield._batch_first, hopfield._input_size = batch_first, width
     if isinstance(core, AssociationCore):
         separation = core.separation
         turn_into(core, AssociationCore, "similarity", "separation")
@@ -38,12 +38,12 @@ def _adapt_hopfield(hopfield: Any, options: dict[str, Any]) -> None:
         names = ("scaling", "update_steps_max", "update_steps_eps", "steps")
         turn_into(core, AssociationCore, "similarity", "separation", *names)
         core.configure(*settings)
-    hopfield.make_adaptive(**{"separation": separation, **options})
+    hopfield.make_adaptive(**{"separation": separation, **keywords})
 
 
-def _adapt_around(into: type[nn.Module], layer: Any, options: dict[str, Any]) -> None:
+def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -> None:
     """Converts a layer with learned patterns, and the Hopfield module inside."""
-    _adapt_hopfield(layer.hopfield, options)
+    _adapt_hopfield(layer.hopfield, keywords)
     turn_into(layer, into)
 
 

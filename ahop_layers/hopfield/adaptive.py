@@ -65,7 +65,7 @@ class AdaptiveHopfield(HopfieldBase):
     ) -> None:
         # fmt: on
         super().__init__(**arguments(locals(), *KEYWORDS))
-        self._static_width = input_size
+        self._input_size = input_size
         self.make_adaptive(bases, init, debias, separation)
 
     def make_adaptive(
@@ -79,8 +79,7 @@ class AdaptiveHopfield(HopfieldBase):
         """Adds the similarity and the separation to the core."""
         core = self.association_core
         like = next(self.parameters(), torch.empty(0))
-        static = core.key_as_static and core.query_as_static
-        dim = getattr(self, "_static_width", self.input_size) if static else core.head_dim
+        dim = self._input_size if core.key_as_static and core.query_as_static else core.head_dim
         similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity)
         separation = separation if isinstance(separation, Separation) else Separation(separation, core.num_heads)
         core.similarity, core.separation = similarity.to(like), separation.to(like)

@@ -73,7 +73,7 @@ class AssociationCore(Associator):
         if add_bias_kv and key_as_static and value_as_static:
             raise AHopError("concat_bias_pattern needs a projected pattern, got static ones only")
 
-        self.similarity: Any = None
+        self.similarity: nn.Module | None = None
         self.separation = Separation()
         wide, out = num_heads * (self.head_dim or 0), num_heads * (self.pattern_dim or 0)
         rows = self._rows
@@ -146,8 +146,9 @@ class AssociationCore(Associator):
             nn.init.normal_(self.out_proj.weight, std=0.02)
             if self.out_proj.bias is not None:
                 nn.init.zeros_(self.out_proj.bias)
-        if self.similarity is not None:
-            self.similarity.reset_parameters()
+        reset: Any = getattr(self.similarity, "reset_parameters", None)  # a module of the user may have none
+        if reset is not None:
+            reset()
         self.separation.reset_parameters()
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
