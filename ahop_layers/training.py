@@ -75,8 +75,8 @@ def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
     """Trains the folded weights of every adaptive similarity in ``module`` instead of ``w`` and ``beta``.
 
     The score is linear in the folded weight ``u``, the reverse cumulative sum of ``beta * w``. A step on an entry of
-    ``u`` changes the weight of one rank, a step on an entry of ``w`` those of many. Inside the context ``beta`` is 1 and
-    not trained. Entering and leaving the context does not change the scores.
+    ``u`` changes the weight of one rank, a step on an entry of ``w`` those of many. Inside the context ``beta`` is 1
+    and not trained. Entering and leaving the context does not change the scores.
     """
     return _reparametrized(module, _Folded)
 

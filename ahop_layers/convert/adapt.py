@@ -98,18 +98,18 @@ def adapt_(
     separation: str | Separation | None = None,
     similarity: SimilaritySource | None = None,
 ) -> Report:
-    """Makes the attention of a model adaptive, in place, without changing its outputs.
+    """Makes the attention of a model adaptive, in place.
 
     It converts ``nn.MultiheadAttention`` (also in torchvision's ViT), timm's ``Attention``, the attention of ViT, DeiT,
     DINOv2 and CLIP in transformers, and the Hopfield layers of hflayers and of this package; :func:`register_converter`
-    adds other classes. Trained weights are kept, and a new similarity is initialized to the dot product. One output
-    does change: hflayers mixes the samples of a batch if a static pattern meets several heads, an adapted layer does
-    not.
+    adds other classes. Trained weights are kept. With the default ``init="dot"`` a new similarity equals the dot
+    product, so the outputs of the model do not change, with one exception: hflayers mixes the samples of a batch if a
+    static pattern is used with several heads, an adapted layer does not.
 
     Call it before the model is wrapped in ``DistributedDataParallel``, ``FullyShardedDataParallel``, ``fully_shard`` or
-    ``DataParallel``, and before ``torch.compile``. These do not know parameters that are added later: their gradients
-    would not be synchronized. A wrapped model is refused, but a wrapper outside of ``model`` cannot be seen: do not
-    call ``adapt_(ddp.module)``.
+    ``DataParallel``, and before ``torch.compile``: data-parallel wrappers do not synchronize the gradients of
+    parameters that are added later. A wrapped or compiled model is refused. A wrapper around ``model`` cannot be
+    detected from the inside, so do not call ``adapt_(ddp.module)``.
 
     Args:
         model: any module, also an attention module itself.
