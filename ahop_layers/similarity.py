@@ -234,7 +234,7 @@ def make_similarity(
     AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False)
     """
     if similarity is None:
-        if dim is None and isinstance(init, Tensor):
+        if dim is None and isinstance(init, Tensor) and init.ndim:
             dim = init.shape[-1]
         if dim is None:
             return LazyAdaptiveSimilarity(num_heads, bases, init, debias)

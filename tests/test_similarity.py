@@ -154,6 +154,8 @@ def test_a_layer_builds_its_similarity_from_arguments_a_module_or_a_factory():
 def test_an_unknown_dimension_is_inferred_or_an_error():
     assert isinstance(make_similarity(None, 2), LazyAdaptiveSimilarity)
     assert make_similarity(None, 2, init=torch.ones(2, 2, 5)).dim == 5
+    with pytest.raises(ah.AHopError, match="init must have the shape of w"):
+        make_similarity(None, 2, init=torch.tensor(1.0))
     with pytest.raises(ah.AHopError, match="a similarity factory needs the dimension of a head"):
         make_similarity(None, 2, similarity=Scaled)
 

@@ -75,14 +75,16 @@ def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> No
 
 
 def check_bases(bases: Sequence[str]) -> tuple[str, ...]:
-    """The names of ``bases`` as a tuple, or an error if there is none or one is unknown or repeated."""
-    names = tuple(bases) if isinstance(bases, (tuple, list)) else (bases,)
-    unknown = [name for name in names if not isinstance(name, str) or name not in BASES]
-    if unknown or not names:
-        raise AHopError(f"bases must be names out of {', '.join(BASES)}, got {bases!r}")
+    """Returns ``bases`` as a tuple; raises unless it is one registered name, or a tuple or list of distinct ones."""
+    names = (bases,) if isinstance(bases, str) else bases
+    if not isinstance(names, (tuple, list)) or not names:
+        raise AHopError(f"bases must be a tuple or list of base names, got {bases!r}")
+    for name in names:
+        if not isinstance(name, str) or name not in BASES:
+            raise AHopError(f"bases must be names out of {', '.join(BASES)}, got {bases!r}")
     if len(set(names)) < len(names):
-        raise AHopError(f"each base may appear once, got {bases!r}")
-    return names
+        raise AHopError(f"each base may appear once in bases, got {bases!r}")
+    return tuple(names)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
