@@ -5,7 +5,7 @@ dark backgrounds. They are not attached to a window: save them, or display them 
 """
 
 from collections.abc import Sequence
-from math import isqrt
+from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +59,7 @@ def association_map(
     if weights.ndim not in (2, 3):
         raise AHopError(f"weights must be (L, S) or (H, L, S), got {describe(weights)}")
     row = (weights.mean(0) if weights.ndim == 3 else weights).detach().float().cpu()
-    if not 0 <= token < len(row):
+    if not isinstance(token, int) or not 0 <= token < len(row):
         raise AHopError(f"token must be an index of one of the {len(row)} queries, got {token!r}")
     rows, columns = _grid(patches, row.shape[-1])
     grid = row[token, row.shape[-1] - rows * columns :].reshape(rows, columns)
@@ -80,10 +80,10 @@ def _grid(patches: tuple[int, int] | None, keys: int) -> tuple[int, int]:
     if patches is None:
         side = isqrt(keys)
         return side, side
-    rows, columns = patches
-    if rows < 1 or columns < 1 or rows * columns > keys:
-        raise AHopError(f"patches must be (rows, columns) with at most {keys} patches, got {patches}")
-    return rows, columns
+    pair = isinstance(patches, (tuple, list)) and len(patches) == 2
+    if not pair or not all(isinstance(count, int) and count >= 1 for count in patches) or prod(patches) > keys:
+        raise AHopError(f"patches must be (rows, columns) with at most {keys} patches, got {patches!r}")
+    return patches[0], patches[1]
 
 
 def _as_pixels(image: Tensor) -> Tensor:

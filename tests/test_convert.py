@@ -380,6 +380,7 @@ def test_reverting_a_part_unfreezes_it(duplicate):
 
 def test_reverting_every_part_and_then_the_model_unfreezes_everything():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, nn.LayerNorm(16))
+    model._frozen = ["an attribute of the user"]
     before = trainable(model)
     ah.adapt_(model, freeze_rest=True)
     for layer in model.layers:
@@ -387,6 +388,7 @@ def test_reverting_every_part_and_then_the_model_unfreezes_everything():
     assert not trainable(model.norm)
     assert ah.revert_(model) == []
     assert trainable(model) == before
+    assert model._frozen == ["an attribute of the user"]
 
 
 @pytest.mark.parametrize("change", [lambda model: None, lambda model: setattr(model, "norm", nn.Identity())])

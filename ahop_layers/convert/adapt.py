@@ -220,19 +220,20 @@ def _freeze(model: nn.Module, trainable: list[nn.Parameter]) -> None:
     for module in model.modules():
         names = [name for name, p in module.named_parameters(recurse=False) if id(p) in frozen]
         if names:
-            module.__dict__["_frozen"] = names
+            module.__dict__["_ahop_frozen"] = names
     for parameter in frozen.values():
         parameter.requires_grad_(False)
 
 
 def _unfreeze(model: nn.Module) -> bool:
     """Undoes :func:`_freeze` for a model or a part of it, and tells whether anything was frozen."""
-    frozen = [(module, vars(module).pop("_frozen")) for module in model.modules() if "_frozen" in vars(module)]
-    for module, names in frozen:
+    owners = [module for module in model.modules() if "_ahop_frozen" in vars(module)]
+    for module in owners:
+        names = vars(module).pop("_ahop_frozen")
         for name, parameter in module.named_parameters(recurse=False):
             if name in names:
                 parameter.requires_grad_(True)
-    return bool(frozen)
+    return bool(owners)
 
 
 def _inside(name: str, other: str) -> bool:
