@@ -37,7 +37,7 @@ $(DOCS): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
 	touch $@
 
-$(READY): $(DOCS) setup.py ahop_layers/ops/footprint.c
+$(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) (first run: a few minutes)"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \

@@ -58,9 +58,9 @@ def test_the_sdist_is_a_checkout(sdist):
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
     wanted = """
         LICENSE README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md Makefile pyproject.toml setup.py constraints.txt
-        ahop_layers/py.typed ahop_layers/ops/footprint.c tests/test_release.py tests/data/hflayers.pt examples/demo.py
-        .github/workflows/tests.yml benchmarks/kernels.py docs/mathematics.md docs/pictures/footprint.svg
-        docs/notebooks/vit.ipynb
+        ahop_layers/py.typed ahop_layers/ops/footprint.c ahop_layers/ops/footprint_impl.h tests/test_release.py
+        tests/data/hflayers.pt examples/demo.py .github/workflows/tests.yml benchmarks/kernels.py docs/mathematics.md
+        docs/pictures/footprint.svg docs/notebooks/vit.ipynb
     """.split()  # noqa: SIM905 - reads better than quotes
     assert set(wanted) <= names
     assert not [name for name in names if re.search(r"\.(so|pyc|dylib)$|__pycache__|^out|^site", name)]
