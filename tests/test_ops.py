@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked
@@ -195,6 +196,15 @@ def test_forward_mode_and_torch_func():
     )
 
 
+def test_forward_mode_under_vmap():
+    inputs, tangents = problem(3), problem(3)
+    expected = torch.func.jvp(ah.adaptive_similarity, inputs, tangents)[1]
+    with forward_ad.dual_level():
+        query, key, weight = map(forward_ad.make_dual, inputs, tangents)
+        scores = torch.func.vmap(ah.adaptive_similarity, in_dims=(0, 0, None))(query, key, weight)
+        torch.testing.assert_close(forward_ad.unpack_dual(scores).tangent, expected)
+
+
 def test_the_meta_device_knows_shapes():
     inputs = [x.to("meta") for x in problem(3, dtype=torch.float32)]
     for backend in ("auto", "reference"):
@@ -279,3 +289,14 @@ def test_import_is_cheap():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert float(out[0]) < 0.3
     assert not set(out[1].split()) & {"triton", "lightning", "sklearn", "matplotlib", "timm", "transformers", "entmax"}
+
+
+def test_a_training_step_does_not_import_the_compiler():
+    code = (
+        "import sys, torch, ahop_layers as ah;"
+        "inputs = [torch.randn(4, 8, requires_grad=True), torch.randn(5, 8), torch.randn(2, 8, requires_grad=True)];"
+        "ah.adaptive_similarity(*inputs).sum().backward();"
+        "print(*{'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not out.split()

@@ -91,7 +91,10 @@ def adaptive_similarity(
 
 
 def _is_transformed() -> bool:
-    """Whether forward-mode or torch.func differentiates: these follow plain operations only, and vmap also ours."""
+    """Whether forward-mode AD or torch.func differentiates this call: the operators support reverse mode and vmap only.
+
+    PyTorch has no public function for this. ``forward_ad.unpack_dual`` finds a tangent, but raises under vmap.
+    """
     if torch.compiler.is_compiling():
         return False
     if forward_ad._current_level >= 0:
@@ -188,59 +191,26 @@ def _(
     return grads[0], grads[1], grads[2]
 
 
-class _Score(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        ctx.save_for_backward(*args[:3])
-        ctx.options = args[3:]
-        return _below_autograd(torch.ops.ahop.score.default, _score, keyset, args)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        need = ctx.needs_input_grad[1:4]
-        grads = torch.ops.ahop.score_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
-        return (None, *(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None)
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
 
 
-class _ScoreBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        return _below_autograd(torch.ops.ahop.score_backward.default, _score_backward, keyset, args)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise AHopError(
-            "adaptive_similarity is differentiable once on this backend;"
-            " backend='reference' can be differentiated any number of times"
-        )
+def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    need = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.ahop.score_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
+    return (*(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None)
 
 
-_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise AHopError(
+        "adaptive_similarity is differentiable once on this backend;"
+        " backend='reference' can be differentiated any number of times"
+    )
 
 
-def _below_autograd(operator: Any, implementation: Any, keyset: Any, args: tuple[Any, ...]) -> Any:
-    """Run what the dispatcher finds below autograd: the implementation itself unless something stands between."""
-    keys = keyset & torch._C._after_autograd_keyset
-    with torch._C._AutoDispatchBelowAutograd():
-        if keys.highestPriorityTypeId() in _DEVICES:
-            return implementation(*args)
-        return operator.redispatch(keys, *args)
-
-
-def _register_autograd(operator: Any, implementation: Any, function: Any, tensors: int) -> None:
-    """Differentiate an operator by ``function``: what torch.library does too, at twice the cost of a call."""
-
-    def autograd(keyset: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in args[:tensors]):
-            return function.apply(keyset, *args)
-        return _below_autograd(operator, implementation, keyset, args)
-
-    _LIBRARY.impl(operator, autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-
-
-_LIBRARY = torch.library.Library("ahop", "FRAGMENT")  # type: ignore[no-untyped-call]
-_register_autograd(torch.ops.ahop.score.default, _score, _Score, tensors=3)
-_register_autograd(torch.ops.ahop.score_backward.default, _score_backward, _ScoreBackward, tensors=4)
+torch.library.register_autograd("ahop::score", _differentiate_score, setup_context=_save_inputs)
+torch.library.register_autograd("ahop::score_backward", _refuse_double_backward)
 
 
 def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:
