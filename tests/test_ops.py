@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import ahop_layers as ah
-from ahop_layers.ops import chunked
+from ahop_layers.ops import chunked, cpu, reference
+from ahop_layers.ops.backend import choose_kernel
+from ahop_layers.ops.gpu import launch as gpu
 
 BASES = ("dis", "dot", "l1")
 
@@ -278,6 +280,39 @@ def test_user_base_runs_on_the_reference_path():
     half = [torch.full((rows, 8), value, dtype=torch.float16) for rows, value in ((2, 200.0), (3, 1.0))]
     weight = torch.tensor([[0.0] * 7 + [0.01]] * 3)
     assert ah.adaptive_similarity(*half, weight, (name, "dis", "dot")).isfinite().all()
+
+
+@pytest.fixture
+def quartic(monkeypatch):
+    """A base that has slopes, so that it may run outside the reference path, and that no compiled kernel implements."""
+
+    def slopes(query, key):
+        cube = 4 * (query - key) ** 3
+        return -cube, cube
+
+    monkeypatch.setitem(reference.BASES, "quartic", reference.Base(lambda query, key: -((query - key) ** 4), slopes))
+    return "quartic"
+
+
+def test_a_kernel_serves_only_the_bases_it_implements(quartic, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the GPU kernels then serve CPU tensors
+    query = torch.randn(1, 1, 5, 8)
+    for kernel in (cpu, gpu):
+        assert kernel.serves(query, BASES)
+        assert not kernel.serves(query, (*BASES, quartic))
+    assert chunked.serves(query, (*BASES, quartic))
+
+
+def test_a_new_base_is_scored_as_itself(quartic):
+    query, key, weight = problem(2, bases=3, grad=True)
+    bases = ("dis", quartic, "l1")
+    assert choose_kernel("auto", query, bases) is chunked
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases), (query, key, weight))
+    expected = ah.adaptive_similarity(query, key, weight, bases, backend="reference")
+    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, bases), expected)
+    if cpu.unavailable() is None:
+        with pytest.raises(ah.AHopError, match=r"backend='cpu' does not support .* bases dis, quartic, l1"):
+            ah.adaptive_similarity(query, key, weight, bases, backend="cpu")
 
 
 def test_import_is_cheap():

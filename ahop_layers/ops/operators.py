@@ -22,8 +22,8 @@ from ahop_layers.errors import (
     check_same_device,
     describe,
 )
-from ahop_layers.ops import backend as backend_
 from ahop_layers.ops import reference
+from ahop_layers.ops.backend import BACKENDS, choose_kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, fold
 
 
@@ -70,7 +70,7 @@ def adaptive_similarity(
     names = check_bases(bases)
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names)
-    check_choice("backend", backend, ("auto", *backend_.BACKENDS))
+    check_choice("backend", backend, ("auto", *BACKENDS))
     custom = [name for name in names if BASES[name].slopes is None]
     if custom and backend not in ("auto", "reference"):
         raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
@@ -159,15 +159,17 @@ torch.library.define(
 
 def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
     """(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)."""
-    return backend_.kernel(backend, query).score(query, key, fold(weight), bases.split(","))
+    names = bases.split(",")
+    return choose_kernel(backend, query, names).score(query, key, fold(weight), names)
 
 
 def _score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
-    kernel, wanted = backend_.kernel(backend, query), (need[0], need[1], need[2])
-    grads = kernel.score_backward(grad, query, key, fold(weight), bases.split(","), wanted)
+    names, wanted = bases.split(","), (need[0], need[1], need[2])
+    kernel = choose_kernel(backend, query, names)
+    grads = kernel.score_backward(grad, query, key, fold(weight), names, wanted)
     return grads[0], grads[1], grads[2].cumsum(-1)  # the transpose of fold
 
 
