@@ -110,6 +110,73 @@ def test_opcheck():
         torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "auto", need))
 
 
+x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
+GRAD = torch.randn(2, 3, 5, 7)
+BAD_CALLS = {  # arguments in place of (grad, query, key, weight, bases, backend, need), and the error
+    "grad of another length": ({"grad": GRAD[:, :, :4]}, r"grad must be \(2, 3, 5, 7\) .* got \(2, 3, 4, 7\)"),
+    "grad of another dtype": ({"grad": GRAD.double()}, "grad must be .* of torch.float32 .* of torch.float64"),
+    "key of another width": ({"key": y[..., :4]}, r"key must be \(2, 3, 7, 8\) .* got \(2, 3, 7, 4\)"),
+    "key of another batch": ({"key": y[:1]}, r"key must be \(2, 3, 7, 8\) .* got \(1, 3, 7, 8\)"),
+    "key of another number of heads": ({"key": y[:, :2]}, r"key must be .* got \(2, 2, 7, 8\)"),
+    "key of another dtype": ({"key": y.double()}, "key must be .* of torch.float32 .* of torch.float64"),
+    "key without heads": ({"key": y[0]}, r"query and key must be .* got query \(2, 3, 5, 8\) and key \(3, 7, 8\)"),
+    "query without heads": ({"query": x[0]}, r"query and key must be .* got query \(3, 5, 8\)"),
+    "no dimension": ({"query": x[..., :0], "key": y[..., :0]}, "with d >= 1"),
+    "integers": ({"query": x.long(), "key": y.long()}, "query must have a floating-point dtype"),
+    "weight of another width": ({"weight": u[..., :7]}, r"weight must be \(3, 2, 8\) .* got \(3, 2, 7\)"),
+    "weight of another number of heads": ({"weight": u[:2]}, r"weight must be \(3, 2, 8\) .* got \(2, 2, 8\)"),
+    "weight of half precision": ({"weight": u.half()}, "weight must be .* of torch.float32 .* of torch.float16"),
+    "too few weights": ({"bases": "dis,dot,l1"}, r"weight must be \(3, 3, 8\) .* got \(3, 2, 8\)"),
+    "unknown base": ({"bases": "dis,cos"}, "bases must be"),
+    "repeated base": ({"bases": "dis,dis"}, "each base may appear once"),
+    "no base": ({"bases": ""}, "bases must be"),
+    "unknown backend": ({"backend": "gpu"}, "backend must be one of auto, chunked, cpu, triton, got 'gpu'"),
+    "reference backend": ({"backend": "reference"}, "backend must be one of auto, .* got 'reference'"),
+    "short need": ({"need": [True, True]}, r"need must have 3 entries.* got \[True, True\]"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # the implementation and the fake
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_operators_refuse_what_does_not_fit(name, device):
+    changed, message = BAD_CALLS[name]
+    arguments = {
+        "grad": GRAD, "query": x, "key": y, "weight": u, "bases": "dis,dot", "backend": "auto", "need": [True] * 3
+    } | changed  # fmt: skip
+    arguments = {name: it.to(device) if isinstance(it, torch.Tensor) else it for name, it in arguments.items()}
+    with pytest.raises(ah.AHopError, match=message):
+        torch.ops.ahop.score_backward(**arguments)
+    if not changed.keys() & {"grad", "need"}:
+        forward = {name: arguments[name] for name in ("query", "key", "weight", "bases", "backend")}
+        with pytest.raises(ah.AHopError, match=message):
+            torch.ops.ahop.score(**forward)
+
+
+def test_operators_refuse_a_grad_much_larger_than_its_scores():
+    query = torch.randn(1, 1, 2, 64)
+    arguments = (query, query, torch.randn(1, 2, 64), "dis,dot", "auto", [True, True, True])
+    with pytest.raises(ah.AHopError, match="grad must be"):
+        torch.ops.ahop.score_backward(torch.randn(1, 1, 2000, 2000), *arguments)
+
+
+def test_operators_refuse_two_devices():
+    with pytest.raises(ah.AHopError, match=r"key must be .* on cpu .* on meta"):
+        torch.ops.ahop.score(x, y.to("meta"), u, "dis,dot", "auto")
+
+
+def test_operators_refuse_a_registered_base():
+    ah.register_base("for_operators_of_this_test", torch.mul)
+    with pytest.raises(ah.AHopError, match="'for_operators_of_this_test' runs on the reference path only"):
+        torch.ops.ahop.score(x, y, u, "dis,for_operators_of_this_test", "auto")
+
+
+def test_a_lazily_negated_tensor_is_negated():
+    """The imaginary part of a conjugate shares memory with the values of opposite sign."""
+    negated = torch.complex(y, y).conj().imag
+    assert negated.is_neg()
+    torch.testing.assert_close(ah.adaptive_similarity(x, negated, u), ah.adaptive_similarity(x, -y, u))
+
+
 def test_compile_without_a_graph_break():
     similarity = ah.AdaptiveSimilarity(8, num_heads=3, debias=True)
     query, key, _ = problem(2, heads=3, dtype=torch.float32)

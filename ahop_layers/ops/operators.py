@@ -6,6 +6,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -23,7 +24,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.ops import reference
-from ahop_layers.ops.backend import BACKENDS, choose_kernel
+from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, fold
 
 
@@ -157,9 +158,51 @@ torch.library.define(
 )
 
 
+def _check(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: str,
+    backend: str,
+    grad: Tensor | None = None,
+    need: Sequence[bool] | None = None,
+) -> tuple[str, ...]:
+    """Validates the arguments of an operator and returns the names of its bases.
+
+    The implementations and the fakes share this check. Kernels compute addresses from these shapes and dtypes, so a
+    call that does not pass must never reach them.
+    """
+    names = _kernel_bases(bases)
+    check_choice("backend", backend, ("auto", *KERNELS))
+    if query.ndim != 4 or key.ndim != 4 or query.shape[-1] == 0:
+        got = f"query {describe(query)} and key {describe(key)}"
+        raise AHopError(f"query and key must be (N, H, L, d) and (N, H, S, d) with d >= 1, got {got}")
+    check_floating(query=query)
+    (n, heads, length, d), count, wide = query.shape, key.shape[-2], accumulation_dtype(query.dtype)
+    expected = [("key", key, (n, heads, count, d), query.dtype), ("weight", weight, (heads, len(names), d), wide)]
+    if grad is not None:
+        expected.append(("grad", grad, (n, heads, length, count), wide))
+    for name, tensor, shape, dtype in expected:
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
+            got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
+            raise AHopError(f"{name} must be {shape} of {dtype} on {query.device} for this query, got {got}")
+    if need is not None and len(need) != 3:
+        raise AHopError(f"need must have 3 entries, for query, key and weight, got {need!r}")
+    return names
+
+
+@lru_cache(maxsize=None)
+def _kernel_bases(bases: str) -> tuple[str, ...]:
+    names = check_bases(bases.split(","))
+    custom = [name for name in names if BASES[name].slopes is None]
+    if custom:
+        raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got bases={bases!r}")
+    return names
+
+
 def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
     """(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)."""
-    names = bases.split(",")
+    names = _check(query, key, weight, bases, backend)
     return choose_kernel(backend, query, names).score(query, key, fold(weight), names)
 
 
@@ -167,7 +210,7 @@ def _score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
-    names, wanted = bases.split(","), (need[0], need[1], need[2])
+    names, wanted = _check(query, key, weight, bases, backend, grad, need), (need[0], need[1], need[2])
     kernel = choose_kernel(backend, query, names)
     grads = kernel.score_backward(grad, query, key, fold(weight), names, wanted)
     return grads[0], grads[1], grads[2].cumsum(-1)  # the transpose of fold
@@ -179,6 +222,7 @@ torch.library.impl("ahop::score_backward", "default", _score_backward)
 
 @torch.library.register_fake("ahop::score")  # type: ignore[untyped-decorator]
 def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
+    _check(query, key, weight, bases, backend)
     return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
 
 
@@ -186,6 +230,7 @@ def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> T
 def _(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check(query, key, weight, bases, backend, grad, need)
     grads = [
         tensor.new_empty(tensor.shape if wanted else 0)
         for tensor, wanted in zip((query, key, weight), need, strict=True)
