@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, broadcast_batch, check_pair
+from ahop_layers.errors import AHopError, broadcast_batch, check_choice, check_pair
 
 Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -122,8 +122,8 @@ def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
     """
     check_pair(query, key)
     broadcast_batch(query.shape[:-2], key.shape[:-2])
-    (name,) = check_bases((base,))
-    return sorted_similarities(query, key, name).cumsum(-1)
+    check_choice("base", base, tuple(BASES))
+    return sorted_similarities(query, key, base).cumsum(-1)
 
 
 def adaptive_similarity(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
