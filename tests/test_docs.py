@@ -14,7 +14,7 @@ from benchmarks.report import table
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-FIGURES = [DOCS / "how-fast.md", DOCS / "how-good.md"]
+FIGURES = [DOCS / "benchmarks-speed.md", DOCS / "benchmarks-accuracy.md"]
 TABLES = [*FIGURES, DOCS / "data.md"]  # these show tables, and no code
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
