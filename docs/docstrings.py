@@ -12,7 +12,7 @@ SHARED = re.compile(r"^ +\w+(?:, \w+)+: ", flags=re.MULTILINE)  # one line for s
 
 def to_markdown(text: str) -> str:
     """Convert a docstring to Markdown."""
-    text = SHARED.sub(lambda names: names[0].replace(", ", ",\N{NO-BREAK SPACE}"), text)  # the parser splits names at spaces
+    text = SHARED.sub(lambda names: names[0].replace(", ", ",\N{NO-BREAK SPACE}"), text)  # griffe splits at spaces
     return EXAMPLE.sub(r"```pycon\n\g<0>\n```", ROLE.sub(_link, text))
 
 

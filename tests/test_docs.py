@@ -1,4 +1,4 @@
-"""README and documentation pages: code blocks run in order; tables, plots and quoted figures match the benchmark rows."""
+"""README and pages: code blocks run in order; tables, plots and quoted figures match the benchmark rows."""
 
 import re
 from importlib.metadata import version
