@@ -39,7 +39,7 @@ $(DOCS): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
 	touch $@
 
-$(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/*.[ch])
+$(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) (first run: a few minutes)"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
@@ -53,7 +53,7 @@ frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c const
 	--target $(1)/vit timm torchvision torchmil tensordict pyvers
 
 demo: $(READY)
-	@echo "==> running the demo"
+	@echo "==> running the demonstration"
 	$(BIN)/python -m examples.demo
 
 lint: $(READY)
