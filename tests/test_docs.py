@@ -36,6 +36,19 @@ def test_the_readme_links_to_files_that_exist():
     assert not [link for link in links if not (ROOT / link).is_file()]
 
 
+def test_commands_in_the_text_exist():
+    text = "".join(path.read_text() for path in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"))
+    modules = set(re.findall(r"python -m ((?:ahop_layers|benchmarks|examples)(?:\.\w+)*)", text))
+    files = {module: ROOT / module.replace(".", "/") for module in modules}
+    commands = {
+        module
+        for module, file in files.items()
+        for path in (file.with_suffix(".py"), file / "__main__.py")
+        if path.is_file()
+    }
+    assert commands == modules
+
+
 def test_every_theorem_names_its_tests():
     names = re.findall(r"`(test_\w+)`", (DOCS / "mathematics.md").read_text())
     assert names
