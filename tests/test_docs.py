@@ -11,6 +11,7 @@ from frameworks import framework
 from benchmarks import images_report, kernels_report, pages
 from benchmarks.report import table
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+pytestmark = pytest.mark.slow
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(DOCS))
 
 import pictures  # noqa: E402 - the command, as a module
 
+pytestmark = pytest.mark.slow
 BACKGROUNDS = ("#ffffff", "#1e2129")  # a white page, and the dark theme of the site
 
 

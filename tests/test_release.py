@@ -21,6 +21,7 @@ from oldest import oldest
 
 import ahop_layers as ah
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 NAME = f"ahop_layers-{ah.__version__}"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -17,6 +17,7 @@ import ahop_layers as ah
 for tool in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
     pytest.importorskip(tool, reason=f'building the site needs {tool}: "pip install --group docs"')
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FETCHED = {
     ("img", "src"),
