@@ -17,6 +17,8 @@ import retrieval
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.slow
+
 
 def test_retrieval(tmp_path):
     command = [sys.executable, "examples/retrieval.py", "--patterns", "60", "--steps", "25", "--out", str(tmp_path)]

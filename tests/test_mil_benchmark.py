@@ -18,6 +18,8 @@ import mil_data  # of examples/, which mil_training put on the path
 
 KINDS = ("mask 0.5", "noise 2.0", "bias 0.5")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def home(tmp_path):

@@ -174,6 +174,7 @@ def test_a_map_lets_the_image_through_where_nobody_looks():
     np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_matplotlib():
     code = "import sys, ahop_layers.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
