@@ -219,6 +219,7 @@ def test_state_dict_copy_and_pickle(case):
         assert close(call(model, given), call(other, given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [timm_vit, torchvision_vit], ids=["timm", "torchvision"])
 def test_compile_and_export(make):
     model, x = make().eval(), torch.randn(IMAGE)
@@ -639,6 +640,7 @@ def test_half_precision_models():
         torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_no_library_is_imported():
     code = "import sys, ahop_layers; print([m for m in ('timm', 'torchvision', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -81,6 +81,7 @@ def test_public_names_come_from_hflayers(hflayers):
     assert hopfield.HopfieldPooling is hflayers.HopfieldPooling
 
 
+@pytest.mark.slow
 def test_the_environment_can_force_our_own():
     code = "from ahop_layers import hopfield as h; assert h.Hopfield is h.OwnHopfield"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "AHOP_OWN_HOPFIELD": "1"}, check=True)
@@ -117,6 +118,7 @@ def test_any_arguments_agree_with_hflayers(hflayers, name, sizes, mask, seed):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 2])
 def test_compiles_and_exports(steps):
     layer, x = hopfield.OwnHopfield(8, num_heads=2, update_steps_max=steps).eval(), torch.randn(3, 5, 8)

@@ -193,6 +193,7 @@ def test_steps_follow_the_bias():
         torch.testing.assert_close(memory.retrieve(query, steps=steps), patterns[index], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{}, {"table": True}])
 def test_fit_learns_what_no_fixed_similarity_knows(keywords):
     patterns, variant = uniform(200, 24, torch.float32), Mixed(0.3, 0.2, 0.5)
@@ -465,6 +466,7 @@ print((status("VmHWM") - before) // 1024, int((found == torch.arange(16)).sum())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
 @pytest.mark.parametrize("kind", ["footprints", "table"])
 def test_recall_needs_little_memory_beside_the_patterns(kind):

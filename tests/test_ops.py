@@ -101,6 +101,7 @@ def test_half_precision_error_is_at_most_twice_pytorchs(dtype, backend):
     assert ours <= 2 * theirs + torch.finfo(dtype).eps * exact.abs().max()
 
 
+@pytest.mark.slow
 def test_opcheck():
     query, key, weight = problem(2, heads=3, grad=True)
     torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "auto"))
@@ -312,6 +313,7 @@ def test_inf_stays_in_its_rows(backend):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)])
+@pytest.mark.slow
 def test_chunked_memory_is_bounded(shape):
     """Peak memory of forward and backward, seen by the allocator, stays below 64 MB beside inputs and results."""
     n, h, length, count, d = shape

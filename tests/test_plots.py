@@ -180,6 +180,7 @@ def test_patches_without_weight_are_transparent():
     np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_matplotlib():
     code = "import sys, ahop_layers.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
