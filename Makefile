@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the notice about MkDocs 2
 
-.PHONY: help demo test test-fast lint docs docs-serve pages bench sanitize test-hflayers test-oldest test-nightly clean
+.PHONY: help demo test test-fast soak lint docs docs-serve pages bench sanitize test-hflayers test-oldest test-nightly clean
 
 help:
 	@echo "make demo           run the demo: prints a table, writes figures to out/"
@@ -20,6 +20,7 @@ help:
 	@echo "make sanitize       run the CPU kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-hflayers  run the suite with the original hopfield-layers installed (HFLAYERS=path uses a checkout)"
 	@echo "make test-oldest    run the suite with the oldest supported releases (Python 3.10 to 3.12)"
+	@echo "make soak           run random checks against the reference for 30 minutes"
 	@echo "make test-nightly   run the suite with torch nightly"
 	@echo "make clean          remove .venv, out/ and build products"
 
@@ -69,6 +70,10 @@ test: lint
 test-fast: $(READY)
 	@echo "==> fast tests of the core"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
+
+soak: $(READY)
+	@echo "==> 30 minutes of random checks"
+	$(BIN)/python -m tests.soak --minutes 30
 
 docs: $(DOCS)
 	@echo "==> building the site"
