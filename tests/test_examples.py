@@ -15,6 +15,8 @@ from examples.common import outputs
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.slow
+
 
 def test_retrieval(tmp_path):
     command = [sys.executable, "-m", "examples.retrieval", "--patterns", "60", "--steps", "25", "--out", str(tmp_path)]

@@ -17,6 +17,8 @@ from benchmarks.paper.retrieval.measure import QUICK, Size, measurements
 from benchmarks.paper.retrieval.report import FIGURE_LEVELS, FIGURE_SYSTEMS
 from benchmarks.paper.retrieval.systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,263 @@
+"""Soak test: random layers, shapes, dtypes, masks, threads and forks against the reference, for a given time.
+
+To run: make soak, or python -m tests.soak --minutes 30 --seed 0
+
+Each round draws one check and its inputs from the seed. A round that fails prints what reproduces it, and the run exits
+with status 1. The run also fails if the resident memory grows by more than 1 % between its second and its last quarter.
+"""
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+import ahop_layers as ah
+from ahop_layers import hopfield
+from ahop_layers.ops import reference
+
+BASES = (("dis", "dot"), ("dot",), ("dis",), ("l1",), ("dot", "l1"), ("l1", "dis", "dot"))
+DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MEMORY_GROWTH = 0.01
+
+
+class Draw:
+    """Random choices of one round, all from one seed, and independent of the global generators."""
+
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self.choose.randint(low, high)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal values in a random memory layout: contiguous, transposed, or a slice of a larger tensor."""
+        layout = self.choose.choice(("contiguous", "transposed", "slice"))
+        if layout == "transposed" and len(shape) > 1:
+            flipped = (*shape[:-2], shape[-1], shape[-2])
+            return torch.randn(flipped, generator=self.generator).to(dtype).mT
+        if layout == "slice":
+            wide = torch.randn(*shape[:-1], shape[-1] + 3, generator=self.generator).to(dtype)
+            return wide[..., 1:-2]
+        return torch.randn(shape, generator=self.generator).to(dtype)
+
+    def mask(self, *shape: int) -> Tensor:
+        """A bool mask, True = ignore, that may mask whole rows."""
+        return torch.rand(shape, generator=self.generator) < self.choose.random()
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact values."""
+    result, exact = result.detach().double(), exact.detach()
+    return float((result - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+def check(error: float, baseline: float, what: str, floor: float = 1e-5) -> None:
+    """Raises unless the error is at most twice that of plain PyTorch in the same dtype, plus a floor for rounding."""
+    if not error <= 2 * baseline + floor:
+        raise RuntimeError(f"{what}: relative error {error:.2e}, plain PyTorch {baseline:.2e}")
+
+
+def scores_and_gradients(draw: Draw) -> None:
+    """``adaptive_similarity`` and its gradients against the float64 reference."""
+    bases, dtype = draw.choose.choice(BASES), draw.choose.choice(DTYPES)
+    heads = draw.choose.choice((None, None, 1, 3))
+    d = draw.choose.choice((1, 2, 7, 16, 31, 64, 65, 100, draw.integer(1, 300)))
+    batch = () if heads is None and draw.integer(0, 1) else (draw.integer(1, 3), heads or draw.integer(1, 3))
+    pair = [draw.normal(*batch, draw.integer(1, 40), d, dtype=dtype) for _ in range(2)]
+    weight_dtype = dtype if dtype == torch.float64 else torch.float32
+    weight = torch.randn(*([heads] if heads else []), len(bases), d, generator=draw.generator).to(weight_dtype)
+    inputs = [tensor.detach().requires_grad_() for tensor in (*pair, weight)]
+    scores = ah.adaptive_similarity(*inputs, bases=bases)
+    upstream = torch.randn(scores.shape, generator=draw.generator).to(scores.dtype)
+    ours = (scores, *torch.autograd.grad(scores, inputs, upstream))
+    results = []
+    for precision in (torch.float64, torch.float64 if dtype == torch.float64 else torch.float32):
+        wide = [tensor.detach().to(precision).requires_grad_() for tensor in inputs]
+        score = reference.adaptive_similarity(*wide, bases)
+        results.append((score, *torch.autograd.grad(score, wide, upstream.to(precision))))
+    for name, result, exact, plain in zip(("scores", "query", "key", "weight"), ours, *results, strict=True):
+        if dtype.itemsize == 2 and name in ("query", "key"):
+            continue  # half-precision inputs have exact ties, at which any order gives a valid subgradient
+        # Two similarities that are equal up to rounding may change places: a small error of the gradient's norm.
+        floor = 5e-3 if name in ("query", "key") and dtype == torch.float32 else 1e-5
+        baseline = relative_error(plain.to(result.dtype), exact)
+        check(relative_error(result, exact), baseline, f"{name} {bases} {dtype}", floor)
+
+
+def attention(draw: Draw) -> None:
+    """``AdaptiveAttention`` at initialization against ``nn.MultiheadAttention``, with masks."""
+    heads, n, length = draw.integer(1, 4), draw.integer(1, 3), draw.integer(1, 20)
+    width = heads * draw.integer(1, 16)
+    options = {"bias": bool(draw.integer(0, 1)), "add_zero_attn": bool(draw.integer(0, 1)), "batch_first": True}
+    adaptive = ah.AdaptiveAttention(width, heads, **options).eval()
+    plain = nn.MultiheadAttention(width, heads, **options).eval()
+    adaptive.load_state_dict(plain.state_dict())
+    x = draw.normal(n, length, width)
+    padding = draw.mask(n, length)
+    padding[:, 0] = False  # a fully masked row is NaN in nn.MultiheadAttention
+    causal = torch.ones(length, length, dtype=torch.bool).triu(1) if draw.integer(0, 1) else None
+    if causal is not None:
+        padding[:] = False
+    with torch.no_grad():
+        got, expected = (module(x, x, x, key_padding_mask=padding, attn_mask=causal)[0] for module in (adaptive, plain))
+    check(relative_error(got, expected.double()), 0.0, f"attention {width} {heads} {options}")
+
+
+def hopfield_layers(draw: Draw) -> None:
+    """Each adaptive Hopfield layer at initialization against the plain layer with the same weights."""
+    name = draw.choose.choice(("Hopfield", "HopfieldLayer", "HopfieldPooling"))
+    heads = draw.integer(1, 3)
+    options = {
+        "input_size": heads * draw.integer(1, 8),
+        "num_heads": heads,
+        "update_steps_max": draw.integer(0, 2),
+        "add_zero_association": bool(draw.integer(0, 1)),
+        "normalize_stored_pattern": True,
+    }
+    options |= {} if name == "Hopfield" else {"quantity": draw.integer(1, 4)}
+    plain = getattr(hopfield, f"Own{name}")(**options).eval()
+    adaptive = getattr(ah, f"Adaptive{name}")(**options).eval()
+    adaptive.load_state_dict(plain.state_dict())
+    x = draw.normal(draw.integer(1, 3), draw.integer(1, 12), options["input_size"])
+    mask = None if name == "HopfieldLayer" else draw.mask(*x.shape[:2])
+    with torch.no_grad():
+        got, expected = (layer(x, stored_pattern_padding_mask=mask) for layer in (adaptive, plain))
+    check(relative_error(got, expected.double()), 0.0, f"{name} {options}")
+
+
+def packed_bags(draw: Draw) -> None:
+    """Packed bags against the same bags padded, in training mode without dropout, with gradients."""
+    heads = draw.integer(1, 3)
+    size = heads * draw.integer(1, 8)
+    separation = draw.choose.choice(("softmax", "sparsemax", "entmax15"))
+    pooling = ah.AdaptiveHopfieldPooling(size, num_heads=heads, quantity=draw.integer(1, 3), separation=separation)
+    sizes = [draw.integer(0, 15) for _ in range(draw.integer(1, 6))]
+    bags = [torch.randn(count, size, generator=draw.generator) for count in sizes]
+    instances = torch.cat(bags)
+    results = []
+    for padded in (False, True):
+        x = instances.clone().requires_grad_()
+        if padded:
+            parts = x.split(sizes)
+            rows = (
+                nn.utils.rnn.pad_sequence(parts, batch_first=True) if max(sizes) else x.new_zeros(len(sizes), 1, size)
+            )
+            ignored = torch.arange(rows.shape[1]) >= torch.tensor(sizes)[:, None]
+            output = pooling(rows, stored_pattern_padding_mask=ignored)
+        else:
+            output = pooling.pool_packed(x, sizes)
+        gradient = torch.autograd.grad(output.square().sum(), x, allow_unused=True)[0]
+        results.append((output.detach(), torch.zeros_like(x) if gradient is None else gradient))
+    for got, expected in zip(*results, strict=True):
+        if not torch.allclose(got, expected, rtol=1e-4, atol=1e-5):
+            raise RuntimeError(f"packed bags {sizes}, {separation}: differ by {(got - expected).abs().max():.2e}")
+
+
+def memory_recall(draw: Draw) -> None:
+    """``recall`` against the largest of all scores."""
+    patterns = draw.normal(draw.integer(1, 400), draw.integer(1, 40)).contiguous()
+    name = draw.choose.choice(("M-Hop", "U-Hop", "A-Hop"))
+    memory = ah.AssociativeMemory.preset(name, patterns)
+    query = draw.normal(draw.integer(1, 9), patterns.shape[1])
+    with torch.no_grad():
+        scores = memory.scores(query)
+    best = scores.gather(-1, memory.recall(query)[:, None]).squeeze(-1)
+    if not torch.equal(best, scores.amax(-1)):
+        raise RuntimeError(f"recall of {name} among {tuple(patterns.shape)}: not the largest score")
+
+
+CHECKS = (scores_and_gradients, attention, hopfield_layers, packed_bags, memory_recall)
+Check = Callable[[Draw], None]
+
+
+def in_threads(function: Check, seed: int) -> None:
+    """The check in four threads at once, each with its own inputs."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: function(Draw(seed + number)), range(4)))
+
+
+def in_fork(function: Check, seed: int) -> None:
+    """The native kernel in a forked process, bit by bit as in this one, after the check in this process.
+
+    The child computes scores only: PyTorch's own matrix products and autograd do not support a fork after threads.
+    """
+    function(Draw(seed))
+    draw = Draw(seed)
+    query, key = draw.normal(2, 40, 64), draw.normal(2, 50, 64)
+    weight = torch.randn(2, 64, generator=draw.generator)
+    expected = ah.adaptive_similarity(query, key, weight)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(ah.adaptive_similarity(query, key, weight), expected) else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        raise RuntimeError(f"forked process ended with status {status}")
+
+
+def in_process(function: Check, seed: int) -> None:
+    """The check in this thread."""
+    function(Draw(seed))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> int:
+    """Runs rounds until the time is over, and prints a summary."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    begin = time.monotonic()
+    end, report_at = begin + 60 * args.minutes, begin
+    done: Counter[str] = Counter()
+    memory: list[tuple[float, int]] = []
+    seed = 1000 * args.seed
+    while time.monotonic() < end:
+        choose = random.Random(seed)
+        function = choose.choice(CHECKS)
+        how = choose.choices((in_process, in_threads, in_fork), weights=(8, 1, 1))[0]
+        try:
+            how(function, seed)
+        except Exception as error:
+            print(f"FAILED: {function.__name__} {how.__name__} seed {seed}: {type(error).__name__}: {error}")
+            return 1
+        done[function.__name__] += 1
+        done[how.__name__] += 1
+        seed += 10
+        if time.monotonic() >= report_at:
+            gc.collect()
+            memory.append((time.monotonic() - begin, resident_bytes()))
+            report_at += max(1.0, 60 * args.minutes / 120)
+            if len(memory) % 10 == 0:
+                print(f"{memory[-1][0] / 60:6.1f} min, {sum(done.values()) // 2} rounds, "
+                      f"{memory[-1][1] / 2**20:.0f} MiB resident", flush=True)  # fmt: skip
+    quarter = max(1, len(memory) // 4)
+    before, after = (median(size for _, size in part) for part in (memory[quarter : 2 * quarter], memory[-quarter:]))
+    growth = after / before - 1
+    print(f"{sum(done.values()) // 2} rounds in {args.minutes:g} minutes: " + ", ".join(
+        f"{name} {count}" for name, count in sorted(done.items())))  # fmt: skip
+    print(f"resident memory {before / 2**20:.1f} MiB, then {after / 2**20:.1f} MiB: {growth:+.2%}")
+    if growth > MEMORY_GROWTH:
+        print(f"FAILED: resident memory grew by more than {MEMORY_GROWTH:.0%}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
