@@ -12,6 +12,8 @@ from benchmarks.harness.memory import CLEAR, peak, reset_peak
 from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = (
     "kernels",
     "packed",
