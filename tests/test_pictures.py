@@ -1,7 +1,7 @@
 """The explanatory pictures: there, legible on light and dark, and the same bytes from the same command."""
 
 import re
-import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -9,9 +9,9 @@ import pytest
 import ahop_layers as ah
 
 DOCS = Path(__file__).parents[1] / "docs"
-sys.path.insert(0, str(DOCS))
-
-import pictures  # noqa: E402 - the command, as a module
+spec = spec_from_file_location("pictures", DOCS / "pictures.py")  # the command, as a module
+pictures = module_from_spec(spec)
+spec.loader.exec_module(pictures)
 
 GROUNDS = ("#ffffff", "#1e2129")  # a white page, and the dark one of the site
 
@@ -65,4 +65,4 @@ def test_the_origin_wins_by_weights_and_loses_by_distance():
 def test_an_unknown_picture_is_refused(capsys):
     with pytest.raises(SystemExit):
         pictures.main(["nothing"])
-    assert "must be among footprint, likelihoods, weights, maps, got nothing" in capsys.readouterr().err
+    assert "expected any of footprint, likelihoods, weights, maps, got nothing" in capsys.readouterr().err
