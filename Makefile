@@ -52,7 +52,7 @@ frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c const
 
 demo: $(READY)
 	@echo "==> running the demonstration"
-	$(BIN)/python -m examples.demo
+	$(BIN)/python -m examples.demo --overwrite
 
 lint: $(READY)
 	@echo "==> lint and types"
