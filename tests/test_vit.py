@@ -26,6 +26,7 @@ from examples.common import checkpoints
 from examples.vision import batches as vit_batches
 from examples.vision import data as vit_data
 from examples.vision import model as vit_model
+from examples.vision import pictures as vit_pictures
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--model", "tiny", "--accelerator", "cpu"]
@@ -44,21 +45,21 @@ def data_dir(name):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of pictures, of other sizes than a model takes."""
+    """A folder of images of two classes, which must be resized."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 12), ("test", 4)):
-        for name, colour in (("cold", (20, 40, 200)), ("warm", (220, 60, 30))):
+        for name, color in (("cold", (20, 40, 200)), ("warm", (220, 60, 30))):
             home = tmp_path / part / name
             home.mkdir(parents=True)
             for number in range(count):
-                pixels = rng.normal(colour, 30, (30, 40 + number, 3)).clip(0, 255).astype(np.uint8)
+                pixels = rng.normal(color, 30, (30, 40 + number, 3)).clip(0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(home / f"{number}.png")
     return tmp_path
 
 
 @pytest.fixture
 def made(tmp_path, request):
-    """A data set of random pixels as its authors lay it out."""
+    """A data set of random pixels in the published file layout."""
     rng = np.random.default_rng(0)
     if request.param == "mnist":
         home = tmp_path / "MNIST" / "raw"
@@ -121,7 +122,7 @@ def test_data_sets_that_are_present(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("made", ["mnist", "cifar10", "cifar100", "tiny-imagenet"], indirect=True)
-def test_data_sets_as_their_authors_lay_them_out(made):
+def test_data_sets_in_their_published_layout(made):
     name, where = made
     data = vit_data.load(name, where)
     assert data.train.images.dtype == torch.uint8
@@ -132,16 +133,16 @@ def test_data_sets_as_their_authors_lay_them_out(made):
         assert data.train.images[0].flatten().tolist() == first[b"data"][0].tolist()
         assert data.classes[3] == "c3"
     if name == "tiny-imagenet":
-        assert data.test.labels.tolist() == [1]  # classes are in the order of their names
+        assert data.test.labels.tolist() == [1]  # classes are sorted by name
 
 
 def on_folder(folder, out, *more):
-    """A short training on a folder of pictures: 22 images are left to train on, five steps an epoch."""
+    """Arguments of a short training on a folder of images: 22 training images, five steps per epoch."""
     where = ["--data", "folder", "--data-dir", str(folder), "--batch-size", "4", "--out", str(folder / out)]
     return [*TINY, *where, "--lr", "0.003", "--epochs", "2", *more]
 
 
-def test_a_folder_of_pictures(folder):
+def test_a_folder_of_images(folder):
     assert vit.main(on_folder(folder, "out", "--augment"))["test_accuracy"] == 1.0
 
 
@@ -200,7 +201,7 @@ def test_a_pickle_with_code_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("made", ["cifar100"], indirect=True)
-def test_download_unpacks_whole_folders(made, tmp_path, monkeypatch):
+def test_download_unpacks_archives(made, tmp_path, monkeypatch):
     name, where = made
     archive = tmp_path / "cifar-100-python.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -212,7 +213,7 @@ def test_download_unpacks_whole_folders(made, tmp_path, monkeypatch):
     assert [path.name for path in target.iterdir()] == ["cifar-100-python"]
 
 
-def test_an_epoch_sees_every_image_once_whoever_shares_it():
+def test_an_epoch_uses_every_image_once_with_any_number_of_processes():
     data = vit_data.Images(torch.arange(40, dtype=torch.uint8).reshape(40, 1, 1, 1), torch.arange(40))
 
     def labels(steps, rank=0, world=1, mirror=None):
@@ -222,7 +223,7 @@ def test_an_epoch_sees_every_image_once_whoever_shares_it():
     first, second = labels(0), labels(5)
     for batches in (first, second):
         assert sorted(label for batch in batches for label in batch) == list(range(40))
-    assert first != second  # another order each epoch
+    assert first != second  # each epoch has its own order
     assert labels(7) == second[2:]  # in the middle of the second epoch
     shares = [labels(0, rank, 2) for rank in range(2)]
     assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == [sorted(batch) for batch in first]
@@ -230,7 +231,7 @@ def test_an_epoch_sees_every_image_once_whoever_shares_it():
         labels(0, 0, 3)
 
 
-def test_augmentation_shifts_and_mirrors_every_image_by_itself():
+def test_augmentation_shifts_and_flips_every_image_independently():
     images = torch.zeros(400, 1, 16, 16, dtype=torch.uint8)
     images[:, :, 8, 5] = 1
     moved = vit_batches.augment(images, mirror=True)
@@ -247,7 +248,7 @@ def weights(path):
 
 
 def test_two_processes_train_like_one(tmp_path):
-    # In double precision, where rounding is too small for Adam to blow a gradient of zero up to a whole step.
+    # In float64, because Adam turns the rounding error of a zero gradient into a full step.
     common = [*TINY, "--epochs", "1", "--batch-size", "128", "--precision", "64-true", "--lr", "0.003"]
     one = vit.main([*common, "--out", str(tmp_path / "one")])
     command = [sys.executable, "-m", "examples.vit", *common, "--devices", "2", "--strategy", "ddp"]
@@ -275,8 +276,8 @@ vit.main(sys.argv[1:], [Killer()])
 """
 
 
-def test_a_killed_run_goes_on_where_it_was(folder):
-    # Killed in the second epoch, three steps after its beginning and one after a checkpoint.
+def test_a_killed_run_resumes_at_its_last_checkpoint(folder):
+    # Killed in the second epoch, after its third step and one step after a checkpoint.
     options = ("--augment", "--save-every", "7")
     command = [sys.executable, "-c", KILLED_AT_STEP_8, *on_folder(folder, "killed", *options)]
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -356,7 +357,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(folder, refused):
 
 
 def saved(held):
-    """What a file that torch saved holds."""
+    """Returns the bytes of a file that torch.save would write."""
     buffer = io.BytesIO()
     torch.save(held, buffer)
     return buffer.getvalue()
@@ -382,6 +383,14 @@ def test_the_result_is_shown_even_if_no_picture_can_be_written(tmp_path, monkeyp
     assert "test_accuracy" in json.loads((tmp_path / "results.json").read_text())
 
 
+def test_the_confusion_matrix_shows_predicted_classes_and_accuracy():
+    axis = vit_pictures.confusion(torch.tensor([0, 1, 1, 1]), torch.tensor([0, 1, 1, 0]), ["no", "yes"]).axes[0]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("predicted class", "true class")
+    assert axis.get_title() == "accuracy 75.0%"
+    counts = {text.get_position(): text.get_text() for text in axis.texts}
+    assert counts == {(0, 0): "1", (0, 1): "1", (1, 1): "2"}
+
+
 def test_conversion_keeps_the_logits(folder):
     vit.main(on_folder(folder, "dot", "--attention", "dot"))
     checkpoint, images = folder / "dot" / "best.ckpt", torch.rand(32, 3, 32, 32)
@@ -391,7 +400,7 @@ def test_conversion_keeps_the_logits(folder):
     assert classifier.hparams.lr == 0.5
     assert ah.similarity_parameters(classifier)
     _, sparse = vit.convert(checkpoint, "sparse", images)
-    assert sparse > 1e-4  # another separation is another function
+    assert sparse > 1e-4  # another separation changes the logits
     tuned = vit.main(on_folder(folder, "tuned", "--convert", str(checkpoint)))
     assert tuned["logit_change"] < 1e-5
     with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
-from examples.common.outputs import write_figure, write_json, write_whole
+from examples.common.outputs import write_atomic, write_figure, write_json
 
 SHOWN, RANKED = 8, 100
 """Number of bags that are shown, and the largest number of instances of each in the table."""
@@ -31,7 +31,7 @@ def write(folder: Path, results: dict[str, Any], labels: Tensor, logits: Tensor,
     """Writes the results of a run."""
     write_json(folder / "results.json", results)
     write_figure(folder / "roc.png", draw_roc(labels, logits, results["test_auc"]))
-    write_whole(folder / "instances.csv", _ranked(bags).encode())
+    write_atomic(folder / "instances.csv", _ranked(bags).encode())
     if bags and bags[0].instances.shape[1] == 784:
         write_figure(folder / "instances.png", draw_digits(bags))
 

@@ -10,17 +10,17 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ahop_layers import AHopError
-from examples.common.outputs import write_whole
+from examples.common.outputs import write_atomic
 
 
-class WholeCheckpoints(TorchCheckpointIO):
-    """Writes checkpoints that appear complete or not at all."""
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Writes checkpoints atomically."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Serializes in memory, where a full disk cannot interfere, and then writes the file."""
+        """Serializes in memory first: torch.save itself does not report a full disk as an OSError."""
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
-        write_whole(Path(path), buffer.getbuffer())
+        write_atomic(Path(path), buffer.getbuffer())
 
 
 def check_checkpoint(path: Path, resume: bool = False) -> None:

@@ -123,8 +123,9 @@ class Parser(argparse.ArgumentParser):
 
     def option(self, *flags: str, help: str, default: Any = None, **keywords: Any) -> None:
         """Adds an option whose help text ends with its default, if it has one."""
-        shown = "" if default is None or default is False else " (default: %(default)s)"
-        self.add_argument(*flags, help=help + shown, default=default, **keywords)
+        if default is not None and default is not False:
+            help, keywords = f"{help} (default: %(default)s)", {**keywords, "default": default}
+        self.add_argument(*flags, help=help, **keywords)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
         """Parses the command line, over the defaults of ``--config``, and checks the folder of ``--out``."""

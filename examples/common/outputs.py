@@ -1,4 +1,4 @@
-"""Output files that appear complete or not at all, and the pictures that several examples draw."""
+"""Output files that are written atomically, and the pictures that several examples draw."""
 
 import io
 import json
@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Writes a file by way of ``<path>.part``, so that a full disk or a crash leaves the old file, or none."""
+def write_atomic(path: Path, content: bytes | memoryview) -> None:
+    """Writes ``<path>.part`` and renames it, so that a full disk or a crash leaves the previous file, or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
@@ -25,14 +25,14 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Writes values as JSON."""
-    write_whole(path, json.dumps(values, indent=1).encode())
+    write_atomic(path, json.dumps(values, indent=1).encode())
 
 
 def write_figure(path: Path, figure: Figure) -> None:
     """Writes a figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130)
-    write_whole(path, buffer.getbuffer())
+    write_atomic(path, buffer.getbuffer())
 
 
 def draw_rows(rows: dict[str, Tensor], draw: Callable[[Axes, Tensor], object], width: float, height: float) -> Figure:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from ahop_layers import AHopError
-from examples.common.checkpoints import WholeCheckpoints, restoring
+from examples.common.checkpoints import AtomicCheckpoints, restoring
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hardware found, tips
 warnings.filterwarnings("ignore", ".*exists and is not empty", module="lightning")  # the folder holds options.json
@@ -59,7 +59,7 @@ def make_trainer(
         return L.Trainer(
             **{"devices": 1, **hardware, **keywords}, max_epochs=options.epochs, fast_dev_run=options.fast_dev_run,
             log_every_n_steps=1, num_sanity_val_steps=0, enable_model_summary=False,
-            callbacks=[best, last, *stop, *callbacks], plugins=[WholeCheckpoints()], logger=logger,
+            callbacks=[best, last, *stop, *callbacks], plugins=[AtomicCheckpoints()], logger=logger,
         )  # fmt: skip
     except Exception as error:  # Lightning raises one of several types for a value that it does not support
         got = " ".join(f"--{name} {value}" for name, value in hardware.items())

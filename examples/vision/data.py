@@ -1,6 +1,6 @@
 """Image data sets as tensors in memory: the data of examples/vit.py and of the image benchmark.
 
-Each reader takes the folder of ``--data-dir`` and returns a whole data set as bytes.
+Each reader takes the folder of ``--data-dir`` and returns the images as bytes.
 """
 
 import gzip

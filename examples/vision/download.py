@@ -18,7 +18,7 @@ SOURCES = {
 
 
 def fetch(addresses: list[str], target: Path) -> None:
-    """Downloads files into ``target`` and unpacks archives. A file or folder appears there complete or not at all."""
+    """Downloads files into ``target`` and unpacks archives, atomically per file or folder."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target) as scratch:
         done = Path(scratch) / "done"
