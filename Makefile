@@ -1,27 +1,29 @@
-# Two commands for newcomers: "make demo" and "make test". Each sets up .venv on its first run and reuses it after.
+# "make demo" and "make test" are the commands to start with. The first run sets up .venv, later runs reuse it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the theme's advertisement for its successor
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the notice about MkDocs 2
 
-.PHONY: help demo test lint docs docs-serve pages bench sanitize test-hflayers test-oldest clean
+.PHONY: help demo test test-fast lint docs docs-serve pages bench sanitize test-hflayers test-oldest test-nightly clean
 
 help:
-	@echo "make demo           run the demonstration: a table on the screen, pictures under out/"
-	@echo "make test           lint, types and the whole test suite"
-	@echo "make lint           ruff and mypy alone"
-	@echo "make docs           build the documentation site into site/, strictly"
-	@echo "make docs-serve     show the site while you write it"
-	@echo "make pages          write tables and plots of the site anew from benchmarks/results/"
-	@echo "make bench          time the kernels on this machine, rows into benchmarks/results/"
-	@echo "make sanitize       the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
-	@echo "make test-hflayers  the suite beside the real hopfield-layers (HFLAYERS=path for a checkout of it)"
-	@echo "make test-oldest    the suite with the oldest releases that users may have (on Python 3.10 to 3.12)"
-	@echo "make clean          remove .venv, out/ and what was built"
+	@echo "make demo           run the demo: prints a table, writes figures to out/"
+	@echo "make test           run lint, type checks and the full test suite"
+	@echo "make test-fast      run the fast tests of the core only (no lint)"
+	@echo "make lint           run ruff and mypy"
+	@echo "make docs           build the documentation site into site/ (strict)"
+	@echo "make docs-serve     serve the site with live reload"
+	@echo "make pages          regenerate tables and plots of the site from benchmarks/results/"
+	@echo "make bench          benchmark the kernels on this machine; rows go to benchmarks/results/"
+	@echo "make sanitize       run the CPU kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make test-hflayers  run the suite with the original hopfield-layers installed (HFLAYERS=path uses a checkout)"
+	@echo "make test-oldest    run the suite with the oldest supported releases (Python 3.10 to 3.12)"
+	@echo "make test-nightly   run the suite with torch nightly"
+	@echo "make clean          remove .venv, out/ and build products"
 
-# An environment in a folder, by a Python that the pinned versions run on. Said before anything is made or installed.
+# Creates a virtual environment. Checks the Python version first, before anything is created or installed.
 define venv
 @$(or $(wildcard $(1)/bin/python),$(PYTHON)) -c "import sys; sys.version_info >= (3, 11) or sys.exit( \
 	'expected Python 3.11 or newer for the versions of constraints.txt, got ' + sys.version.split()[0] \
@@ -29,7 +31,7 @@ define venv
 test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 
-# The site reads the package and does not import it: a bare clone builds it with these alone, without torch.
+# The site is built from the sources without importing the package, so it does not need torch.
 $(DOCS): pyproject.toml constraints.txt Makefile
 	@echo "==> setting up $(VENV) for the documentation"
 	$(call venv,$(VENV))
@@ -37,7 +39,7 @@ $(DOCS): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
 	touch $@
 
-$(READY): $(DOCS) setup.py ahop_layers/ops/footprint.c
+$(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) (first run: a few minutes)"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
@@ -45,8 +47,8 @@ $(READY): $(DOCS) setup.py ahop_layers/ops/footprint.c
 	$(call frameworks,$(VENV))
 	touch $@
 
-# Libraries that only tests use lie in a folder of their own, which those tests add to their path (tests/frameworks.py).
-# torchvision is built for one build of torch: beside another it fails to import, and Lightning would import it.
+# Libraries that only tests use are installed into a separate folder, which tests/frameworks.py adds to sys.path.
+# A torchvision wheel fails to import with another build of torch, and Lightning imports torchvision if it is installed.
 frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 	--target $(1)/vit timm torchvision torchmil tensordict pyvers
 
@@ -64,6 +66,10 @@ test: lint
 	@echo "==> tests"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+test-fast: $(READY)
+	@echo "==> fast tests of the core"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
+
 docs: $(DOCS)
 	@echo "==> building the site"
 	$(MKDOCS) build --strict
@@ -73,12 +79,12 @@ docs-serve: $(DOCS)
 	$(MKDOCS) serve --strict
 
 pages: $(READY)
-	$(BIN)/python -m benchmarks.pages
+	$(BIN)/python -m benchmarks.harness.pages
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.kernels
 
-# Leaks are not looked for: the interpreter's own would drown them.
+# Without leak detection, since the interpreter itself leaks. The build writes its own record beside the library.
 sanitize: $(READY)
 	AHOP_CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover" $(BIN)/python setup.py -q build_ext --force \
 		--build-lib build/sanitize --build-temp build/sanitize/temp
@@ -86,7 +92,7 @@ sanitize: $(READY)
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		AHOP_CPU_LIBRARY=build/sanitize/ahop_layers/ops/_footprint.so $(BIN)/python -m pytest tests/test_cpu.py
 
-# The whole suite beside the real hopfield-layers, from its repository or from a checkout: HFLAYERS=path.
+# Installs the original hopfield-layers from its repository, or from a checkout with HFLAYERS=path.
 test-hflayers:
 	@echo "==> setting up $(VENV)-hflayers"
 	$(call venv,$(VENV)-hflayers)
@@ -99,8 +105,8 @@ test-hflayers:
 	$(VENV)-hflayers/bin/python -c "import hflayers"
 	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto
 
-# The lower bounds of pyproject.toml, kept true, on Python 3.10 to 3.12: for newer ones the oldest releases have no wheels.
-# constraints.txt has no say here. No Triton is asked for: its new releases do not work with an old torch.
+# Tests the lower bounds of pyproject.toml. The oldest releases have wheels for Python 3.10 to 3.12 only. Does not use
+# constraints.txt, and does not install Triton, whose current releases do not work with an old torch.
 test-oldest:
 	@echo "==> setting up $(VENV)-oldest"
 	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
@@ -109,6 +115,18 @@ test-oldest:
 	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check \
 		pytest pytest-xdist hypothesis pandas entmax $$($(VENV)-oldest/bin/python tests/oldest.py)
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n auto
+
+# The newest releases instead of constraints.txt, with the CPU build of torch nightly.
+test-nightly:
+	@echo "==> setting up $(VENV)-nightly"
+	test -x $(VENV)-nightly/bin/python || $(PYTHON) -m venv $(VENV)-nightly
+	$(VENV)-nightly/bin/python -m pip install --disable-pip-version-check "pip>=25.1" "setuptools>=77"
+	$(VENV)-nightly/bin/python -m pip install --disable-pip-version-check --upgrade --pre torch \
+		--index-url https://download.pytorch.org/whl/nightly/cpu
+	$(VENV)-nightly/bin/python -m pip install --disable-pip-version-check --no-build-isolation \
+		-e ".[examples,tabular,dev]" transformers
+	$(call frameworks,$(VENV)-nightly)
+	OMP_NUM_THREADS=1 $(VENV)-nightly/bin/python -m pytest -n auto
 
 clean:
 	rm -rf $(VENV) $(VENV)-* out site build dist *.egg-info ahop_layers/ops/_footprint.*

@@ -45,6 +45,7 @@ class PlatformWheel(bdist_wheel):
 kernel = Extension(
     "ahop_layers.ops._footprint",
     ["ahop_layers/ops/footprint.c"],
+    depends=["ahop_layers/ops/footprint_impl.h"],
     extra_compile_args=FLAGS,
     extra_link_args=FLAGS,
 )

@@ -4,25 +4,29 @@ from importlib import import_module
 from types import ModuleType
 
 from ahop_layers import variants as variants
-from ahop_layers.attention import AdaptiveAttention
-from ahop_layers.convert import adapt_, association_maps, register_converter, revert_
+from ahop_layers.attention import Adaptive, AdaptiveAttention
+from ahop_layers.convert import Report, adapt_, association_maps, register_converter, revert_
 from ahop_layers.errors import AHopError
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
+from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, similarity_parameters
 from ahop_layers.training import parameter_groups
 from ahop_layers.version import __version__ as __version__
 
 __all__ = [
     "AHopError",
+    "Adaptive",
     "AdaptiveAttention",
     "AdaptiveHopfield",
     "AdaptiveHopfieldLayer",
     "AdaptiveHopfieldPooling",
     "AdaptiveSimilarity",
     "AssociativeMemory",
+    "Report",
+    "Separation",
     "adapt_",
     "adaptive_similarity",
     "association_maps",
@@ -40,7 +44,12 @@ _ON_DEMAND = ("plots", "tabular", "torchmil")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import what needs more than torch and einops when it is first asked for."""
+    """Imports a module with further dependencies on first access."""
     if name in _ON_DEMAND:
         return import_module(f"ahop_layers.{name}")
     raise AttributeError(f"module 'ahop_layers' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, including the modules that are imported on first access."""
+    return sorted([*__all__, *_ON_DEMAND, "__version__"])

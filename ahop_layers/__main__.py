@@ -1,9 +1,11 @@
-"""``python -m ahop_layers``: versions, devices, and which kernels run here, each tried against the reference."""
+"""``python -m ahop_layers``: prints versions, devices and available backends, and tests each backend."""
 
+import argparse
 import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,7 +18,7 @@ LIBRARIES = ("einops", "triton", "hopfield-layers", "lightning", "scikit-learn",
 
 
 def installed(name: str) -> str:
-    """The version of a library, or that there is none."""
+    """Returns the version of a library, or that it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -24,38 +26,45 @@ def installed(name: str) -> str:
 
 
 def self_test(backend: str, device: str) -> str:
-    """Scores of a backend against the reference in float64: its error, that of plain float32, and the time it took."""
+    """Compares the scores of a backend with the float64 reference; returns its error, that of float32, and its time."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(rows, 24, generator=generator) for rows in (40, 90))
     weight, bases = torch.rand(2, 24, generator=generator), ("dis", "dot")
     exact = reference.adaptive_similarity(query.double(), key.double(), weight.double(), bases)
-    plain = (reference.adaptive_similarity(query, key, weight, bases) - exact).abs().max()
-    begin = time.perf_counter()
-    there = query.to(device), key.to(device), weight.to(device)
-    scores = ah.adaptive_similarity(*there, bases=bases, backend=backend).cpu()
-    seconds = time.perf_counter() - begin
+    baseline = (reference.adaptive_similarity(query, key, weight, bases) - exact).abs().max()
+    start = time.perf_counter()
+    inputs = query.to(device), key.to(device), weight.to(device)
+    scores = ah.adaptive_similarity(*inputs, bases=bases, backend=backend).cpu()
+    seconds = time.perf_counter() - start
     error = (scores - exact).abs().max()
-    verdict = "ok" if error <= 2 * plain + 1e-6 else "WRONG"
-    return f"{verdict}: error {error:.1e}, that of plain float32 {plain:.1e}, {seconds:.2f} s"
+    verdict = "ok" if error <= 2 * baseline + 1e-6 else "WRONG"
+    return f"{verdict}: error {error:.1e}, float32 reference {baseline:.1e}, {seconds:.2f} s"
 
 
-def main() -> int:
-    """Print the report; the status tells whether every backend that can run gives right results."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the report; returns 1 if an available backend fails or computes wrong scores, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ahop_layers",
+        description="Print versions, devices and backends, and compare each available backend with the reference. The"
+        " exit status is 1 if a backend fails or computes wrong scores.",
+    )
+    parser.add_argument("--version", action="version", version=f"ahop-layers {ah.__version__}")
+    parser.parse_args(arguments)
     print(f"ahop-layers {ah.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(", ".join([f"torch {torch.__version__}", *(f"{name} {installed(name)}" for name in LIBRARIES)]))
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print("devices: " + ", ".join([f"CPU with {torch.get_num_threads()} threads", *gpus]))
-    print(f"Triton's cache: {os.environ.get('TRITON_CACHE_DIR', Path.home() / '.triton' / 'cache')}\n")
+    print(f"Triton cache: {os.environ.get('TRITON_CACHE_DIR', Path.home() / '.triton' / 'cache')}\n")
     wrong = False
     for name, (available, detail) in ah.backends().items():
         result = ""
         if available:
             try:
                 result = self_test(name, "cuda" if name == "triton" and gpus else "cpu")
-            except Exception as error:  # whatever fails in a backend is what this report is for
+            except Exception as error:  # the report shows any failure of a backend
                 result = f"FAILED: {type(error).__name__}: {error}"
             wrong |= not result.startswith("ok")
-        print(f"{name:9}  {'' if available else 'not here: '}{detail}" + (f"\n{'':9}  {result}" if result else ""))
+        print(f"{name:9}  {'' if available else 'unavailable: '}{detail}" + (f"\n{'':9}  {result}" if result else ""))
     return int(wrong)
 
 

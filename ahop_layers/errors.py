@@ -1,13 +1,14 @@
-"""The one exception of the package, and the checks that raise it."""
+"""The exception class of the package and the checks that raise it."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class AHopError(ValueError):
-    """A bad argument: the message says what was expected and what was got.
+    """Raised for a bad argument; the message says what was expected and what was given.
 
     >>> import torch, ahop_layers as ah
     >>> try:
@@ -18,54 +19,77 @@ class AHopError(ValueError):
     """
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Supported dtypes of queries, keys, patterns and weights."""
+
+
 def describe(tensor: Tensor) -> str:
-    """The shape of a tensor the way error messages show it, such as ``(2, 3)``."""
+    """Returns the shape of a tensor for an error message, such as ``(2, 3)``."""
     return str(tuple(tensor.shape))
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    """Raises unless ``value`` is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
         raise AHopError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_sizes(**sizes: object) -> None:
-    """Raise unless every size is a whole number of at least 1."""
+    """Raises unless every size is an integer of at least 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise AHopError(f"{name} must be a whole number of at least 1, got {size!r}")
+            raise AHopError(f"{name} must be an integer of at least 1, got {size!r}")
 
 
 def check_given_sizes(**sizes: object) -> None:
-    """Raise unless every size is None or a whole number of at least 1."""
+    """Raises unless every size is None or an integer of at least 1."""
     check_sizes(**{name: size for name, size in sizes.items() if size is not None})
 
 
+def check_probability(**values: object) -> None:
+    """Raise unless every value is a number between 0 and 1."""
+    for name, value in values.items():
+        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+            raise AHopError(f"{name} must be a number between 0 and 1, got {value!r}")
+
+
 def check_floating(**tensors: object) -> None:
-    """Raise unless every argument is a floating-point tensor."""
+    """Raises unless every argument is a floating-point tensor of a supported dtype."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise AHopError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            raise AHopError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
+        if tensor.dtype not in DTYPES:
+            kind = (
+                "dtype float16, bfloat16, float32 or float64"
+                if tensor.is_floating_point()
+                else "a floating-point dtype"
+            )
+            raise AHopError(f"{name} must have {kind}, got {tensor.dtype}")
+
+
+def check_module(**modules: object) -> None:
+    """Raise unless every argument is an ``nn.Module``."""
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise AHopError(f"{name} must be a module, got {type(module).__name__}")
 
 
 def check_same_device(**tensors: Tensor) -> None:
-    """Raise unless all tensors live on one device."""
+    """Raises unless all tensors are on one device."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         got = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise AHopError(f"all tensors must be on one device, got {got}")
 
 
 def check_pair(query: object, key: object) -> None:
-    """Raise unless ``query (..., L, d)`` and ``key (..., S, d)`` can be compared dimension by dimension."""
+    """Raises unless ``query (..., L, d)`` and ``key (..., S, d)`` have the same d and are on one device."""
     check_floating(query=query, key=key)
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):  # only narrows the types
         return
     for name, tensor in (("query", query), ("key", key)):
         if tensor.ndim < 2:
             raise AHopError(f"{name} must have at least 2 dimensions (..., rows, d), got {describe(tensor)}")
-    # Messages are made only where they are raised: under compilation sizes may be symbols that have no text.
+    # Format the message only when raising: under compilation a size may be a symbol that cannot be formatted.
     if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
         rule = "have the same last dimension d" if query.shape[-1] != key.shape[-1] else "have a last dimension d >= 1"
         raise AHopError(f"query and key must {rule}, got query {describe(query)} and key {describe(key)}")
@@ -73,19 +97,19 @@ def check_pair(query: object, key: object) -> None:
 
 
 def check_patterns(patterns: Tensor) -> None:
-    """Raise unless ``patterns`` is a floating-point matrix with at least one row and column."""
+    """Raises unless ``patterns`` is a floating-point matrix with at least one row and one column."""
     check_floating(patterns=patterns)
     if patterns.ndim != 2 or 0 in patterns.shape:
         raise AHopError(f"patterns must be (N, d) with N, d >= 1, got {describe(patterns)}")
 
 
 def broadcast_batch(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """Broadcast batch shapes, or raise."""
+    """Returns the broadcast batch shape, or raises."""
     longest: Sequence[int] = ()
     for shape in shapes:
         longest = shape if len(shape) > len(longest) else longest
     if all(tuple(shape) == tuple(longest[len(longest) - len(shape) :]) for shape in shapes):
-        return tuple(longest)  # the usual case, an order of magnitude faster than the general one
+        return tuple(longest)  # the common case, ten times faster than torch.broadcast_shapes
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:

@@ -1,43 +1,53 @@
-"""AdaptiveSimilarity: the learned score as a module, how layers build one, and how to find those of a model."""
+"""AdaptiveSimilarity, how layers build their similarity, and how to find every similarity of a model."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from ahop_layers.errors import AHopError, check_choice, check_floating, check_given_sizes, check_sizes, describe
+from ahop_layers.errors import (
+    AHopError,
+    check_choice,
+    check_floating,
+    check_given_sizes,
+    check_module,
+    check_sizes,
+    describe,
+)
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import check_bases
 
 INITS = ("dot", "dis", "uniform")
 
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
-"""A module that scores, or a function of ``(dim, num_heads)`` that makes one."""
+"""A similarity module, or a factory ``f(dim, num_heads)`` that returns one."""
 
 
 class AdaptiveSimilarity(nn.Module):
-    """Scores queries against keys by learned weights on their similarity footprints.
+    """Scores queries against keys as a learned weighted sum of their similarity footprints.
 
     ``score = sum over bases of beta_base * w_base . footprint_base(query - bias, key)``
 
     Args:
-        dim: number of dimensions ``d`` of a query or key (of one head, where there are heads).
-        num_heads: ``None`` for one set of weights, or ``H`` for a set per head.
-        bases: the base similarities to combine.
-        init: ``"dot"`` (the score is exactly the dot product), ``"dis"`` (exactly the negative squared distance),
-            ``"uniform"`` (every entry of every footprint weighs 1/d), or a tensor shaped like ``w``.
-        debias: learn a vector that is subtracted from every query, zero at the start.
-        device, dtype: of the parameters.
+        dim: dimension ``d`` of a query or key; with heads, the dimension of one head.
+        num_heads: ``None`` for one set of weights, or ``H`` for one set per head.
+        bases: names of the base similarities to combine.
+        init: ``"dot"`` (the score equals the dot product), ``"dis"`` (it equals the negative squared distance),
+            ``"uniform"`` (every footprint entry has weight 1/d), or a tensor with the shape of ``w``.
+        debias: whether to subtract a learned vector from every query. It is initialized to zero.
+        device, dtype: device and dtype of the parameters.
 
-    Learns:
-        w ``([H,] n_bases, d)``, beta ``([H,] n_bases)``, and with ``debias`` bias ``([H,] d)``.
+    Attributes:
+        w: learned weights of the footprint entries, ``([H,] n_bases, d)``.
+        beta: learned factors of the bases, ``([H,] n_bases)``.
+        bias: with ``debias``, the learned vector ``([H,] d)``; otherwise None.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument is invalid.
 
     >>> import torch, ahop_layers as ah
     >>> similarity = ah.AdaptiveSimilarity(16)
@@ -63,13 +73,13 @@ class AdaptiveSimilarity(nn.Module):
         check_sizes(dim=dim)
         check_given_sizes(num_heads=num_heads)
         self.dim, self.num_heads, self.bases = dim, num_heads, check_bases(bases)
-        # A copy: a parameter of another module must not become one of this.
+        # A copy, because assigning another module's parameter would register it here as well.
         self.init = init.detach().clone() if isinstance(init, Tensor) else init
         heads = () if num_heads is None else (num_heads,)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.w = nn.Parameter(torch.empty(*heads, len(self.bases), dim, **place))
-        self.beta = nn.Parameter(torch.empty(*heads, len(self.bases), **place))
-        self.bias = nn.Parameter(torch.empty(*heads, dim, **place)) if debias else None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.w = nn.Parameter(torch.empty(*heads, len(self.bases), dim, **factory))
+        self.beta = nn.Parameter(torch.empty(*heads, len(self.bases), **factory))
+        self.bias = nn.Parameter(torch.empty(*heads, dim, **factory)) if debias else None
         self._check_init()
         self.reset_parameters()
 
@@ -78,14 +88,16 @@ class AdaptiveSimilarity(nn.Module):
             check_floating(init=self.init)
             if self.init.shape != self.w.shape:
                 raise AHopError(f"init must have the shape of w, {describe(self.w)}, got {describe(self.init)}")
-            return
-        check_choice("init", self.init, INITS)
-        if self.init != "uniform" and self.init not in self.bases:
-            raise AHopError(f"init={self.init!r} needs {self.init!r} among the bases, got {self.bases}")
+        elif not isinstance(self.init, str):
+            raise AHopError(f"init must be a string or a tensor, got {type(self.init).__name__}")
+        else:
+            check_choice("init", self.init, INITS)
+            if self.init != "uniform" and self.init not in self.bases:
+                raise AHopError(f"init={self.init!r} needs {self.init!r} among the bases, got {self.bases}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set every parameter to what ``init`` says."""
+        """Resets all parameters to their initial values."""
         if self.bias is not None:
             self.bias.zero_()
         if isinstance(self.init, Tensor):
@@ -95,23 +107,23 @@ class AdaptiveSimilarity(nn.Module):
             self.w.fill_(1.0 / self.dim)
             self.beta.fill_(1.0)
         else:
-            # All weight on the last entry of each footprint is the base similarity; beta picks the one base. The other
-            # bases keep their unit weight, so their beta has a gradient from the first step.
+            # The last entry of a footprint is the base similarity itself, and beta selects one base. The weights of
+            # the other bases are initialized alike, so that their beta has a gradient from the first step.
             self.w.zero_()
             self.w[..., -1] = 1.0
             self.beta.zero_()
             self.beta[..., self.bases.index(self.init)] = 1.0
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., [H,] L, d)`` against ``key (..., [H,] S, d)``: ``(..., [H,] L, S)``.
+        """Computes the scores ``(..., [H,] L, S)`` of ``query (..., [H,] L, d)`` and ``key (..., [H,] S, d)``.
 
         Raises:
-            AHopError: a shape, dtype or device that does not fit.
+            AHopError: a shape, dtype or device is invalid.
         """
         return adaptive_similarity(self.unbiased(query), key, self.beta.unsqueeze(-1) * self.w, self.bases)
 
     def unbiased(self, query: Tensor) -> Tensor:
-        """``query (..., [H,] L, d)`` without the learned bias.
+        """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``.
 
         >>> similarity = AdaptiveSimilarity(3, debias=True)
         >>> similarity.unbiased(torch.ones(1, 3)) + similarity.bias
@@ -127,12 +139,12 @@ class AdaptiveSimilarity(nn.Module):
 
 
 def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:
-    """``query (..., [H,] L, d)`` less ``bias ([H,] d)``, where there is one."""
+    """Subtracts ``bias ([H,] d)``, if any, from ``query (..., [H,] L, d)``."""
     return query if bias is None else query - bias.unsqueeze(-2).to(query.dtype)
 
 
 class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
-    """An AdaptiveSimilarity that learns its dimension from the first patterns it sees."""
+    """An AdaptiveSimilarity that infers ``dim`` from the first query."""
 
     cls_to_become = AdaptiveSimilarity
 
@@ -142,12 +154,12 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
             self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
 
     def reset_parameters(self) -> None:
-        """Wait until the dimension is known."""
+        """Resets all parameters once their shapes are known."""
         if not self.has_uninitialized_params():
             super().reset_parameters()
 
     def initialize_parameters(self, query: Tensor, key: Tensor) -> None:
-        """Take the dimension of ``query (..., d)``."""
+        """Infers ``dim`` from ``query (..., d)`` and initializes the parameters."""
         self.dim = query.shape[-1]
         if self.has_uninitialized_params():
             for parameter, middle in ((self.w, (len(self.bases),)), (self.bias, ())):
@@ -157,9 +169,45 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
 
 
 class Associator(nn.Module):
-    """A module that scores queries against keys by its ``similarity``; None stands for the dot product."""
+    """A module that scores queries against keys with its ``similarity``; None means the dot product.
+
+    It loads state dicts of the layer it replaces: ``_added`` names the submodules and parameters that such a state dict
+    does not have.
+    """
 
     similarity: Any
+    _added: ClassVar[tuple[str, ...]] = ()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Adds initial similarity and separation values to a state dict of the original layer, then loads it.
+
+        A state dict that lacks a key of the original layer is loaded unchanged: with ``strict=False``, a part of a
+        layer must not reset its similarity.
+        """
+        original = [key for key in self.state_dict() if key.partition(".")[0] not in self._added]
+        if all(prefix + key in state_dict for key in original):
+            device = state_dict[prefix + original[0]].device if original else None
+            for name in self._added:
+                part = getattr(self, name, None)
+                if isinstance(part, nn.Parameter):
+                    state_dict.setdefault(prefix + name, part.detach())
+                elif isinstance(part, nn.Module) and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
+                    values = _initial_values(part, device)
+                    state_dict.update({f"{prefix}{name}.{key}": value for key, value in values.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _initial_values(module: nn.Module, device: torch.device | None) -> dict[str, Tensor]:
+    """State dict of a module after ``reset_parameters``; a module without that method keeps its current values."""
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
+    fresh: Any = deepcopy(module)
+    if not hasattr(fresh, "reset_parameters"):
+        return {} if on_meta else fresh.state_dict()
+    if on_meta and device is not None:
+        fresh = fresh.to_empty(device=device)
+    fresh.reset_parameters()
+    values: dict[str, Tensor] = fresh.state_dict()
+    return values
 
 
 def make_similarity(
@@ -170,65 +218,68 @@ def make_similarity(
     debias: bool = False,
     similarity: SimilaritySource | None = None,
 ) -> nn.Module:
-    """Build the similarity of a layer.
+    """Builds the similarity of a layer.
 
     Args:
-        dim: dimension of a head, or None where only the data tells it.
+        dim: dimension of a head, or None to infer it from the first query.
         num_heads: number of heads.
         bases, init, debias: see :class:`AdaptiveSimilarity`.
-        similarity: a module to use in its place, or a function of ``(dim, num_heads)`` that makes one.
+        similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
+            returns one.
 
     Raises:
-        AHopError: ``similarity`` is neither, or is given together with the arguments it replaces.
+        AHopError: ``similarity`` is neither, or is given together with ``bases``, ``init`` or ``debias``.
 
     >>> make_similarity(8, 2)
     AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False)
     """
     if similarity is None:
-        if dim is None and isinstance(init, Tensor):
+        if dim is None and isinstance(init, Tensor) and init.ndim:
             dim = init.shape[-1]
         if dim is None:
             return LazyAdaptiveSimilarity(num_heads, bases, init, debias)
         return AdaptiveSimilarity(dim, num_heads, bases, init, debias)
-    if isinstance(init, Tensor) or (tuple(bases), init, debias) != (("dis", "dot"), "dot", False):
-        raise AHopError(
-            f"similarity replaces bases, init and debias, got it together with"
-            f" bases={tuple(bases)}, init={init!r}, debias={debias}"
-        )
+    if not isinstance(similarity, nn.Module) and not callable(similarity):
+        raise AHopError(f"similarity must be a module or a factory f(dim, num_heads), got {similarity!r}")
+    if check_bases(bases) != ("dis", "dot") or not isinstance(init, str) or init != "dot" or debias:
+        given = f"bases={bases!r}, init={init!r}, debias={debias!r}"
+        raise AHopError(f"similarity replaces bases, init and debias, got similarity together with {given}")
     if isinstance(similarity, nn.Module):
         return similarity
-    if not callable(similarity):
-        raise AHopError(f"similarity must be a module or a function of (dim, num_heads), got {similarity!r}")
     if dim is None:
-        raise AHopError("a similarity made by a function needs the dimension of a head, got a layer without input_size")
-    made = similarity(dim, num_heads)
-    if not isinstance(made, nn.Module):
-        raise AHopError(f"the function given as similarity must return a module, got {type(made).__name__}")
-    return made
+        raise AHopError("a similarity factory needs the dimension of a head, got a layer that infers it from its input")
+    built = similarity(dim, num_heads)
+    if not isinstance(built, nn.Module):
+        raise AHopError(f"the similarity factory must return a module, got {type(built).__name__}")
+    return built
 
 
 def named_similarities(module: nn.Module) -> dict[str, nn.Module]:
-    """Every similarity inside a module by its name: that of each adaptive layer, and each AdaptiveSimilarity.
+    """Finds the similarity of every adaptive layer in a module, and every other AdaptiveSimilarity, by name.
 
     >>> import ahop_layers as ah
     >>> list(named_similarities(nn.Sequential(nn.Linear(4, 8), ah.AdaptiveAttention(8, 2))))
     ['1.similarity']
     """
+    check_module(module=module)
     parts = dict(module.named_modules())
-    owned = {id(part.similarity) for part in parts.values() if isinstance(part, Associator)}
+    owned = {id(getattr(part, "similarity", None)) for part in parts.values() if isinstance(part, Associator)}
     return {name: part for name, part in parts.items() if id(part) in owned or isinstance(part, AdaptiveSimilarity)}
 
 
 def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of every similarity inside a module, for a learning rate of their own.
+    """Returns the parameters of every similarity in a module, for example to give them their own learning rate.
 
-    See :func:`~ahop_layers.parameter_groups` for an optimizer.
+    :func:`~ahop_layers.parameter_groups` builds the groups of an optimizer from them.
 
     Args:
-        module: a layer or a model with adaptive layers inside.
+        module: a layer, or a model that contains adaptive layers.
 
     Returns:
-        The parameters; an empty list where there is no similarity.
+        The parameters, or an empty list if there is no similarity.
+
+    Raises:
+        AHopError: ``module`` is not a module.
 
     >>> import ahop_layers as ah
     >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
@@ -237,25 +288,3 @@ def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
     """
     found = {id(p): p for part in named_similarities(module).values() for p in part.parameters()}
     return list(found.values())
-
-
-def add_warm_start(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
-    """Complete a checkpoint of the layer that ``module`` replaced by the warm start of what it has besides.
-
-    Nothing is added, and False returned, where the checkpoint has not all that such a layer has: what it is loaded for,
-    with ``strict=False``, is then not the whole layer. A layer that has nothing else always gets its warm start.
-    """
-    added = ("similarity", "separation")
-    own = [key for key in module.state_dict() if key != "scaling" and key.partition(".")[0] not in added]
-    if not all(prefix + key in state_dict for key in own):
-        return False
-    device = state_dict[prefix + own[0]].device if own else None
-    for name in added:
-        part: Any = getattr(module, name)
-        if part is not None and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
-            fresh = deepcopy(part)
-            if device is not None and any(parameter.is_meta for parameter in fresh.parameters()):
-                fresh = fresh.to_empty(device=device)
-            fresh.reset_parameters()
-            state_dict.update({f"{prefix}{name}.{key}": value for key, value in fresh.state_dict().items()})
-    return True

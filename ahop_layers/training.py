@@ -1,4 +1,4 @@
-"""Training: parameter groups, folded weights, and the learning-rate curve."""
+"""Training: parameter groups, folded weights, and the learning-rate schedule."""
 
 import math
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ahop_layers.errors import check_module
 from ahop_layers.ops.reference import fold
 from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, similarity_parameters
 
@@ -16,18 +17,21 @@ from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, simil
 def parameter_groups(
     model: nn.Module, lr: float | Tensor, similarity_lr: float | Tensor | None = None, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Split the parameters of a model into groups for an optimizer: the similarities, and the rest.
+    """Splits the parameters of a model into optimizer groups: similarity parameters, and all others.
 
-    Weight decay does not act on the similarities: it would pull every score towards zero.
+    Similarity parameters have no weight decay, because it would shrink all scores towards zero.
 
     Args:
-        model: a model with adaptive layers inside, or without.
+        model: any model, with or without adaptive layers.
         lr: learning rate.
-        similarity_lr: learning rate of the similarities; None for the same.
-        weight_decay: weight decay of the rest.
+        similarity_lr: learning rate of the similarity parameters; None means ``lr``.
+        weight_decay: weight decay of all other parameters.
 
     Returns:
-        One group for the rest and, where the model has similarities, one for them.
+        A group of the other parameters and, if the model has similarities, a group of their parameters.
+
+    Raises:
+        AHopError: ``model`` is not a module.
 
     >>> import ahop_layers as ah
     >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
@@ -35,17 +39,18 @@ def parameter_groups(
     >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     [(0.001, 0.05), (0.0001, 0.0)]
     """
-    learned = similarity_parameters(model)
-    known = {id(parameter) for parameter in learned}
+    check_module(model=model)
+    similarity = similarity_parameters(model)
+    known = {id(parameter) for parameter in similarity}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
     groups: list[dict[str, Any]] = [{"params": rest, "lr": lr, "weight_decay": weight_decay}]
-    if learned:
-        groups.append({"params": learned, "lr": lr if similarity_lr is None else similarity_lr, "weight_decay": 0.0})
+    if similarity:
+        groups.append({"params": similarity, "lr": lr if similarity_lr is None else similarity_lr, "weight_decay": 0.0})
     return groups
 
 
 class _Folded(nn.Module):
-    """``w`` as a function of the folded weight ``u``, of which it is the difference."""
+    """Parametrizes ``w`` by the folded weight ``u``: ``w`` is the difference of consecutive entries of ``u``."""
 
     def forward(self, folded: Tensor) -> Tensor:
         return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
@@ -55,10 +60,10 @@ class _Folded(nn.Module):
 
 
 class _FoldedAndPlain(nn.Module):
-    """``w`` as the sum of two: the difference of a folded weight, and a weight as it is."""
+    """Parametrizes ``w`` as the sum of a folded weight's differences and a second, unfolded weight."""
 
     def forward(self, folded: Tensor, weight: Tensor) -> Tensor:
-        # A step on all of w moves a score by the square of the dimensions; beyond 64 no further than at 64.
+        # A step on all of w changes a score in proportion to d squared; limit the change to that at d = 64.
         scale = min(1.0, (64 / weight.shape[-1]) ** 2)
         return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1)) + scale * weight
 
@@ -67,29 +72,30 @@ class _FoldedAndPlain(nn.Module):
 
 
 def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
-    """Train the folded weights of every adaptive similarity in ``module``, in place of ``w`` and ``beta``.
+    """Trains the folded weights of every adaptive similarity in ``module`` instead of ``w`` and ``beta``.
 
-    The score is linear in the folded weight ``u``, the reverse cumulative sum of ``beta * w``. A step on one entry of
-    ``u`` is fine: it weighs one similarity. A step on one of ``w`` is far: ``u`` accumulates it. Inside the context
-    ``beta`` is 1 and rests; the scores are the same functions before, within and after.
+    The score is linear in the folded weight ``u``, the reverse cumulative sum of ``beta * w``. A step on an entry of
+    ``u`` changes the weight of one rank, a step on an entry of ``w`` those of many. Inside the context ``beta`` is 1
+    and not trained. Entering and leaving the context does not change the scores.
     """
-    return _reparametrised(module, _Folded)
+    return _reparametrized(module, _Folded)
 
 
 def trainable_forms(module: nn.Module) -> AbstractContextManager[None]:
-    """As :func:`folded_weights`, with ``w`` trained beside ``u``: the score weighs the sum of both.
+    """Trains folded and unfolded weights together: the weights are the sum of both.
 
-    Noise asks for fine steps, but masks without noise for weights in the thousands. With both forms an optimiser whose
-    steps have a given size can make either.
+    Noisy queries need small steps, masked queries without noise need weights in the thousands. An optimizer with a
+    fixed step size, such as Adam, can reach both with two parametrizations.
     """
-    return _reparametrised(module, _FoldedAndPlain)
+    return _reparametrized(module, _FoldedAndPlain)
 
 
 @contextmanager
-def _reparametrised(module: nn.Module, form: type[nn.Module]) -> Iterator[None]:
+def _reparametrized(module: nn.Module, form: type[nn.Module]) -> Iterator[None]:
+    """Trains ``w`` of every adaptive similarity through a parametrization inside the context."""
     found = named_similarities(module).values()
     adaptive = [part for part in found if isinstance(part, AdaptiveSimilarity) and part.w.requires_grad]
-    kept = [(part, part.w, part.beta.requires_grad) for part in adaptive]
+    original = [(part, part.w, part.beta.requires_grad) for part in adaptive]
     for part in adaptive:
         with torch.no_grad():
             part.w.mul_(part.beta.unsqueeze(-1))
@@ -99,17 +105,17 @@ def _reparametrised(module: nn.Module, form: type[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, weight, learns in kept:
+        for part, weight, trains_beta in original:
             parametrize.remove_parametrizations(part, "w")
             with torch.no_grad():
                 weight.copy_(part.w)
-            part.w = weight  # the same object as before, which others may hold
-            part.beta.requires_grad_(learns)
+            part.w = weight  # the same parameter object as before, which an optimizer may reference
+            part.beta.requires_grad_(trains_beta)
 
 
 def rise_and_fall(step: int, count: int) -> float:
-    """The share of the learning rate at a step: a line up, half a cosine down."""
-    rise = count // 10
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, count - rise)))
+    """Returns the learning-rate factor of a step: linear warmup over a tenth of the steps, then cosine decay."""
+    warmup = count // 10
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, count - warmup)))

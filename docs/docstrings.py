@@ -1,4 +1,4 @@
-"""How the reference reads docstrings beyond Google's style: examples are code, roles of Sphinx are links."""
+"""Griffe extension that converts docstrings to Markdown: doctests become code blocks, Sphinx roles become links."""
 
 import re
 from typing import Any
@@ -7,25 +7,25 @@ import griffe
 
 EXAMPLE = re.compile(r"^>>> .*(?:\n(?!\s*$).*)*", flags=re.MULTILINE)  # up to the next empty line
 ROLE = re.compile(r":(?:class|func|meth|mod):`~?([\w.]+)`")
-SHARED = re.compile(r"^ +\w+(?:, \w+)+: ", flags=re.MULTILINE)  # several arguments explained together
+SHARED = re.compile(r"^ +\w+(?:, \w+)+: ", flags=re.MULTILINE)  # one line for several arguments
 
 
 def to_markdown(text: str) -> str:
-    """A docstring as Markdown."""
-    text = SHARED.sub(lambda names: names[0].replace(", ", ",\N{NO-BREAK SPACE}"), text)  # a name ends at a space
+    """Convert a docstring to Markdown."""
+    text = SHARED.sub(lambda names: names[0].replace(", ", ",\N{NO-BREAK SPACE}"), text)  # griffe splits at spaces
     return EXAMPLE.sub(r"```pycon\n\g<0>\n```", ROLE.sub(_link, text))
 
 
 def _link(role: re.Match[str]) -> str:
-    """The last part of a name, as a link if the reference has it; a docstring may leave the package's name out."""
+    """Link to the last part of a name, if the reference has it. The package prefix is optional."""
     name = role[1] if role[1].startswith("ahop_layers") else f"ahop_layers.{role[1]}"
     return f'<autoref identifier="{name}" optional><code>{role[1].split(".")[-1]}</code></autoref>'
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring before it is parsed."""
+    """Rewrites each docstring before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for each object that has been loaded."""
+        """Called for each loaded object."""
         if obj.docstring:
             obj.docstring.value = to_markdown(obj.docstring.value)

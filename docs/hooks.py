@@ -1,4 +1,4 @@
-"""What mkdocs does here beside its plugins: notebooks become pages, formulas become MathML."""
+"""MkDocs hooks: render notebooks as pages, and formulas as MathML."""
 
 import base64
 import html
@@ -17,7 +17,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Turn formulas into MathML, which browsers draw without a script."""
+    """Convert formulas to MathML, which browsers render without a script."""
     return FORMULA.sub(lambda found: _mathml(html.unescape(found[3]), block=found[2] == "["), content)
 
 
@@ -26,28 +26,28 @@ def _mathml(formula: str, block: bool) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Give every notebook a page, with the outputs that it is stored with."""
+    """Add a page for every notebook, with its stored outputs."""
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         place = PurePosixPath(notebook.src_uri)
         title, *parts = notebook_parts(json.loads(notebook.content_string)["cells"])
-        text = [title, f"[The notebook itself]({place.name})"]
+        text = [title, f"[Download this notebook]({place.name})"]
         for number, part in enumerate(parts):
             if isinstance(part, bytes):
                 picture = place.with_name(f"{place.stem}-{number}.png")
                 files.append(File.generated(config, str(picture), content=part))
-                part = f"![What the cell above draws]({picture.name}){{ .output }}"
+                part = f"![Output of the cell above]({picture.name}){{ .output }}"
             text.append(part)
         files.append(File.generated(config, str(place.with_suffix(".md")), content="\n\n".join(text)))
     return files
 
 
 def notebook_parts(cells: list[dict[str, Any]]) -> Iterator[str | bytes]:
-    """The cells of a notebook as Markdown, each followed by what it printed, as text, and what it drew, as PNG."""
+    """The cells of a notebook as Markdown, each followed by its outputs: text as Markdown, figures as PNG bytes."""
     for cell in cells:
         source = "".join(cell["source"])
         yield f"```python\n{source}\n```" if cell["cell_type"] == "code" else source
         for kind, outputs in groupby(cell.get("outputs", []), key=lambda output: output["output_type"]):
-            if kind == "stream":  # a notebook may store what a cell prints in several parts
+            if kind == "stream":  # consecutive stream outputs are one text
                 yield _quoted("".join(text for output in outputs for text in output["text"]))
                 continue
             for output in outputs:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers import plots
-from ahop_layers.plots import COLOURS
+from ahop_layers.plots import COLORS
 from benchmarks import report
 from benchmarks.report import GREY
 
 HERE = Path(__file__).parent
-ORIGIN, OTHER = COLOURS["dot"], COLOURS["dis"]
+ORIGIN, OTHER = COLORS["dot"], COLORS["dis"]
 PEN = 1e-3  # a variant without noise lies on points and lines, which have to be drawn with some width
 STYLE = {**report.STYLE, "svg.fonttype": "path", "font.size": 12}  # text as paths: independent of fonts
 # Without date and version of matplotlib, so that the same picture has the same bytes.
@@ -196,7 +196,7 @@ def weights() -> Figure:
             plots.footprint_weights(memory, ax=axis)
             axis.get_legend().remove()
             axis.set(ylabel="", xticks=[1, 64])
-            names = tuple((base, COLOURS[base]) for base in ("dis", "dot") if name == "noise")
+            names = tuple((base, COLORS[base]) for base in ("dis", "dot") if name == "noise")
         axis.set_title(name, fontsize=18)
         axis.xaxis.label.set_size(14)
         axis.locator_params(axis="y", nbins=4)

@@ -13,10 +13,10 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _numerics() -> Iterator[None]:
-    """Give back what changes the last bit of torch's own sums.
+    """Restore the global settings that change the last bit of torch's own sums.
 
-    Tests take threads. And torch switches oneDNN off for good, with a warning, once it has asked it for a bfloat16
-    product on a CPU that has none.
+    Some tests set the number of threads. torch itself disables oneDNN for the process, with a warning, after the first
+    bfloat16 product on a CPU without support for it.
     """
     threads, onednn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     yield
@@ -26,7 +26,7 @@ def _numerics() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, so that an element a kernel forgets to write shows."""
+    """Fill uninitialized memory with NaN, so that an element a kernel does not write shows up."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Import timm, torchvision and transformers for tests, beside any build of torch."""
+"""Import timm, torchvision and transformers for tests, with any build of torch."""
 
 import sys
 from contextlib import suppress
@@ -13,9 +13,9 @@ import torch
 
 @cache
 def make_torchvision_importable() -> None:
-    """Declare the two operators without which torchvision does not import, where its own were built for another torch.
+    """Declare the two operators that torchvision needs at import, if its library was built for another torch.
 
-    Vision transformers use neither.
+    Vision transformers do not use them.
     """
     own_folder = Path(sys.prefix) / "vit"  # where the Makefile installs it
     if own_folder.is_dir():
@@ -32,6 +32,6 @@ def make_torchvision_importable() -> None:
 
 
 def framework(name: str) -> ModuleType:
-    """The module, or skip the test that asks for it."""
+    """Import a module, or skip the test if it is not installed."""
     make_torchvision_importable()  # timm and transformers import it too
     return pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[vit]'", exc_type=ImportError)

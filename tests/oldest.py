@@ -1,13 +1,13 @@
-"""Print the oldest releases that users of the installed package may have, as requirements for ``make test-oldest``."""
+"""Print the lower bounds of the installed package's requirements, pinned, for ``make test-oldest``."""
 
 from importlib.metadata import requires
 
 USED = ("examples", "tabular", "vit", "mil")
-"""The extras that users install; what only develops the package may be new."""
+"""The extras for users. Development tools need not be old."""
 
 
 def oldest(requirements: list[str]) -> list[str]:
-    """The lower bounds of what the package and these extras require."""
+    """Lower bounds of the requirements of the package and of the user extras, as ``name==version``."""
     parts = (requirement.partition(";") for requirement in requirements)
     wanted = (bound for bound, _, marker in parts if not marker or any(f'"{extra}"' in marker for extra in USED))
     return sorted({bound.strip().replace(">=", "==") for bound in wanted})

@@ -1,4 +1,4 @@
-"""AdaptiveAttention computes what nn.MultiheadAttention computes, until it is trained."""
+"""AdaptiveAttention computes the same function as nn.MultiheadAttention until it is trained."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ OPTIONS = {
 
 
 def pair(**options):
-    """nn.MultiheadAttention, and ours with its weights."""
+    """nn.MultiheadAttention and AdaptiveAttention with the same weights."""
     theirs = nn.MultiheadAttention(E, H, **options)
     ours = ah.AdaptiveAttention(E, H, **options)
     with torch.no_grad():
-        for parameter in theirs.parameters():  # biases start at zero, where a lost one would not show
+        for parameter in theirs.parameters():  # a missing bias would not show at its initial value, zero
             parameter.normal_(std=0.4)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     return theirs, ours
@@ -38,7 +38,7 @@ def masks(kind):
     padding = torch.zeros(N, S, dtype=torch.bool)
     padding[1, 4:] = True
     pairs = torch.rand(N * H, L, S) < 0.3
-    pairs[..., 0] = False  # nn.MultiheadAttention gives NaN where nothing is left
+    pairs[..., 0] = False  # nn.MultiheadAttention returns NaN for a fully masked query
     return {
         "none": {},
         "padding": {"key_padding_mask": padding},
@@ -69,7 +69,7 @@ def old_parameters(module):
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("need", [True, False])
-def test_what_it_returns(need, average):
+def test_returned_weights(need, average):
     theirs, ours = pair()
     query, key, value = inputs()
     for x in ((query, key, value), (query[:, 0], key[:, 0], value[:, 0])):  # batched and unbatched
@@ -95,7 +95,7 @@ def test_causal_with_and_without_its_mask():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_fully_masked_query_reads_zeros():
+def test_the_output_of_a_fully_masked_query_is_zero():
     _, ours = pair()
     query, key, value = inputs()
     ignored = torch.zeros(N, S, dtype=torch.bool)
@@ -109,7 +109,7 @@ def test_a_fully_masked_query_reads_zeros():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_in_an_encoder_layer(training):
-    """In eval mode the encoder layer has a fast path that would bypass a subclass."""
+    """The encoder layer calls the adaptive attention in eval mode too, instead of taking its fast path."""
     layer = nn.TransformerEncoderLayer(E, H * 2, 24, dropout=0.0, batch_first=True)
     x, ignored = torch.randn(N, S, E), torch.arange(S).expand(N, S) > torch.tensor([6, 3, 5])[:, None]
     layer.train(training)
@@ -118,7 +118,7 @@ def test_in_an_encoder_layer(training):
         attention = ah.AdaptiveAttention(E, H * 2, batch_first=True)
         attention.load_state_dict(layer.self_attn.state_dict())
         layer.self_attn = attention.train(training)
-        kept = ~ignored  # the fast path leaves something else at padded places
+        kept = ~ignored  # the fast path has other values at padded positions
         torch.testing.assert_close(layer(x, src_key_padding_mask=ignored)[kept], expected[kept], rtol=1e-5, atol=1e-5)
         attention.similarity.beta.mul_(5.0)
         assert not torch.allclose(layer(x, src_key_padding_mask=ignored)[kept], expected[kept], atol=1e-2)
@@ -132,7 +132,7 @@ def test_nested_tensors():
         output, _ = ours(nested, nested, nested)
         for got, sample in zip(output.unbind(), samples, strict=True):
             torch.testing.assert_close(got, ours(sample, sample, sample)[0], rtol=1e-5, atol=1e-6)
-        with pytest.raises(ah.AHopError, match="nested tensors need"):
+        with pytest.raises(ah.AHopError, match=r"nested tensors need .* got batch_first=True and 2 tensors"):
             ours(nested, torch.nested.nested_tensor(samples), nested)
 
 
@@ -147,11 +147,11 @@ def test_masks_of_nested_tensors():
             for got, sample in zip(output.unbind(), samples, strict=True):
                 causal = ours(sample, sample, sample, is_causal=True)[0]
                 torch.testing.assert_close(got, causal, rtol=1e-5, atol=1e-6)
-            with pytest.raises(ah.AHopError, match="no padding, got one with a key_padding_mask"):
+            with pytest.raises(ah.AHopError, match="key_padding_mask must be None for nested tensors"):
                 ours(nested, nested, nested, key_padding_mask=torch.zeros(3, 6, dtype=torch.bool))
 
 
-def test_parameters_can_be_drawn_anew():
+def test_reset_parameters_initializes_the_projections():
     ours = ah.AdaptiveAttention(E, H)
     before = ours.in_proj_weight.clone()
     ours._reset_parameters()
@@ -205,11 +205,57 @@ def test_keywords_reach_similarity_and_separation(keywords):
     assert all(p.grad.abs().sum() > 0 for p in ours.similarity.parameters())
 
 
-def test_another_similarity_or_none():
+class Bilinear(nn.Module):
+    """A similarity of another class, with parameters of its own."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(dim).repeat(num_heads, 1, 1))
+
+    def forward(self, query, key):
+        return query @ self.matrix @ key.mT
+
+
+def test_without_a_similarity_it_attends_by_the_dot_product():
     theirs, ours = pair()
     x = inputs()
     ours.similarity = None
     torch.testing.assert_close(ours(*x), theirs(*x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("similarity", [Bilinear, Bilinear(E // H, H)], ids=["factory", "module"])
+def test_another_similarity(similarity):
+    theirs, ours = nn.MultiheadAttention(E, H), ah.AdaptiveAttention(E, H, similarity=similarity)
+    x = inputs()
+    ours.load_state_dict(theirs.state_dict())  # a similarity without reset_parameters keeps its values
+    torch.testing.assert_close(ours(*x), theirs(*x), rtol=1e-5, atol=1e-6)
+    assert isinstance(ours.similarity, Bilinear)
+    assert ah.similarity_parameters(ours) == [ours.similarity.matrix]
+    ours(*x)[0].square().sum().backward()
+    assert ours.similarity.matrix.grad.abs().sum() > 0
+
+
+def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():
+    layer = ah.AdaptiveAttention(E, H, dtype=torch.float64, device="meta", similarity=Bilinear)
+    assert (layer.similarity.matrix.dtype, layer.similarity.matrix.device.type) == (torch.float64, "meta")
+    layer = ah.AdaptiveAttention(E, H).eval()
+    layer.make_adaptive(similarity=Bilinear)
+    assert not layer.similarity.training
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"similarity": 5}, r"similarity must be a module or a factory f\(dim, num_heads\), got 5"),
+        ({"similarity": lambda dim, heads: None}, "factory must return a module, got NoneType"),
+        ({"similarity": Bilinear, "debias": True}, "similarity replaces bases, init and debias, .* debias=True"),
+        ({"similarity": Bilinear, "init": torch.ones(2)}, "got similarity together with bases"),
+        ({"similarity": Bilinear, "bases": ("dot",)}, r"bases=\('dot',\)"),
+    ],
+)
+def test_bad_similarities(keywords, message):
+    with pytest.raises(ah.AHopError, match=message):
+        ah.AdaptiveAttention(E, H, **keywords)
 
 
 def test_compile_and_export():
@@ -226,8 +272,11 @@ def test_compile_and_export():
     ("arguments", "message"),
     [
         ((10, 3), "embed_dim must be a multiple of num_heads, got 10 and 3"),
-        ((10, 0), "embed_dim must be a multiple of num_heads, got 10 and 0"),
-        ((12, 3, 1.5), "dropout must be between 0 and 1, got 1.5"),
+        ((10, 0), "num_heads must be .* at least 1, got 0"),
+        (("12", 3), "embed_dim must be .* at least 1, got '12'"),
+        ((12, None), "num_heads must be .* at least 1, got None"),
+        ((12, 3, 1.5), "dropout must be a number between 0 and 1, got 1.5"),
+        ((12, 3, "0.1"), "dropout must be a number between 0 and 1, got '0.1'"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -238,7 +287,10 @@ def test_bad_arguments(arguments, message):
 def test_bad_inputs():
     ours = ah.AdaptiveAttention(E, H, batch_first=True)
     x = torch.randn(N, S, E)
-    with pytest.raises(ah.AHopError, match=r"must be \(N, L, 12\), \(N, S, 12\), \(N, S, 12\), batch first, got"):
+    for inputs, message in (((None, x, x), "query must be a tensor, got NoneType"), ((x, x, 5), "value must be a ten")):
+        with pytest.raises(ah.AHopError, match=message):
+            ours(*inputs)
+    with pytest.raises(ah.AHopError, match=r"the shapes \(N, L, 12\), \(N, S, 12\), \(N, S, 12\) with the batch"):
         ours(x, x[:, :3], x)
     with pytest.raises(ah.AHopError, match=r"attn_mask must be \(L, S\) = \(7, 7\)"):
         ours(x, x, x, attn_mask=torch.zeros(S, S + 1))

@@ -1,4 +1,4 @@
-"""adapt_ changes nothing but the classes, and revert_ undoes it: on real models of every library it knows."""
+"""adapt_ keeps outputs and gradients of real models of every supported library, and revert_ undoes it."""
 
 import copy
 import inspect
@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from frameworks import framework
@@ -26,10 +27,10 @@ def images(*shape):
 
 
 def needs(library, function, *names):
-    """Skip a test of arguments that an older release of the library does not know."""
+    """Skips a test whose arguments an older release of the library does not support."""
     missing = set(names) - inspect.signature(function).parameters.keys()
     if missing:
-        pytest.skip(f"{library.__name__} {library.__version__} does not know {', '.join(sorted(missing))} yet")
+        pytest.skip(f"{library.__name__} {library.__version__} does not support {', '.join(sorted(missing))} yet")
 
 
 def timm_vit(**options):
@@ -45,7 +46,7 @@ def timm_named(name):
 
 def torchvision_vit():
     model = framework("torchvision").models.VisionTransformer(32, 8, 2, 3, 48, 64, num_classes=5)
-    nn.init.normal_(model.heads.head.weight)  # zero at the start: every model would look alike
+    nn.init.normal_(model.heads.head.weight)  # initialized to zero, which would hide differences
     return model
 
 
@@ -70,7 +71,7 @@ def causal():
 
 
 class Bags(nn.Module):
-    """A model as people build them on hflayers: lookup, self-association, pooling."""
+    """A typical model with hflayers: lookup, self-association, pooling."""
 
     def __init__(self):
         super().__init__()
@@ -78,12 +79,23 @@ class Bags(nn.Module):
         self.relate = hopfield.Hopfield(input_size=16, num_heads=4, scaling=0.3, update_steps_max=1)
         self.pool = hopfield.HopfieldPooling(input_size=16, hidden_size=6, num_heads=2, quantity=2)
         with torch.no_grad():
-            # Where the norms of stored and state patterns have equal values, hflayers sends both gradients to one.
+            # If the norms of stored and state patterns have equal values, hflayers adds both gradients to one of them.
             for parameter in self.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
 
     def forward(self, x, mask=None):
         return self.pool(self.relate(self.lookup(x)), stored_pattern_padding_mask=mask)
+
+
+class Scaled(nn.Module):
+    """A similarity of another class: the dot product times a learned factor per head."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.shape, self.scale = (dim, num_heads), nn.Parameter(torch.ones(num_heads, 1, 1))
+
+    def forward(self, query, key):
+        return self.scale * (query @ key.mT)
 
 
 def encoder():
@@ -122,16 +134,16 @@ def call(model, given):
 
 
 def loss(output):
-    """Any direction will do, but the plain square is nearly constant behind a layer norm."""
+    """A fixed linear function: the sum of squares is nearly constant after a layer norm."""
     return (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum()
 
 
 def close(got, expected):
-    """Within 1e-5 of the largest value."""
+    """Compares with an absolute tolerance of 1e-5 times the largest value."""
     return (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_outputs_and_gradients_stay_and_revert_restores(case):
+def test_outputs_and_gradients_are_kept_and_revert_restores(case):
     model, given, count, _ = case
     before = {
         "modules": dict(model.named_modules()),
@@ -140,7 +152,7 @@ def test_outputs_and_gradients_stay_and_revert_restores(case):
         "state": {name: value.clone() for name, value in model.state_dict().items()},
     }
     with torch.no_grad():
-        calm = call(model.eval(), given)
+        in_eval = call(model.eval(), given)
     trained = call(model.train(), given)
     gradients = torch.autograd.grad(loss(trained), list(model.parameters()), allow_unused=True)
 
@@ -148,7 +160,7 @@ def test_outputs_and_gradients_stay_and_revert_restores(case):
     assert len(report.adapted) == count
     assert not report.passed_over
     with torch.no_grad():
-        assert close(call(model.eval(), given), calm)
+        assert close(call(model.eval(), given), in_eval)
     now = call(model.train(), given)
     assert close(now, trained)
     old = [parameter for name, parameter in model.named_parameters() if name in before["parameters"]]
@@ -166,7 +178,7 @@ def test_outputs_and_gradients_stay_and_revert_restores(case):
     assert list(model.state_dict()) == list(before["state"])
     assert all(torch.equal(value, before["state"][name]) for name, value in model.state_dict().items())
     with torch.no_grad():
-        assert torch.equal(call(model.eval(), given), calm)
+        assert torch.equal(call(model.eval(), given), in_eval)
 
 
 def test_one_step_of_training_reaches_every_similarity(case):
@@ -201,12 +213,13 @@ def test_state_dict_copy_and_pickle(case):
             assert torch.equal(call(twin, given), expected)
             ah.revert_(twin)
         assert torch.equal(call(model, given), expected)
-        # A checkpoint from before adapt_ loads too, and gives the warm start.
+        # A checkpoint of the original model loads too, and resets the similarities.
         model.load_state_dict(unadapted, strict=True)
         ah.revert_(other)
         assert close(call(model, given), call(other, given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [timm_vit, torchvision_vit], ids=["timm", "torchvision"])
 def test_compile_and_export(make):
     model, x = make().eval(), torch.randn(IMAGE)
@@ -224,7 +237,7 @@ def test_compile_and_export(make):
 
 
 @pytest.mark.parametrize("make", [timm_vit, torchvision_vit], ids=["timm", "torchvision"])
-def test_autocast_errs_no_more_than_before(make):
+def test_autocast_error_is_bounded_by_that_of_the_original(make):
     model, x = make().eval(), torch.randn(IMAGE)
     with torch.no_grad():
         exact = model(x)
@@ -273,7 +286,7 @@ def test_transformers_still_records_attentions():
 
 
 class FormerSelfAttention(nn.Module):
-    """The parts and the call of ViTSelfAttention before transformers 5."""
+    """The attributes and signature of ViTSelfAttention before transformers 5."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -293,7 +306,7 @@ class FormerSelfAttention(nn.Module):
 
 
 @pytest.mark.parametrize("dropout", ["module", "number"])
-def test_former_names_of_transformers(dropout, monkeypatch):
+def test_class_names_before_transformers_5(dropout, monkeypatch):
     former = CONVERTERS["transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention"]
     monkeypatch.setitem(CONVERTERS, f"{__name__}.FormerSelfAttention", former)
     layer, x = FormerSelfAttention(dropout), torch.randn(2, 5, 12)
@@ -335,7 +348,7 @@ def test_dry_run_changes_nothing():
     assert "would adapt 3" in str(report)
 
 
-def test_freeze_rest_and_back():
+def test_revert_unfreezes_what_freeze_rest_froze():
     model = encoder()
     model.layers[0].norm1.weight.requires_grad_(False)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -347,8 +360,40 @@ def test_freeze_rest_and_back():
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trainable
 
 
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("duplicate", [lambda model: model, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_reverting_a_part_unfreezes_it(duplicate):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, nn.LayerNorm(16))
+    model.layers[0].norm1.weight.requires_grad_(False)
+    before = trainable(model)
+    ah.adapt_(model, freeze_rest=True)
+    model = duplicate(model)
+    assert ah.revert_(model.layers[0]) == ["self_attn"]
+    assert trainable(model.layers[0]) == {name.removeprefix("layers.0.") for name in before if "layers.0" in name}
+    assert trainable(model.layers[1]) == {"self_attn.similarity.w", "self_attn.similarity.beta"}
+    assert not trainable(model.norm)
+    assert ah.revert_(model) == ["layers.1.self_attn"]
+    assert trainable(model) == before
+
+
+def test_reverting_every_part_and_then_the_model_unfreezes_everything():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, nn.LayerNorm(16))
+    model._frozen = ["an attribute of the user"]
+    before = trainable(model)
+    ah.adapt_(model, freeze_rest=True)
+    for layer in model.layers:
+        ah.revert_(layer)
+    assert not trainable(model.norm)
+    assert ah.revert_(model) == []
+    assert trainable(model) == before
+    assert model._frozen == ["an attribute of the user"]
+
+
 @pytest.mark.parametrize("change", [lambda model: None, lambda model: setattr(model, "norm", nn.Identity())])
-def test_what_was_frozen_may_be_gone_by_then(change):
+def test_frozen_parameters_may_be_removed_before_revert(change):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, nn.LayerNorm(16))
     ah.adapt_(model, freeze_rest=True, separation="entmax")  # its alpha is frozen with the rest
     change(model)
@@ -356,7 +401,7 @@ def test_what_was_frozen_may_be_gone_by_then(change):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_part_of_a_checkpoint_resets_nothing():
+def test_a_partial_state_dict_does_not_reset_the_similarity():
     model = nn.MultiheadAttention(16, 4)
     whole = model.state_dict()
     ah.adapt_(model)
@@ -369,7 +414,7 @@ def test_a_part_of_a_checkpoint_resets_nothing():
     assert torch.equal(model.similarity.w, ah.AdaptiveSimilarity(4, 4).w)
 
 
-def test_a_model_on_meta_gets_its_warm_start_from_a_checkpoint():
+def test_a_checkpoint_initializes_the_similarities_of_a_model_on_meta():
     checkpoint = encoder().state_dict()
     with torch.device("meta"):
         model = encoder()
@@ -381,7 +426,7 @@ def test_a_model_on_meta_gets_its_warm_start_from_a_checkpoint():
     torch.testing.assert_close(model.eval()(x), plain(x), rtol=1e-5, atol=1e-5)
 
 
-def test_sizes_may_be_unknown_yet():
+def test_parameters_of_unknown_shape_are_not_counted():
     layer = hopfield.Hopfield(
         stored_pattern_as_static=True, state_pattern_as_static=True, pattern_projection_as_static=True,
         normalize_stored_pattern=False, normalize_stored_pattern_affine=False, normalize_state_pattern=False,
@@ -391,7 +436,7 @@ def test_sizes_may_be_unknown_yet():
     assert ah.adapt_(layer).new_parameters == 2  # the betas
 
 
-def test_modes_stay_as_they_are():
+def test_training_modes_are_kept():
     model = encoder().eval()
     ah.adapt_(model)
     assert not any(module.training for module in model.modules())
@@ -401,7 +446,7 @@ def test_modes_stay_as_they_are():
     assert [part.training for part in (attention, attention.similarity, attention.out_proj)] == [True, True, False]
 
 
-def test_an_adaptive_module_may_have_another_similarity(monkeypatch):
+def test_an_adaptive_module_may_have_no_similarity(monkeypatch):
     class Mine(nn.Module):
         pass
 
@@ -416,14 +461,29 @@ def test_an_adaptive_module_may_have_another_similarity(monkeypatch):
     assert ah.revert_(model) == [""]
 
 
-def test_only_modules_are_adapted():
-    with pytest.raises(ah.AHopError, match="model must be a module, got str"):
-        ah.adapt_("model")
+@pytest.mark.parametrize("function", [ah.adapt_, ah.revert_, ah.association_maps])
+def test_a_model_must_be_a_module(function):
+    for model, name in (("model", "str"), (None, "NoneType")):
+        with pytest.raises(ah.AHopError, match=f"model must be a module, got {name}"):
+            function(model)
 
 
-def test_twice_and_never():
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, Adaptive), "source must be a class or the full name of one, got 5"),
+        ((nn.Linear, nn.Linear), r"adaptive must be a subclass of ahop_layers\.Adaptive, got <class"),
+        ((nn.Linear, "Adaptive"), r"adaptive must be a subclass of ahop_layers\.Adaptive, got 'Adaptive'"),
+    ],
+)
+def test_bad_converters(arguments, message):
+    with pytest.raises(ah.AHopError, match=message):
+        ah.register_converter(*arguments)
+
+
+def test_adapting_twice_and_reverting_without_adapting_are_refused():
     model = encoder()
-    with pytest.raises(ah.AHopError, match="expected a model that adapt_ adapted, got TransformerEncoder"):
+    with pytest.raises(ah.AHopError, match="model must be adapted, got TransformerEncoder without adapted modules"):
         ah.revert_(model)
     ah.adapt_(model, last=1)
     with pytest.raises(ah.AHopError, match=r"must not be adapted yet, got one with layers\.2\.self_attn adapted"):
@@ -445,7 +505,7 @@ def test_swin_is_passed_over_with_a_reason():
         ah.adapt_(swin)
 
 
-def test_a_forward_of_its_own_is_not_overridden():
+def test_a_module_that_overrides_forward_is_passed_over():
     class Special(nn.MultiheadAttention):
         def forward(self, *args, **keywords):
             return super().forward(*args, **keywords)
@@ -457,18 +517,100 @@ def test_a_forward_of_its_own_is_not_overridden():
     patched.forward = lambda *args: None
     report = ah.adapt_(nn.Sequential(Special(8, 2), patched, Plain(8, 2)))
     assert list(report.adapted) == ["2"]
-    assert all("has a forward of its own" in reason for reason in report.passed_over.values())
+    assert all("overrides forward" in reason for reason in report.passed_over.values())
     assert list(report.passed_over) == ["0", "1"]
 
 
-def test_a_bad_keyword_leaves_the_model_as_it_was():
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"bases": ("cosine",)}, r"bases must be .* got \('cosine',\)"),
+        ({"bases": None}, r"bases must be .* got None"),
+        ({"bases": {"dis": 1}}, r"bases must be .* got \{'dis': 1\}"),
+        ({"init": 5}, "init must be a string or a tensor, got int"),
+        ({"init": None}, "init must be a string or a tensor, got NoneType"),
+        ({"init": np.ones((4, 2, 4))}, "init must be a string or a tensor, got ndarray"),
+        ({"separation": 5}, "separation must be one of .* got 5"),
+        ({"similarity": 5}, r"similarity must be a module or a factory f\(dim, num_heads\), got 5"),
+        ({"similarity": lambda dim, heads: 5}, "the similarity factory must return a module, got int"),
+        ({"where": 5}, "where must be a function of name and module, or one or several name patterns, got 5"),
+        ({"where": ["layers.0.*", 5]}, r"where must be .* got \['layers.0.\*', 5\]"),
+        ({"last": 0}, "last must be .* got 0"),
+        ({"last": "2"}, "last must be .* got '2'"),
+    ],
+)
+@pytest.mark.parametrize("make", [encoder, Bags], ids=["encoder", "hopfield"])
+def test_a_bad_argument_leaves_the_model_unchanged(make, keywords, message):
+    model = make()
+    modules = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ah.AHopError, match=message):
+        ah.adapt_(model, **keywords)
+    assert {name: type(module) for name, module in model.named_modules()} == modules
+    with pytest.raises(ah.AHopError, match="without adapted modules"):
+        ah.revert_(model)
+
+
+def test_keywords_are_in_the_signature():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'basis'"):
+        ah.adapt_(encoder(), basis="dot")
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (encoder, {"layers.0.self_attn": (4, 4), "layers.1.self_attn": (4, 4), "layers.2.self_attn": (4, 4)}),
+        (Bags, {"lookup": (8, 2), "relate": (4, 4), "pool": (6, 2)}),
+    ],
+    ids=["encoder", "hopfield"],
+)
+def test_a_similarity_factory_is_called_for_each_layer(make, shapes):
+    model, x = make().eval(), torch.randn(2, 5, 16)
+    expected = model(x)
+    report = ah.adapt_(model, similarity=Scaled, freeze_rest=True)
+    built = [part.shape for part in model.modules() if isinstance(part, Scaled)]
+    assert dict(zip(report.adapted, built, strict=True)) == shapes
+    assert report.new_parameters == sum(heads for _, heads in shapes.values())
+    found = ah.similarity_parameters(model)
+    assert {id(p) for p in found} == {id(p) for p in model.parameters() if p.requires_grad}
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    loss(model(x)).backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in found)
+    ah.revert_(model)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_similarity_module_is_copied_for_each_layer():
+    model, given = encoder(), Scaled(4, 4)
+    with torch.no_grad():
+        given.scale.fill_(3.0)
+    ah.adapt_(model, similarity=given)
+    scales = [layer.self_attn.similarity.scale for layer in model.layers]
+    assert len({id(scale) for scale in [given.scale, *scales]}) == 4
+    assert all((scale == 3).all() for scale in scales)
+
+
+def test_a_checkpoint_of_the_original_keeps_a_similarity_without_initial_values():
     model = encoder()
-    classes = [type(module) for module in model.modules()]
-    for keywords, message in (({"bases": ("cosine",)}, "cosine"), ({"basis": 1}, "basis"), ({"last": 0}, "last")):
-        with pytest.raises(ah.AHopError, match=message):
-            ah.adapt_(model, **keywords)
-        assert [type(module) for module in model.modules()] == classes
-        assert not any(isinstance(module, ah.AdaptiveSimilarity) for module in model.modules())
+    checkpoint = model.state_dict()
+    ah.adapt_(model, similarity=Scaled)
+    with torch.no_grad():
+        model.layers[0].self_attn.similarity.scale.fill_(3.0)
+    model.load_state_dict(checkpoint)
+    assert (model.layers[0].self_attn.similarity.scale == 3).all()
+
+
+def test_a_tensor_with_a_gradient_may_be_init():
+    trained = ah.AdaptiveSimilarity(4, 4)
+    model = encoder()
+    ah.adapt_(model, init=2 * trained.w)
+    assert all(torch.equal(layer.self_attn.similarity.w, 2 * trained.w) for layer in model.layers)
+
+
+def test_new_parameters_are_those_of_adapted_modules():
+    model = nn.Sequential(ah.AdaptiveAttention(8, 2), nn.MultiheadAttention(8, 2))
+    report = ah.adapt_(model)
+    assert report.passed_over == {"0": "it is adaptive already"}
+    assert report.new_parameters == 2 * (2 * 4 + 2)
 
 
 def test_a_shared_module_is_adapted_once():
@@ -498,6 +640,7 @@ def test_half_precision_models():
         torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_no_library_is_imported():
     code = "import sys, ahop_layers; print([m for m in ('timm', 'torchvision', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -24,6 +24,8 @@ EXAMPLES = {module.__name__.rpartition(".")[2]: module for module in (demo, mil,
 UNKNOWN = "argument --config: run.yaml: expected options of multimodal, got"
 SMALL = ["--patterns", "20", "--epochs", "1"]
 
+pytestmark = pytest.mark.slow
+
 
 def test_retrieval(tmp_path, capsys):
     tables = []

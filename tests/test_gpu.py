@@ -312,6 +312,7 @@ print(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.
     assert int(run.stdout) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="runs on the GPU itself in test_portable_kernels_on_the_gpu")
 def test_portable_kernels_in_the_interpreter():
     """Triton decides at its import whether it interprets, so this needs a process of its own."""
@@ -342,6 +343,7 @@ def test_contiguous_rows_at_an_odd_address_are_moved():
     assert gpu._aligned(moved, 16) is moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "dtype"),  # half precision of an odd number of dimensions runs as float32
     [*((d, "f32") for d in (1, 7, 64, 200)), *((d, dtype) for d in (64, 200) for dtype in ("f16", "bf16"))],

@@ -81,6 +81,7 @@ def test_public_names_come_from_hflayers(hflayers):
     assert hopfield.HopfieldPooling is hflayers.HopfieldPooling
 
 
+@pytest.mark.slow
 def test_the_environment_can_force_our_own():
     code = "from ahop_layers import hopfield as h; assert h.Hopfield is h.OwnHopfield"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "AHOP_OWN_HOPFIELD": "1"}, check=True)
@@ -117,6 +118,7 @@ def test_any_arguments_agree_with_hflayers(hflayers, name, sizes, mask, seed):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 2])
 def test_compiles_and_exports(steps):
     layer, x = hopfield.OwnHopfield(8, num_heads=2, update_steps_max=steps).eval(), torch.randn(3, 5, 8)
@@ -129,8 +131,8 @@ def test_compiles_and_exports(steps):
 BAD_ARGUMENTS = [
     ({"input_size": None}, "input_size must be given"),
     ({"num_heads": 5}, "multiple of 5 heads, got 12"),
-    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
-    ({"hidden_size": "4"}, "hidden_size must be a whole number of at least 1, got '4'"),
+    ({"num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
+    ({"hidden_size": "4"}, "hidden_size must be an integer of at least 1, got '4'"),
     ({"dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
     ({"association_activation": "nope"}, "must name a function of torch, got 'nope'"),
     ({"normalize_stored_pattern": False}, "needs normalize_stored_pattern=True, got False"),
@@ -165,7 +167,7 @@ def test_bad_inputs_raise():
         hopfield.OwnHopfieldPooling(12)((x, x, x))
     with pytest.raises(AHopError, match="got tuple"):
         hopfield.OwnHopfieldLayer(12)((x,))
-    with pytest.raises(AHopError, match="quantity must be a whole number of at least 1, got 0"):
+    with pytest.raises(AHopError, match="quantity must be an integer of at least 1, got 0"):
         hopfield.OwnHopfieldPooling(12, quantity=0)
 
 

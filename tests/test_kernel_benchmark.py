@@ -14,6 +14,8 @@ from benchmarks.rows import RESULTS, read, replaced, write
 
 CASES = [kernels.Case(2, 3, 4), kernels.Case(2, 3, 5), kernels.Case(3, 3, 4)]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):

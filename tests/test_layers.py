@@ -195,6 +195,7 @@ def test_a_separation_of_ones_own():
             AdaptiveHopfieldPooling(8, **bad)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     layer=st.sampled_from([AdaptiveHopfield, AdaptiveHopfieldPooling]),
@@ -215,6 +216,7 @@ def test_masked_equals_shorter(layer, separation, steps, seed):
     torch.testing.assert_close(longer, shorter, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
 def test_one_graph_and_export(layer_class, keywords):
     if torch.__version__ < (2, 7) and keywords.get("separation") == "entmax":
@@ -228,6 +230,7 @@ def test_one_graph_and_export(layer_class, keywords):
     torch.testing.assert_close(exported(other), layer(other))
 
 
+@pytest.mark.slow
 def test_one_graph_with_masks_under_inductor():
     layer, x = trained(AdaptiveHopfieldPooling(8, num_heads=2)).eval(), torch.randn(3, 5, 8)
     mask = torch.zeros(3, 5, dtype=torch.bool)

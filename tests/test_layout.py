@@ -1,4 +1,4 @@
-"""The architecture: public names, imports that only point up the layout, no assert."""
+"""The architecture: public names, imports that only point up the layout, no assert statements."""
 
 import ast
 import subprocess
@@ -12,7 +12,7 @@ import ahop_layers as ah
 
 PACKAGE = Path(ah.__file__).parent
 
-# Data flows down this list; a room imports only from those above it. Inside a folder, files may not import in a circle.
+# A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
     version errors ops similarity separation association packed training variants memory hopfield attention convert
     tabular plots torchmil
@@ -20,17 +20,17 @@ LAYOUT = """
 
 
 def modules() -> dict[str, Path]:
-    """Dotted names below the package, and their files; a folder's ``__init__`` has the name of the folder."""
+    """Maps dotted names inside the package to files; an ``__init__`` has the name of its folder."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
-        if parts and parts != ["__main__"]:  # a command, and nobody imports it
+        if parts and parts != ["__main__"]:  # a command that no module imports
             found[".".join(parts)] = path
     return found
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, anywhere in it."""
+    """Returns the modules of the package that a file imports at any level."""
     known, names = modules(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ahop_layers":
@@ -43,22 +43,22 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def room(module: str) -> str:
-    """The entry of the layout that a module belongs to."""
+def entry(module: str) -> str:
+    """Returns the entry of the layout that contains a module."""
     return module.split(".")[0]
 
 
 def test_imports_only_point_up():
     for name, path in modules().items():
-        others = {room(other) for other in imports(path)} - {room(name)}
-        below = [other for other in others if LAYOUT.index(other) >= LAYOUT.index(room(name))]
+        others = {entry(other) for other in imports(path)} - {entry(name)}
+        below = [other for other in others if LAYOUT.index(other) >= LAYOUT.index(entry(name))]
         assert not below, f"{name} imports {below} from below itself"
 
 
 def test_no_import_cycle_inside_a_folder():
-    # An ``__init__`` collects the public names of its folder, so the files of that folder do not import from it.
+    # An ``__init__`` imports the public names of its folder, so the files of that folder cannot import from it.
     paths = modules()
-    graph = {name: {other for other in imports(path) if room(other) == room(name)} for name, path in paths.items()}
+    graph = {name: {other for other in imports(path) if entry(other) == entry(name)} for name, path in paths.items()}
     assert list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
@@ -70,12 +70,15 @@ def test_no_assert_in_the_package():
 def test_public_names():
     assert sorted(ah.__all__) == [
         "AHopError",
+        "Adaptive",
         "AdaptiveAttention",
         "AdaptiveHopfield",
         "AdaptiveHopfieldLayer",
         "AdaptiveHopfieldPooling",
         "AdaptiveSimilarity",
         "AssociativeMemory",
+        "Report",
+        "Separation",
         "adapt_",
         "adaptive_similarity",
         "association_maps",
@@ -91,12 +94,17 @@ def test_public_names():
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
 
 
-def test_parts_that_need_more_are_imported_on_demand():
+def test_dir_lists_the_public_names_and_the_modules_imported_on_demand():
+    assert set(dir(ah)) == {*ah.__all__, "plots", "tabular", "torchmil", "__version__"}
+    assert all(hasattr(ah, name) for name in dir(ah))
+
+
+def test_modules_with_further_dependencies_are_imported_on_demand():
     code = """
 import sys, ahop_layers as ah
 assert not {"sklearn", "matplotlib"} & set(sys.modules)
-for part in (ah.tabular.AdaptiveMemoryClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
-    print(part.__name__)
+for thing in (ah.tabular.AdaptiveMemoryClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
+    print(thing.__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["AdaptiveMemoryClassifier", "association_map", "AdaptivePool"]

@@ -1,11 +1,13 @@
-"""``python -m ahop_layers`` says what runs here, and its self-test can fail."""
+"""``python -m ahop_layers`` reports and tests the backends, and behaves like a command-line program."""
 
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from ahop_layers import __main__ as report
+import ahop_layers as ah
+from ahop_layers import __main__ as command
 from ahop_layers.ops import chunked
 
 
@@ -16,11 +18,38 @@ def test_the_command():
     assert "devices: CPU with" in done.stdout
 
 
-def test_a_wrong_or_failing_backend_shows(monkeypatch, capsys):
+def test_a_wrong_or_failing_backend_is_reported(monkeypatch, capsys):
     right = chunked.score
     monkeypatch.setattr(chunked, "score", lambda *args: right(*args) + 1e-3)
-    assert report.main() == 1
+    assert command.main([]) == 1
     assert "WRONG: error" in capsys.readouterr().out
     monkeypatch.setattr(chunked, "score", lambda *args: 1 / 0)
-    assert report.main() == 1
+    assert command.main([]) == 1
     assert "FAILED: ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "status", "output", "error"),
+    [
+        ("--version", 0, f"ahop-layers {ah.__version__}\n", ""),
+        ("--help", 0, "usage: python -m ahop_layers", ""),
+        ("backends", 2, "", "unrecognized arguments: backends"),
+        ("--verbose", 2, "", "unrecognized arguments: --verbose"),
+    ],
+)
+def test_options(argument, status, output, error, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main([argument])
+    printed = capsys.readouterr()
+    assert end.value.code == status
+    assert printed.out.startswith(output)
+    assert error in printed.err
+    assert bool(printed.out) == (status == 0)
+
+
+def test_options_are_read_from_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "nothing"])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("python -m ahop_layers: error: unrecognized arguments: nothing\n")

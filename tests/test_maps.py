@@ -1,4 +1,4 @@
-"""association_maps: the weights of every adaptive layer, and nothing left behind."""
+"""association_maps returns the weights of every adaptive layer and removes its hooks."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ import ahop_layers as ah
 from ahop_layers.separation import Separation
 
 
-def test_maps_are_the_weights_that_were_used():
+def test_maps_are_the_weights_of_the_forward_pass():
     model, x = encoder().eval(), torch.randn(2, 5, 16)
     expected, hidden = {}, x
     for number, layer in enumerate(model.layers):
@@ -28,7 +28,7 @@ def test_maps_are_the_weights_that_were_used():
         assert not maps[name].requires_grad
 
 
-def test_hopfield_layers_by_their_outer_names():
+def test_hopfield_layers_are_named_by_the_outer_layer():
     model, x = Bags().eval(), torch.randn(3, 6, 16)
     ah.adapt_(model, where=["pool", "relate"])
     mask = torch.arange(6).expand(3, 6) > 3
@@ -40,7 +40,7 @@ def test_hopfield_layers_by_their_outer_names():
     assert (maps["pool"][..., 4:] == 0).all()
 
 
-def test_of_a_compiled_model():
+def test_maps_of_a_compiled_model():
     model, x = encoder().eval(), torch.randn(2, 5, 16)
     ah.adapt_(model)
     compiled = torch.compile(model, backend="eager")
@@ -52,7 +52,7 @@ def test_of_a_compiled_model():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_hook_and_no_memory_is_left(fails):
+def test_hooks_are_removed_and_maps_are_freed(fails):
     model, x = encoder(), torch.randn(2, 5, 16)
     ah.adapt_(model)
     if fails:
@@ -61,14 +61,14 @@ def test_no_hook_and_no_memory_is_left(fails):
             ah.association_maps(model, x)
     else:
         maps = ah.association_maps(model, x)
-        kept = weakref.ref(maps["layers.0.self_attn"])
+        reference = weakref.ref(maps["layers.0.self_attn"])
         del maps
         gc.collect()
-        assert kept() is None
+        assert reference() is None
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_layers_that_share_a_separation_have_a_map_each():
+def test_each_layer_has_its_own_copy_of_a_separation():
     apart, x = encoder().eval(), torch.randn(2, 5, 16)
     shared = copy.deepcopy(apart)
     ah.adapt_(apart, separation="sparsemax")

@@ -193,6 +193,7 @@ def test_steps_follow_the_bias():
         torch.testing.assert_close(memory.retrieve(query, steps=steps), patterns[index], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{}, {"table": True}])
 def test_fit_learns_what_no_fixed_similarity_knows(keywords):
     patterns, variant = uniform(200, 24, torch.float32), Mixed(0.3, 0.2, 0.5)
@@ -465,6 +466,7 @@ print((status("VmHWM") - before) // 1024, int((found == torch.arange(16)).sum())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
 @pytest.mark.parametrize("kind", ["footprints", "table"])
 def test_recall_needs_little_memory_beside_the_patterns(kind):
@@ -486,14 +488,14 @@ def test_recall_needs_little_memory_beside_the_patterns(kind):
         (lambda p: AssociativeMemory.preset("Z-Hop", p), "name must be one of Hop, D-Hop"),
         (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes the keywords prior, got debias"),
         (lambda p: AssociativeMemory(p).scores(p[:, :3]), r"expected \(..., d\) with d = 4 .* got \(6, 3\)"),
-        (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be a whole number of at least 1, got 0"),
+        (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be an integer of at least 1, got 0"),
         (lambda p: AssociativeMemory(p).fit(Noisy(0.1)), "nothing to learn"),
         (lambda p: AssociativeMemory(p, "adaptive").fit(), "data must be a variant or a pair .*, got NoneType"),
         (lambda p: AssociativeMemory(p, "adaptive").fit((torch.zeros(2).long(), p)), r"got \(2,\) and \(6, 4\)"),
-        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs=0), "epochs must be a whole number"),
+        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs=0), "epochs must be an integer"),
         (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=0.0), "lr must be positive, got 0.0"),
-        (lambda p: KernelModulation(0), "dim must be a whole number of at least 1, got 0"),
-        (lambda p: TableSimilarity(0), "dim must be a whole number of at least 1, got 0"),
+        (lambda p: KernelModulation(0), "dim must be an integer of at least 1, got 0"),
+        (lambda p: TableSimilarity(0), "dim must be an integer of at least 1, got 0"),
         (lambda p: TableSimilarity(4, 0.0), "key_range must be positive, got 0.0"),
         (lambda p: TableSimilarity(4, knots=(1, 5)), r"knots must be two whole numbers of at least 2, got \(1, 5\)"),
     ],

@@ -22,6 +22,8 @@ from examples.bags import pooling as mil_pooling
 
 SIZES = [3, 1, 5]
 
+pytestmark = pytest.mark.slow
+
 
 def slides(home, endings=(".pt", ".npz"), bags=20, features=6, signal=2.0):
     """Feature files and labels; in bags of label 1 some instances have a larger first feature."""

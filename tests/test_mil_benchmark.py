@@ -16,6 +16,8 @@ from examples.bags import data as mil_data
 
 KINDS = ("mask 0.5", "noise 2.0", "bias 0.5")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def home(tmp_path):

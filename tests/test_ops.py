@@ -7,9 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import ahop_layers as ah
-from ahop_layers.ops import chunked
+from ahop_layers.ops import chunked, cpu, reference
+from ahop_layers.ops.backend import choose_kernel
+from ahop_layers.ops.gpu import launch as gpu
 
 BASES = ("dis", "dot", "l1")
 
@@ -98,6 +101,7 @@ def test_half_precision_error_is_at_most_twice_pytorchs(dtype, backend):
     assert ours <= 2 * theirs + torch.finfo(dtype).eps * exact.abs().max()
 
 
+@pytest.mark.slow
 def test_opcheck():
     query, key, weight = problem(2, heads=3, grad=True)
     torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "auto"))
@@ -105,6 +109,73 @@ def test_opcheck():
     inputs = [tensor.detach() for tensor in (query, key, weight)]
     for need in ([True, True, True], [True, False, False], [False, True, True]):
         torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "auto", need))
+
+
+x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
+GRAD = torch.randn(2, 3, 5, 7)
+BAD_CALLS = {  # arguments in place of (grad, query, key, weight, bases, backend, need), and the error
+    "grad of another length": ({"grad": GRAD[:, :, :4]}, r"grad must be \(2, 3, 5, 7\) .* got \(2, 3, 4, 7\)"),
+    "grad of another dtype": ({"grad": GRAD.double()}, "grad must be .* of torch.float32 .* of torch.float64"),
+    "key of another width": ({"key": y[..., :4]}, r"key must be \(2, 3, 7, 8\) .* got \(2, 3, 7, 4\)"),
+    "key of another batch": ({"key": y[:1]}, r"key must be \(2, 3, 7, 8\) .* got \(1, 3, 7, 8\)"),
+    "key of another number of heads": ({"key": y[:, :2]}, r"key must be .* got \(2, 2, 7, 8\)"),
+    "key of another dtype": ({"key": y.double()}, "key must be .* of torch.float32 .* of torch.float64"),
+    "key without heads": ({"key": y[0]}, r"query and key must be .* got query \(2, 3, 5, 8\) and key \(3, 7, 8\)"),
+    "query without heads": ({"query": x[0]}, r"query and key must be .* got query \(3, 5, 8\)"),
+    "no dimension": ({"query": x[..., :0], "key": y[..., :0]}, "with d >= 1"),
+    "integers": ({"query": x.long(), "key": y.long()}, "query must have a floating-point dtype"),
+    "weight of another width": ({"weight": u[..., :7]}, r"weight must be \(3, 2, 8\) .* got \(3, 2, 7\)"),
+    "weight of another number of heads": ({"weight": u[:2]}, r"weight must be \(3, 2, 8\) .* got \(2, 2, 8\)"),
+    "weight of half precision": ({"weight": u.half()}, "weight must be .* of torch.float32 .* of torch.float16"),
+    "too few weights": ({"bases": "dis,dot,l1"}, r"weight must be \(3, 3, 8\) .* got \(3, 2, 8\)"),
+    "unknown base": ({"bases": "dis,cos"}, "bases must be"),
+    "repeated base": ({"bases": "dis,dis"}, "each base may appear once in bases"),
+    "no base": ({"bases": ""}, "bases must be names"),
+    "unknown backend": ({"backend": "gpu"}, "backend must be one of auto, chunked, cpu, triton, got 'gpu'"),
+    "reference backend": ({"backend": "reference"}, "backend must be one of auto, .* got 'reference'"),
+    "short need": ({"need": [True, True]}, r"need must have 3 entries.* got \[True, True\]"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # the implementation and the fake
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_operators_refuse_what_does_not_fit(name, device):
+    changed, message = BAD_CALLS[name]
+    arguments = {
+        "grad": GRAD, "query": x, "key": y, "weight": u, "bases": "dis,dot", "backend": "auto", "need": [True] * 3
+    } | changed  # fmt: skip
+    arguments = {name: it.to(device) if isinstance(it, torch.Tensor) else it for name, it in arguments.items()}
+    with pytest.raises(ah.AHopError, match=message):
+        torch.ops.ahop.score_backward(**arguments)
+    if not changed.keys() & {"grad", "need"}:
+        forward = {name: arguments[name] for name in ("query", "key", "weight", "bases", "backend")}
+        with pytest.raises(ah.AHopError, match=message):
+            torch.ops.ahop.score(**forward)
+
+
+def test_operators_refuse_a_grad_much_larger_than_its_scores():
+    query = torch.randn(1, 1, 2, 64)
+    arguments = (query, query, torch.randn(1, 2, 64), "dis,dot", "auto", [True, True, True])
+    with pytest.raises(ah.AHopError, match="grad must be"):
+        torch.ops.ahop.score_backward(torch.randn(1, 1, 2000, 2000), *arguments)
+
+
+def test_operators_refuse_two_devices():
+    with pytest.raises(ah.AHopError, match=r"key must be .* on cpu .* on meta"):
+        torch.ops.ahop.score(x, y.to("meta"), u, "dis,dot", "auto")
+
+
+def test_operators_refuse_a_registered_base():
+    ah.register_base("for_operators_of_this_test", torch.mul)
+    with pytest.raises(ah.AHopError, match="'for_operators_of_this_test' runs on the reference path only"):
+        torch.ops.ahop.score(x, y, u, "dis,for_operators_of_this_test", "auto")
+
+
+def test_a_lazily_negated_tensor_is_negated():
+    """The imaginary part of a conjugate shares memory with the values of opposite sign."""
+    negated = torch.complex(y, y).conj().imag
+    assert negated.is_neg()
+    torch.testing.assert_close(ah.adaptive_similarity(x, negated, u), ah.adaptive_similarity(x, -y, u))
 
 
 def test_compile_without_a_graph_break():
@@ -195,6 +266,15 @@ def test_forward_mode_and_torch_func():
     )
 
 
+def test_forward_mode_under_vmap():
+    inputs, tangents = problem(3), problem(3)
+    expected = torch.func.jvp(ah.adaptive_similarity, inputs, tangents)[1]
+    with forward_ad.dual_level():
+        query, key, weight = map(forward_ad.make_dual, inputs, tangents)
+        scores = torch.func.vmap(ah.adaptive_similarity, in_dims=(0, 0, None))(query, key, weight)
+        torch.testing.assert_close(forward_ad.unpack_dual(scores).tangent, expected)
+
+
 def test_the_meta_device_knows_shapes():
     inputs = [x.to("meta") for x in problem(3, dtype=torch.float32)]
     for backend in ("auto", "reference"):
@@ -233,6 +313,7 @@ def test_inf_stays_in_its_rows(backend):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)])
+@pytest.mark.slow
 def test_chunked_memory_is_bounded(shape):
     """Peak memory of forward and backward, seen by the allocator, stays below 64 MB beside inputs and results."""
     n, h, length, count, d = shape
@@ -270,6 +351,39 @@ def test_user_base_runs_on_the_reference_path():
     assert ah.adaptive_similarity(*half, weight, (name, "dis", "dot")).isfinite().all()
 
 
+@pytest.fixture
+def quartic(monkeypatch):
+    """A base that has slopes, so that it may run outside the reference path, and that no compiled kernel implements."""
+
+    def slopes(query, key):
+        cube = 4 * (query - key) ** 3
+        return -cube, cube
+
+    monkeypatch.setitem(reference.BASES, "quartic", reference.Base(lambda query, key: -((query - key) ** 4), slopes))
+    return "quartic"
+
+
+def test_a_kernel_serves_only_the_bases_it_implements(quartic, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the GPU kernels then serve CPU tensors
+    query = torch.randn(1, 1, 5, 8)
+    for kernel in (cpu, gpu):
+        assert kernel.serves(query, BASES)
+        assert not kernel.serves(query, (*BASES, quartic))
+    assert chunked.serves(query, (*BASES, quartic))
+
+
+def test_a_new_base_is_scored_as_itself(quartic):
+    query, key, weight = problem(2, bases=3, grad=True)
+    bases = ("dis", quartic, "l1")
+    assert choose_kernel("auto", query, bases) is chunked
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases), (query, key, weight))
+    expected = ah.adaptive_similarity(query, key, weight, bases, backend="reference")
+    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, bases), expected)
+    if cpu.unavailable() is None:
+        with pytest.raises(ah.AHopError, match=r"backend='cpu' does not support .* bases dis, quartic, l1"):
+            ah.adaptive_similarity(query, key, weight, bases, backend="cpu")
+
+
 def test_import_is_cheap():
     """Importing the package beside torch loads nothing heavy and costs at most 0.3 s of processor time."""
     code = (
@@ -279,3 +393,14 @@ def test_import_is_cheap():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert float(out[0]) < 0.3
     assert not set(out[1].split()) & {"triton", "lightning", "sklearn", "matplotlib", "timm", "transformers", "entmax"}
+
+
+def test_a_training_step_does_not_import_the_compiler():
+    code = (
+        "import sys, torch, ahop_layers as ah;"
+        "inputs = [torch.randn(4, 8, requires_grad=True), torch.randn(5, 8), torch.randn(2, 8, requires_grad=True)];"
+        "ah.adaptive_similarity(*inputs).sum().backward();"
+        "print(*{'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not out.split()

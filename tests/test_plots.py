@@ -1,4 +1,4 @@
-"""Pictures show the weights they are given, in any style, without a window."""
+"""Plots show the given weights, in any style, without a window."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def weights():
 
 
 def drawn(figure):
-    """The image below and the map above it."""
+    """Returns the image and the map drawn over it."""
     return [np.asarray(picture.get_array()) for picture in figure.axes[0].images]
 
 
@@ -42,24 +42,24 @@ def test_a_map_covers_the_image(weights):
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (1, 6, 8), (3, 6, 8)])
-def test_any_range_of_pixels_is_stretched(weights, shape):
+def test_pixels_are_normalized(weights, shape):
     image = 40 * torch.rand(shape) - 300
     below, _ = drawn(plots.association_map(weights, image, patches=(3, 4)))
     assert below.shape[:2] == (6, 8)
     assert (below.min(), below.max()) == (0, 1)
 
 
-def test_a_flat_image_and_half_precision_are_no_trouble(weights):
+def test_a_constant_image_and_half_precision(weights):
     below, _ = drawn(plots.association_map(weights.bfloat16(), torch.full((6, 8), 7.0), patches=(3, 4)))
     assert np.isfinite(below).all()
 
 
-def test_a_square_of_patches_needs_no_argument():
+def test_the_default_grid_is_square():
     _, overlay = drawn(plots.association_map(torch.rand(17, 17), torch.rand(8, 8)))
     assert overlay.shape == (4, 4)
 
 
-def test_it_draws_where_it_is_told(weights):
+def test_a_map_is_drawn_on_the_given_axes(weights):
     figure = Figure()
     axes = figure.subplots(1, 2)
     assert plots.association_map(weights, torch.rand(6, 8), patches=(3, 4), ax=axes[1]) is figure
@@ -74,11 +74,14 @@ def test_it_draws_where_it_is_told(weights):
         ({"image": "cat.png"}, "image must be .* got str"),
         ({"patches": (4, 4)}, r"at most 13 patches, got \(4, 4\)"),
         ({"patches": (0, 4)}, r"got \(0, 4\)"),
-        ({"token": 13}, "one of the 13 queries, counted from 0, got 13"),
+        ({"patches": 4}, "at most 13 patches, got 4"),
+        ({"patches": (2, "4")}, r"got \(2, '4'\)"),
+        ({"token": "class"}, "got 'class'"),
+        ({"token": 13}, "an index of one of the 13 queries, got 13"),
         ({"token": -1}, "got -1"),
     ],
 )
-def test_a_map_refuses_what_does_not_fit(weights, change, message):
+def test_bad_arguments_of_a_map(weights, change, message):
     arguments = {"weights": weights, "image": torch.rand(6, 8), "patches": (3, 4)} | change
     with pytest.raises(ah.AHopError, match=message):
         plots.association_map(**arguments)
@@ -107,16 +110,18 @@ def test_weights_of_every_layer_head_and_base(model, folded):
             np.testing.assert_allclose(curves[base], expected[head, number], rtol=1e-6)
 
 
-def test_a_warm_start_is_a_flat_line():
+def test_the_initial_weights_are_constant():
     axis = plots.footprint_weights(ah.AdaptiveSimilarity(6)).axes[0]
     curves = {line.get_label(): line.get_ydata() for line in axis.lines}
     np.testing.assert_array_equal(curves["dot"], np.ones(6))
     np.testing.assert_array_equal(curves["dis"], np.zeros(6))
 
 
-def test_weights_refuse_what_does_not_fit(model):
-    with pytest.raises(ah.AHopError, match="AdaptiveSimilarity inside, got Linear without"):
+def test_bad_arguments_of_footprint_weights(model):
+    with pytest.raises(ah.AHopError, match="source must contain an AdaptiveSimilarity, got Linear without one"):
         plots.footprint_weights(nn.Linear(2, 2))
+    with pytest.raises(ah.AHopError, match="source must be a module, got NoneType"):
+        plots.footprint_weights(None)
     with pytest.raises(ah.AHopError, match="one layer with one head, got 2 layers with up to 3 heads"):
         plots.footprint_weights(model, ax=Figure().subplots())
 
@@ -129,12 +134,12 @@ def test_steps_lead_from_the_pair_to_its_score(bases):
     query, keys = torch.randn(7), torch.randn(3, 7)
     axes = plots.footprint_steps(similarity, query, keys, ["a", "b", "c"]).axes
     lines = np.array([[line.get_ydata() for line in axis.lines[:3]] for axis in axes]).reshape(-1, 4, 3, 7)
-    for base, (compared, ordered, footprint, weighed) in zip(bases, lines, strict=True):
+    for base, (similarities, ordered, footprint, weighted) in zip(bases, lines, strict=True):
         expected = ah.footprint(similarity.unbiased(query[None]), keys, base)[0].detach()
         np.testing.assert_allclose(footprint, expected, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(np.sort(compared), np.sort(ordered), rtol=1e-6)
+        np.testing.assert_allclose(np.sort(similarities), np.sort(ordered), rtol=1e-6)
         assert (np.diff(ordered) <= 0).all()
-        assert np.isfinite(weighed).all()
+        assert np.isfinite(weighted).all()
     np.testing.assert_allclose(
         lines[:, 3, :, -1].sum(0), similarity(query[None], keys)[0].detach(), rtol=1e-4, atol=1e-4
     )
@@ -144,36 +149,38 @@ def test_steps_lead_from_the_pair_to_its_score(bases):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"similarity": ah.AdaptiveSimilarity(7, num_heads=2)}, "without heads, got one with 2"),
+        ({"similarity": ah.AdaptiveSimilarity(7, num_heads=2)}, "similarity must have num_heads=None, got 2"),
+        ({"similarity": nn.Linear(7, 7)}, "similarity must be an AdaptiveSimilarity, got Linear"),
         ({"query": torch.zeros(1, 7)}, r"must be \(7,\) and \(S, 7\), got \(1, 7\) and \(3, 7\)"),
         ({"keys": torch.zeros(3, 6)}, r"got \(7,\) and \(3, 6\)"),
         ({"keys": "keys"}, "keys must be a tensor, got str"),
-        ({"names": ["a"]}, "as many as keys, 3, got 1"),
+        ({"names": ["a"]}, "one entry for each of the 3 keys, got 1"),
     ],
 )
-def test_steps_refuse_what_does_not_fit(change, message):
+def test_bad_arguments_of_footprint_steps(change, message):
     arguments = {"similarity": ah.AdaptiveSimilarity(7), "query": torch.zeros(7), "keys": torch.zeros(3, 7)} | change
     with pytest.raises(ah.AHopError, match=message):
         plots.footprint_steps(**arguments)
 
 
 @pytest.mark.parametrize("style", ["default", "dark_background"])
-def test_it_can_be_read_in_light_and_dark(model, style, tmp_path):
+def test_text_and_lines_contrast_with_light_and_dark_backgrounds(model, style, tmp_path):
     with matplotlib.style.context(style):
         figure = plots.footprint_weights(model)
         figure.savefig(tmp_path / "picture.png")
-    ground = np.array(matplotlib.colors.to_rgb(figure.get_facecolor()))
+    background = np.array(matplotlib.colors.to_rgb(figure.get_facecolor()))
     axis = figure.axes[0]
-    for colour in (axis.title.get_color(), *(line.get_color() for line in axis.lines)):
-        assert np.abs(np.array(matplotlib.colors.to_rgb(colour)) - ground).max() > 0.3
+    for color in (axis.title.get_color(), *(line.get_color() for line in axis.lines)):
+        assert np.abs(np.array(matplotlib.colors.to_rgb(color)) - background).max() > 0.3
 
 
-def test_a_map_lets_the_image_through_where_nobody_looks():
+def test_patches_without_weight_are_transparent():
     weights = torch.tensor([[0.0, 0.0, 0.25, 0.75, 0.0]])
     overlay = plots.association_map(weights, torch.rand(4, 4), patches=(2, 2)).axes[0].images[1]
     np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_matplotlib():
     code = "import sys, ahop_layers.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

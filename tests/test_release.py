@@ -1,9 +1,10 @@
-"""What a release consists of: sdist and wheel that hold what they should, one version everywhere, valid workflows."""
+"""Releases: contents of sdist and wheel, one version everywhere, valid workflows with pinned actions."""
 
 import ast
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from oldest import oldest
 
 import ahop_layers as ah
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 NAME = f"ahop_layers-{ah.__version__}"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def build(hook: str, folder: Path, out: Path) -> Path:
-    """Call a hook of the build backend, which is what ``python -m build --no-isolation`` does."""
+    """Call a hook of the build backend, as ``python -m build --no-isolation`` does, and return the file it built."""
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; print(build_meta.{hook}({str(out)!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
@@ -35,7 +37,7 @@ def build(hook: str, folder: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """Built from a copy, so that nothing is written into the tree."""
+    """Built from a copy, so that the build writes nothing into the checkout."""
     copy = tmp_path_factory.mktemp("sdist") / "tree"
     unwanted = shutil.ignore_patterns(
         ".git", ".venv*", ".*_cache", ".hypothesis", "build", "dist", "out", "site", "*.egg-info", "__pycache__"
@@ -46,27 +48,27 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory):
-    """Built from the sdist, so that what is missing there is missed here."""
+    """Built from the sdist, so that a file missing there fails the build."""
     folder = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     return build("build_wheel", folder / NAME, folder / "dist")
 
 
-def test_the_sdist_is_a_checkout(sdist):
+def test_sdist_has_everything_to_run_the_tests(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
     wanted = """
         LICENSE README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md Makefile pyproject.toml setup.py constraints.txt
-        ahop_layers/py.typed ahop_layers/ops/footprint.c tests/test_release.py tests/data/hflayers.pt examples/demo.py
-        .github/workflows/tests.yml benchmarks/kernels.py docs/mathematics.md docs/pictures/footprint.svg
-        docs/notebooks/vit.ipynb
+        ahop_layers/py.typed ahop_layers/ops/footprint.c ahop_layers/ops/footprint_impl.h tests/test_release.py
+        tests/data/hflayers.pt examples/demo.py .github/workflows/tests.yml benchmarks/kernels.py docs/mathematics.md
+        docs/pictures/footprint.svg docs/notebooks/vit.ipynb
     """.split()  # noqa: SIM905 - reads better than quotes
     assert set(wanted) <= names
     assert not [name for name in names if re.search(r"\.(so|pyc|dylib)$|__pycache__|^out|^site", name)]
 
 
-def test_the_wheel_holds_the_package_and_its_kernel_only(wheel):
+def test_wheel_contains_the_package_and_its_kernel_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name == f"{NAME}-py3-none-{here}.whl"
@@ -77,20 +79,20 @@ def test_the_wheel_holds_the_package_and_its_kernel_only(wheel):
 
 
 def metadata(wheel: Path) -> Message:
-    """What a wheel says of itself."""
+    """The core metadata of a wheel."""
     return Parser().parse(io.StringIO(zipfile.ZipFile(wheel).read(f"{NAME}.dist-info/METADATA").decode()))
 
 
-def test_the_wheel_says_what_it_needs(wheel):
+def test_wheel_requires_torch_and_einops_only(wheel):
     fields = metadata(wheel)
     assert (fields["Name"], fields["Version"]) == ("ahop-layers", ah.__version__)
     assert fields["License-Expression"] == "MIT"
     needed = [each for each in fields.get_all("Requires-Dist") if "extra ==" not in each]
     assert {re.match(r"[\w-]+", each)[0] for each in needed} == {"torch", "einops"}
-    assert not [each for each in fields.get_all("Requires-Dist") if "@" in each]  # an index refuses those
+    assert not [each for each in fields.get_all("Requires-Dist") if "@" in each]  # PyPI rejects direct references
 
 
-def test_the_extra_of_the_examples_has_all_they_need(wheel):
+def test_examples_extra_has_every_import_of_the_examples(wheel):
     required = metadata(wheel).get_all("Requires-Dist")
     extra = {re.match(r"[\w-]+", each)[0] for each in required if 'extra == "examples"' in each}
     paths = list((ROOT / "examples").rglob("*.py"))
@@ -105,7 +107,7 @@ def test_the_extra_of_the_examples_has_all_they_need(wheel):
     assert {names.get(module, module) for module in used} <= extra
 
 
-def test_the_oldest_releases_are_the_bounds_of_what_users_install(wheel):
+def test_oldest_releases_are_the_lower_bounds_of_the_user_extras(wheel):
     releases = dict(release.split("==") for release in oldest(metadata(wheel).get_all("Requires-Dist")))
     assert {"torch", "einops", "lightning", "scikit-learn", "timm", "transformers", "torchmil"} <= releases.keys()
     assert not {"pytest", "ruff", "triton"} & releases.keys()
@@ -113,11 +115,9 @@ def test_the_oldest_releases_are_the_bounds_of_what_users_install(wheel):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("target", ["test", "demo", "docs", "test-hflayers"])
-def test_an_old_python_is_named_before_anything_is_installed(target, tmp_path):
+def test_old_python_fails_before_anything_is_installed(target, tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "ahop_layers" / "ops").mkdir(parents=True)
-    (tmp_path / "ahop_layers" / "ops" / "footprint.c").touch()
     old = tmp_path / "old"
     pretend = "import sys; sys.version_info, sys.version = (3, 10, 4), '3.10.4 (main)'; exec(sys.argv[2])"
     old.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{pretend}" "$@"\n')
@@ -129,8 +129,8 @@ def test_an_old_python_is_named_before_anything_is_installed(target, tmp_path):
     assert not list(tmp_path.glob(".venv*"))
 
 
-def test_an_installed_wheel_works(wheel, tmp_path):
-    """Away from the tree, with the libraries of this environment."""
+def test_installed_wheel_runs_its_kernel(wheel, tmp_path):
+    """Outside the checkout, with the dependencies of this environment."""
     site = tmp_path / "site"
     install = [
         sys.executable,
@@ -153,10 +153,10 @@ def test_an_installed_wheel_works(wheel, tmp_path):
         return done.stdout
 
     assert Path(run("-c", "import ahop_layers; print(ahop_layers.__file__)").strip()).is_relative_to(site)
-    assert re.search(r"^cpu +(?!not here).*\n +ok: error", run("-m", "ahop_layers"), flags=re.MULTILINE)
+    assert re.search(r"^cpu +(?!unavailable).*\n +ok: error", run("-m", "ahop_layers"), flags=re.MULTILINE)
 
 
-def test_one_version_everywhere():
+def test_version_is_the_same_everywhere():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == ah.__version__
     first = re.search(
         r"^## \[(.+?)\] - (\d{4}-\d\d-\d\d|unreleased)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
@@ -170,46 +170,44 @@ def test_one_version_everywhere():
     assert written == ["version.py"]
 
 
-def test_the_changelog_names_everything_public():
+def test_changelog_names_every_public_name():
     text = (ROOT / "CHANGELOG.md").read_text()
     assert not [name for name in ah.__all__ if f"`{name}" not in text]
 
 
-def test_the_citation_has_paper_and_software():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["type"] == "software"
-    assert citation["license"] == "MIT"
-    paper = citation["preferred-citation"]
-    assert paper["title"].startswith("Adaptive Hopfield Network")
-    assert all({"family-names", "given-names"} <= set(author) for author in paper["authors"])
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_is_well_formed(path):
+def test_workflow_is_well_formed(path):
     workflow = yaml.safe_load(path.read_text())
-    assert workflow["permissions"] == {"contents": "read"}  # a job that needs more says so itself
-    assert workflow[True]  # "on" is a boolean to YAML
+    assert workflow["permissions"] == {"contents": "read"}  # a job that needs more declares it
+    assert workflow[True]  # YAML reads the key "on" as a boolean
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for name, job in workflow["jobs"].items():
         assert job["runs-on"], name
         needs = job.get("needs", [])
-        assert set([needs] if isinstance(needs, str) else needs) <= set(workflow["jobs"])
+        assert ({needs} if isinstance(needs, str) else set(needs)) <= set(workflow["jobs"]), name
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step), (name, step)
-            assert "uses" not in step or re.fullmatch(r"[\w./-]+@(v\d+(\.\d+)*|release/v\d+)", step["uses"]), step
             target = re.fullmatch(r"make ([\w-]+)", step.get("run", ""))
-            assert not target or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), step
+            assert not target or target[1] in targets, step
 
 
-def test_there_are_workflows_for_tests_docs_and_wheels():
-    assert [path.stem for path in WORKFLOWS] == ["docs", "tests", "wheels"]
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_to_a_commit(path):
+    actions = re.findall(r"uses: (.+)", path.read_text())
+    loose = [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action)]
+    assert not loose, "pin the full commit hash, with the version in a comment"
 
 
-def test_wheels_are_built_for_the_platforms_that_torch_has():
+def test_scheduled_workflow_runs_torch_nightly_and_pip_audit():
+    workflows = [yaml.safe_load(path.read_text()) for path in WORKFLOWS]
+    jobs = [job for workflow in workflows if "schedule" in workflow[True] for job in workflow["jobs"].values()]
+    commands = "\n".join(step.get("run", "") for job in jobs for step in job["steps"])
+    assert "make test-nightly" in commands
+    assert re.search(r"pip-audit==\S+ .*-r constraints\.txt", commands)
+
+
+def test_wheel_test_command_finds_the_kernel():
     tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
-    platforms = {each.partition("-")[2] for each in config["build"].split()}
-    assert platforms == {"manylinux_x86_64", "manylinux_aarch64", "macosx_arm64"}
-    assert config["test-command"][0] == "python -m ahop_layers"
-    kernel = config["test-command"][1].removeprefix("python ").split(" ", 1)
-    assert subprocess.run([sys.executable, kernel[0], kernel[1].strip('"')], check=False).returncode == 0
+    command = shlex.split(config["test-command"][-1])  # tests/test_main.py runs the first one
+    assert subprocess.run([sys.executable, *command[1:]], check=False).returncode == 0

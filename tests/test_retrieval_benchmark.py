@@ -14,6 +14,8 @@ from benchmarks.retrieval import QUICK, Size, jobs, write
 from benchmarks.retrieval_report import FIGURE_LEVELS, FIGURE_SYSTEMS, PAPER
 from benchmarks.retrieval_systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):

@@ -1,19 +1,22 @@
-"""The module AdaptiveSimilarity."""
+"""AdaptiveSimilarity, and how layers build and find similarities."""
 
 import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import ahop_layers as ah
+from ahop_layers.similarity import LazyAdaptiveSimilarity, make_similarity, named_similarities
 
 
 @pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.parametrize("init", ["dot", "dis"])
 @pytest.mark.parametrize("bases", [("dis", "dot"), ("dot", "l1", "dis")])
-def test_warm_start_is_the_base_similarity(heads, init, bases):
+def test_the_initial_score_is_the_base_similarity(heads, init, bases):
     similarity = ah.AdaptiveSimilarity(8, heads, bases=bases, init=init, debias=True).double()
     query, key = (torch.randn(2, heads or 1, n, 8, dtype=torch.float64) for n in (4, 5))
     expected = query @ key.mT if init == "dot" else -torch.cdist(query, key).square()
@@ -26,7 +29,7 @@ def test_uniform_init_averages_the_footprint():
     torch.testing.assert_close(similarity(query, key), ah.footprint(query, key, "dis").mean(-1))
 
 
-def test_tensor_init_is_taken_over():
+def test_a_tensor_is_the_initial_weight():
     weights = torch.randn(3, 2, 8)
     similarity = ah.AdaptiveSimilarity(8, 3, init=weights)
     assert torch.equal(similarity.w, weights)
@@ -44,7 +47,7 @@ def test_a_trained_weight_as_init_is_copied():
     assert torch.equal(copy.deepcopy(ah.AdaptiveSimilarity(4, init=2 * trained.w)).w, 2 * trained.w)
 
 
-def test_every_parameter_has_a_gradient_at_the_warm_start():
+def test_every_parameter_has_a_gradient_at_initialization():
     similarity = ah.AdaptiveSimilarity(8, 3, debias=True)
     query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
     similarity(query, key).square().sum().backward()
@@ -53,7 +56,7 @@ def test_every_parameter_has_a_gradient_at_the_warm_start():
     assert similarity.bias.grad.abs().min() > 0
 
 
-def test_repr_gives_the_constructor_back():
+def test_repr_shows_the_constructor_arguments():
     similarity = ah.AdaptiveSimilarity(8, 3, bases=("l1", "dot"), debias=True)
     again = eval(repr(similarity), {"AdaptiveSimilarity": ah.AdaptiveSimilarity})
     assert repr(again) == repr(similarity)
@@ -74,7 +77,7 @@ def test_copies_and_checkpoints():
 
 
 def test_a_few_steps_learn_that_half_the_dimensions_are_noise():
-    """On masked queries the learned weights beat the distance they start from, on draws they have not seen."""
+    """On unseen masked queries the trained weights are more accurate than the initial distance."""
     patterns = torch.rand(100, 16) * 2 - 1
     similarity = ah.AdaptiveSimilarity(16, init="dis")
     optimizer = torch.optim.Adam(similarity.parameters(), lr=0.1)
@@ -95,3 +98,93 @@ def test_a_few_steps_learn_that_half_the_dimensions_are_noise():
         torch.nn.functional.cross_entropy(similarity(query, patterns), index).backward()
         optimizer.step()
     assert accuracy(*held_out) > before + 0.2
+
+
+def test_device_and_dtype():
+    similarity = ah.AdaptiveSimilarity(8, 3, debias=True, device="meta", dtype=torch.float64)
+    assert {(p.device.type, p.dtype) for p in similarity.parameters()} == {("meta", torch.float64)}
+    similarity = ah.AdaptiveSimilarity(8, init=torch.ones(2, 8), dtype=torch.bfloat16)
+    assert (similarity.w.dtype, similarity.beta.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (similarity.w == 1).all()
+    with pytest.raises(TypeError, match="positional"):
+        ah.AdaptiveSimilarity(8, 3, ("dot",), "dot", False, "meta")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"bases": {"dis", "dot"}}, r"bases must be .* got \{"),
+        ({"bases": {"dis": 1, "dot": 2}}, r"bases must be .* got \{"),
+        ({"bases": np.array(["dis", "dot"])}, r"bases must be .* got array"),
+        ({"bases": [["dis"]]}, r"bases must be .* got \[\['dis'\]\]"),
+        ({"bases": None}, r"bases must be .* got None"),
+        ({"init": None}, "init must be a string or a tensor, got NoneType"),
+        ({"init": 1.0}, "init must be a string or a tensor, got float"),
+        ({"init": np.ones((2, 8))}, "init must be a string or a tensor, got ndarray"),
+        ({"dim": "8"}, r"dim must be .* got '8'"),
+        ({"num_heads": True}, r"num_heads must be .* got True"),
+    ],
+)
+def test_wrong_types(keywords, message):
+    with pytest.raises(ah.AHopError, match=message):
+        ah.AdaptiveSimilarity(**{"dim": 8} | keywords)
+
+
+class Scaled(nn.Module):
+    """A similarity of another class: the dot product times a learned factor per head."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.shape, self.scale = (dim, num_heads), nn.Parameter(torch.ones(num_heads, 1, 1))
+
+    def forward(self, query, key):
+        return self.scale * (query @ key.mT)
+
+
+def test_a_layer_builds_its_similarity_from_arguments_a_module_or_a_factory():
+    assert repr(make_similarity(8, 2, ("dot",), debias=True)) == repr(
+        ah.AdaptiveSimilarity(8, 2, ("dot",), debias=True)
+    )
+    module = Scaled(8, 2)
+    assert make_similarity(8, 2, similarity=module) is module
+    assert make_similarity(8, 2, similarity=Scaled).shape == (8, 2)
+    assert repr(make_similarity(8, 2, ["dis", "dot"], similarity=ah.AdaptiveSimilarity)) == repr(make_similarity(8, 2))
+
+
+def test_an_unknown_dimension_is_inferred_or_an_error():
+    assert isinstance(make_similarity(None, 2), LazyAdaptiveSimilarity)
+    assert make_similarity(None, 2, init=torch.ones(2, 2, 5)).dim == 5
+    with pytest.raises(ah.AHopError, match="init must have the shape of w"):
+        make_similarity(None, 2, init=torch.tensor(1.0))
+    with pytest.raises(ah.AHopError, match="a similarity factory needs the dimension of a head"):
+        make_similarity(None, 2, similarity=Scaled)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"similarity": 5}, r"similarity must be a module or a factory f\(dim, num_heads\), got 5"),
+        ({"similarity": "dot"}, "similarity must be a module or a factory .* got 'dot'"),
+        ({"similarity": lambda dim, heads: torch.ones(1)}, "factory must return a module, got Tensor"),
+        ({"similarity": Scaled, "bases": ("dot",)}, r"similarity replaces bases, init and debias, .* bases=\('dot',\)"),
+        ({"similarity": Scaled, "bases": 5}, r"bases must be .* got 5"),
+        ({"similarity": Scaled, "init": "dis"}, "init='dis'"),
+        ({"similarity": Scaled, "init": torch.ones(2, 2, 8)}, "similarity replaces bases, init and debias"),
+        ({"similarity": Scaled, "debias": True}, "debias=True"),
+    ],
+)
+def test_bad_similarities(keywords, message):
+    with pytest.raises(ah.AHopError, match=message):
+        make_similarity(8, 2, **keywords)
+
+
+def test_similarities_are_found_whatever_their_class():
+    attention = ah.AdaptiveAttention(8, 2, similarity=Scaled)
+    memory = ah.AssociativeMemory(torch.randn(3, 4), "adaptive")
+    model = nn.ModuleDict({"attention": attention, "memory": memory, "alone": ah.AdaptiveSimilarity(4)})
+    expected = {"attention.similarity": attention.similarity, "memory.similarity": memory.similarity}
+    assert named_similarities(model) == {**expected, "alone": model["alone"]}
+    assert named_similarities(attention.similarity) == {}  # a module of another class is one only inside its layer
+    assert ah.similarity_parameters(model)[0] is attention.similarity.scale
+    attention.similarity = None
+    assert list(named_similarities(model)) == ["memory.similarity", "alone"]

@@ -26,6 +26,7 @@ from ahop_layers.tabular import AdaptiveMemoryClassifier, AdaptiveMemoryRegresso
 from ahop_layers.tabular.network import Encoding
 from ahop_layers.tabular.rows import hold_out, merge_rows
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SMALL = {"n_cases": 16, "hidden": (16,), "max_epochs": 12, "batch_size": 32, "learning_rate": 0.02, "random_state": 0}
 X, Y = load_iris(return_X_y=True)

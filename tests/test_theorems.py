@@ -1,4 +1,4 @@
-"""What the paper proves, checked on the reference."""
+"""Numerical checks of the paper's theorems and lemmas."""
 
 from itertools import combinations
 
@@ -12,7 +12,7 @@ from ahop_layers.ops.reference import BASES, fold, folded_similarity, sorted_sim
 @pytest.mark.parametrize("base", ["dis", "dot", "l1"])
 @pytest.mark.parametrize("d", [1, 2, 5, 10])
 def test_footprint_is_the_k_optimal_similarity(base, d):
-    """Theorem "Equivalence form": the k largest similarities make up the best k-dimensional subspace."""
+    """Theorem "Equivalence form": the sum of the k largest similarities is the maximum over k-dimensional subspaces."""
     query, key = torch.randn(3, d, dtype=torch.float64), torch.randn(4, d, dtype=torch.float64)
     per_dimension = BASES[base].value(query[:, None], key[None])
     best = [
@@ -35,13 +35,13 @@ def test_dot_init_is_the_dot_product(backend):
     similarity = ah.AdaptiveSimilarity(64)
     scores = ah.adaptive_similarity(query, key, similarity.beta[:, None] * similarity.w, backend=backend)
     exact = query.double() @ key.double().mT
-    # Rounding of a sum of 64 products, with the size of its terms.
+    # Rounding error of a sum of 64 products.
     bound = 64 * torch.finfo(torch.float32).eps * (query.double().abs() @ key.double().abs().mT)
     assert ((scores - exact).abs() <= bound).all()
 
 
 def test_isotropic_noise_retrieves_the_maximum_likelihood_pattern():
-    """Lemma "isotropic noisy variant": the last footprint entry of ``dis`` ranks as the Gaussian likelihood does."""
+    """Lemma "isotropic noisy variant": the last footprint entry of ``dis`` ranks patterns by Gaussian likelihood."""
     variance, patterns = 0.7, torch.rand(200, 16, dtype=torch.float64) * 2 - 1
     query = patterns[torch.randint(200, (500,))] + variance**0.5 * torch.randn(500, 16, dtype=torch.float64)
     similarity = ah.AdaptiveSimilarity(16, bases=("dis",), init="dis").double()
@@ -51,9 +51,9 @@ def test_isotropic_noise_retrieves_the_maximum_likelihood_pattern():
 
 
 def test_unsorted_footprint_is_optimal_for_anisotropic_noise():
-    """Lemma "noisy variant": with unsorted similarities and ``w`` from the variances, ranks are the likelihood's.
+    """Lemma "noisy variant": unsorted similarities, with ``w`` from the variances, have the ranking of the likelihood.
 
-    In this package's sign, q = -(x - xi)^2, the folded weight of dimension i is 1 / sigma_i.
+    With this package's sign, q = -(x - xi)^2, the folded weight of dimension i is 1 / sigma_i.
     """
     variances = torch.rand(12, dtype=torch.float64) + 0.1
     patterns, query = torch.randn(100, 12, dtype=torch.float64), torch.randn(300, 12, dtype=torch.float64)
@@ -66,24 +66,24 @@ def test_unsorted_footprint_is_optimal_for_anisotropic_noise():
 
 
 def test_masked_lemma_by_its_own_formula():
-    """Lemma "masked variant": w . delta(sorted) with w = 1 counts agreeing dimensions and ranks as the likelihood."""
+    """Lemma "masked variant": w . delta(sorted) with w = 1 counts equal dimensions, the ranking of the likelihood."""
     d, masked = 24, 0.5
-    patterns = torch.randint(0, 4, (50, d)).double()  # few values, so that patterns agree in places
+    patterns = torch.randint(0, 4, (50, d)).double()  # few values, so that patterns share some
     index = torch.randint(50, (400,))
     mask = torch.rand(400, d) < masked
     query = torch.where(mask, torch.randint(0, 4, (400, d)).double(), patterns[index])
     delta = (sorted_similarities(query, patterns, "dis") == 0).double()
     scores = delta @ torch.ones(d, dtype=torch.float64)
-    disagree = (query[:, None] != patterns[None]).double().sum(-1)
-    likelihood = disagree * torch.log(torch.tensor(masked * 0.25, dtype=torch.float64))
-    torch.testing.assert_close(scores, d - disagree)
+    different = (query[:, None] != patterns[None]).double().sum(-1)
+    likelihood = different * torch.log(torch.tensor(masked * 0.25, dtype=torch.float64))
+    torch.testing.assert_close(scores, d - different)
     assert torch.equal(scores.amax(-1, keepdim=True) == scores, likelihood.amax(-1, keepdim=True) == likelihood)
     origin = scores.gather(-1, index[:, None])
     assert (origin >= (~mask).sum(-1, keepdim=True)).all()
 
 
 def test_debias_retrieves_every_biased_pattern():
-    """Lemma "biased variant": with ``bias`` equal to the bias every query goes back to its pattern, however large."""
+    """Lemma "biased variant": with ``bias`` equal to the shift, every query retrieves its pattern, for any shift."""
     patterns, shift = torch.randn(300, 16), 5 * torch.randn(16)
     similarity = ah.AdaptiveSimilarity(16, init="dis", debias=True)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_debias_retrieves_every_biased_pattern():
 
 
 def test_biased_lemma_by_its_own_formula():
-    """The lemma's similarity, 2 d . q - q . q for q = x - xi, differs from ``-|q - d|^2`` by a constant."""
+    """The similarity of the lemma, 2 d . q - q . q for q = x - xi, differs from ``-|q - d|^2`` by a constant."""
     patterns, shift = torch.randn(40, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     query = torch.randn(30, 8, dtype=torch.float64)
     difference = query[:, None] - patterns[None]
@@ -106,9 +106,9 @@ def test_biased_lemma_by_its_own_formula():
 
 
 def test_unified_energy_decreases_and_is_bounded():
-    """Theorem "energy": E = -lse(-|x - xi|^2 + b . (x - xi)) falls along x <- Xi softmax(s) + b/2, above its bound.
+    """Theorem "energy": E = -lse(-|x - xi|^2 + b . (x - xi)) decreases under x <- Xi softmax(s) + b/2 and is bounded.
 
-    A step lowers it by at least its squared length; being bounded it then converges, and the states come to rest.
+    Each step decreases the energy by at least the squared step length, so the states converge.
     """
     patterns, b = 2 * torch.randn(20, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     similarity = ah.AdaptiveSimilarity(6, init="dis", debias=True).double()

@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 TINY = ["--model", "tiny", "--accelerator", "cpu"]
 FAST = [*TINY, "--fast-dev-run", "--batch-size", "16"]
 
+pytestmark = pytest.mark.slow
+
 
 def data_dir(name):
     """The folder that AHOP_DATA_DIR names, if it holds a data set."""

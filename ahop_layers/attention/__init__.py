@@ -1,4 +1,4 @@
-"""Adaptive attention: a drop-in for ``nn.MultiheadAttention``, and a base class for other attention modules."""
+"""Adaptive attention: a drop-in for ``nn.MultiheadAttention``, and the base class of adaptive attention modules."""
 
 from ahop_layers.attention.adaptive import Adaptive, AdaptiveAttention
 

@@ -1,4 +1,4 @@
-"""AdaptiveAttention: ``nn.MultiheadAttention`` with a learned similarity, and what every adaptive attention shares."""
+"""AdaptiveAttention, ``nn.MultiheadAttention`` with a learned similarity, and Adaptive, the base of such modules."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,27 +9,35 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ahop_layers.association import Mask, associate, combine_masks, dot_product
-from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, Associator, add_warm_start
+from ahop_layers.similarity import Associator, SimilaritySource, make_similarity
 
 
 class Adaptive(Associator):
-    """What turns an attention module into an adaptive one: inherit this first, and attend by :meth:`associate`.
+    """Base class that makes an attention module adaptive.
 
-    :func:`~ahop_layers.register_converter` has an example.
+    A subclass defines ``head_shape()`` and a ``forward`` that calls :meth:`associate`;
+    :func:`~ahop_layers.register_converter` shows a complete example.
 
     Attributes:
         similarity: scores ``(N, H, L, d)`` against ``(N, H, S, d)``: an :class:`AdaptiveSimilarity`, any module with
-            its shapes, or None for the dot product.
-        separation: turns scores into weights. A hook on it sees the association matrix ``(N, H, L, S)``.
+            these shapes, or None for the dot product.
+        separation: turns scores into weights. A forward hook on it receives the association matrix ``(N, H, L, S)``.
+
+    >>> import ahop_layers as ah
+    >>> attention = nn.MultiheadAttention(8, 2)
+    >>> report = ah.adapt_(attention)
+    >>> isinstance(attention, ah.Adaptive), attention.head_shape()
+    (True, (2, 4))
     """
 
     similarity: nn.Module | None
     separation: Separation
+    _added = ("similarity", "separation")
 
     def head_shape(self) -> tuple[int, int]:
-        """The number of heads, and the dimension of each."""
+        """Returns the number of heads and the dimension of one head."""
         raise NotImplementedError
 
     def make_adaptive(
@@ -38,19 +46,39 @@ class Adaptive(Associator):
         init: str | Tensor = "dot",
         debias: bool = False,
         separation: str | Separation = "softmax",
+        similarity: SimilaritySource | None = None,
     ) -> None:
-        """Add similarity and separation, where and in the precision that the module's own parameters have."""
+        """Adds the similarity and the separation, with the device, dtype and training mode of the module.
+
+        Args:
+            bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`.
+            separation: the name of a separation, or a :class:`~ahop_layers.Separation`.
+            similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)``.
+
+        Raises:
+            AHopError: an argument is invalid.
+        """
         heads, dim = self.head_shape()
         like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
-        # A module that is not in training gets no part that is.
-        self.similarity = AdaptiveSimilarity(dim, heads, bases, init, debias).to(like).train(self.training)
+        similarity = make_similarity(dim, heads, bases, init, debias, similarity)
         separation = separation if isinstance(separation, Separation) else Separation(separation, heads)
+        self.similarity = similarity.to(like).train(self.training)
         self.separation = separation.to(like).train(self.training)
 
     def associate(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Mask | None, dropout: float
     ) -> tuple[Tensor, Tensor]:
-        """From heads ``(N, H, L, d)``, ``(N, H, S, d)``, ``(N, H, S, e)`` to output ``(N, L, H * e)`` and weights."""
+        """Attends with the module's similarity and separation.
+
+        Args:
+            query, key, value: ``(N, H, L, d)``, ``(N, H, S, d)`` and ``(N, H, S, e)``.
+            scaling: factor of the scores.
+            mask: which pairs to exclude and what to add to the scores.
+            dropout: probability of dropping a weight in training mode.
+
+        Returns:
+            The output ``(N, L, H * e)`` and the weights ``(N, H, L, S)``.
+        """
         output, weights = associate(
             query,
             key,
@@ -63,29 +91,31 @@ class Adaptive(Associator):
         )
         return rearrange(output, "n h l e -> n l (h e)"), weights
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take a checkpoint of the module that this one replaced."""
-        add_warm_start(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
 
 class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with a learned similarity.
 
-    It takes every argument of ``nn.MultiheadAttention``, then by keyword ``bases``, ``init``, ``debias`` (see
-    :class:`~ahop_layers.AdaptiveSimilarity`; every head has weights of its own) and ``separation``. With the default
-    ``init="dot"`` it computes what ``nn.MultiheadAttention`` computes, and loads its checkpoints.
+    With the default ``init="dot"`` it computes the same function as ``nn.MultiheadAttention`` until it is trained, and
+    it loads state dicts of ``nn.MultiheadAttention``.
 
-    It differs in that a query with every key masked reads zeros and not NaN, that ``is_causal`` without a mask makes
-    the causal mask, that the two masks may be of different kinds, and that the weights it returns are those before
-    dropout.
+    It differs in four ways: the output of a fully masked query is zero instead of NaN; ``is_causal=True`` without
+    ``attn_mask`` applies the causal mask; the two masks may have different dtypes; the returned weights are those
+    before dropout.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
+            ``nn.MultiheadAttention``.
+        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights.
+        separation: the name of a separation, or a :class:`~ahop_layers.Separation`.
+        similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)`` that
+            returns one. It scores ``(N, H, L, d)`` against ``(N, H, S, d)``.
 
     Shapes: query ``(N, L, embed_dim)``, key ``(N, S, kdim)``, value ``(N, S, vdim)``, output ``(N, L, embed_dim)``,
-    weights ``(N, L, S)``, or ``(N, H, L, S)`` with ``average_attn_weights=False``. ``batch_first=False``, the default
-    of ``nn.MultiheadAttention``: N second. Without N, unbatched. Nested tensors in, nested tensor out.
+    weights ``(N, L, S)``, or ``(N, H, L, S)`` with ``average_attn_weights=False``. With ``batch_first=False``, the
+    default, N is the second dimension. Unbatched inputs have no N. Nested inputs give a nested output.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument is invalid.
 
     >>> import ahop_layers as ah
     >>> attention = ah.AdaptiveAttention(8, num_heads=2, batch_first=True)
@@ -101,31 +131,39 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
-        separation: str | Separation = "softmax",
+        separation: str | Separation = "softmax", similarity: SimilaritySource | None = None,
     ) -> None:
         # fmt: on
-        if not num_heads >= 1 or embed_dim < 1 or embed_dim % num_heads:
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
             raise AHopError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
-        if not 0 <= dropout <= 1:
-            raise AHopError(f"dropout must be between 0 and 1, got {dropout!r}")
+        check_probability(dropout=dropout)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.make_adaptive(bases, init, debias, separation)
+        self.make_adaptive(bases, init, debias, separation, similarity)
 
     def head_shape(self) -> tuple[int, int]:
-        """The number of heads, and the dimension of each."""
+        """Returns the number of heads and the dimension of one head."""
         return self.num_heads, self.head_dim
 
-    def make_adaptive(self, *args: Any, **keywords: Any) -> None:
-        """Add similarity and separation."""
-        super().make_adaptive(*args, **keywords)
-        # nn.TransformerEncoderLayer has a fast path in eval mode that reads the projections and never calls the
-        # attention. It takes it only where this flag is set.
+    def make_adaptive(
+        self,
+        bases: Sequence[str] = ("dis", "dot"),
+        init: str | Tensor = "dot",
+        debias: bool = False,
+        separation: str | Separation = "softmax",
+        similarity: SimilaritySource | None = None,
+    ) -> None:
+        """Adds the similarity and the separation; see :meth:`Adaptive.make_adaptive`."""
+        super().make_adaptive(bases, init, debias, separation, similarity)
+        # In eval mode, nn.TransformerEncoderLayer has a fast path that uses the projections and never calls the
+        # attention module. It takes that path only if this flag is set.
         self._qkv_same_embed_dim = False
 
     def _reset_parameters(self) -> None:
-        """Draw the projections anew; the flag tells ``nn.MultiheadAttention`` which of them there are."""
+        """Re-initializes the projections."""
+        # The base class reads from this flag which projections exist.
         flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = flag
@@ -141,12 +179,12 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments and results are those of ``nn.MultiheadAttention``."""
+        """Attends; the arguments and results are those of ``nn.MultiheadAttention``."""
+        check_floating(query=query, key=key, value=value)
         if query.is_nested:
             if key_padding_mask is not None:
-                raise AHopError("a nested tensor has no padding, got one with a key_padding_mask")
+                raise AHopError("key_padding_mask must be None for nested tensors, got a mask")
             return self._forward_nested(query, key, value, need_weights, attn_mask, average_attn_weights, is_causal)
-        check_floating(query=query, key=key, value=value)
         batched = query.ndim == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -159,8 +197,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             attn_mask = torch.ones(shape[2:], dtype=torch.bool, device=q.device).triu(1)
         mask = combine_masks(key_padding_mask, attn_mask, shape, ("key_padding_mask", "attn_mask"))
-        for more_k, more_v in self._more_keys():
-            k, v = (torch.cat([x, more.expand(shape[0], -1, -1, -1)], 2) for x, more in ((k, more_k), (v, more_v)))
+        for extra_k, extra_v in self._extra_keys():
+            k, v = (torch.cat([x, extra.expand(shape[0], -1, -1, -1)], 2) for x, extra in ((k, extra_k), (v, extra_v)))
             mask = None if mask is None else mask.grow()
         output, weights = self.associate(q, k, v, scaling=self.head_dim**-0.5, mask=mask, dropout=self.dropout)
         output = self.out_proj(output)
@@ -173,7 +211,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         return output, weights.mean(-3) if average_attn_weights else weights
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raise unless the shapes are ``(N, L, embed_dim)``, ``(N, S, kdim)``, ``(N, S, vdim)``."""
+        """Raises unless the shapes are ``(N, L, embed_dim)``, ``(N, S, kdim)``, ``(N, S, vdim)``."""
         fits = all(
             x.ndim == 3 and x.shape[-1] == width
             for x, width in ((query, self.embed_dim), (key, self.kdim), (value, self.vdim))
@@ -181,7 +219,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         if not fits or not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
             got = ", ".join(describe(x) for x in (query, key, value))
             sizes = f"(N, L, {self.embed_dim}), (N, S, {self.kdim}), (N, S, {self.vdim})"
-            raise AHopError(f"query, key and value must be {sizes}, batch first, got {got}")
+            raise AHopError(f"query, key and value must have the shapes {sizes} with the batch first, got {got}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         joint: Tensor | None = self.in_proj_weight
@@ -193,27 +231,30 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
             projected = tuple(map(functional.linear, (query, key, value), weights, biases))
         return [rearrange(x, "n l (h d) -> n h l d", h=self.num_heads) for x in projected]
 
-    def _more_keys(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values ``(1, H, 1, d)`` that every query may use besides those given."""
-        more = []
+    def _extra_keys(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values ``(1, H, 1, d)`` that ``add_bias_kv`` and ``add_zero_attn`` append to every sequence."""
+        extra = []
         if self.bias_k is not None and self.bias_v is not None:
-            more.append((self.bias_k, self.bias_v))
+            extra.append((self.bias_k, self.bias_v))
         if self.add_zero_attn:
             zero = self.out_proj.weight.new_zeros(1, 1, self.embed_dim)
-            more.append((zero, zero))
-        h = self.num_heads
-        return [(rearrange(k, "1 1 (h d) -> 1 h 1 d", h=h), rearrange(v, "1 1 (h d) -> 1 h 1 d", h=h)) for k, v in more]
+            extra.append((zero, zero))
+        pattern, h = "1 1 (h d) -> 1 h 1 d", self.num_heads
+        return [(rearrange(k, pattern, h=h), rearrange(v, pattern, h=h)) for k, v in extra]
 
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within each sample of a nested tensor; a mask is as large as for the longest of them."""
+        """Attends within each sample of a nested tensor; ``attn_mask`` has the size of the longest sample."""
         if query is not key or key is not value or not self.batch_first:
-            raise AHopError("nested tensors need batch_first=True and one tensor as query, key and value")
+            raise AHopError(
+                f"nested tensors need batch_first=True and the same tensor as query, key and value, got"
+                f" batch_first={self.batch_first} and {len({id(query), id(key), id(value)})} tensors"
+            )
         sizes = [len(sample) for sample in query.unbind()]
         padded = query.to_padded_tensor(0.0)
-        place = torch.arange(padded.shape[1], device=padded.device)
-        ignored = place >= torch.tensor(sizes, device=padded.device)[:, None]
+        position = torch.arange(padded.shape[1], device=padded.device)
+        ignored = position >= torch.tensor(sizes, device=padded.device)[:, None]
         output, weights = self(padded, padded, padded, ignored, need_weights, *rest)
         rows = [row[:size] for row, size in zip(output, sizes, strict=True)]
         return torch.nested.as_nested_tensor(rows, layout=query.layout), weights

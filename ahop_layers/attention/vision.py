@@ -1,7 +1,7 @@
-"""Attention modules of timm and transformers, made adaptive.
+"""Adaptive forms of the attention modules of timm and transformers.
 
-Each class here is combined with the class it makes adaptive (see :mod:`ahop_layers.convert`): the parts and their names
-stay those of the other library, only ``forward`` is ours. So neither library is imported here.
+:mod:`ahop_layers.convert` combines each class of this file with the class that it makes adaptive: the submodules and
+parameters are those of the original class, ``forward`` is defined here. Neither library is imported.
 """
 
 from typing import Any
@@ -16,7 +16,10 @@ from ahop_layers.errors import AHopError
 
 
 def attend_mask(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Mask | None:
-    """Read a mask as ``scaled_dot_product_attention`` does: True = attend, a float is added, causal wins."""
+    """Converts a mask of ``scaled_dot_product_attention``: True = attend, a float is added to the scores.
+
+    With ``is_causal`` the result is the causal mask, whatever ``mask`` is.
+    """
     if is_causal:
         shape = (query.shape[-2], key.shape[-2])
         return Mask(blocked=torch.ones(shape, dtype=torch.bool, device=query.device).triu(1))
@@ -26,7 +29,7 @@ def attend_mask(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 
 
 class TimmAttention(Adaptive):
-    """``timm.layers.Attention``."""
+    """Adaptive form of ``timm.layers.Attention``."""
 
     num_heads: int
     head_dim: int
@@ -39,16 +42,16 @@ class TimmAttention(Adaptive):
     proj_drop: nn.Module
 
     def head_shape(self) -> tuple[int, int]:
-        """The number of heads, and the dimension of each."""
+        """Returns the number of heads and the dimension of one head."""
         return self.num_heads, self.head_dim
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Attend within ``x (N, L, dim)``."""
+        """Computes self-attention within ``x (N, L, dim)``."""
         query, key, value = rearrange(self.qkv(x), "n l (three h d) -> three n h l d", three=3, h=self.num_heads)
         query, key = self.q_norm(query), self.k_norm(key)
         mask = attend_mask(attn_mask, is_causal, query, key)
         output, _ = self.associate(query, key, value, scaling=self.scale, mask=mask, dropout=self.attn_drop.p)
-        # Older releases have no norm here, and only the newest know a gate.
+        # Older releases have no norm, and only recent ones have a gate.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         output = output if norm is None else norm(output)
         output = output if gate is None else output * gate(x).sigmoid()
@@ -57,7 +60,15 @@ class TimmAttention(Adaptive):
 
 
 class TransformersAttention(Adaptive):
-    """Attention of the ViT family in transformers; subclasses say what its parts are called."""
+    """Adaptive form of an attention module of transformers; subclasses name its attributes.
+
+    Attributes:
+        projections: names of the query, key and value projections.
+        out: name of the output projection, or None.
+        heads: name of the number of heads.
+        width: name of the dimension of one head.
+        drop: name of the dropout module or probability.
+    """
 
     projections: tuple[str, str, str]
     out: str | None
@@ -66,7 +77,7 @@ class TransformersAttention(Adaptive):
     drop: str
 
     def head_shape(self) -> tuple[int, int]:
-        """The number of heads, and the dimension of each."""
+        """Returns the number of heads and the dimension of one head."""
         return getattr(self, self.heads), getattr(self, self.width)
 
     def _attend(self, hidden_states: Tensor, attention_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -82,7 +93,7 @@ class TransformersAttention(Adaptive):
 
 
 class ViTAttention(TransformersAttention):
-    """``ViTAttention``, ``DeiTAttention``, ``Dinov2Attention`` since transformers 5."""
+    """Adaptive form of ``ViTAttention``, ``DeiTAttention`` and ``Dinov2Attention`` since transformers 5."""
 
     projections, out = ("q_proj", "k_proj", "v_proj"), "o_proj"
     heads, drop = "num_attention_heads", "attention_dropout"
@@ -90,12 +101,12 @@ class ViTAttention(TransformersAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, is_causal: bool = False, **_: Any
     ) -> tuple[Tensor, Tensor]:
-        """Attend within ``hidden_states (N, L, hidden)``; output and weights ``(N, H, L, L)``."""
+        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``."""
         return self._attend(hidden_states, attention_mask, is_causal)
 
 
 class CLIPAttention(TransformersAttention):
-    """``CLIPAttention``, which before transformers 5 took a causal mask of its own."""
+    """Adaptive form of ``CLIPAttention``, which has a separate causal mask before transformers 5."""
 
     projections, out = ("q_proj", "k_proj", "v_proj"), "out_proj"
     heads, drop = "num_heads", "dropout"
@@ -109,7 +120,7 @@ class CLIPAttention(TransformersAttention):
         is_causal: bool = False,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Attend within ``hidden_states (N, L, hidden)``; output and weights ``(N, H, L, L)``."""
+        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``."""
         if attention_mask is None or causal_attention_mask is None:
             mask = causal_attention_mask if attention_mask is None else attention_mask
         else:
@@ -118,20 +129,20 @@ class CLIPAttention(TransformersAttention):
 
 
 class ViTSelfAttention(TransformersAttention):
-    """``ViTSelfAttention``, ``DeiTSelfAttention``, ``Dinov2SelfAttention`` before transformers 5, and their kin."""
+    """Adaptive form of ``ViTSelfAttention``, ``DeiTSelfAttention``, ``Dinov2SelfAttention`` before transformers 5."""
 
     projections, out = ("query", "key", "value"), None
     heads, width = "num_attention_heads", "attention_head_size"
 
     @property
     def drop(self) -> str:  # type: ignore[override]
-        """The probability, in the oldest releases the module."""
+        """Name of the dropout probability; the oldest releases have a dropout module instead."""
         return "dropout_prob" if hasattr(self, "dropout_prob") else "dropout"
 
     def forward(
         self, hidden_states: Tensor, head_mask: Tensor | None = None, output_attentions: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Attend within ``hidden_states (N, L, hidden)``; output and weights ``(N, H, L, L)``."""
+        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``."""
         if head_mask is not None:
             raise AHopError("head_mask must be None in an adapted model, got a mask")
         return self._attend(hidden_states, None, False)

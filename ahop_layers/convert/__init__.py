@@ -1,4 +1,4 @@
-"""Conversion: make the attention of an existing model adaptive in place, undo it, and look at what it attends to."""
+"""Conversion: makes the attention of an existing model adaptive in place, undoes it, and returns association maps."""
 
 from ahop_layers.convert.adapt import Report, adapt_, revert_
 from ahop_layers.convert.maps import association_maps

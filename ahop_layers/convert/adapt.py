@@ -1,33 +1,34 @@
-"""adapt_ and revert_: swap every attention of a model for its adaptive counterpart, in place, and back."""
+"""adapt_ and revert_: replace the attention modules of a model by adaptive ones, in place, and undo it."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.convert.class_swap import turn_back
 from ahop_layers.convert.registry import Converter, converter_for
-from ahop_layers.errors import AHopError, check_given_sizes
-from ahop_layers.hopfield.adaptive import KEYWORDS
-from ahop_layers.similarity import similarity_parameters
+from ahop_layers.convert.wrappers import check_not_wrapped
+from ahop_layers.errors import AHopError, check_given_sizes, check_module
+from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilaritySource, similarity_parameters
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`adapt_` did; ``print`` shows it as a table.
+    """The result of :func:`adapt_`; ``print`` shows it as a table.
 
     Attributes:
-        adapted: name of each adapted module, and its class before.
-        passed_over: name of each attention module left as it was, and why.
-        new_parameters: how many numbers the similarities have together, as far as their sizes are known yet.
-        dry_run: whether nothing was changed.
+        adapted: original class of each adapted module, by name.
+        passed_over: reason why an attention module was not adapted, by name.
+        new_parameters: number of elements of the new similarities' parameters, without those of unknown shape.
+        dry_run: whether :func:`adapt_` changed nothing.
 
     >>> print(Report({"blocks.0.attn": "Attention"}, new_parameters=96))
     blocks.0.attn  adapted Attention
@@ -40,7 +41,7 @@ class Report:
     dry_run: bool = False
 
     def __str__(self) -> str:
-        """One line a module."""
+        """One line per module, then the totals."""
         width = max(map(len, [*self.adapted, *self.passed_over]), default=0)
         done = "would adapt" if self.dry_run else "adapted"
         lines = [f"{name:{width}}  {done} {kind}" for name, kind in self.adapted.items()]
@@ -50,7 +51,7 @@ class Report:
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Converter | str]]:
-    """Attention modules in the order in which the model has them, not looking into those that can be adapted."""
+    """Yields attention modules in definition order, without the submodules of those that can be adapted."""
     seen: set[int] = set()
 
     def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Converter | str]]:
@@ -67,17 +68,19 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Converter | str]]:
     return visit(model, "")
 
 
-def _chooser(where: Where | None) -> Callable[[str, nn.Module], bool]:
+def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
     if where is None:
         return lambda name, module: True
     if callable(where):
         return where
-    patterns = [where] if isinstance(where, str) else list(where)
+    patterns = [where] if isinstance(where, str) else list(where) if isinstance(where, Iterable) else [where]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise AHopError(f"where must be a function of name and module, or one or several name patterns, got {where!r}")
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _block(name: str) -> str:
-    """The block that a module belongs to: its name up to the last number in it, or all of it."""
+    """Returns the block of a module: its name up to the last number in it, or the whole name."""
     numbered = re.match(r"(?:.*[._])?\d+(?=\.|$)", name)
     return numbered.group() if numbered else name
 
@@ -89,28 +92,44 @@ def adapt_(
     last: int | None = None,
     freeze_rest: bool = False,
     dry_run: bool = False,
-    **keywords: Any,
+    bases: Sequence[str] = ("dis", "dot"),
+    init: str | Tensor = "dot",
+    debias: bool = False,
+    separation: str | Separation | None = None,
+    similarity: SimilaritySource | None = None,
 ) -> Report:
-    """Make the attention of a model adaptive, in place, without changing what the model computes.
+    """Makes the attention of a model adaptive, in place.
 
-    Knows ``nn.MultiheadAttention`` (and so torchvision's ViT), timm's ``Attention``, ViT, DeiT, DINOv2 and CLIP of
-    transformers, the three classes of hflayers and ours in their place; :func:`register_converter` adds others.
-    Trained weights stay; the new similarities start as the dot product. One exception: hflayers mixes the samples of a
-    batch where static patterns meet several heads, and an adapted layer does not.
+    It converts ``nn.MultiheadAttention`` (also in torchvision's ViT), timm's ``Attention``, the attention of ViT, DeiT,
+    DINOv2 and CLIP in transformers, and the Hopfield layers of hflayers and of this package; :func:`register_converter`
+    adds other classes. Trained weights are kept. With the default ``init="dot"`` a new similarity equals the dot
+    product, so the outputs of the model do not change, with one exception: hflayers mixes the samples of a batch if a
+    static pattern is used with several heads, an adapted layer does not.
+
+    Call it before the model is wrapped in ``DistributedDataParallel``, ``FullyShardedDataParallel``, ``fully_shard`` or
+    ``DataParallel``, and before ``torch.compile``: data-parallel wrappers do not synchronize the gradients of
+    parameters that are added later. A wrapped or compiled model is refused. A wrapper around ``model`` cannot be
+    detected from the inside, so do not call ``adapt_(ddp.module)``.
 
     Args:
-        model: any module; it may itself be an attention module.
-        where: which modules: a function of name and module, or name patterns such as ``"encoder.*"``. Default: all.
-        last: of these, only the modules in the last so many blocks.
-        freeze_rest: leave only the similarities trainable.
-        dry_run: change nothing, only report.
-        keywords: ``bases``, ``init``, ``debias``, ``separation``, as in :class:`~ahop_layers.AdaptiveAttention`.
+        model: any module, also an attention module itself.
+        where: which modules to adapt: a function of name and module, or one or several name patterns such as
+            ``"encoder.*"``. None selects all.
+        last: adapt only those selected modules that are in the last ``last`` blocks.
+        freeze_rest: set ``requires_grad=False`` for all parameters except those of the similarities.
+        dry_run: only report what would be adapted.
+        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`.
+        separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
+            None keeps the separation of a Hopfield layer and means softmax for attention.
+        similarity: a module to use instead of an ``AdaptiveSimilarity``, which is copied for each layer, or a factory
+            ``f(dim, num_heads)`` that is called for each layer.
 
     Returns:
-        A :class:`Report` of what was adapted, what was passed over, and why.
+        A :class:`Report` with the adapted modules, and the modules that were passed over with the reason.
 
     Raises:
-        AHopError: nothing to adapt, a model that is adapted already, or an argument that does not fit.
+        AHopError: no module can be adapted, the model is already adapted, wrapped or compiled, or an argument is
+            invalid.
 
     >>> import ahop_layers as ah
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2)
@@ -119,20 +138,17 @@ def adapt_(
     layers.0.self_attn  passed over: not in the last 1 blocks
     adapted 1, passed over 1; 36 new parameters
     """
-    if not isinstance(model, nn.Module):
-        raise AHopError(f"model must be a module, got {type(model).__name__}")
-    unknown = set(keywords) - set(KEYWORDS)
-    if unknown:
-        raise AHopError(f"keywords must be out of {', '.join(KEYWORDS)}, got {sorted(unknown)}")
+    check_module(model=model)
     check_given_sizes(last=last)
-    before = [name for name, module in model.named_modules() if "_former" in vars(module)]
+    selected, chosen, passed = _selector(where), {}, {}
+    before = list(_adapted(model))
     if before:
-        raise AHopError(f"the model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")
-    wanted, chosen, passed = _chooser(where), {}, {}
+        raise AHopError(f"model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")
+    check_not_wrapped(model)
     for name, module, found in _walk(model):
         if isinstance(found, str):
             passed[name] = found
-        elif not wanted(name, module):
+        elif not selected(name, module):
             passed[name] = "not chosen by where"
         else:
             chosen[name] = (module, found)
@@ -148,51 +164,78 @@ def adapt_(
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
     if dry_run:
         return Report(adapted, passed, dry_run=True)
+    options: dict[str, Any] = {"bases": bases, "init": init, "debias": debias}
+    options |= {} if separation is None else {"separation": separation}
+    options |= {} if similarity is None else {"similarity": similarity}
     try:
         for module, convert in chosen.values():
-            convert(module, deepcopy(keywords))  # a separation with parameters is each module's own
+            convert(module, {k: deepcopy(v) if isinstance(v, nn.Module) else v for k, v in options.items()})
     except BaseException:
-        revert_(model)  # an argument that does not fit shows at the first module: leave nothing half done
+        for module in _adapted(model).values():  # an invalid argument raises at the first module
+            turn_back(module)
         raise
-    mine = similarity_parameters(model)
     if freeze_rest:
-        own = {id(parameter) for parameter in mine}
-        frozen = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(False)
-        model.__dict__["_frozen"] = frozen
-    return Report(adapted, passed, sum(parameter.numel() for parameter in mine if not is_lazy(parameter)))
+        _freeze(model, similarity_parameters(model))
+    new = {id(p): p for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
+    return Report(adapted, passed, sum(parameter.numel() for parameter in new.values()))
 
 
 def revert_(model: nn.Module) -> list[str]:
-    """Undo :func:`adapt_`: every module becomes what it was, with the weights it has now; similarities are dropped.
+    """Undoes :func:`adapt_`: restores the class of every module, keeps its weights and removes the similarities.
+
+    Parameters that ``freeze_rest`` froze become trainable again.
 
     Args:
-        model: what :func:`adapt_` was called with.
+        model: a model that was adapted, or a part of it.
 
     Returns:
-        The names of the modules that were reverted, as :func:`adapt_` reported them.
+        The names of the restored modules, as in the report of :func:`adapt_`.
 
     Raises:
-        AHopError: the model is not adapted.
+        AHopError: ``model`` is not a module, or contains nothing to undo.
 
     >>> import ahop_layers as ah
     >>> model = nn.MultiheadAttention(8, 2)
     >>> ah.adapt_(model), ah.revert_(model), type(model).__name__  # doctest: +ELLIPSIS
     (Report(...), [''], 'MultiheadAttention')
     """
-    adapted = {name: module for name, module in model.named_modules() if "_former" in vars(module)}
-    if not adapted:
-        raise AHopError(f"expected a model that adapt_ adapted, got {type(model).__name__} without adapted modules")
+    check_module(model=model)
+    adapted = _adapted(model)
     for module in adapted.values():
         turn_back(module)
-    frozen = set(model.__dict__.pop("_frozen", ()))
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            parameter.requires_grad_(True)
+    if not _unfreeze(model) and not adapted:
+        raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
     return [name for name in adapted if not any(_inside(name, other) for other in adapted)]
 
 
+def _adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """Finds the modules whose class was swapped, by name."""
+    return {name: module for name, module in model.named_modules() if "_former" in vars(module)}
+
+
+def _freeze(model: nn.Module, trainable: list[nn.Parameter]) -> None:
+    """Freezes all other parameters, and records their names in each module, so that a part can be reverted."""
+    kept = {id(parameter) for parameter in trainable}
+    frozen = {id(p): p for p in model.parameters() if p.requires_grad and id(p) not in kept}
+    for module in model.modules():
+        names = [name for name, p in module.named_parameters(recurse=False) if id(p) in frozen]
+        if names:
+            module.__dict__["_ahop_frozen"] = names
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+
+
+def _unfreeze(model: nn.Module) -> bool:
+    """Undoes :func:`_freeze` for a model or a part of it, and tells whether anything was frozen."""
+    owners = [module for module in model.modules() if "_ahop_frozen" in vars(module)]
+    for module in owners:
+        names = vars(module).pop("_ahop_frozen")
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in names:
+                parameter.requires_grad_(True)
+    return bool(owners)
+
+
 def _inside(name: str, other: str) -> bool:
-    """Whether a module is part of another one; the root has no name."""
+    """Tells whether one module is inside another, by their names; the root has an empty name."""
     return name != other and (not other or name.startswith(f"{other}."))

@@ -1,8 +1,8 @@
-"""Change the class of a module in place, and back.
+"""Swaps the class of a module in place, and swaps it back.
 
-A module is not replaced: it stays the object it was, with its parameters, hooks and attributes, gets a similarity and a
-separation besides, and its class becomes one whose ``forward`` uses them. So optimizers, references and checkpoints
-keep working, ``isinstance`` still holds, and the way back is exact.
+The module remains the same object with its parameters, hooks and attributes. It gets a similarity and a separation, and
+a class whose ``forward`` uses them and that inherits from the original class. Optimizers, references to the module,
+state dicts and ``isinstance`` keep working, and swapping back restores the original exactly.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Former(NamedTuple):
-    """What a module was: its class, and its attributes of those names that conversion gives it."""
+    """The original class of a module, and the original values of the attributes that the conversion sets."""
 
     source: type[nn.Module]
     names: tuple[str, ...]
@@ -21,7 +21,7 @@ class Former(NamedTuple):
 
 @cache
 def _combined(adaptive: Any, source: Any) -> Any:
-    """The class that is both, with ``forward`` from the first."""
+    """Returns a class that inherits from both, with ``forward`` of the first."""
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         return _blank, (adaptive, source), vars(self)
@@ -31,14 +31,14 @@ def _combined(adaptive: Any, source: Any) -> Any:
 
 
 def _blank(adaptive: Any, source: Any) -> nn.Module:
-    """A module without content for ``pickle`` and ``copy`` to fill, which cannot find a class that was made here."""
+    """Returns an empty module for ``pickle`` and ``copy``, which cannot import a class that is created at run time."""
     kind = _combined(adaptive, source)
     module: nn.Module = kind.__new__(kind)
     return module
 
 
 def turn_into(module: nn.Module, into: Any, *names: str) -> None:
-    """Change the class of a module, and remember for the way back what it had under these names."""
+    """Swaps the class of a module, and records the values of the named attributes for :func:`turn_back`."""
     source: Any = type(module)
     values = {name: getattr(module, name) for name in names if hasattr(module, name)}
     module.__dict__["_former"] = Former(source, names, values)
@@ -46,7 +46,7 @@ def turn_into(module: nn.Module, into: Any, *names: str) -> None:
 
 
 def turn_back(module: nn.Module) -> None:
-    """Make a module what it was before :func:`turn_into`, with the parameters it has now."""
+    """Restores the class and the recorded attributes of a module; its parameters keep their current values."""
     former: Former = module.__dict__.pop("_former")
     for name in former.names:
         if hasattr(module, name):

@@ -1,4 +1,4 @@
-"""association_maps: what every adaptive layer of a model attends to."""
+"""association_maps: the association matrices of every adaptive layer of a model."""
 
 import sys
 from contextlib import ExitStack
@@ -8,27 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.attention.adaptive import Adaptive
-from ahop_layers.errors import AHopError
-from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.convert.registry import ADAPTIVE_LAYERS
+from ahop_layers.errors import AHopError, check_module
 from ahop_layers.separation import Separation
-
-_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
 
 
 @torch.no_grad()
 def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[str, Tensor]:
-    """The association matrices of every adaptive layer, from one forward pass.
+    """Returns the association matrices of every adaptive layer in one forward pass.
 
     Args:
-        model: a module with adaptive layers inside; call its ``eval()`` first if its dropout should not act.
-        inputs, keywords: what the model is called with.
+        model: a module that contains adaptive layers. Call ``model.eval()`` first to disable dropout.
+        inputs, keywords: arguments of the forward pass.
 
     Returns:
-        ``(N, H, L, S)`` for the name of each layer that took part; with update steps or repeated calls, the last.
+        The matrix ``(N, H, L, S)`` of each called layer, by name. With update steps or repeated calls it is the last
+        one.
 
     Raises:
-        AHopError: no adaptive layer took part.
+        AHopError: ``model`` is not a module, or no adaptive layer was called.
 
     >>> import ahop_layers as ah
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2)
@@ -36,6 +34,7 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
     >>> {name: tuple(map.shape) for name, map in ah.association_maps(model, torch.randn(3, 5, 16)).items()}
     {'layers.0.self_attn': (3, 2, 5, 5), 'layers.1.self_attn': (3, 2, 5, 5)}
     """
+    check_module(model=model)
     maps: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: Any, weights: Tensor) -> None:
@@ -44,13 +43,13 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
     with ExitStack() as hooks:
         taken: set[int] = set()
         for name, layer in model.named_modules():
-            if isinstance(layer, _LAYERS):
-                # A layer with learned patterns holds another layer: the outer name is the one that people know.
+            if isinstance(layer, ADAPTIVE_LAYERS):
+                # A layer with learned patterns contains another layer: report the outer one, which users defined.
                 for part in layer.modules():
                     if isinstance(part, Separation) and id(part) not in taken:
                         taken.add(id(part))
                         hooks.callback(part.register_forward_hook(partial(keep, name)).remove)
-        if "torch._dynamo" in sys.modules:  # compiled code does not see hooks that came after it
+        if "torch._dynamo" in sys.modules:  # compiled code ignores hooks that were registered later
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         model(*inputs, **keywords)
     if not maps:

@@ -1,4 +1,4 @@
-"""How each kind of attention module becomes adaptive: one table, from the name of a class to its converter."""
+"""The converters: one table from the full name of an attention class to the function that makes it adaptive."""
 
 import re
 from collections.abc import Callable
@@ -15,6 +15,9 @@ from ahop_layers.hopfield.core import AssociationCore
 from ahop_layers.separation import Separation
 
 Converter = Callable[[nn.Module, dict[str, Any]], None]
+"""Converts a module in place; the dictionary holds keywords of ``make_adaptive``."""
+
+ADAPTIVE_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
 
 
 def _adapt_attention(adaptive: type[nn.Module], module: Any, keywords: dict[str, Any]) -> None:
@@ -23,47 +26,47 @@ def _adapt_attention(adaptive: type[nn.Module], module: Any, keywords: dict[str,
 
 
 def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
-    core, width, batch_first = hopfield.association_core, hopfield.input_size, hopfield.batch_first
+    core, batch_first, width = hopfield.association_core, hopfield.batch_first, hopfield.input_size
     settings = hopfield.scaling, hopfield.update_steps_max, hopfield.update_steps_eps
-    turn_into(hopfield, AdaptiveHopfield, "_batch_first")
-    hopfield._batch_first = batch_first
+    turn_into(hopfield, AdaptiveHopfield, "_batch_first", "_input_size")
+    hopfield._batch_first, hopfield._input_size = batch_first, width
     if isinstance(core, AssociationCore):
         separation = core.separation
         turn_into(core, AssociationCore, "similarity", "separation")
-    else:  # that of hflayers has the attributes and parameters of ours, and is told its settings with every call
+    else:  # the core of hflayers has the same attributes and parameters, but receives these settings in each call
         separation = Separation()
         names = ("scaling", "update_steps_max", "update_steps_eps", "steps")
         turn_into(core, AssociationCore, "similarity", "separation", *names)
         core.configure(*settings)
-    hopfield.make_adaptive(width, **{"separation": separation, **keywords})
+    hopfield.make_adaptive(**{"separation": separation, **keywords})
 
 
 def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -> None:
-    """Adapt a layer with learned patterns around a Hopfield module."""
+    """Converts a layer with learned patterns, and the Hopfield module inside."""
     _adapt_hopfield(layer.hopfield, keywords)
     turn_into(layer, into)
 
 
-_present, _before = (partial(_adapt_attention, kind) for kind in (vision.ViTAttention, vision.ViTSelfAttention))
+_vit, _vit_before_5 = (partial(_adapt_attention, kind) for kind in (vision.ViTAttention, vision.ViTSelfAttention))
 _timm, _clip = (partial(_adapt_attention, kind) for kind in (vision.TimmAttention, vision.CLIPAttention))
 _layer, _pooling = (partial(_adapt_around, kind) for kind in (AdaptiveHopfieldLayer, AdaptiveHopfieldPooling))
 
-# By name, so that no library has to be imported to be known.
+# Keys are names, so that no other library has to be imported.
 CONVERTERS: dict[str, Converter] = {
     "torch.nn.modules.activation.MultiheadAttention": partial(_adapt_attention, AdaptiveAttention),
     "timm.layers.attention.Attention": _timm,
     "timm.models.vision_transformer.Attention": _timm,
-    "transformers.models.vit.modeling_vit.ViTAttention": _present,
-    "transformers.models.deit.modeling_deit.DeiTAttention": _present,
-    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": _present,
+    "transformers.models.vit.modeling_vit.ViTAttention": _vit,
+    "transformers.models.deit.modeling_deit.DeiTAttention": _vit,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": _vit,
     "transformers.models.clip.modeling_clip.CLIPAttention": _clip,
-    "transformers.models.vit.modeling_vit.ViTSelfAttention": _before,
-    "transformers.models.deit.modeling_deit.DeiTSelfAttention": _before,
-    "transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention": _before,
-    # In the oldest releases the fused form of each is a class of its own.
-    "transformers.models.vit.modeling_vit.ViTSdpaSelfAttention": _before,
-    "transformers.models.deit.modeling_deit.DeiTSdpaSelfAttention": _before,
-    "transformers.models.dinov2.modeling_dinov2.Dinov2SdpaSelfAttention": _before,
+    "transformers.models.vit.modeling_vit.ViTSelfAttention": _vit_before_5,
+    "transformers.models.deit.modeling_deit.DeiTSelfAttention": _vit_before_5,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention": _vit_before_5,
+    # The oldest releases have separate classes for scaled_dot_product_attention.
+    "transformers.models.vit.modeling_vit.ViTSdpaSelfAttention": _vit_before_5,
+    "transformers.models.deit.modeling_deit.DeiTSdpaSelfAttention": _vit_before_5,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2SdpaSelfAttention": _vit_before_5,
     "transformers.models.clip.modeling_clip.CLIPSdpaAttention": _clip,
     "hflayers.Hopfield": _adapt_hopfield,
     "hflayers.HopfieldLayer": _layer,
@@ -79,53 +82,55 @@ def _full_name(kind: type) -> str:
 
 
 def register_converter(source: type[nn.Module] | str, adaptive: type[Adaptive]) -> None:
-    """Teach :func:`~ahop_layers.adapt_` an attention module of your own.
+    """Registers an adaptive form of another attention class for :func:`~ahop_layers.adapt_`.
 
     Args:
         source: the class to adapt, or its full name.
-        adaptive: a subclass of :class:`~ahop_layers.attention.Adaptive` with ``head_shape()`` and a ``forward`` like
-            the source's, which finds the source's attributes on ``self`` and attends by ``self.associate``.
+        adaptive: a subclass of :class:`~ahop_layers.Adaptive` with ``head_shape()`` and a ``forward`` with the
+            signature of the source's. ``forward`` reads the source's attributes from ``self`` and attends with
+            ``self.associate``.
 
     Raises:
-        AHopError: ``adaptive`` is not such a class.
+        AHopError: an argument is not such a class.
 
     >>> import ahop_layers as ah
     >>> from einops import rearrange
-    >>> from ahop_layers.attention import Adaptive
-    >>> class Mine(nn.Module):
+    >>> class MyAttention(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.qkv = nn.Linear(8, 24)
-    >>> class AdaptiveMine(Adaptive):
+    >>> class MyAdaptiveAttention(ah.Adaptive):
     ...     def head_shape(self):
     ...         return 2, 4
     ...     def forward(self, x):
     ...         q, k, v = rearrange(self.qkv(x), "n l (three h d) -> three n h l d", three=3, h=2)
     ...         return self.associate(q, k, v, scaling=0.5, mask=None, dropout=0.0)[0]
-    >>> ah.register_converter(Mine, AdaptiveMine)
-    >>> ah.adapt_(nn.Sequential(Mine())).adapted
-    {'0': 'Mine'}
+    >>> ah.register_converter(MyAttention, MyAdaptiveAttention)
+    >>> ah.adapt_(nn.Sequential(MyAttention())).adapted
+    {'0': 'MyAttention'}
     """
+    if not isinstance(source, (type, str)):
+        raise AHopError(f"source must be a class or the full name of one, got {source!r}")
     if not (isinstance(adaptive, type) and issubclass(adaptive, Adaptive)):
-        raise AHopError(f"adaptive must be a subclass of ahop_layers.attention.Adaptive, got {adaptive!r}")
+        raise AHopError(f"adaptive must be a subclass of ahop_layers.Adaptive, got {adaptive!r}")
     name = source if isinstance(source, str) else _full_name(source)
     CONVERTERS[name] = partial(_adapt_attention, adaptive)
 
 
 def converter_for(module: nn.Module) -> Converter | str | None:
-    """How to adapt a module, or why it cannot be adapted, or None where there is no attention."""
+    """Returns the converter of a module, the reason why it has none, or None if the module is not an attention."""
     kind: Any = type(module)
-    if isinstance(module, (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)):
+    if isinstance(module, ADAPTIVE_LAYERS):
         return "it is adaptive already"
     for base in kind.__mro__:
         converter = CONVERTERS.get(_full_name(base))
         if converter is not None:
             if kind.forward is not base.forward or "forward" in vars(module):
-                return f"{_full_name(kind)} has a forward of its own here; see register_converter"
-            # Before transformers 5 this name belonged to a module around the attention.
-            return converter if converter is not _present or hasattr(module, "q_proj") else None
+                return f"{_full_name(kind)} overrides forward; see register_converter"
+            # Before transformers 5 this was the name of a module that contains the attention.
+            return converter if converter is not _vit or hasattr(module, "q_proj") else None
     if re.search(r"Window.*Attention", kind.__name__):
-        return f"{_full_name(kind)} adds a position bias to scores within windows, which no converter knows"
+        return f"{_full_name(kind)} adds a position bias to scores within windows, which no converter supports"
     if re.search(r"Attention(?!.*Output)", kind.__name__):
         return f"no converter for {_full_name(kind)}; see register_converter"
     return None

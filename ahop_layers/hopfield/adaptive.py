@@ -16,7 +16,7 @@ from ahop_layers.hopfield.base import arguments
 from ahop_layers.hopfield.layers import LAYER_ONLY, HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase
 from ahop_layers.packed import Bags, Slices, end_to_end
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, LazyAdaptiveSimilarity
+from ahop_layers.similarity import SimilaritySource, make_similarity
 
 
 class AdaptiveHopfield(HopfieldBase):
@@ -65,27 +65,22 @@ class AdaptiveHopfield(HopfieldBase):
     ) -> None:
         # fmt: on
         super().__init__(**arguments(locals(), *KEYWORDS))
-        self.make_adaptive(input_size, bases, init, debias, separation)
+        self._input_size = input_size
+        self.make_adaptive(bases, init, debias, separation)
 
     def make_adaptive(
         self,
-        width: int | None,
         bases: Sequence[str] = ("dis", "dot"),
         init: str | Tensor = "dot",
         debias: bool = False,
         separation: str | Separation = "softmax",
+        similarity: SimilaritySource | None = None,
     ) -> None:
-        """Give the core its similarity and separation; ``width`` is that of static patterns, where it is known."""
+        """Adds the similarity and the separation to the core."""
         core = self.association_core
         like = next(self.parameters(), torch.empty(0))
-        dim = width if core.key_as_static and core.query_as_static else core.head_dim
-        if dim is None and isinstance(init, Tensor):
-            dim = init.shape[-1]
-        similarity = (
-            LazyAdaptiveSimilarity(core.num_heads, bases, init, debias)
-            if dim is None
-            else AdaptiveSimilarity(dim, core.num_heads, bases, init, debias)
-        )
+        dim = self._input_size if core.key_as_static and core.query_as_static else core.head_dim
+        similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity)
         separation = separation if isinstance(separation, Separation) else Separation(separation, core.num_heads)
         core.similarity, core.separation = similarity.to(like), separation.to(like)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from ahop_layers.association import Steps, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, Associator, add_warm_start
+from ahop_layers.similarity import Associator
 
 
 class Retrieval(NamedTuple):
@@ -30,6 +30,7 @@ class AssociationCore(Associator):
     dot product.
     """
 
+    _added = ("similarity", "separation", "scaling")
     in_proj_weight: Tensor | None
     in_proj_bias: Tensor | None
     p_norm_weight: Tensor | None
@@ -72,7 +73,7 @@ class AssociationCore(Associator):
         if add_bias_kv and key_as_static and value_as_static:
             raise AHopError("concat_bias_pattern needs a projected pattern, got static ones only")
 
-        self.similarity: AdaptiveSimilarity | None = None
+        self.similarity: nn.Module | None = None
         self.separation = Separation()
         wide, out = num_heads * (self.head_dim or 0), num_heads * (self.pattern_dim or 0)
         rows = self._rows
@@ -145,8 +146,9 @@ class AssociationCore(Associator):
             nn.init.normal_(self.out_proj.weight, std=0.02)
             if self.out_proj.bias is not None:
                 nn.init.zeros_(self.out_proj.bias)
-        if self.similarity is not None:
-            self.similarity.reset_parameters()
+        reset: Any = getattr(self.similarity, "reset_parameters", None)  # a module of the user may have none
+        if reset is not None:
+            reset()
         self.separation.reset_parameters()
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,12 +191,6 @@ class AssociationCore(Associator):
             name = ("state pattern", "stored pattern", "pattern projection")[part]
             raise AHopError(f"a static {name} must be as wide as a head, (..., {width}), got {describe(pattern)}")
         return repeat(pattern, "n l d -> n h l d", h=self.num_heads)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Give what a checkpoint of hflayers has no value for its warm start, or leave it alone."""
-        if add_warm_start(self, state_dict, prefix) and isinstance(self.scaling, nn.Parameter):
-            state_dict.setdefault(f"{prefix}scaling", self.scaling.detach())
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def score(self, query: Tensor, key: Tensor) -> Tensor:
         """``(N, H, L, d)``, ``(N, H, S, d)`` -> ``(N, H, L, S)``, before scaling."""

@@ -1,10 +1,9 @@
-"""Which kernel runs where: the table of backends, and the choice among them."""
+"""The table of kernels and the choice of one for a call."""
 
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,73 +14,87 @@ from ahop_layers.ops.gpu import launch as gpu
 
 
 class Kernel(Protocol):
-    """What a kernel module provides, in the form :mod:`ahop_layers.ops.chunked` describes."""
+    """Interface of a kernel module.
+
+    Tensors have any strides. Weights are folded (see :func:`ahop_layers.ops.reference.fold`). Half-precision inputs
+    are accumulated in float32.
+    """
+
+    def unavailable(self) -> str | None:
+        """Returns the reason why this kernel cannot run in this process, or None if it can."""
+        ...
+
+    def detail(self) -> str:
+        """Returns one line on how this kernel runs here."""
+        ...
+
+    def serves(self, query: Tensor, bases: Sequence[str]) -> bool:
+        """Returns whether the kernel supports the device, dtype and dimension of ``query`` and implements ``bases``."""
+        ...
 
     def score(self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-        """(N, H, L, d), (N, H, S, d), folded (H, n_bases, d) -> (N, H, L, S)."""
+        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
         ...
 
     def score_backward(
         self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
+        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors."""
         ...
 
 
 class Status(NamedTuple):
-    """Whether a backend can run here, and how, or why not."""
+    """Whether a backend is available, and how it runs or why it cannot."""
 
     available: bool
     detail: str
 
 
-KERNELS: dict[str, ModuleType] = {"chunked": chunked, "cpu": cpu, "triton": gpu}
+KERNELS: dict[str, Kernel] = {"chunked": chunked, "cpu": cpu, "triton": gpu}
 BACKENDS = ("reference", *KERNELS)
 
 
 def backends() -> dict[str, Status]:
-    """The backends of :func:`ahop_layers.adaptive_similarity`: which can run here, and why not.
+    """Lists the backends of :func:`ahop_layers.adaptive_similarity` and whether each is available.
 
     Returns:
-        For the name of each backend whether it is ``available``, and in ``detail`` how it runs or why it cannot.
+        The status of each backend by name: ``available``, and ``detail`` with how it runs or why it cannot.
 
     >>> import ahop_layers as ah
     >>> ah.backends()["reference"]
     Status(available=True, detail='plain PyTorch, any device')
     """
-    return {
-        "reference": Status(True, "plain PyTorch, any device"),
-        "chunked": Status(True, "plain PyTorch in blocks of bounded memory, any device"),
-        "cpu": Status(cpu.unavailable() is None, cpu.unavailable() or cpu.detail()),
-        "triton": Status(gpu.unavailable() is None, gpu.unavailable() or gpu.detail()),
-    }
-
-
-def kernel(backend: str, query: Tensor) -> Kernel:
-    """The kernel that ``backend`` names for the device of ``query``."""
-    if backend == "auto":
-        return cast(Kernel, _fastest(query))
-    module = KERNELS[backend]
-    if module is not chunked:
+    statuses = {"reference": Status(True, "plain PyTorch, any device")}
+    for name, module in KERNELS.items():
         reason = module.unavailable()
-        if reason is not None:
-            raise AHopError(f"backend={backend!r} is not available here: {reason}")
-        if not module.serves(query):
-            got = f"{query.dtype} on {query.device.type} with d = {query.shape[-1]}"
-            raise AHopError(f"backend={backend!r} does not take {got}")
-    return cast(Kernel, module)
+        statuses[name] = Status(reason is None, reason or module.detail())
+    return statuses
 
 
-def _fastest(query: Tensor) -> ModuleType:
+def choose_kernel(backend: str, query: Tensor, bases: Sequence[str]) -> Kernel:
+    """Returns the kernel named ``backend``, or for ``"auto"`` the fastest one that supports the call."""
+    if backend == "auto":
+        return _fastest(query, bases)
+    module = KERNELS[backend]
+    reason = module.unavailable()
+    if reason is not None:
+        raise AHopError(f"backend={backend!r} is not available here: {reason}")
+    if not module.serves(query, bases):
+        got = f"{query.dtype} on {query.device.type} with d = {query.shape[-1]} and bases {', '.join(bases)}"
+        raise AHopError(f"backend={backend!r} does not support {got}")
+    return module
+
+
+def _fastest(query: Tensor, bases: Sequence[str]) -> Kernel:
     device = query.device.type
-    module = {"cpu": cpu, "cuda": gpu}.get(device)
-    if module is not None and module.unavailable() is None and module.serves(query):
+    module = {"cpu": KERNELS["cpu"], "cuda": KERNELS["triton"]}.get(device)
+    if module is not None and module.unavailable() is None and module.serves(query, bases):
         return module
     if device == "cuda" and gpu.unavailable() is not None:
         _warn_slow_gpu()
     return chunked
 
 
-@lru_cache(maxsize=None)  # once in a process
+@lru_cache(maxsize=None)  # once per process
 def _warn_slow_gpu() -> None:
-    warnings.warn(f"scoring on a GPU without its kernel, which is much slower: {gpu.unavailable()}", stacklevel=2)
+    warnings.warn(f"the GPU kernel is not available and scores are slow: {gpu.unavailable()}", stacklevel=2)

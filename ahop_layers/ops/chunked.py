@@ -6,16 +6,32 @@ Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``ke
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import BASES, accumulation_dtype, folded_similarity
+from ahop_layers.ops.reference import BASES, Slopes, accumulation_dtype, folded_similarity
 
 SCRATCH_BYTES = 40 * 2**20
 """What one block may use: with the sort's own buffers a call stays below 64 MB beside its results."""
 
 Need = tuple[bool, bool, bool]
+
+
+def unavailable() -> str | None:
+    """Always available."""
+    return None
+
+
+def detail() -> str:
+    """One line on how this kernel runs here."""
+    return "plain PyTorch in blocks of bounded memory, any device"
+
+
+def serves(query: Tensor, bases: Sequence[str]) -> bool:
+    """Any tensor, and every base whose slopes are known."""
+    return all(BASES[base].slopes is not None for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
@@ -53,9 +69,7 @@ def score_backward(
             at_rank = weight[h, index][:, None, None].expand_as(similarities)
             at_dimension = similarities.scatter_(-1, order, at_rank).mul_(block_grad)
             del order
-            slopes = BASES[base].slopes
-            if slopes is None:
-                raise RuntimeError(f"the base {base!r} has no slopes and must not reach a kernel")
+            slopes = cast(Slopes, BASES[base].slopes)
             for which, slope, pairs_axis in zip((0, 1), slopes(queries, keys), (-2, -3), strict=True):
                 if need[which]:
                     place = (n, h, rows) if which == 0 else (n, h, columns)

@@ -71,9 +71,10 @@ def detail() -> str:
     return f"native, {next(iter(instruction_sets()))}, {torch.get_num_threads()} threads"
 
 
-def serves(query: Tensor) -> bool:
-    """Whether this backend takes such tensors."""
-    return query.device.type == "cpu" and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in DTYPE_CODES
+def serves(query: Tensor, bases: Sequence[str]) -> bool:
+    """Whether this kernel supports the tensor and implements the bases."""
+    fits = query.device.type == "cpu" and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in DTYPE_CODES
+    return fits and all(base in BASE_CODES for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:

@@ -6,6 +6,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -22,8 +23,8 @@ from ahop_layers.errors import (
     check_same_device,
     describe,
 )
-from ahop_layers.ops import backend as backend_
 from ahop_layers.ops import reference
+from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, fold
 
 
@@ -70,7 +71,7 @@ def adaptive_similarity(
     names = check_bases(bases)
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names)
-    check_choice("backend", backend, ("auto", *backend_.BACKENDS))
+    check_choice("backend", backend, ("auto", *BACKENDS))
     custom = [name for name in names if BASES[name].slopes is None]
     if custom and backend not in ("auto", "reference"):
         raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
@@ -91,7 +92,10 @@ def adaptive_similarity(
 
 
 def _is_transformed() -> bool:
-    """Whether forward-mode or torch.func differentiates: these follow plain operations only, and vmap also ours."""
+    """Whether forward-mode AD or torch.func differentiates this call: the operators support reverse mode and vmap only.
+
+    PyTorch has no public function for this. ``forward_ad.unpack_dual`` finds a tangent, but raises under vmap.
+    """
     if torch.compiler.is_compiling():
         return False
     if forward_ad._current_level >= 0:
@@ -154,17 +158,61 @@ torch.library.define(
 )
 
 
+def _check(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: str,
+    backend: str,
+    grad: Tensor | None = None,
+    need: Sequence[bool] | None = None,
+) -> tuple[str, ...]:
+    """Validates the arguments of an operator and returns the names of its bases.
+
+    The implementations and the fakes share this check. Kernels compute addresses from these shapes and dtypes, so a
+    call that does not pass must never reach them.
+    """
+    names = _kernel_bases(bases)
+    check_choice("backend", backend, ("auto", *KERNELS))
+    if query.ndim != 4 or key.ndim != 4 or query.shape[-1] == 0:
+        got = f"query {describe(query)} and key {describe(key)}"
+        raise AHopError(f"query and key must be (N, H, L, d) and (N, H, S, d) with d >= 1, got {got}")
+    check_floating(query=query)
+    (n, heads, length, d), count, wide = query.shape, key.shape[-2], accumulation_dtype(query.dtype)
+    expected = [("key", key, (n, heads, count, d), query.dtype), ("weight", weight, (heads, len(names), d), wide)]
+    if grad is not None:
+        expected.append(("grad", grad, (n, heads, length, count), wide))
+    for name, tensor, shape, dtype in expected:
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
+            got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
+            raise AHopError(f"{name} must be {shape} of {dtype} on {query.device} for this query, got {got}")
+    if need is not None and len(need) != 3:
+        raise AHopError(f"need must have 3 entries, for query, key and weight, got {need!r}")
+    return names
+
+
+@lru_cache(maxsize=None)
+def _kernel_bases(bases: str) -> tuple[str, ...]:
+    names = check_bases(bases.split(","))
+    custom = [name for name in names if BASES[name].slopes is None]
+    if custom:
+        raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got bases={bases!r}")
+    return names
+
+
 def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
     """(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)."""
-    return backend_.kernel(backend, query).score(query, key, fold(weight), bases.split(","))
+    names = _check(query, key, weight, bases, backend)
+    return choose_kernel(backend, query, names).score(query, key, fold(weight), names)
 
 
 def _score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
-    kernel, wanted = backend_.kernel(backend, query), (need[0], need[1], need[2])
-    grads = kernel.score_backward(grad, query, key, fold(weight), bases.split(","), wanted)
+    names, wanted = _check(query, key, weight, bases, backend, grad, need), (need[0], need[1], need[2])
+    kernel = choose_kernel(backend, query, names)
+    grads = kernel.score_backward(grad, query, key, fold(weight), names, wanted)
     return grads[0], grads[1], grads[2].cumsum(-1)  # the transpose of fold
 
 
@@ -174,6 +222,7 @@ torch.library.impl("ahop::score_backward", "default", _score_backward)
 
 @torch.library.register_fake("ahop::score")  # type: ignore[untyped-decorator]
 def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
+    _check(query, key, weight, bases, backend)
     return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
 
 
@@ -181,6 +230,7 @@ def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> T
 def _(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check(query, key, weight, bases, backend, grad, need)
     grads = [
         tensor.new_empty(tensor.shape if wanted else 0)
         for tensor, wanted in zip((query, key, weight), need, strict=True)
@@ -188,59 +238,26 @@ def _(
     return grads[0], grads[1], grads[2]
 
 
-class _Score(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        ctx.save_for_backward(*args[:3])
-        ctx.options = args[3:]
-        return _below_autograd(torch.ops.ahop.score.default, _score, keyset, args)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        need = ctx.needs_input_grad[1:4]
-        grads = torch.ops.ahop.score_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
-        return (None, *(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None)
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
 
 
-class _ScoreBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        return _below_autograd(torch.ops.ahop.score_backward.default, _score_backward, keyset, args)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise AHopError(
-            "adaptive_similarity is differentiable once on this backend;"
-            " backend='reference' can be differentiated any number of times"
-        )
+def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    need = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.ahop.score_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
+    return (*(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None)
 
 
-_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise AHopError(
+        "adaptive_similarity is differentiable once on this backend;"
+        " backend='reference' can be differentiated any number of times"
+    )
 
 
-def _below_autograd(operator: Any, implementation: Any, keyset: Any, args: tuple[Any, ...]) -> Any:
-    """Run what the dispatcher finds below autograd: the implementation itself unless something stands between."""
-    keys = keyset & torch._C._after_autograd_keyset
-    with torch._C._AutoDispatchBelowAutograd():
-        if keys.highestPriorityTypeId() in _DEVICES:
-            return implementation(*args)
-        return operator.redispatch(keys, *args)
-
-
-def _register_autograd(operator: Any, implementation: Any, function: Any, tensors: int) -> None:
-    """Differentiate an operator by ``function``: what torch.library does too, at twice the cost of a call."""
-
-    def autograd(keyset: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in args[:tensors]):
-            return function.apply(keyset, *args)
-        return _below_autograd(operator, implementation, keyset, args)
-
-    _LIBRARY.impl(operator, autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-
-
-_LIBRARY = torch.library.Library("ahop", "FRAGMENT")  # type: ignore[no-untyped-call]
-_register_autograd(torch.ops.ahop.score.default, _score, _Score, tensors=3)
-_register_autograd(torch.ops.ahop.score_backward.default, _score_backward, _ScoreBackward, tensors=4)
+torch.library.register_autograd("ahop::score", _differentiate_score, setup_context=_save_inputs)
+torch.library.register_autograd("ahop::score_backward", _refuse_double_backward)
 
 
 def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:

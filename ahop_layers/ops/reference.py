@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, broadcast_batch, check_pair
+from ahop_layers.errors import AHopError, broadcast_batch, check_choice, check_pair
 
 Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -75,14 +75,16 @@ def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> No
 
 
 def check_bases(bases: Sequence[str]) -> tuple[str, ...]:
-    """The names of ``bases`` as a tuple, or an error if there is none or one is unknown or repeated."""
-    names = tuple(bases) if isinstance(bases, (tuple, list)) else (bases,)
-    unknown = [name for name in names if name not in BASES]
-    if unknown or not names:
-        raise AHopError(f"bases must be names out of {', '.join(BASES)}, got {bases!r}")
+    """Returns ``bases`` as a tuple; raises unless it is one registered name, or a tuple or list of distinct ones."""
+    names = (bases,) if isinstance(bases, str) else bases
+    if not isinstance(names, (tuple, list)) or not names:
+        raise AHopError(f"bases must be a tuple or list of base names, got {bases!r}")
+    for name in names:
+        if not isinstance(name, str) or name not in BASES:
+            raise AHopError(f"bases must be names out of {', '.join(BASES)}, got {bases!r}")
     if len(set(names)) < len(names):
-        raise AHopError(f"each base may appear once, got {bases!r}")
-    return names
+        raise AHopError(f"each base may appear once in bases, got {bases!r}")
+    return tuple(names)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -120,8 +122,8 @@ def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
     """
     check_pair(query, key)
     broadcast_batch(query.shape[:-2], key.shape[:-2])
-    (name,) = check_bases((base,))
-    return sorted_similarities(query, key, name).cumsum(-1)
+    check_choice("base", base, tuple(BASES))
+    return sorted_similarities(query, key, base).cumsum(-1)
 
 
 def adaptive_similarity(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:

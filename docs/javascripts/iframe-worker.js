@@ -1,5 +1,5 @@
-// A page that lies on a disk may start no worker. There the search runs in a hidden frame, which the theme cannot tell
-// from one: messages go in by postMessage and come back as events.
+// Browsers do not allow workers for file:// pages. This runs the search in a hidden iframe with the interface of a Worker:
+// messages go in through postMessage and come back as events.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {

@@ -16,7 +16,10 @@ from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.gpu import ptx_kernels
 from ahop_layers.ops.gpu.ptx import WARP, Layout, choose_layout
 
-LARGEST_D = 1024
+MAX_DIMENSIONS = 1024
+IMPLEMENTED_BASES = ("dis", "dot", "l1")
+"""The kernels treat a base that is neither ``dis`` nor ``dot`` as ``l1``: :func:`serves` keeps others away."""
+
 SCRATCH_BYTES = 64 * 2**20
 """What the partial sums of one backward launch may use."""
 
@@ -46,10 +49,11 @@ def detail() -> str:
     return f"{torch.cuda.get_device_name()}, {body} kernels"
 
 
-def serves(query: Tensor) -> bool:
-    """Whether this backend takes such tensors."""
+def serves(query: Tensor, bases: Sequence[str]) -> bool:
+    """Whether this kernel supports the tensor and implements the bases."""
     device = "cpu" if _interpreted() else "cuda"
-    return query.device.type == device and query.shape[-1] <= LARGEST_D and query.dtype in PTX_NAMES
+    fits = query.device.type == device and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in PTX_NAMES
+    return fits and all(base in IMPLEMENTED_BASES for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:

@@ -1,0 +1,723 @@
+/* The kernels for one instruction set and one element type. footprint.c includes this file once for each combination, with
+ * ISA, BYTES (of a vector) and DOUBLE defined, and X86 for the instruction sets of x86. */
+#if DOUBLE
+#define T double
+#define INT int64_t
+#define HUGE_T DBL_MAX
+#define LARGE_T 1e150
+#else
+#define T float
+#define INT int32_t
+#define HUGE_T FLT_MAX
+#define LARGE_T 1e18f
+#endif
+
+#define V FN(vector)
+#define I FN(integers)
+#define WORD FN(word)
+typedef T V __attribute__((vector_size(BYTES), may_alias));
+typedef INT I __attribute__((vector_size(BYTES), may_alias));
+typedef INT WORD __attribute__((may_alias));
+#define LANES ((int)(BYTES / sizeof(T)))
+
+/* Where an operand is NaN, the second one is taken: what x86 does. MIN_NUMBER never takes the NaN of the first. */
+#if defined(X86) && DOUBLE
+#define MIN(a, b) ((V)X86(min_pd)(a, b))
+#define MAX(a, b) ((V)X86(max_pd)(a, b))
+#elif defined(X86)
+#define MIN(a, b) ((V)X86(min_ps)(a, b))
+#define MAX(a, b) ((V)X86(max_ps)(a, b))
+#elif defined(__aarch64__) && DOUBLE
+#define MIN(a, b) ((V)vminq_f64((float64x2_t)(a), (float64x2_t)(b)))
+#define MAX(a, b) ((V)vmaxq_f64((float64x2_t)(a), (float64x2_t)(b)))
+#define MIN_NUMBER(a, b) ((V)vminnmq_f64((float64x2_t)(a), (float64x2_t)(b)))
+#elif defined(__aarch64__)
+#define MIN(a, b) ((V)vminq_f32((float32x4_t)(a), (float32x4_t)(b)))
+#define MAX(a, b) ((V)vmaxq_f32((float32x4_t)(a), (float32x4_t)(b)))
+#define MIN_NUMBER(a, b) ((V)vminnmq_f32((float32x4_t)(a), (float32x4_t)(b)))
+#else
+#define MIN(a, b) ((V)(((I)(a) & ((a) < (b))) | ((I)(b) & ~((a) < (b)))))
+#define MAX(a, b) ((V)(((I)(a) & ((a) > (b))) | ((I)(b) & ~((a) > (b)))))
+#endif
+#if !defined(MIN_NUMBER)
+#define MIN_NUMBER MIN
+#endif
+
+#define GROUP(size, ...)                                                        \
+    for (; groups; groups--, start += advance)                                  \
+        for (V *y = x + start; y < x + vectors * height; y += height) {         \
+            V r[size];                                                          \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = y[i * step];         \
+            __VA_ARGS__                                                         \
+            UNROLL for (int i = 0; i < (size); i++) y[i * step] = r[i];         \
+        }                                                                       \
+    break;
+
+/* A window that reaches past the end: row d, which holds infinity, stands for all rows there. */
+#define RAGGED(size, first, body)                                               \
+    {                                                                           \
+        int64_t row[size];                                                      \
+        UNROLL for (int i = 0; i < (size); i++)                                 \
+            row[i] = (first) + i * step < end ? (first) + i * step : d;         \
+        for (V *y = x; y < x + vectors * height; y += height) {                 \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = y[row[i]];           \
+            body                                                                \
+            UNROLL for (int i = 0; i < (size); i++) y[row[i]] = r[i];           \
+        }                                                                       \
+    }
+
+/* The last steps of a merge reach over the edge of each window of rows: those past it are carried to the next. */
+#define CHAIN(carried, window, body)                                            \
+    for (; groups; groups--, start += advance) {                                \
+        V r[carried + window];                                                  \
+        int64_t first = start + step;                                           \
+        const int64_t whole = most(0, (end - 1 - first - (carried - 1) * step) / (window * step)); \
+        for (int64_t v = 0; whole && v < vectors; v++) {                        \
+            V *y = x + v * height + first;                                      \
+            UNROLL for (int i = 0; i < carried; i++) r[i] = y[i * step];        \
+            for (int64_t left = whole; left; left--, y += window * step) {      \
+                UNROLL for (int i = carried; i < carried + window; i++) r[i] = y[i * step]; \
+                body                                                            \
+                UNROLL for (int i = 0; i < window; i++) y[i * step] = r[i];     \
+                UNROLL for (int i = 0; i < carried; i++) r[i] = r[i + window];  \
+            }                                                                   \
+            UNROLL for (int i = 0; i < carried; i++) y[i * step] = r[i];        \
+        }                                                                       \
+        for (first += whole * window * step; first + step < end; first += window * step) \
+            RAGGED(carried + window, first, body)                               \
+    }                                                                           \
+    break;
+
+/* The same with a usual step known to the compiler. */
+#define USUAL(usual, ...)                                                       \
+    if (step == usual) {                                                        \
+        enum { step = usual };                                                  \
+        __VA_ARGS__                                                             \
+    } else                                                                      \
+        __VA_ARGS__
+
+/* Sort the columns of a block. Returns whether the comparators of the last step are left to the caller, who may ask for
+ * that where they stand between neighbours: rows 1 and 2, rows 3 and 4 and so on. */
+static int FN(sort)(const step_t *program, V *x, int64_t d, int64_t height, int64_t vectors, int leave_neighbours)
+{
+    for (;; program++) {
+        const int64_t step = program->step, advance = program->advance, end = program->end;
+        int64_t start = program->start, groups = program->groups;
+        switch (program->code) {
+        case SORT2: GROUP(2, APPLY(S2, ROWS2))
+        case SORT4: GROUP(4, APPLY(S4, ROWS4))
+        case SORT8: GROUP(8, APPLY(S8, ROWS8))
+        case SORT16: GROUP(16, APPLY(S16, ROWS16))
+        case SORT32: GROUP(32, APPLY(S16, ROWS16) APPLY(S16, NEXT16) MERGE_32)
+        case MERGE32: USUAL(2, GROUP(32, MERGE_32))
+        case CHAIN1:
+            if (leave_neighbours && program[1].code == END)
+                return 1;
+            USUAL(1, CHAIN(0, 2, CE(r[0], r[1])))
+        case CHAIN2: USUAL(1, CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3])))
+        case CHAIN3: USUAL(1, CHAIN(3, 8, CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
+                                          CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
+                                          CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])))
+        case CHAIN4: USUAL(1, CHAIN(7, 16, CE(r[7], r[15]) CE(r[8], r[16]) CE(r[9], r[17]) CE(r[10], r[18])
+                                           CE(r[11], r[19]) CE(r[12], r[20]) CE(r[13], r[21]) CE(r[14], r[22])
+                                           CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
+                                           CE(r[11], r[15]) CE(r[12], r[16]) CE(r[13], r[17]) CE(r[14], r[18])
+                                           CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
+                                           CE(r[9], r[11]) CE(r[10], r[12]) CE(r[13], r[15]) CE(r[14], r[16])
+                                           CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])
+                                           CE(r[8], r[9]) CE(r[10], r[11]) CE(r[12], r[13]) CE(r[14], r[15])))
+        default: return 0;
+        }
+    }
+}
+
+#define CONVERT(type, convert)                                                              \
+    for (int64_t i = 0, place = 0; i < d; i++, place += stride)                             \
+        UNROLL for (int lane = 0; lane < lanes; lane++)                                     \
+            to[i * lanes + lane] = (T)convert(((const type *)from)[offset[lane] + place]);  \
+    break;
+
+/* Copy d numbers into each of several lanes. */
+INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int lanes, int64_t stride, int64_t d,
+                     T *to)
+{
+    switch (dtype) {
+    case FLOAT32: CONVERT(float, from_float32)
+    case FLOAT64: CONVERT(double, from_float64)
+    case FLOAT16: CONVERT(uint16_t, from_float16)
+    case BFLOAT16: CONVERT(uint16_t, from_bfloat16)
+    }
+}
+
+/* Whether any of `count` numbers is NaN or so large that a similarity could overflow. Without its sign, the bit pattern
+ * of a number grows with the number, and that of NaN is larger than any. */
+static int FN(wild)(const T *numbers, int64_t count)
+{
+    const T bound = LARGE_T;
+    const WORD *bits = (const WORD *)numbers;
+    INT largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const INT magnitude = bits[i] & (INT)(sizeof(T) == 4 ? INT32_MAX : INT64_MAX);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest > *(const WORD *)&bound;
+}
+
+typedef struct {
+    V *keys, *x, *query;
+    int64_t height; /* rows from one column of x to the next; those past d hold infinity */
+    int64_t lap;    /* from the query of one column to that of the next: 0 where they share one */
+    T *numbers, *weights;
+    V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
+    I *tags;
+} FN(buffers);
+
+/* Copy vectors of d numbers from `first` on into the lanes of a block, the last one again into lanes past it: zeros
+ * would only make ties to settle. Returns whether a number is wild. */
+static int FN(load_columns)(const call_t *call, const void *from, int64_t origin, const int64_t *stride, int64_t first,
+                            int64_t vectors, V *to)
+{
+    const int64_t d = call->d, pitch = d + 1;
+    int wild = 0;
+    for (int64_t v = 0; v < vectors; v++) {
+        int64_t offset[LANES];
+        for (int lane = 0; lane < LANES; lane++)
+            offset[lane] = origin + least(first + v * LANES + lane, call->count - 1) * stride[2];
+        FN(load)(from, call->dtype, offset, LANES, stride[3], d, (T *)(to + v * pitch));
+        wild |= FN(wild)((const T *)(to + v * pitch), d * LANES);
+    }
+    return wild;
+}
+
+static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first, int64_t vectors,
+                         const FN(buffers) *at)
+{
+    const int64_t *stride = call->key_stride;
+    return FN(load_columns)(call, call->key, n * stride[0] + h * stride[1], stride, first, vectors, at->keys);
+}
+
+/* One query goes into all lanes; queries that are paired with keys, each into the lane of its key. */
+static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, int64_t first, int64_t vectors,
+                          const FN(buffers) *at)
+{
+    const int64_t *stride = call->query_stride, origin = n * stride[0] + h * stride[1] + l * stride[2];
+    if (call->paired)
+        return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->query);
+    FN(load)(call->query, call->dtype, &origin, 1, stride[3], call->d, at->numbers);
+    for (int64_t i = 0; i < call->d; i++)
+        at->query[i] = (V){0} + at->numbers[i];
+    return FN(wild)(at->numbers, call->d);
+}
+
+/* The weight of each position in ascending order, for head h. */
+static void FN(load_weights)(const call_t *call, int64_t h, T *weights)
+{
+    for (int64_t b = 0; b < call->n_bases; b++) {
+        const T *folded = (const T *)call->weight + (h * call->n_bases + b) * call->d;
+        for (int64_t i = 0; i < call->d; i++)
+            weights[b * call->d + i] = call->bases[b] == DOT ? folded[call->d - 1 - i] : -folded[i];
+    }
+}
+
+/* The similarity of two rows. Tagged, it carries its dimension in the lowest bits through the sort, and its exact value
+ * stays behind. Infinities with a tag would be NaN: they are bounded where they can occur, as are NaN. */
+INLINE V FN(similarity)(int32_t base, int mode, V q, V k, const I *tag, I mask, V *exact, V *sum)
+{
+    const V huge = (V){0} + HUGE_T;
+    V value = q * k;
+    if (base == DIS)
+        value = (q - k) * (q - k);
+    if (base == L1)
+        value = MAX(q - k, k - q);
+    if (mode == NAN_ASIDE) {
+        const I number = value == value;
+        *sum = (V)((I)*sum | ~number);
+        value = (V)((I)value & number);
+    }
+    if (mode == TAGGED || mode == BOUNDED)
+        *exact = value;
+    if (mode == BOUNDED)
+        value = MAX(MIN_NUMBER(value, huge), -huge);
+    if (mode == TAGGED || mode == BOUNDED)
+        value = (V)(((I)value & ~mask) | (*tag & mask));
+    return value;
+}
+
+#define SIMILARITY(i) FN(similarity)(base, mode, query[i], keys[i], tags + i, masks, values + i, sums)
+
+/* Fill the columns of a block with similarities. Whole runs of 32 rows are sorted on the way, while they are in
+ * registers: the first step of the network. Returns the step to go on with. */
+INLINE const step_t *FN(fill_by)(int32_t base, int mode, const call_t *call, const FN(buffers) *at, INT mask,
+                                 int64_t vectors)
+{
+    const int64_t d = call->d, pitch = d + 1, height = at->height, lap = at->lap;
+    const int64_t whole = mode == PLAIN || mode == TAGGED ? d / 32 : 0; /* the others are rare, and the code is long */
+    const I masks = (I){0} + mask, *tags = at->tags;
+    for (int64_t run = 0; run < whole; run++, tags += 32) {
+        const V *query = at->query + 32 * run, *keys = at->keys + 32 * run;
+        V *x = at->x + 32 * run, *values = at->values + 32 * run, *sums = at->sums;
+        for (int64_t v = 0; v < vectors; v++, query += lap, keys += pitch, x += height, values += pitch, sums++) {
+            V r[32];
+            UNROLL for (int i = 0; i < 16; i++) r[i] = SIMILARITY(i);
+            APPLY(S16, ROWS16)
+            UNROLL for (int i = 16; i < 32; i++) r[i] = SIMILARITY(i);
+            APPLY(S16, NEXT16)
+            MERGE_32
+            UNROLL for (int i = 0; i < 32; i++) x[i] = r[i];
+        }
+    }
+    for (int64_t i = 32 * whole; i < d; i++, tags++) {
+        const V *query = at->query + i, *keys = at->keys + i;
+        V *x = at->x + i, *values = at->values + i, *sums = at->sums;
+        for (int64_t v = 0; v < vectors; v++, query += lap, keys += pitch, x += height, values += pitch, sums++)
+            *x = SIMILARITY(0);
+    }
+    return call->program + (whole > 0);
+}
+
+#define FILL(base, mode) case 4 * base + mode: return FN(fill_by)(base, mode, call, at, mask, vectors);
+#define FILLS(base) FILL(base, PLAIN) FILL(base, NAN_ASIDE) FILL(base, TAGGED) FILL(base, BOUNDED)
+
+static const step_t *FN(fill)(int32_t base, int mode, const call_t *call, const FN(buffers) *at, INT mask,
+                              int64_t vectors)
+{
+    switch (4 * base + mode) { FILLS(DIS) FILLS(DOT) FILLS(L1) }
+    return call->program;
+}
+
+/* Vectors per block: what `bytes` hold, yet enough to repay the steering of the network, evenly over all keys. */
+static void FN(cut_keys)(plan_t *plan, int64_t bytes)
+{
+    const int64_t all = ceil_div(plan->call->count, LANES);
+    const int64_t rows = (plan->call->d + column_height(plan->call->d)) / 2; /* of keys and of what is sorted */
+    const int64_t fit = least(MAX_VECTORS, most(ABREAST, bytes / (rows * BYTES)));
+    plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
+    plan->blocks = ceil_div(all, plan->vectors);
+}
+
+static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(buffers) *buffers)
+{
+    const int64_t d = plan->call->d, vectors = plan->vectors, block = (d + 1) * vectors * BYTES;
+    const int64_t weights = plan->call->n_bases * d;
+    arena_t arena = {scratch, 0};
+    *buffers = (FN(buffers)){0};
+    buffers->keys = take(&arena, block);
+    buffers->height = column_height(d);
+    buffers->x = take(&arena, buffers->height * vectors * BYTES);
+    for (int64_t v = 0; scratch && v < vectors; v++)
+        for (int64_t i = d; i <= buffers->height - SPREAD; i++)
+            buffers->x[v * buffers->height + i] = (V){0} + (T)__builtin_inf();
+    buffers->lap = plan->call->paired ? d + 1 : 0;
+    buffers->query = take(&arena, plan->call->paired ? block : d * BYTES);
+    buffers->numbers = take(&arena, d * (int64_t)sizeof(T));
+    buffers->weights = take(&arena, weights * (int64_t)sizeof(T));
+    buffers->sums = take(&arena, vectors * BYTES);
+    buffers->tags = take(&arena, d * BYTES); /* this and the next are touched by the backward pass only */
+    buffers->values = take(&arena, block);
+    if (backward) {
+        buffers->grad = take(&arena, vectors * BYTES);
+        buffers->ordered = take(&arena, (d + 1) * ABREAST * BYTES);
+        buffers->key_grad = take(&arena, block);
+        buffers->query_grad = take(&arena, plan->call->paired ? block : d * BYTES);
+        buffers->weight_grad = take(&arena, weights * BYTES);
+    }
+    return arena.used;
+}
+
+/* Add weights times rows to the sums, in runs of rows: shorter chains of rounding errors. Neighbours that the sort left
+ * to be compared are compared on the way. */
+INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int64_t d, int neighbours, int64_t first,
+                      int64_t columns)
+{
+    enum { RUN = 64 };
+    const int64_t height = at->height;
+    const V *x = at->x + first * height;
+    V *sums = at->sums + first;
+    for (int64_t i = 0; i < d;) {
+        const int64_t end = least(i - i % RUN + RUN + neighbours, d);
+        V sum[ABREAST] = {{0}};
+        if (neighbours && i == 0) {
+            UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[i] * x[j * height + i];
+            i++;
+        }
+        for (; neighbours && i + 1 < end; i += 2)
+            UNROLL for (int j = 0; j < columns; j++) {
+                V low = x[j * height + i], high = x[j * height + i + 1];
+                CE(low, high)
+                sum[j] += weights[i] * low;
+                sum[j] += weights[i + 1] * high;
+            }
+        for (; i < end; i++)
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * x[j * height + i];
+        UNROLL for (int j = 0; j < columns; j++) sums[j] += sum[j];
+    }
+}
+
+static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
+{
+    const call_t *call = plan->call;
+    const int64_t chunk = task % plan->chunks, block = task / plan->chunks % plan->blocks;
+    const int64_t group = task / plan->chunks / plan->blocks % plan->groups;
+    const int64_t h = task / plan->chunks / plan->blocks / plan->groups, d = call->d, *stride = call->score_stride;
+    const int64_t first = block * plan->vectors * LANES, width = least(plan->vectors * LANES, call->count - first);
+    const int64_t vectors = ceil_div(width, LANES);
+    FN(buffers) at;
+    FN(layout)(plan, scratch, 0, &at);
+    FN(load_weights)(call, h, at.weights);
+    for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
+        const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+        T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
+        for (int64_t l = chunk * QUERY_CHUNK; l < least((chunk + 1) * QUERY_CHUNK, call->length); l++) {
+            const int wild = FN(load_query)(call, n, h, l, first, vectors, &at) | wild_keys;
+            memset(at.sums, 0, (size_t)(vectors * BYTES));
+            for (int64_t b = 0; b < call->n_bases; b++) {
+                const step_t *step = FN(fill)(call->bases[b], wild ? NAN_ASIDE : PLAIN, call, &at, 0, vectors);
+                if (FN(sort)(step, at.x, d, at.height, vectors, 1))
+                    ACROSS(FN(weigh), &at, at.weights + b * d, d, 1)
+                else
+                    ACROSS(FN(weigh), &at, at.weights + b * d, d, 0)
+            }
+            for (int64_t lane = 0; lane < width; lane++)
+                scores[l * stride[2] + lane * stride[3]] = ((const T *)at.sums)[lane];
+        }
+    }
+}
+
+static int FN(forward)(const call_t *call)
+{
+    plan_t plan = {.call = call, .chunks = ceil_div(call->length, QUERY_CHUNK)};
+    FN(cut_keys)(&plan, FORWARD_BYTES);
+    const int64_t one = call->heads * plan.blocks * plan.chunks; /* batch entry */
+    plan.groups = least(call->n, ceil_div(MIN_TASKS, one));
+    FN(buffers) at;
+    return run(FN(forward_task), &plan, one * plan.groups, FN(layout)(&plan, NULL, 0, &at));
+}
+
+/* Bring each weight to the dimension that its position came from, in place of the value there, and put the values in
+ * order: rows `start` to `end` of a column. Tags took the place of some low bits, so that values which agree in all
+ * others may come in the wrong order: returns in which lanes.
+ *
+ * This is bound by loads and stores: tags are read 64 bits at a time, no address takes more than one instruction, and a
+ * row's loads come before its stores, which would hold them up. */
+INLINE I FN(untag)(const V *x, V *values, V *ordered, const T *weights, INT mask, int64_t start, int64_t end)
+{
+    enum { PER_WORD = 8 / sizeof(T), LOW = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : PER_WORD - 1 };
+    const int shift = __builtin_ctz(BYTES);
+    const uint64_t masks = (uint64_t)mask << shift, *words = (const uint64_t *)(x + start);
+    char *lanes[LANES];
+    UNROLL for (int lane = 0; lane < LANES; lane++) {
+        lanes[lane] = (char *)((T *)values + lane);
+        __asm__("" : "+r"(lanes[lane])); /* a register of its own, or the compiler adds `lane` to every address */
+    }
+    V last = (V){0} - (T)__builtin_inf();
+    if (start)
+        last = ordered[start - 1];
+    I misplaced = {0};
+    for (int64_t i = start; i < end; i++) {
+        const WORD weight = ((const WORD *)weights)[i];
+        T *place[LANES], exact[LANES];
+        UNROLL for (int lane = 0; lane < LANES; lane += PER_WORD) {
+            const uint64_t word = *words++;
+            place[lane + LOW] = (T *)(lanes[lane + LOW] + (word << shift & masks));
+            if (PER_WORD == 2)
+                place[lane + 1 - LOW] = (T *)(lanes[lane + 1 - LOW] + (word >> (32 - shift) & masks));
+        }
+        UNROLL for (int lane = 0; lane < LANES; lane++) exact[lane] = *place[lane];
+        UNROLL for (int lane = 0; lane < LANES; lane++) *(WORD *)place[lane] = weight;
+        V sorted = {exact[0]};
+        UNROLL for (int lane = 1; lane < LANES; lane++) sorted[lane] = exact[lane];
+        misplaced |= sorted < last;
+        ordered[i] = last = sorted;
+    }
+    return misplaced;
+}
+
+/* Order rows `start` to `end` of a lane by exact values, each as far down as it has to go, with its tag and weight. */
+static void FN(settle)(WORD *words, T *values, T *ordered, const T *weights, INT mask, int64_t start, int64_t end)
+{
+    for (int64_t i = start; i < end; i++) {
+        const T exact = ordered[i * LANES];
+        const INT moved = words[i * LANES];
+        int64_t j = i;
+        for (; j > 0 && ordered[(j - 1) * LANES] > exact; j--) {
+            ordered[j * LANES] = ordered[(j - 1) * LANES];
+            words[j * LANES] = words[(j - 1) * LANES];
+            values[(words[j * LANES] & mask) * LANES] = weights[j];
+        }
+        if (j == i)
+            continue;
+        ordered[j * LANES] = exact;
+        words[j * LANES] = moved;
+        values[(moved & mask) * LANES] = weights[j];
+    }
+}
+
+INLINE int FN(any)(I mask)
+{
+    uint64_t words[BYTES / 8], any = 0;
+    memcpy(words, &mask, BYTES);
+    for (int i = 0; i < BYTES / 8; i++)
+        any |= words[i];
+    return any != 0;
+}
+
+/* Weights to dimensions and values in order, for one column. */
+static void FN(return_weights)(V *x, V *values, V *ordered, const T *weights, INT mask, int64_t d)
+{
+    const int64_t run = d <= 128 ? 64 : 16; /* more tag bits, more values that agree in the others */
+    for (int64_t start = 0; start < d; start += run) {
+        const int64_t end = least(start + run, d);
+        const I misplaced = FN(untag)(x, values, ordered, weights, mask, start, end);
+        for (int lane = 0; FN(any)(misplaced) && lane < LANES; lane++)
+            if (misplaced[lane])
+                FN(settle)((WORD *)x + lane, (T *)values + lane, (T *)ordered + lane, weights, mask, start, end);
+    }
+}
+
+INLINE void FN(add_sorted)(const V *sorted, const V *grads, V *weight_grad, int64_t d, int64_t columns)
+{
+    V grad[ABREAST];
+    UNROLL for (int j = 0; j < columns; j++) grad[j] = grads[j];
+    for (int64_t i = 0; i < d; i++) {
+        V sum = weight_grad[i];
+        UNROLL for (int j = 0; j < columns; j++) sum += grad[j] * sorted[j * (d + 1) + i];
+        weight_grad[i] = sum;
+    }
+}
+
+#define SLOPES(for_query, for_key)                                      \
+    for (int64_t i = 0; i < d; i++) {                                   \
+        const V q = query[i];                                           \
+        V sum = {0};                                                    \
+        UNROLL for (int j = 0; j < columns; j++) {                      \
+            const V k = keys[j * pitch + i], slope = slopes[j * pitch + i] * grad[j]; \
+            for_query;                                                  \
+            for_key;                                                    \
+        }                                                               \
+        query_grad[i] += sum;                                           \
+    }                                                                   \
+    break;
+
+INLINE void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64_t first, int64_t columns)
+{
+    const int64_t pitch = d + 1;
+    const V *query = at->query + first * at->lap;
+    const V *keys = at->keys + first * pitch, *slopes = at->values + first * pitch;
+    V grad[ABREAST], *query_grad = at->query_grad + first * at->lap, *key_grad = at->key_grad + first * pitch;
+    UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j] * (T)(base == DIS ? 2 : 1);
+    switch (base) {
+    case DIS: SLOPES(sum += slope * (q - k), key_grad[j * pitch + i] -= slope * (q - k))
+    case DOT: SLOPES(sum += slope * k, key_grad[j * pitch + i] += slope * q)
+    case L1: SLOPES(const V sign = (V)((I)slope & (q > k)) - (V)((I)slope & (q < k)); sum += sign,
+                    key_grad[j * pitch + i] -= sign)
+    }
+}
+
+/* The sum of all lanes of row i. */
+INLINE T FN(total)(const V *rows, int64_t i)
+{
+    const T *lanes = (const T *)rows + i * LANES; /* in memory, where a compiler can take several rows at once */
+    T sum = 0;
+    UNROLL for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* Weights to dimensions, and the gradients of the weights, for a few columns. */
+INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_grad, INT mask, int64_t d, int64_t first,
+                            int64_t columns)
+{
+    const int64_t pitch = d + 1;
+    for (int64_t j = 0; j < columns; j++)
+        FN(return_weights)(at->x + (first + j) * at->height, at->values + (first + j) * pitch, at->ordered + j * pitch,
+                           weights, mask, d);
+    FN(add_sorted)(at->ordered, at->grad + first, weight_grad, d, columns);
+}
+
+/* Add the gradients of one query, or of queries paired with keys, against one block of keys. */
+static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t vectors, int wild)
+{
+    const int64_t d = call->d;
+    INT mask = 0;
+    while (mask < d - 1)
+        mask = 2 * mask + 1;
+    for (int64_t b = 0; b < call->n_bases; b++) {
+        const int32_t base = call->bases[b];
+        const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
+        const int mode = by_rank ? wild ? BOUNDED : TAGGED : PLAIN;
+        FN(sort)(FN(fill)(base, mode, call, at, mask, vectors), at->x, d, at->height, vectors, 0);
+        if (by_rank) {
+            ACROSS(FN(add_weights), at, at->weights + b * d, at->weight_grad + b * d, mask, d)
+            if (at->lap)
+                for (int64_t v = 0; v < vectors; v++)
+                    FN(add_slopes)(base, at, d, v, 1);
+            else
+                ACROSS(FN(add_slopes), base, at, d)
+        } else {
+            for (int64_t v = 0; v < vectors; v++)
+                FN(add_sorted)(at->x + v * at->height, at->grad + v, at->weight_grad + b * d, d, 1);
+        }
+    }
+}
+
+/* Empty the running sums of a column's first `lanes` lanes into gradients, `step` from one to the next; the first time
+ * there is nothing to add to. */
+INLINE void FN(flush_column)(V *sums, T *restrict grads, int64_t step, int64_t d, int lanes, int again)
+{
+    for (int64_t i = 0; i < d; i++) {
+        const V sum = sums[i];
+        UNROLL for (int lane = 0; lane < lanes; lane++)
+            grads[lane * step + i] = again ? grads[lane * step + i] + sum[lane] : sum[lane];
+    }
+}
+
+static void FN(flush_lanes)(V *sums, T *grads, int64_t step, int64_t d, int64_t lanes, int again)
+{
+    const int64_t pitch = d + 1;
+    for (int64_t v = 0; v * LANES < lanes; v++) {
+        V *column = sums + v * pitch;
+        T *to = grads + v * LANES * step;
+        if ((v + 1) * LANES > lanes)
+            FN(flush_column)(column, to, step, d, (int)(lanes - v * LANES), again);
+        else if (again)
+            FN(flush_column)(column, to, step, d, LANES, 1);
+        else
+            FN(flush_column)(column, to, step, d, LANES, 0);
+    }
+    memset(sums, 0, (size_t)(pitch * ceil_div(lanes, LANES) * BYTES));
+}
+
+static void FN(flush_weights)(V *sums, double *weight_grad, int64_t size)
+{
+    for (int64_t i = 0; i < size; i++)
+        weight_grad[i] += (double)FN(total)(sums, i);
+    memset(sums, 0, (size_t)(size * BYTES));
+}
+
+static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
+{
+    const call_t *call = plan->call;
+    const int64_t groups = plan->groups, tiles = plan->tiles;
+    const int64_t tile = task % tiles, group = task / tiles % groups, h = task / tiles / groups;
+    const int64_t d = call->d, *stride = call->score_stride;
+    double *weight_grad = plan->weight_partial + task * call->n_bases * d;
+    int64_t since_flush = 0;
+    FN(buffers) at;
+    FN(layout)(plan, scratch, 1, &at);
+    FN(load_weights)(call, h, at.weights);
+    for (int64_t i = 0; i < d; i++)
+        at.tags[i] = (I){0} + (INT)i;
+    memset(at.key_grad, 0, (size_t)((d + 1) * plan->vectors * BYTES));
+    memset(at.weight_grad, 0, (size_t)(call->n_bases * d * BYTES));
+    for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
+        for (int64_t block = tile * plan->blocks / tiles; block < (tile + 1) * plan->blocks / tiles; block++) {
+            const int64_t pair = n * call->heads + h, first = block * plan->vectors * LANES;
+            const int64_t keys = least(plan->vectors * LANES, call->count - first), vectors = ceil_div(keys, LANES);
+            /* Where the gradients of this block's keys lie, and of queries paired with them. */
+            const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
+            const int64_t step = call->paired ? call->heads * d : d;
+            const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+            memset(at.grad, 0, (size_t)(vectors * BYTES));
+            for (int64_t row = 0; row < plan->rows; row++) {
+                const int64_t l = plan->first + row, origin = n * stride[0] + h * stride[1] + l * stride[2];
+                for (int64_t key = 0; key < keys; key++)
+                    ((T *)at.grad)[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
+                const int wild = FN(load_query)(call, n, h, l, first, vectors, &at) | wild_keys;
+                memset(at.query_grad, 0, (size_t)((call->paired ? vectors * (d + 1) : d) * BYTES));
+                FN(backward_row)(call, &at, vectors, wild);
+                if (call->need & NEED_QUERY && call->paired) {
+                    FN(flush_lanes)(at.query_grad, (T *)call->query_grad + place, step, d, keys, 0);
+                } else if (call->need & NEED_QUERY) {
+                    T *query_grad = plan->query_partial
+                        ? (T *)plan->query_partial + ((pair * tiles + tile) * plan->rows + row) * d
+                        : (T *)call->query_grad + (pair * call->length + l) * d;
+                    for (int64_t i = 0; i < d; i++)
+                        query_grad[i] += FN(total)(at.query_grad, i);
+                }
+                if (call->need & NEED_KEY && (row % QUERY_CHUNK == QUERY_CHUNK - 1 || row == plan->rows - 1))
+                    FN(flush_lanes)(at.key_grad, (T *)call->key_grad + place, step, d, keys,
+                                    plan->first || row >= QUERY_CHUNK);
+                if (++since_flush % QUERY_CHUNK == 0)
+                    FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
+            }
+        }
+    FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
+}
+
+/* Sum what the tiles found for the queries of this round. */
+static void FN(gather_queries)(const plan_t *plan)
+{
+    const call_t *call = plan->call;
+    const int64_t size = plan->rows * call->d;
+    const T *partial = plan->query_partial;
+    for (int64_t pair = 0; pair < call->n * call->heads; pair++)
+        for (int64_t tile = 0; tile < plan->tiles; tile++, partial += size) {
+            T *query_grad = (T *)call->query_grad + (pair * call->length + plan->first) * call->d;
+            for (int64_t i = 0; i < size; i++)
+                query_grad[i] += partial[i];
+        }
+}
+
+static void FN(gather_weights)(const plan_t *plan)
+{
+    const call_t *call = plan->call;
+    const int64_t d = call->d, size = call->n_bases * d, parts = plan->groups * plan->tiles;
+    for (int64_t h = 0; h < call->heads; h++)
+        for (int64_t i = 0; i < size; i++) {
+            double sum = 0;
+            for (int64_t part = 0; part < parts; part++)
+                sum += plan->weight_partial[(h * parts + part) * size + i];
+            const int64_t b = i / d, position = i % d;
+            T *folded = (T *)call->weight_grad + h * size + b * d;
+            if (call->bases[b] == DOT)
+                folded[d - 1 - position] = (T)sum;
+            else
+                folded[position] = -(T)sum;
+        }
+}
+
+static int FN(backward)(const call_t *call)
+{
+    const int64_t pairs = call->n * call->heads;
+    plan_t plan = {.call = call, .groups = least(call->n, ceil_div(MIN_TASKS, call->heads)), .rows = call->length};
+    FN(cut_keys)(&plan, BACKWARD_BYTES);
+    plan.tiles = least(plan.blocks, ceil_div(MIN_TASKS, plan.groups * call->heads));
+    const int64_t tasks = call->heads * plan.groups * plan.tiles;
+    FN(buffers) at;
+    const int64_t scratch_bytes = FN(layout)(&plan, NULL, 1, &at);
+    const int partial = plan.tiles > 1 && call->need & NEED_QUERY && !call->paired;
+    if (call->need & NEED_QUERY)
+        memset(call->query_grad, 0, (size_t)(pairs * call->length * call->d) * sizeof(T));
+    const int64_t row_bytes = pairs * plan.tiles * call->d * (int64_t)sizeof(T);
+    if (partial)
+        plan.rows = least(call->length, most(1, PARTIAL_BYTES / row_bytes));
+    const int64_t rows = plan.rows;
+    plan.query_partial = partial ? malloc((size_t)(rows * row_bytes)) : NULL;
+    plan.weight_partial = calloc((size_t)(tasks * call->n_bases * call->d), sizeof(double));
+    int failed = !plan.weight_partial || (partial && !plan.query_partial);
+    for (; !failed && plan.first < call->length; plan.first += rows) {
+        plan.rows = least(rows, call->length - plan.first);
+        if (partial)
+            memset(plan.query_partial, 0, (size_t)(rows * row_bytes));
+        failed = run(FN(backward_task), &plan, tasks, scratch_bytes);
+        if (partial && !failed)
+            FN(gather_queries)(&plan);
+    }
+    if (!failed && call->need & NEED_WEIGHT)
+        FN(gather_weights)(&plan);
+    free(plan.query_partial);
+    free(plan.weight_partial);
+    return failed ? -1 : 0;
+}
+
+#undef V
+#undef I
+#undef WORD
+#undef LANES
+#undef MIN
+#undef MAX
+#undef MIN_NUMBER
+#undef HUGE_T
+#undef LARGE_T
+#undef INT
+#undef T
+#undef DOUBLE

@@ -1,0 +1,116 @@
+"""Parameter groups, reparametrized weights and the learning-rate schedule."""
+
+import pytest
+import torch
+from torch import nn
+
+import ahop_layers as ah
+from ahop_layers.training import folded_weights, rise_and_fall, trainable_forms
+
+
+class Scaled(nn.Module):
+    """A similarity of another class: the dot product times a learned factor."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(num_heads, 1, 1))
+
+    def forward(self, query, key):
+        return self.scale * (query @ key.mT)
+
+
+def model(**keywords):
+    return nn.Sequential(nn.Linear(4, 8), ah.AdaptiveAttention(8, 2, **keywords), nn.LayerNorm(8))
+
+
+def ids(parameters):
+    return [id(parameter) for parameter in parameters]
+
+
+@pytest.mark.parametrize("keywords", [{}, {"debias": True}, {"similarity": Scaled}], ids=["plain", "debias", "other"])
+def test_similarity_parameters_have_their_own_group(keywords):
+    layers = model(**keywords)
+    rest, similarity = ah.parameter_groups(layers, lr=0.1, similarity_lr=0.01, weight_decay=0.5)
+    assert ids(similarity["params"]) == ids(layers[1].similarity.parameters())
+    assert sorted(ids(rest["params"] + similarity["params"])) == sorted(ids(layers.parameters()))
+    assert (rest["lr"], rest["weight_decay"]) == (0.1, 0.5)
+    assert (similarity["lr"], similarity["weight_decay"]) == (0.01, 0.0)
+
+
+def test_similarities_have_the_same_learning_rate_by_default():
+    assert [group["lr"] for group in ah.parameter_groups(model(), lr=0.1)] == [0.1, 0.1]
+    rate = torch.tensor(0.1)
+    assert all(group["lr"] is rate for group in ah.parameter_groups(model(), lr=rate))
+
+
+def test_a_model_without_similarity_has_one_group():
+    layer = nn.Linear(3, 3)
+    (group,) = ah.parameter_groups(layer, lr=0.1, similarity_lr=1.0)
+    assert ids(group["params"]) == ids(layer.parameters())
+
+
+def test_a_shared_similarity_is_in_the_group_once():
+    similarity = ah.AdaptiveSimilarity(4, 2)
+    layers = nn.Sequential(*(ah.AdaptiveAttention(8, 2, similarity=similarity) for _ in range(2)))
+    assert ids(ah.parameter_groups(layers, lr=0.1)[1]["params"]) == ids(similarity.parameters())
+    torch.optim.SGD(ah.parameter_groups(layers, lr=0.1))  # refuses a parameter in two groups
+
+
+def test_weight_decay_does_not_change_the_similarities():
+    layers = model()
+    before = [parameter.clone() for parameter in layers.parameters()]
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD(ah.parameter_groups(layers, lr=0.1, weight_decay=0.5)).step()
+    similarity = ids(ah.similarity_parameters(layers))
+    for parameter, old in zip(layers.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old if id(parameter) in similarity else 0.95 * old)
+
+
+@pytest.mark.parametrize("function", [ah.similarity_parameters, lambda model: ah.parameter_groups(model, lr=0.1)])
+def test_only_modules_have_parameters(function):
+    with pytest.raises(ah.AHopError, match="must be a module, got NoneType"):
+        function(None)
+
+
+@pytest.mark.parametrize("context", [folded_weights, trainable_forms])
+def test_an_exception_restores_the_parameters(context):
+    layers, query, key = model(debias=True), torch.randn(2, 5, 4), torch.randn(2, 6, 4)
+    similarity = layers[1].similarity
+    for parameter in similarity.parameters():
+        nn.init.normal_(parameter)
+    expected, before = similarity(query, key), ids(similarity.parameters())
+    with pytest.raises(KeyboardInterrupt), context(layers):
+        raise KeyboardInterrupt
+    torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
+    assert sorted(ids(similarity.parameters())) == sorted(before)
+    assert similarity.beta.requires_grad
+
+
+def test_a_step_on_a_folded_weight_changes_one_rank():
+    similarity = ah.AdaptiveSimilarity(4, bases=("dot",))
+    with folded_weights(similarity):
+        (folded,) = (p for p in similarity.parameters() if p.requires_grad)
+        before = similarity.w.detach().flip(-1).cumsum(-1).flip(-1)
+        with torch.no_grad():
+            folded[..., 1] += 0.5
+        after = similarity.w.detach().flip(-1).cumsum(-1).flip(-1)
+        torch.testing.assert_close(after - before, torch.tensor([[0.0, 0.5, 0.0, 0.0]]))
+
+
+def test_frozen_weights_are_not_reparametrized():
+    similarity = ah.AdaptiveSimilarity(4)
+    similarity.w.requires_grad_(False)
+    with folded_weights(similarity):
+        assert dict(similarity.named_parameters()).keys() == {"w", "beta"}
+
+
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_the_learning_rate_rises_and_decays(count):
+    factors = [rise_and_fall(step, count) for step in range(count)]
+    peak = count // 10
+    assert factors[peak] == 1
+    assert factors[: peak + 1] == sorted(factors[: peak + 1])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert all(0 < factor <= 1 for factor in factors)
+    assert rise_and_fall(count, count) == pytest.approx(0, abs=1e-9)
