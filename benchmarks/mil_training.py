@@ -8,12 +8,11 @@ from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
-from ahop_layers.training import folded_weights
+from ahop_layers.training import folded_weights, parameter_groups
 from ahop_layers.variants import Biased, Masked, Mixed, Noisy
 from examples.bags.data import BagSet
 from examples.bags.model import BagClassifier, auc, embed_features
 from examples.common.kernel_similarity import separation_loss
-from examples.common.parameters import parameter_groups
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Mixed] = {
@@ -95,8 +94,8 @@ def train(
     watched = []
     held = None if watch is None else (bags.labels[watch], bags.packed(watch))
     with folded_weights(model):
-        groups = parameter_groups(model, setting.lr, float(faster or 1))
-        optimizer = torch.optim.AdamW(groups, weight_decay=setting.decay, fused=True)
+        groups = parameter_groups(model, setting.lr, setting.lr * float(faster or 1), setting.decay)
+        optimizer = torch.optim.AdamW(groups, fused=True)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.94)
         for _ in range(epochs):
             model.train()
