@@ -1,7 +1,9 @@
 """The registered operators: values, gradients, checks, transforms of torch, memory."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -404,3 +406,10 @@ def test_a_training_step_does_not_import_the_compiler():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not out.split()
+
+
+def test_private_functions_of_torch_are_in_one_file():
+    package = Path(ah.__file__).parent
+    private = re.compile(r"torch\._C|_functorch|forward_ad\._")
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if private.search(path.read_text())}
+    assert found == {"ops/operators.py"}

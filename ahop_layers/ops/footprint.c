@@ -48,7 +48,7 @@ typedef struct {
     const void *query, *key, *weight;
     void *scores, *query_grad, *key_grad, *weight_grad;
     const int32_t *bases;
-    const step_t *program;
+    const step_t *network;
     int64_t n, heads, length, count, d, n_bases;
     int64_t query_stride[4], key_stride[4], score_stride[4];
     int64_t dtype, need, threads;

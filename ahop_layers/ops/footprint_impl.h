@@ -99,12 +99,12 @@ typedef INT WORD __attribute__((may_alias));
 
 /* Sort the columns of a block. With `skip_last`, a last step that compares neighbors (rows 1 and 2, rows 3 and 4, ...)
  * is left to the caller. Returns whether it was. */
-static int FN(sort)(const step_t *program, V *x, int64_t d, int64_t height, int64_t vectors, int skip_last)
+static int FN(sort)(const step_t *network, V *x, int64_t d, int64_t height, int64_t vectors, int skip_last)
 {
-    for (;; program++) {
-        const int64_t step = program->step, advance = program->advance, end = program->end;
-        int64_t start = program->start, groups = program->groups;
-        switch (program->code) {
+    for (;; network++) {
+        const int64_t step = network->step, advance = network->advance, end = network->end;
+        int64_t start = network->start, groups = network->groups;
+        switch (network->code) {
         case SORT2: GROUP(2, APPLY(S2, ROWS2))
         case SORT4: GROUP(4, APPLY(S4, ROWS4))
         case SORT8: GROUP(8, APPLY(S8, ROWS8))
@@ -112,7 +112,7 @@ static int FN(sort)(const step_t *program, V *x, int64_t d, int64_t height, int6
         case SORT32: GROUP(32, APPLY(S16, ROWS16) APPLY(S16, NEXT16) MERGE_32)
         case MERGE32: KNOWN_STEP(2, GROUP(32, MERGE_32))
         case CHAIN1:
-            if (skip_last && program[1].code == END)
+            if (skip_last && network[1].code == END)
                 return 1;
             KNOWN_STEP(1, CHAIN(0, 2, CE(r[0], r[1])))
         case CHAIN2: KNOWN_STEP(1, CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3])))
@@ -273,7 +273,7 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const call_t *call, con
         for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += pitch, sums++)
             *x = SIMILARITY(0);
     }
-    return call->program + (whole > 0);
+    return call->network + (whole > 0);
 }
 
 #define FILL(base, mode) case 4 * base + mode: return FN(fill_by)(base, mode, call, at, mask, vectors);
@@ -283,7 +283,7 @@ static const step_t *FN(fill)(int32_t base, int mode, const call_t *call, const 
                               int64_t vectors)
 {
     switch (4 * base + mode) { FILLS(DIS) FILLS(DOT) FILLS(L1) }
-    return call->program;
+    return call->network;
 }
 
 /* Choose the vectors per block: as many as fit in `bytes`, enough to amortize the control flow of the network, and

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 from ahop_layers.ops.gpu.ptx import WARP, Item, Layout, Program, Tagged, Values, sort
 
-LARGEST_UNROLLED = 64
+MAX_UNROLLED = 64
 """Up to this number of dimensions the code has one network per base; beyond it, all bases share one in a loop."""
 
 TAG_BITS = 10
@@ -57,7 +57,7 @@ def score(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
         p.switch(left, [partial(_weigh, p, bases[i], items, weight, dtype, scores) for i in indices])
         p.do("add.s64", weight, weight, 4 * layout.dims)
 
-    p.for_each_base(len(bases), layout.dims > LARGEST_UNROLLED, add_score)
+    p.for_each_base(len(bases), layout.dims > MAX_UNROLLED, add_score)
     for total, address, predicate in zip(scores, ("out", "out2"), keep, strict=False):
         result = p.op("neg.f32", total)
         for distance in (2**level for level in range(layout.group.bit_length() - 1)):
@@ -168,7 +168,7 @@ def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
         p.do("add.u32", region, region, _slot(chunk, 1, 0))
         p.do("add.s64", weight, weight, row_bytes)
 
-    p.for_each_base(len(bases), layout.dims > LARGEST_UNROLLED, deliver_weights)
+    p.for_each_base(len(bases), layout.dims > MAX_UNROLLED, deliver_weights)
     p.do("bar.warp.sync", "0xffffffff")
     queries = p.load_floats(query, chunk, dtype)
     query_grads = []
