@@ -95,7 +95,8 @@ sanitize: $(READY)
 		--build-lib build/sanitize --build-temp build/sanitize/temp
 	ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		AHOP_CPU_LIBRARY=build/sanitize/ahop_layers/ops/_footprint.so $(BIN)/python -m pytest tests/test_cpu.py
+		AHOP_CPU_LIBRARY=build/sanitize/ahop_layers/ops/_footprint.so $(BIN)/python -m pytest \
+		tests/test_cpu.py tests/test_ops.py -k "cpu or operators"
 
 # Installs the original hopfield-layers from its repository, or from a checkout with HFLAYERS=path.
 test-hflayers:

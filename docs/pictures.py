@@ -1,9 +1,9 @@
-"""The pictures that explain: how a footprint is made, how queries are corrupted, what is learned, where a ViT looks.
+"""The explanatory pictures: computing a footprint, corrupting queries, learned weights, attention maps of a ViT.
 
 To run: python docs/pictures.py   (or: python docs/pictures.py footprint weights --out folder)
 
-Everything in them is computed by the package, on digits and patterns decided by a seed; a second run writes the same
-bytes. They have no ground of their own, and colours that can be read on a light page and on a dark one.
+The package computes everything they show, from digits and seeded random patterns; a second run writes the same bytes.
+The background is transparent, and the colors are legible on light and dark pages.
 """
 
 import argparse
@@ -24,24 +24,24 @@ import ahop_layers as ah
 from ahop_layers import plots
 from ahop_layers.plots import COLORS
 from benchmarks.harness import report
-from benchmarks.harness.report import GRAY as GREY
+from benchmarks.harness.report import GRAY
 
 HERE = Path(__file__).parent
 ORIGIN, OTHER = COLORS["dot"], COLORS["dis"]
 PEN = 1e-3  # a variant without noise lies on points and lines, which have to be drawn with some width
-STYLE = {**report.STYLE, "svg.fonttype": "path", "font.size": 12}  # words of a picture look the same everywhere
-# No date, and no version of matplotlib, so that nothing changes but the picture.
+STYLE = {**report.STYLE, "svg.fonttype": "path", "font.size": 12}  # text as paths: independent of fonts
+# Without date and version of matplotlib, so that the same picture has the same bytes.
 NAMELESS: dict[str, dict[str, None]] = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """The 1797 digits of scikit-learn, ``(n, 64)`` with values from -1 to 1, and what each shows ``(n,)``."""
+    """Returns the 1797 digits of scikit-learn, ``(n, 64)`` with values from -1 to 1, and their classes ``(n,)``."""
     found = load_digits()
     return torch.tensor(found.data, dtype=torch.float32) / 8 - 1, torch.tensor(found.target)
 
 
 class Example(NamedTuple):
-    """A query, the two patterns ``(2, d)`` that compete for it, its origin first, and weights ``(d,)`` that decide."""
+    """A query, its two candidate patterns ``(2, d)`` with the original first, and learned weights ``(d,)``."""
 
     query: Tensor
     keys: Tensor
@@ -49,7 +49,7 @@ class Example(NamedTuple):
 
 
 def example() -> Example:
-    """Of corrupted digits that the distance takes for another digit, and a fitted memory does not, the clearest."""
+    """Returns the clearest corrupted digit that a fitted memory recalls and the distance assigns to another class."""
     patterns, shown = digits()
     patterns = patterns[:100]
     variant = ah.variants.Mixed(mask=0.4, noise=0.02)
@@ -62,17 +62,17 @@ def example() -> Example:
     pairs = patterns[torch.stack((index[rows], wrong[rows]), 1)]
     curves = ah.footprint(query[rows, None], pairs, base="dis")[:, 0]
     lead = (curves[:, 0] - curves[:, 1]) / curves[:, 0, -1:].abs()
-    best = torch.minimum(lead.amax(-1), -lead[:, -1]).argmax()  # the origin is far ahead, and in the end far behind
+    best = torch.minimum(lead.amax(-1), -lead[:, -1]).argmax()  # a large lead first, far behind in the end
     weights = (memory.similarity.beta.unsqueeze(-1) * memory.similarity.w).detach()[0]
     return Example(query[rows[best]], pairs[best], weights)
 
 
 def footprint() -> Figure:
-    """One query, two stored digits: compare, sort, add up, weigh."""
+    """Draws the steps from a query and two stored digits to their scores: compare, sort, add up, weigh."""
     query, keys, weights = example()
     similarity = -(query - keys).square()
     curves = ah.footprint(query[None], keys, base="dis")[0]
-    colours = (ORIGIN, OTHER)
+    colors = (ORIGIN, OTHER)
     figure = Figure(figsize=(10, 4.4))
     height, tops = 0.29, (0.545, 0.12)
     side = height * 0.44
@@ -81,71 +81,71 @@ def footprint() -> Figure:
         figure.text(x, y, text, ha="center", va="center", **{"fontsize": 18, **keywords})
 
     def arrow(start: tuple[float, float], end: tuple[float, float]) -> None:
-        style = {"arrowstyle": "-|>", "mutation_scale": 16, "color": GREY, "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0}
+        style = {"arrowstyle": "-|>", "mutation_scale": 16, "color": GRAY, "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0}
         figure.add_artist(FancyArrowPatch(start, end, transform=figure.transFigure, **style))
 
     names = ("query", "stored", "compare", "sort", "add up", "weigh")
     for x, name in zip((0.066, 0.232, 0.382, 0.532, 0.722, 0.922), names, strict=True):
         label(x, 0.94, name)
-    centre = sum(tops) / 2 + height / 2
-    _pixels(figure.add_axes((0.003, centre - height / 2, side, height)), query, GREY)
-    for y, key, q, colour, name in zip(tops, keys, similarity, colours, ("the origin", "a look-alike"), strict=True):
+    center = sum(tops) / 2 + height / 2
+    _pixels(figure.add_axes((0.003, center - height / 2, side, height)), query, GRAY)
+    for y, key, q, color, name in zip(tops, keys, similarity, colors, ("the origin", "a look-alike"), strict=True):
         middle = y + height / 2
-        arrow((0.137, centre + (middle - centre) * 0.25), (0.165, middle))
-        _pixels(figure.add_axes((0.168, y, side, height)), key, colour)
-        label(0.232, y - 0.06, name, color=colour, fontsize=15)
-        _disagreement(figure.add_axes((0.318, y, side, height)), q, colour)
+        arrow((0.137, center + (middle - center) * 0.25), (0.165, middle))
+        _pixels(figure.add_axes((0.168, y, side, height)), key, color)
+        label(0.232, y - 0.06, name, color=color, fontsize=15)
+        _disagreement(figure.add_axes((0.318, y, side, height)), q, color)
         arrow((0.45, middle), (0.468, middle))
         bars = figure.add_axes((0.472, y, 0.12, height))
-        bars.fill_between(range(65), [0, *q.sort(descending=True).values], step="pre", color=colour, linewidth=0)
+        bars.fill_between(range(65), [0, *q.sort(descending=True).values], step="pre", color=color, linewidth=0)
         bars.set(ylim=(float(similarity.min()), 0), xlim=(0, 64))
         bars.axis("off")
-        arrow((0.6, middle), (0.618, centre + (middle - centre) * 0.6))
+        arrow((0.6, middle), (0.618, center + (middle - center) * 0.6))
 
     places = range(1, 65)
     panel = figure.add_axes((0.625, 0.36, 0.2, 0.49))
-    for curve, colour in zip(curves, colours, strict=True):
-        panel.plot(places, curve.numpy(), color=colour, linewidth=2.5)
+    for curve, color in zip(curves, colors, strict=True):
+        panel.plot(places, curve.numpy(), color=color, linewidth=2.5)
     strip = figure.add_axes((0.625, 0.12, 0.2, 0.18), sharex=panel)
-    strip.bar(places, weights.numpy(), width=1, color=GREY)
+    strip.bar(places, weights.numpy(), width=1, color=GRAY)
     label(0.725, 0.06, "learned weights", fontsize=15)
     for axis in (panel, strip):
         axis.set(xlim=(0.5, 64.5), xticks=[], yticks=[])
         axis.spines[["left", "bottom"]].set_visible(False)
-        axis.axhline(0, color=GREY, linewidth=1)
+        axis.axhline(0, color=GRAY, linewidth=1)
     verdicts = (("distance \u2717", curves[:, -1]), ("learned \u2713", curves @ weights))
     for y, (name, scores) in zip(tops, verdicts, strict=True):
         axis = figure.add_axes((0.865, y, 0.115, height))
-        axis.bar((0, 1), scores.numpy(), width=0.6, color=colours)
-        axis.axhline(0, color=GREY, linewidth=1)
+        axis.bar((0, 1), scores.numpy(), width=0.6, color=colors)
+        axis.axhline(0, color=GRAY, linewidth=1)
         axis.set(xlim=(-0.6, 1.6))
         axis.axis("off")
-        label(0.922, y - 0.06, name, color=colours[int(scores.argmax())], fontsize=15)
+        label(0.922, y - 0.06, name, color=colors[int(scores.argmax())], fontsize=15)
     return figure
 
 
-def _pixels(axis: Axes, pattern: Tensor, colour: str) -> None:
-    """A digit in a frame."""
+def _pixels(axis: Axes, pattern: Tensor, color: str) -> None:
+    """Draws a digit in a frame."""
     axis.pcolormesh(pattern.reshape(8, 8).numpy(), cmap="gray", vmin=-1, vmax=1, edgecolors="face", linewidth=0.5)
-    _frame(axis, colour)
+    _frame(axis, color)
 
 
-def _disagreement(axis: Axes, similarity: Tensor, colour: str) -> None:
-    """What each pixel disagrees, the more the stronger; where all agree the page shows."""
-    clear = LinearSegmentedColormap.from_list("clear", [(*to_rgb(colour), 1), (*to_rgb(colour), 0)])
+def _disagreement(axis: Axes, similarity: Tensor, color: str) -> None:
+    """Draws the distance of each pixel as opacity."""
+    clear = LinearSegmentedColormap.from_list("clear", [(*to_rgb(color), 1), (*to_rgb(color), 0)])
     axis.pcolormesh(similarity.reshape(8, 8).numpy(), cmap=clear, vmin=-2, vmax=0)
-    _frame(axis, colour)
+    _frame(axis, color)
 
 
-def _frame(axis: Axes, colour: str) -> None:
+def _frame(axis: Axes, color: str) -> None:
     axis.set(xticks=[], yticks=[], aspect="equal")
     axis.invert_yaxis()
     for spine in axis.spines.values():
-        spine.set(visible=True, color=colour, linewidth=2)
+        spine.set(visible=True, color=color, linewidth=2)
 
 
 def likelihoods() -> Figure:
-    """Where variants of one pattern of two dimensions lie: the exact density of each kind of variant."""
+    """Draws the density of each kind of corrupted query of a two-dimensional pattern."""
     variants = {
         "noise": ah.variants.Mixed(noise=0.06),
         "mask": ah.variants.Mixed(mask=0.5, noise=PEN),
@@ -159,9 +159,9 @@ def likelihoods() -> Figure:
     figure = Figure(figsize=(10, 3), layout="constrained")
     for axis, (name, variant) in zip(figure.subplots(1, 4), variants.items(), strict=True):
         density = variant.log_likelihood(grid, pattern).exp()
-        # The root keeps faint regions visible beside sharp ones.
+        # The square root keeps regions of low density visible.
         axis.imshow((density / density.max()).sqrt().numpy(), cmap=cloud, origin="lower", extent=[-reach, reach] * 2)
-        axis.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color=GREY, linewidth=1, linestyle=":")
+        axis.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color=GRAY, linewidth=1, linestyle=":")
         if variant.bias:
             ends = {"xy": (pattern + variant.shift(pattern)).tolist(), "xytext": pattern.tolist()}
             axis.annotate("", **ends, arrowprops={"arrowstyle": "-|>", "color": OTHER, "linewidth": 1.5, "shrinkB": 4})
@@ -173,7 +173,7 @@ def likelihoods() -> Figure:
 
 
 def weights() -> Figure:
-    """What a memory learns: weights of sorted similarities from noise and masks, a bias from biased queries."""
+    """Draws learned weights for noise and masks, and a learned bias for biased queries."""
     variants = {
         "noise": ah.variants.Noisy(1.0),
         "mask": ah.variants.Mixed(mask=0.6, noise=0.01),
@@ -186,7 +186,7 @@ def weights() -> Figure:
         memory = ah.AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
         memory.fit(variant, epochs=300, lr=0.02, batch=128, progress=False)
         if variant.bias:
-            axis.axhline(0, color=GREY, linewidth=0.8)
+            axis.axhline(0, color=GRAY, linewidth=0.8)
             axis.bar(range(1, 17), memory.similarity.bias.detach()[:16], color=ORIGIN, width=0.7)
             axis.plot(range(1, 17), variant.shift(patterns)[:16], "_", color=OTHER, markersize=9, markeredgewidth=2.5)
             axis.set_xlabel("dimension")
@@ -201,14 +201,14 @@ def weights() -> Figure:
         axis.xaxis.label.set_size(14)
         axis.locator_params(axis="y", nbins=4)
         axis.tick_params(labelsize=13)
-        for number, (text, colour) in enumerate(names):
+        for number, (text, color) in enumerate(names):
             place = {"x": 0.97, "y": 0.97 - 0.13 * number, "ha": "right", "va": "top", "transform": axis.transAxes}
-            axis.text(s=text, color=colour, fontsize=15, **place)
+            axis.text(s=text, color=color, fontsize=15, **place)
     return figure
 
 
 def maps() -> Figure:
-    """Where the class token of a small ViT looks, as trained with the dot product, and after it learned on, adapted."""
+    """Draws the attention of the class token of a small ViT before and after fine-tuning with adaptive attention."""
     from examples.vision.model import VisionTransformer
 
     torch.manual_seed(0)
@@ -253,17 +253,19 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the pictures."""
+    """Writes the pictures."""
+    from examples.common.cli import output_folder
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stems = [name.partition(".")[0] for name in PICTURES]
-    parser.add_argument("names", nargs="*", metavar="name", help=f"which of {', '.join(stems)} (all)")
-    parser.add_argument("--out", type=Path, default=HERE / "pictures", help="folder to write to (docs/pictures)")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(stems)} (default: all)")
+    parser.add_argument("--out", type=output_folder, default=HERE / "pictures", help="folder (default: docs/pictures)")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(stems)
     if unknown:
-        parser.error(f"names must be among {', '.join(stems)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"expected any of {', '.join(stems)}, got {', '.join(sorted(unknown))}")
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # more would change the last bit of sums, and gain nothing in steps as small as these
+    torch.set_num_threads(1)  # several threads change the last bit of sums, and do not speed up steps this small
     with matplotlib.rc_context(STYLE):
         for name, draw in PICTURES.items():
             if name.partition(".")[0] in options.names or not options.names:

@@ -1,1 +1,1 @@
-"""Runnable examples; each also runs as ``python -m examples.NAME`` from a checkout."""
+"""Runnable examples; ``python -m examples.NAME`` runs one from a checkout."""

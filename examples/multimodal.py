@@ -1,115 +1,112 @@
-"""Two memories and a link: recognise a corrupted digit, follow its link, and retrieve what belongs to it.
+"""Two memories and a link: recognize a corrupted digit, follow its link, and retrieve the linked measurements.
 
-To run: python examples/multimodal.py
+To run: python -m examples.multimodal
 
-A concept is a pair of real patterns: a handwritten digit (64 pixels) and the measurements of a tumour's cells (30
-numbers), both shipped with scikit-learn. One memory holds the digits, another the measurements. In the first phase a
-corrupted digit is looked up. Its concept leads to a trace of the measurements, which is no clean copy but a variant
-itself; in the second phase that trace is looked up among all measurements. Only if both find the right pattern is the
-concept complete. Each modality is corrupted in its own way, which no fixed similarity knows. Writes out/multimodal.png.
+A concept is a pair of real patterns from scikit-learn: a handwritten digit (64 pixels) and the cell measurements of a
+tumor (30 numbers). One memory stores the digits, another the measurements. Phase 1 recognizes a corrupted digit. The
+recognized concept links to a corrupted copy of its measurements, the trace. Phase 2 recognizes that trace among all
+measurements. A concept is completed if both phases retrieve the right pattern. The corruptions of the two modalities
+differ, and no fixed similarity suits both. Writes multimodal.png into the folder of --out.
 """
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
 
-import matplotlib
 import torch
-from sklearn.datasets import load_breast_cancer, load_digits
+from matplotlib.axes import Axes
+from sklearn.datasets import load_breast_cancer
 from torch import Tensor
 from tqdm import tqdm
 
 import ahop_layers as ah
 from ahop_layers.variants import Mixed
-from examples.common.outputs import output_folder
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from examples.common import cli
+from examples.common.digits import digit_patterns
+from examples.common.outputs import draw_rows, write_figure
 
 IMAGES = Mixed(mask=0.2, noise=0.05, bias=0.6, seed=1)
 TRACES = Mixed(mask=0.1, noise=0.002, bias=0.6, seed=2)
 PAIRS = [("M-Hop", "M-Hop"), ("K2-Hop", "K2-Hop"), ("K2-Hop", "A-Hop"), ("A-Hop", "K2-Hop"), ("A-Hop", "A-Hop")]
-
-
-def digits(count: int) -> Tensor:
-    """Handwritten digits (count, 64) in [-1, 1]."""
-    return torch.tensor(load_digits().data[:count] / 8 - 1, dtype=torch.float32)
+TUMORS = 569
 
 
 def measurements(count: int) -> Tensor:
-    """Cell measurements (count, 30), standardised and squeezed into [-1, 1]."""
+    """Returns cell measurements ``(count, 30)``, standardized and mapped to [-1, 1] by tanh."""
     values = torch.tensor(load_breast_cancer().data, dtype=torch.float32)
     return torch.tanh((values - values.mean(0)) / values.std(0))[:count]
 
 
-def fitted(name: str, patterns: Tensor, variant: Mixed, steps: int) -> ah.AssociativeMemory:
-    """A memory of the patterns that has seen variants of them, where it can learn."""
+def fitted(name: str, patterns: Tensor, variant: Mixed, epochs: int) -> ah.AssociativeMemory:
+    """Returns a memory of the patterns, fitted on corrupted copies of them if its preset has parameters."""
     keywords = {"debias": True} if name == "A-Hop" else {}
     memory = ah.AssociativeMemory.preset(name, patterns, **keywords)
     if name != "M-Hop":
-        memory.fit(variant, epochs=steps, lr=0.05 if name == "A-Hop" else 0.01, batch=64, progress=False)
+        memory.fit(variant, epochs=epochs, lr=0.05 if name == "A-Hop" else 0.01, batch=64, progress=False)
     return memory
 
 
 def complete(
     images: ah.AssociativeMemory, facts: ah.AssociativeMemory, query: Tensor, links: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Both phases: the concept an image is recognised as, and the one its linked trace is recognised as."""
+    """Runs both phases; returns the concept recognized from the image and the one recognized from its trace."""
     first = images.recall(query)
     return first, facts.recall(links[first])
 
 
-def save_picture(path: Path, rows: dict[str, Tensor], index: Tensor) -> None:
-    """A column for each concept: digits as pictures, measurements as bars."""
-    figure, axes = plt.subplots(len(rows), len(index), figsize=(len(index) * 1.2, len(rows)), layout="constrained")
-    for (name, patterns), row in zip(rows.items(), axes, strict=True):
-        for pattern, axis in zip(patterns, row, strict=True):
-            if len(pattern) == 64:
-                axis.imshow(pattern.reshape(8, 8), cmap="gray_r", vmin=-1, vmax=1)
-            else:
-                axis.bar(range(len(pattern)), pattern, color="#2a7f9e")
-                axis.set_ylim(-1.5, 1.5)
-            axis.set(xticks=[], yticks=[])
-        row[0].set_ylabel(name, rotation=0, ha="right", va="center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def draw_pattern(axis: Axes, pattern: Tensor) -> None:
+    """Draws a digit as an image, and measurements as bars."""
+    if len(pattern) == 64:
+        axis.imshow(pattern.reshape(8, 8).numpy(), cmap="gray_r", vmin=-1, vmax=1)
+    else:
+        axis.bar(range(len(pattern)), pattern.numpy(), color="#2a7f9e")
+        axis.set_ylim(-1.5, 1.5)
 
 
-def main() -> None:
-    """Fit the memories, run both phases, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concepts", type=int, nargs="+", default=[128, 256, 512], help="how many, at most 569")
-    parser.add_argument("--steps", type=int, default=60, help="training steps of each memory (60)")
-    parser.add_argument("--queries", type=int, default=500, help="corrupted digits to look up (500)")
-    parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (0)")
-    parser.add_argument("--out", type=output_folder, default="out", help="folder for the picture (out)")
-    arguments = parser.parse_args()
-    if not all(1 <= count <= 569 for count in arguments.concepts):
-        parser.error(f"concepts must be between 1 and 569, got {arguments.concepts}")
+def make_parser() -> cli.Parser:
+    """Returns the parser of the command line."""
+    parser = cli.Parser("multimodal", __doc__, "out/multimodal", ["multimodal.png"])
+    add, count = parser.option, cli.integer_between(1, TUMORS)
+    add("--concepts", type=count, metavar="N", nargs="+", default=[128, 256, 512], help="numbers of stored concepts")
+    add("--epochs", "--steps", default=60, **cli.SHARED["epochs"])
+    add("--queries", type=cli.positive_int, metavar="N", default=500, help="number of corrupted digits to look up")
+    return parser
 
-    generator = torch.Generator().manual_seed(arguments.seed)
+
+def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], list[float]]:
+    """Fits the memories, prints the table, and returns the accuracies."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    with parser.one_line_errors():
+        parser.start(options)
+        return compare(options)
+
+
+def compare(options: argparse.Namespace) -> dict[tuple[str, str], list[float]]:
+    """Runs the example with parsed options."""
+    generator = torch.Generator().manual_seed(options.seed)
     accuracy: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
-    for count in tqdm(arguments.concepts, desc="fitting memories", unit="size"):
-        looks, facts = digits(count), measurements(count)
+    for count in tqdm(options.concepts, desc="fitting memories", unit="size"):
+        looks, facts = digit_patterns(count), measurements(count)
         links = TRACES.corrupt(facts, generator)
-        index, query = IMAGES.sample(looks, arguments.queries, generator)
+        index, query = IMAGES.sample(looks, options.queries, generator)
         names = dict.fromkeys(name for pair in PAIRS for name in pair)
-        first = {name: fitted(name, looks, IMAGES, arguments.steps) for name in names}
-        second = {name: fitted(name, facts, TRACES, arguments.steps) for name in names}
+        first = {name: fitted(name, looks, IMAGES, options.epochs) for name in names}
+        second = {name: fitted(name, facts, TRACES, options.epochs) for name in names}
         for pair in PAIRS:
             concept, found = complete(first[pair[0]], second[pair[1]], query, links)
             accuracy[pair].append(((concept == index) & (found == index)).double().mean().item())
 
-    print(f"\nconcepts completed, of {arguments.queries} corrupted digits\n")
-    print(f"{'phase 1':<10}{'phase 2':<10}" + "".join(f"{f'N = {count}':>10}" for count in arguments.concepts))
+    print(f"\naccuracy of completed concepts, {options.queries} corrupted digits\n")
+    print(f"{'phase 1':<10}{'phase 2':<10}" + "".join(f"{f'N = {count}':>10}" for count in options.concepts))
     for (one, two), values in accuracy.items():
         print(f"{one:<10}{two:<10}" + "".join(f"{value:>10.3f}" for value in values))
-    shown, path = slice(0, 8), arguments.out / "multimodal.png"
-    recognised, found = complete(first["A-Hop"], second["A-Hop"], query[shown], links)  # of the last size
-    pictures = {"query": query[shown], "1: digit": looks[recognised], "its trace": links[recognised]}
-    pictures |= {"2: retrieved": facts[found], "truth": facts[index[shown]]}
-    save_picture(path, pictures, index[shown])
+    shown, path = slice(0, 8), options.out / "multimodal.png"
+    recognized, found = complete(first["A-Hop"], second["A-Hop"], query[shown], links)  # of the last size
+    rows = {"query": query[shown], "1: digit": looks[recognized], "its trace": links[recognized]}
+    rows |= {"2: retrieved": facts[found], "original": facts[index[shown]]}
+    write_figure(path, draw_rows(rows, draw_pattern, 1.2, 1.0))
     print(f"\npicture: {path}")
+    return accuracy
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Fixtures shared by the tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -35,3 +35,19 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
         monkeypatch.setattr(owner, name, poisoned)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the ``main`` of an example that must end with usage, one line and exit status 2; returns the line."""
+
+    def run(main: Callable[[list[str]], object], *arguments: object) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main([str(each) for each in arguments])
+        lines = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 2
+        assert sum(line.startswith("usage: ") for line in lines) == 1
+        return lines[-1]
+
+    return run

@@ -1,4 +1,4 @@
-"""The portable Triton kernels, interpreted: test_gpu.py runs this file in a process with TRITON_INTERPRET=1."""
+"""The portable Triton kernels in the interpreter; test_gpu.py runs this file in a process with TRITON_INTERPRET=1."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from ahop_layers.ops.reference import folded_similarity
 )
 def test_portable_kernels(shape, bases, monkeypatch):
     monkeypatch.setattr(gpu, "_slots", lambda device: 1)
-    monkeypatch.setattr(gpu, "PROGRAMS_A_SLOT", 1)  # several tiles of keys a program, where there are several
+    monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", 1)  # several tiles of keys per program
     n, h, length, count, d = shape
     query, key, weight = torch.randn(n, h, length, d), torch.randn(n, h, count, d), torch.randn(h, len(bases), d)
     grad = torch.randn(n, h, length, count)

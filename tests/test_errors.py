@@ -49,9 +49,9 @@ BAD_CALLS = {
     "init base": (lambda: ah.AdaptiveSimilarity(8, bases=("l1",)), r"init='dot' needs 'dot' among .* got \('l1',\)"),
     "init shape": (lambda: ah.AdaptiveSimilarity(8, init=torch.ones(8)), r"shape of w, \(2, 8\), got \(8,\)"),
     "init dtype": (lambda: ah.AdaptiveSimilarity(8, init=torch.ones(2, 8).int()), "init must have a floating"),
-    "base name": (lambda: ah.register_base("a,b", torch.mul), "identifier, got 'a,b'"),
-    "base taken": (lambda: ah.register_base("dot", torch.mul), "'dot' is registered already"),
-    "base no function": (lambda: ah.register_base("mine", 3), "function of two tensors, got int"),
+    "base name": (lambda: ah.register_base("a,b", torch.mul), "name must be an identifier, got 'a,b'"),
+    "base taken": (lambda: ah.register_base("dot", torch.mul), "name must not be registered yet, got 'dot'"),
+    "base no function": (lambda: ah.register_base("mine", 3), "function must be callable with two tensors, got int"),
 }
 
 

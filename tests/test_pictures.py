@@ -41,10 +41,10 @@ def test_the_same_command_writes_the_same_bytes(tmp_path):
 
 
 def test_colors_are_legible_on_light_and_dark_backgrounds():
-    for color in (pictures.GREY, pictures.ORIGIN, pictures.OTHER):
+    for color in (pictures.GRAY, pictures.ORIGIN, pictures.OTHER):
         for background in BACKGROUNDS:
             assert contrast(color, background) >= 2.9, (color, background)
-    assert min(contrast(pictures.GREY, background) for background in BACKGROUNDS) >= 3.6  # most of the text
+    assert min(contrast(pictures.GRAY, background) for background in BACKGROUNDS) >= 3.6  # most of the text
 
 
 @pytest.mark.parametrize("name", [name for name in pictures.PICTURES if name.endswith(".svg")])

@@ -74,7 +74,11 @@ def test_wheel_contains_the_package_and_its_kernel_only(wheel):
     assert wheel.name == f"{NAME}-py3-none-{here}.whl"
     package = {name for name in names if not name.startswith(f"{NAME}.dist-info/")}
     modules = {f"ahop_layers/{path.relative_to(ROOT / 'ahop_layers')}" for path in (ROOT / "ahop_layers").rglob("*.py")}
-    assert package == modules | {"ahop_layers/py.typed", "ahop_layers/ops/_footprint.so"}
+    assert package == modules | {
+        "ahop_layers/py.typed",
+        "ahop_layers/ops/_footprint.so",
+        "ahop_layers/ops/_footprint.json",
+    }
     assert f"{NAME}.dist-info/licenses/LICENSE" in names
 
 

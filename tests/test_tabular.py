@@ -273,11 +273,3 @@ def test_ramps_are_a_table_of_few_values_and_linear_between_knots():
     columns = encoding(torch.tensor([[0.0, 5.0], [0.5, 7.0], [4.0, 5.0], [9.0, 5.0]]).double()) + encoding.centre
     assert columns.tolist() == [[0, 0, 0], [0.5, 0, 0], [1, 1, 0], [1, 1, 0]]
     torch.testing.assert_close(encoding(rows).mean(0), torch.zeros(3))
-
-
-def test_the_example_ends_in_a_table_and_a_picture(tmp_path):
-    command = [sys.executable, "-m", "examples.tabular", "--epochs", "2", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "adaptive memory" in run.stdout
-    assert "gradient boosting" in run.stdout
-    assert (tmp_path / "cases.png").stat().st_size > 10_000

@@ -1,5 +1,6 @@
 """The vision transformer example: every data set, every attention, many processes, interruptions, pictures."""
 
+import errno
 import gzip
 import io
 import json
@@ -27,6 +28,7 @@ from examples.common import checkpoints
 from examples.vision import batches as vit_batches
 from examples.vision import data as vit_data
 from examples.vision import model as vit_model
+from examples.vision import pictures as vit_pictures
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--model", "tiny", "--accelerator", "cpu"]
@@ -47,21 +49,21 @@ def data_dir(name):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of pictures, of other sizes than a model takes."""
+    """A folder of images of two classes, which must be resized."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 12), ("test", 4)):
-        for name, colour in (("cold", (20, 40, 200)), ("warm", (220, 60, 30))):
+        for name, color in (("cold", (20, 40, 200)), ("warm", (220, 60, 30))):
             home = tmp_path / part / name
             home.mkdir(parents=True)
             for number in range(count):
-                pixels = rng.normal(colour, 30, (30, 40 + number, 3)).clip(0, 255).astype(np.uint8)
+                pixels = rng.normal(color, 30, (30, 40 + number, 3)).clip(0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(home / f"{number}.png")
     return tmp_path
 
 
 @pytest.fixture
 def made(tmp_path, request):
-    """A data set of random pixels as its authors lay it out."""
+    """A data set of random pixels in the published file layout."""
     rng = np.random.default_rng(0)
     if request.param == "mnist":
         home = tmp_path / "MNIST" / "raw"
@@ -124,7 +126,7 @@ def test_data_sets_that_are_present(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("made", ["mnist", "cifar10", "cifar100", "tiny-imagenet"], indirect=True)
-def test_data_sets_as_their_authors_lay_them_out(made):
+def test_data_sets_in_their_published_layout(made):
     name, where = made
     data = vit_data.load(name, where)
     assert data.train.images.dtype == torch.uint8
@@ -135,30 +137,64 @@ def test_data_sets_as_their_authors_lay_them_out(made):
         assert data.train.images[0].flatten().tolist() == first[b"data"][0].tolist()
         assert data.classes[3] == "c3"
     if name == "tiny-imagenet":
-        assert data.test.labels.tolist() == [1]  # classes are in the order of their names
+        assert data.test.labels.tolist() == [1]  # classes are sorted by name
 
 
 def on_folder(folder, out, *more):
-    """A short training on a folder of pictures: 22 images are left to train on, five steps an epoch."""
+    """Arguments of a short training on a folder of images: 22 training images, five steps per epoch."""
     where = ["--data", "folder", "--data-dir", str(folder), "--batch-size", "4", "--out", str(folder / out)]
     return [*TINY, *where, "--lr", "0.003", "--epochs", "2", *more]
 
 
-def test_a_folder_of_pictures(folder):
+def test_a_folder_of_images(folder):
     assert vit.main(on_folder(folder, "out", "--augment"))["test_accuracy"] == 1.0
 
 
-def test_missing_data_is_named(tmp_path):
+def test_missing_data_is_named(tmp_path, refused):
+    out = ["--out", tmp_path / "out"]
     for name, expected in (("cifar10", "labels.npz"), ("mnist", "train-images"), ("folder", "train, test")):
-        with pytest.raises(SystemExit, match=expected) as stopped:
-            vit.main([*TINY, "--data", name, "--data-dir", str(tmp_path / "nowhere")])
-        assert ("--download" in str(stopped.value)) == (name != "folder")  # which nobody offers
-        with pytest.raises(FileNotFoundError, match=r"see --data-dir$"):  # for benchmarks, which fetch nothing
+        last = refused(vit.main, *TINY, "--data", name, "--data-dir", tmp_path / "nowhere", *out)
+        assert last.startswith(f"vit: error: {name}: expected the data in ")
+        assert expected in last
+        assert last.endswith("; see --data-dir" + ", or use --download" * (name != "folder"))  # which has no source
+        with pytest.raises(FileNotFoundError, match=r"see --data-dir$"):  # for benchmarks, which download nothing
             vit_data.load(name, tmp_path / "nowhere")
     (tmp_path / "train" / "a").mkdir(parents=True)
     (tmp_path / "test").mkdir()
-    with pytest.raises(SystemExit, match="expected pictures"):
-        vit.main([*TINY, "--data", "folder", "--data-dir", str(tmp_path)])
+    last = refused(vit.main, *TINY, "--data", "folder", "--data-dir", tmp_path, *out)
+    assert last.startswith("vit: error: folder: expected images (.png ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("made", ["mnist", "cifar10", "cifar100", "tiny-imagenet"], indirect=True)
+def test_damaged_data_is_named(made, refused):
+    name, where = made
+    files = [path for path in sorted(where.rglob("*")) if path.is_file()]
+    for path in (files[0], files[-1]):
+        content = path.read_bytes()
+        for damage in (content[: len(content) // 2], b"\xff\xfe\xfa" * 9):
+            if path.suffix == ".txt" and damage in content:  # half of a text is still a text
+                continue
+            path.write_bytes(damage)
+            last = refused(vit.main, *TINY, "--data", name, "--data-dir", where, "--out", where / "out")
+            assert "expected files as published" in last or "expected an image" in last, last
+        path.write_bytes(content)
+    vit_data.load(name, where)
+
+
+def test_too_few_images_are_named(folder, refused):
+    for path in sorted((folder / "train").rglob("*.png"))[1:]:
+        path.unlink()
+    last = refused(vit.main, *on_folder(folder, "out"))
+    assert last == "vit: error: expected at least 2 training images and 1 test image, got 1 and 8"
+
+
+def test_a_failed_download_is_named(tmp_path, monkeypatch, refused):
+    monkeypatch.setitem(vit_data.SOURCES, "cifar100", [(tmp_path / "nothing.tar.gz").as_uri()])
+    where = ["--data", "cifar100", "--data-dir", tmp_path / "data", "--download", "--out", tmp_path / "out"]
+    last = refused(vit.main, *TINY, *where)
+    assert last.startswith(f"vit: error: file://{tmp_path}/nothing.tar.gz: expected a file to download, got ")
+    assert not list((tmp_path / "data").iterdir())
 
 
 def test_a_pickle_with_code_is_refused(tmp_path):
@@ -169,7 +205,7 @@ def test_a_pickle_with_code_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("made", ["cifar100"], indirect=True)
-def test_download_unpacks_whole_folders(made, tmp_path, monkeypatch):
+def test_download_unpacks_archives(made, tmp_path, monkeypatch):
     name, where = made
     archive = tmp_path / "cifar-100-python.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -181,7 +217,7 @@ def test_download_unpacks_whole_folders(made, tmp_path, monkeypatch):
     assert [path.name for path in target.iterdir()] == ["cifar-100-python"]
 
 
-def test_an_epoch_sees_every_image_once_whoever_shares_it():
+def test_an_epoch_uses_every_image_once_with_any_number_of_processes():
     data = vit_data.Images(torch.arange(40, dtype=torch.uint8).reshape(40, 1, 1, 1), torch.arange(40))
 
     def labels(steps, rank=0, world=1, mirror=None):
@@ -191,15 +227,15 @@ def test_an_epoch_sees_every_image_once_whoever_shares_it():
     first, second = labels(0), labels(5)
     for batches in (first, second):
         assert sorted(label for batch in batches for label in batch) == list(range(40))
-    assert first != second  # another order each epoch
+    assert first != second  # each epoch has its own order
     assert labels(7) == second[2:]  # in the middle of the second epoch
     shares = [labels(0, rank, 2) for rank in range(2)]
     assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == [sorted(batch) for batch in first]
-    with pytest.raises(ah.AHopError, match="3 processes can share, got 8"):
+    with pytest.raises(ah.AHopError, match="a multiple of the 3 processes, got 8"):
         labels(0, 0, 3)
 
 
-def test_augmentation_shifts_and_mirrors_every_image_by_itself():
+def test_augmentation_shifts_and_flips_every_image_independently():
     images = torch.zeros(400, 1, 16, 16, dtype=torch.uint8)
     images[:, :, 8, 5] = 1
     moved = vit_batches.augment(images, mirror=True)
@@ -216,7 +252,7 @@ def weights(path):
 
 
 def test_two_processes_train_like_one(tmp_path):
-    # In double precision, where rounding is too small for Adam to blow a gradient of zero up to a whole step.
+    # In float64, because Adam turns the rounding error of a zero gradient into a full step.
     common = [*TINY, "--epochs", "1", "--batch-size", "128", "--precision", "64-true", "--lr", "0.003"]
     one = vit.main([*common, "--out", str(tmp_path / "one")])
     command = [sys.executable, "-m", "examples.vit", *common, "--devices", "2", "--strategy", "ddp"]
@@ -244,15 +280,15 @@ vit.main(sys.argv[1:], [Killer()])
 """
 
 
-def test_a_killed_run_goes_on_where_it_was(folder):
-    # Killed in the second epoch, three steps after its beginning and one after a checkpoint.
+def test_a_killed_run_resumes_at_its_last_checkpoint(folder):
+    # Killed in the second epoch, after its third step and one step after a checkpoint.
     options = ("--augment", "--save-every", "7")
     command = [sys.executable, "-c", KILLED_AT_STEP_8, *on_folder(folder, "killed", *options)]
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (folder / "killed" / "results.json").exists()
     assert torch.load(folder / "killed" / "last.ckpt", weights_only=True)["global_step"] == 7
-    resumed = vit.main(on_folder(folder, "killed", *options, "--resume"))
+    resumed = vit.main(on_folder(folder, "killed", *options, "--resume"))  # without --overwrite: its own folder
     whole = vit.main(on_folder(folder, "whole", *options))
     assert resumed == whole
     found, expected = (weights(folder / name / "best.ckpt") for name in ("killed", "whole"))
@@ -260,50 +296,103 @@ def test_a_killed_run_goes_on_where_it_was(folder):
     assert not list(folder.rglob("*.part"))
 
 
-def test_resuming_nothing_is_an_error(tmp_path):
-    with pytest.raises(ah.AHopError, match=r"last\.ckpt that does not exist"):
-        vit.main(["--out", str(tmp_path), "--resume"])
+def test_resuming_nothing_is_an_error(tmp_path, refused):
+    last = refused(vit.main, "--out", tmp_path, "--resume")
+    assert last == f"vit: error: expected a checkpoint, got {tmp_path / 'last.ckpt'}, which does not exist"
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
+def test_a_damaged_checkpoint_is_named(tmp_path, refused):
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": {"weight": torch.rand(100)}, "hyper_parameters": {}}, path)
     checkpoints.check_checkpoint(path)
     damaged = {
-        "cannot be read": [path.read_bytes()[:-100], np.random.default_rng(0).bytes(1000), b""],
-        "without state_dict and hyper_parameters": [saved({"weight": torch.rand(3)}), saved(torch.rand(3))],
+        ", which cannot be read (": [path.read_bytes()[:-100], np.random.default_rng(0).bytes(1000), b""],
+        " without state_dict": [saved({"weight": torch.rand(3)}), saved(torch.rand(3))],
     }
     for reason, contents in damaged.items():
         for content in contents:
             path.write_bytes(content)
-            for option in (["--resume"], ["--resume", str(path)], ["--convert", str(path)]):
-                with pytest.raises(ah.AHopError, match=rf"^expected a whole checkpoint, got {path} .*{reason}"):
-                    vit.main([*TINY, "--out", str(tmp_path), *option])
+            for option in (["--resume"], ["--resume", path], ["--convert", path, "--overwrite"]):
+                last = refused(vit.main, *TINY, "--out", tmp_path, *option)
+                assert last.startswith(f"vit: error: expected a checkpoint, got {path}{reason}")
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]  # --overwrite removed nothing before the error
+
+
+def test_a_checkpoint_that_does_not_fit_is_named(folder, refused):
+    vit.main(on_folder(folder, "run", "--attention", "dot", "--save-every", "5"))
+    path = folder / "run" / "last.ckpt"
+    content, where = path.read_bytes(), on_folder(folder, "run")
+
+    def change(spoil):
+        held = torch.load(io.BytesIO(content), weights_only=True)
+        spoil(held)
+        path.write_bytes(saved(held))
+
+    spoiled = [
+        lambda held: held["hyper_parameters"]["model"].update(width=32),
+        lambda held: held["hyper_parameters"].pop("attention"),
+        lambda held: held["state_dict"].pop("model.head.bias"),
+        lambda held: held.update(state_dict=5),
+    ]
+    for spoil in spoiled:
+        change(spoil)
+        for option in (["--resume"], ["--convert", path, "--overwrite"]):
+            last = refused(vit.main, *where, *option)
+            assert last.startswith(f"vit: error: expected a checkpoint of this model, got {path}, which does not fit: ")
+    spoiled = [
+        lambda held: held["optimizer_states"][0]["param_groups"].clear(),
+        lambda held: held.update(loops={"fit_loop": 5}),
+    ]
+    for spoil in spoiled:  # only the state of the training does not fit
+        change(spoil)
+        last = refused(vit.main, *where, "--resume")
+        assert last.startswith(f"vit: error: expected a checkpoint of this model, got {path}, which does not fit: ")
+    change(lambda held: held["optimizer_states"].clear())
+    last = refused(vit.main, *where, "--resume")
+    assert last == f"vit: error: expected a checkpoint, got {path} without optimizer_states"
+    path.write_bytes(content)
+    (folder / "train" / "third").mkdir()
+    last = refused(vit.main, *where, "--resume")
+    reason = "images (3, 32, 32) of 3 classes, got one for images (3, 32, 32) of 2 classes"
+    assert last == f"vit: error: expected a checkpoint for {reason}"
+    (folder / "train" / "third").rmdir()
+    last = refused(vit.main, *TINY, "--convert", path, "--out", folder / "digits")
+    assert last == "vit: error: images must be (n, *(3, 32, 32)), got (256, 1, 8, 8)"
 
 
 def saved(held):
-    """What a file that torch saved holds."""
+    """Returns the bytes of a file that torch.save would write."""
     buffer = io.BytesIO()
     torch.save(held, buffer)
     return buffer.getvalue()
 
 
-def test_a_bad_argument_gets_one_line(tmp_path):
-    command = [sys.executable, "-m", "examples.vit", *TINY, "--patch", "3", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "patch must divide the image, got patch 3 and image 8 x 8"
-    assert "Traceback" not in done.stderr
+def test_a_bad_argument_gets_one_line(tmp_path, refused):
+    last = refused(vit.main, *TINY, "--patch", 3, "--out", tmp_path / "out")
+    assert last == "vit: error: patch must divide the image, got patch 3 and image 8 x 8"
+    assert not (tmp_path / "out").exists()
 
 
-def test_the_result_is_shown_even_if_no_picture_can_be_drawn(tmp_path, monkeypatch, capsys):
+def test_the_result_is_shown_even_if_no_picture_can_be_written(tmp_path, monkeypatch, capsys):
     def fail(*_):
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(vit, "draw_pictures", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(SystemExit) as stopped:
         vit.main([*FAST, "--out", str(tmp_path)])
-    assert "digits, adaptive: test accuracy 0." in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert shown.err.endswith("vit: error: [Errno 28] No space left on device\n")
+    assert "digits, adaptive: test accuracy 0." in shown.out
+    assert "test_accuracy" in json.loads((tmp_path / "results.json").read_text())
+
+
+def test_the_confusion_matrix_shows_predicted_classes_and_accuracy():
+    axis = vit_pictures.confusion(torch.tensor([0, 1, 1, 1]), torch.tensor([0, 1, 1, 0]), ["no", "yes"]).axes[0]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("predicted class", "true class")
+    assert axis.get_title() == "accuracy 75.0%"
+    counts = {text.get_position(): text.get_text() for text in axis.texts}
+    assert counts == {(0, 0): "1", (0, 1): "1", (1, 1): "2"}
 
 
 def test_conversion_keeps_the_logits(folder):
@@ -315,7 +404,7 @@ def test_conversion_keeps_the_logits(folder):
     assert classifier.hparams.lr == 0.5
     assert ah.similarity_parameters(classifier)
     _, sparse = vit.convert(checkpoint, "sparse", images)
-    assert sparse > 1e-4  # another separation is another function
+    assert sparse > 1e-4  # another separation changes the logits
     tuned = vit.main(on_folder(folder, "tuned", "--convert", str(checkpoint)))
     assert tuned["logit_change"] < 1e-5
     with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):
@@ -347,7 +436,7 @@ def test_kernels_learn_from_the_separation_loss_alone():
 def test_demo(tmp_path, capsys):
     demo.main(["--quick", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
-    assert "largest change of an output when converted" in shown
+    assert "largest change of a logit by conversion" in shown
     assert shown.count(".png") >= 6
     assert (tmp_path / "vit" / "adaptive-tuned" / "weights.png").exists()
 

@@ -66,7 +66,10 @@ def backends() -> dict[str, Status]:
     """
     statuses = {"reference": Status(True, "plain PyTorch, any device")}
     for name, module in KERNELS.items():
-        reason = module.unavailable()
+        try:
+            reason = module.unavailable()
+        except AHopError as error:
+            reason = str(error)
         statuses[name] = Status(reason is None, reason or module.detail())
     return statuses
 

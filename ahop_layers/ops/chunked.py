@@ -1,7 +1,6 @@
-"""The reference in blocks of bounded memory: serves wherever no faster kernel does.
+"""The chunked kernel: the reference computation in blocks of bounded memory, for calls that no faster kernel supports.
 
-Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``key (N, H, S, d)`` and folded weights
-``(H, n_bases, d)``, with any strides; half-precision inputs are scored in float32.
+It implements the interface :class:`ahop_layers.ops.backend.Kernel`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,28 +13,28 @@ from torch import Tensor
 from ahop_layers.ops.reference import BASES, Slopes, accumulation_dtype, folded_similarity
 
 SCRATCH_BYTES = 40 * 2**20
-"""What one block may use: with the sort's own buffers a call stays below 64 MB beside its results."""
+"""Memory limit of one block. With the buffers of the sort, a call stays below 64 MB besides its results."""
 
 Need = tuple[bool, bool, bool]
 
 
 def unavailable() -> str | None:
-    """Always available."""
+    """Returns None: this kernel is always available."""
     return None
 
 
 def detail() -> str:
-    """One line on how this kernel runs here."""
+    """Returns one line on how this kernel runs here."""
     return "plain PyTorch in blocks of bounded memory, any device"
 
 
 def serves(query: Tensor, bases: Sequence[str]) -> bool:
-    """Any tensor, and every base whose slopes are known."""
+    """Returns whether all bases have slopes; any tensor is supported."""
     return all(BASES[base].slopes is not None for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
     dtype = accumulation_dtype(query.dtype)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype)
     for n, h, rows, columns in _blocks(query, key):
@@ -47,10 +46,10 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> T
 def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`score`; one that ``need`` does not ask for comes back empty.
+    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
 
-    The slope of a score with respect to one similarity is the weight at that similarity's rank. At a tie either order
-    is a valid subgradient; this one takes the order ``torch.sort`` takes.
+    The derivative of a score with respect to a similarity is the weight at the similarity's rank. Ties are ranked in
+    the order of ``torch.sort``; any order is a valid subgradient.
     """
     dtype = accumulation_dtype(query.dtype)
     grads = [
@@ -79,9 +78,9 @@ def score_backward(
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[slice, ...]]:
-    """Slices over (N, H, L, S), as large as the scratch allows, longest along the last axes."""
+    """Yields slices over (N, H, L, S) that fit in ``SCRATCH_BYTES``, filling the last axes first."""
     (n, h, length, d), count = query.shape, key.shape[-2]
-    # Values, sorted values and two temporaries, with the sort's int64 indices and as much again inside the sort.
+    # Values, sorted values and two temporaries, plus the int64 indices of the sort and as much again inside the sort.
     pair_bytes = d * (4 * accumulation_dtype(query.dtype).itemsize + 16)
     room = max(1, SCRATCH_BYTES // pair_bytes)
     axes = []

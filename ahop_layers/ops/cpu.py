@@ -1,10 +1,12 @@
-"""The native CPU kernel: footprint.c, called through ctypes on the tensors' memory.
+"""The native CPU kernel: footprint.c, called through ctypes on the memory of tensors.
 
-The C file sorts with a network it gets as data: :func:`steps` lists sorts and merges of as many rows as fit in vector
-registers. The interface is that of :mod:`ahop_layers.ops.chunked`.
+The library receives its sorting network as data: :func:`steps` lists sorts and merges of groups of rows that fit in
+vector registers.
 """
 
 import ctypes
+import hashlib
+import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ahop_layers.errors import AHopError
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
@@ -26,59 +29,116 @@ SORTS = {2: SORT2, 4: SORT4, 8: SORT8, 16: SORT16}
 CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 
 SERIAL_WORK = 50_000
-"""Below so many similarities a call takes less time than starting a thread would gain."""
+"""Calls with fewer similarities run single-threaded: starting a thread would take longer."""
 
+SLICE_NS = 100_000_000
+"""A call into the library returns after about this time, to be continued, so that Python can handle signals."""
 
-CALL = struct.Struct("9P22q")
-"""``call_t`` of footprint.c: nine pointers, six sizes, three times four strides, dtype, need, threads, paired."""
+ABI_VERSION = 1
+"""Equal to that of footprint.c; increase both with every change of the interface."""
+
+CALL = struct.Struct("9P23q")
+"""``call_t`` of footprint.c: 9 pointers, 6 sizes, 3 x 4 strides, dtype, need, threads, slice, paired."""
+
+FAILED, DONE, MORE = range(-1, 2)
 
 
 @lru_cache(maxsize=None)
 def _library() -> ctypes.CDLL | str:
-    """The library, loaded once in a process, or the reason why it cannot be."""
-    path = Path(os.environ.get("AHOP_CPU_LIBRARY") or Path(__file__).with_name("_footprint.so"))
+    """Loads the library, once per process. Returns the reason instead if it cannot be used."""
+    path = _library_path()
     if not path.is_file():
-        return f"{path.name} was not built: the package was installed without a C compiler"
+        return f"{path.name} was not built: the package was installed without a C compiler, or compilation failed"
+    reason = _record_mismatch(path)  # first: loading a truncated file would kill the process
+    if reason is None:
+        try:
+            library = ctypes.CDLL(str(path))
+            _declare(library)
+            reason = _abi_mismatch(library)
+        except (OSError, AttributeError) as error:
+            reason = f"cannot be loaded: {error}"
+    return library if reason is None else f"{path.name} {reason}; reinstall the package"
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Declares the functions of footprint.c."""
+    for function in (library.ahop_abi_version, library.ahop_call_bytes):
+        function.argtypes, function.restype = [], ctypes.c_int64
+    for function in (library.ahop_forward, library.ahop_backward):
+        function.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)]
+        function.restype = ctypes.c_int
+    library.ahop_isa.argtypes, library.ahop_isa.restype = [ctypes.c_int64], ctypes.c_char_p
+    library.ahop_release.argtypes, library.ahop_release.restype = [ctypes.c_void_p], None
+
+
+def _abi_mismatch(library: ctypes.CDLL) -> str | None:
+    """Returns how the library's interface differs from this file's, or None if it does not."""
+    found, expected = (library.ahop_abi_version(), library.ahop_call_bytes()), (ABI_VERSION, CALL.size)
+    if found == expected:
+        return None
+    return "has ABI version {} with calls of {} bytes, expected {} with {}".format(*found, *expected)
+
+
+def _library_path() -> Path:
+    """Returns the path of the library beside this file, or the one in ``AHOP_CPU_LIBRARY``."""
+    path = os.environ.get("AHOP_CPU_LIBRARY")
+    if not path:
+        return Path(__file__).with_name("_footprint.so")
+    if not os.path.dirname(path) or not os.path.isfile(path):  # a bare name would be searched in system folders
+        raise AHopError(f"AHOP_CPU_LIBRARY must be the path of a file, such as ./folder/_footprint.so, got {path!r}")
+    return Path(path).resolve()
+
+
+def _record_mismatch(path: Path) -> str | None:
+    """Returns how a library differs from the size and hash that setup.py recorded beside it, or None if it does not."""
+    record = path.with_suffix(".json")
     try:
-        library = ctypes.CDLL(str(path))
-        library.ahop_isa.argtypes, library.ahop_isa.restype = [ctypes.c_int64], ctypes.c_char_p
-        for function in (library.ahop_forward, library.ahop_backward):
-            function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_char_p], ctypes.c_int
-    except (OSError, AttributeError) as error:
-        return f"{path.name} cannot be loaded: {error}"
-    return library
+        expected = json.loads(record.read_text())
+        size, digest = int(expected["bytes"]), str(expected["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"has no readable build record {record.name}: {error!r}"
+    content = path.read_bytes()
+    if len(content) != size:
+        return f"differs from its build record {record.name}: expected {size} bytes, got {len(content)}"
+    if hashlib.sha256(content).hexdigest() != digest:
+        return f"differs from its build record {record.name}: the SHA-256 hashes are not equal"
+    return None
 
 
 @lru_cache(maxsize=None)
 def instruction_sets() -> dict[str, int]:
-    """Instruction sets of the library that this processor has, fastest first, with their numbers there."""
-    library, names, number = _library(), {}, 0
-    while not isinstance(library, str) and (name := library.ahop_isa(number)) is not None:
+    """Returns the library's instruction sets that this processor supports, fastest first, with their indices."""
+    library, names, index = _library(), {}, 0
+    while not isinstance(library, str) and (name := library.ahop_isa(index)) is not None:
         if name:
-            names[name.decode()] = number
-        number += 1
+            names[name.decode()] = index
+        index += 1
     return names
 
 
 def unavailable() -> str | None:
-    """Why this backend cannot run here, or None if it can."""
+    """Returns the reason why this kernel cannot run here, or None if it can.
+
+    Raises:
+        AHopError: ``AHOP_CPU_LIBRARY`` is not the path of a file.
+    """
     library = _library()
     return library if isinstance(library, str) else None
 
 
 def detail() -> str:
-    """One line on how this backend runs here."""
+    """Returns one line on how this kernel runs here."""
     return f"native, {next(iter(instruction_sets()))}, {torch.get_num_threads()} threads"
 
 
 def serves(query: Tensor, bases: Sequence[str]) -> bool:
-    """Whether this kernel supports the tensor and implements the bases."""
+    """Returns whether this kernel supports the tensor and implements the bases."""
     fits = query.device.type == "cpu" and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in DTYPE_CODES
     return fits and all(base in BASE_CODES for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", query, key, weight, scores, bases)
     return scores
@@ -87,7 +147,7 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> T
 def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`score`; one that ``need`` does not ask for comes back empty."""
+    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     dtype = accumulation_dtype(query.dtype)
     grads = [
         tensor.new_empty(tensor.shape if wanted else 0, dtype=dtype)
@@ -96,9 +156,9 @@ def score_backward(
     if grad.numel() == 0:
         for each in grads:
             each.zero_()
-    _run("ahop_backward", query, key, weight, grad.to(dtype), bases, grads)
+    _run("ahop_backward", query, key, weight, grad, bases, grads)
     query_grad, key_grad, weight_grad = grads
-    return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype)
+    return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
 
 
 def _run(
@@ -110,7 +170,7 @@ def _run(
     bases: Sequence[str],
     grads: Sequence[Tensor] = (),
 ) -> None:
-    """Call ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
+    """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):
         return
     library = _library()
@@ -118,7 +178,7 @@ def _run(
         raise RuntimeError(library)
     length, d = query.shape[-2:]
     paired = length == key.shape[-2] == 1
-    weight = weight.to(scores.dtype).contiguous()
+    weight = weight.contiguous()
     pair_grads, weight_grads = list(grads[:2]), grads[2:]
     if length > key.shape[-2]:  # every base is symmetric in query and key
         query, key, scores = key, query, scores.transpose(-1, -2)
@@ -130,12 +190,23 @@ def _run(
     need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
     threads = torch.get_num_threads() if scores.numel() * d * len(bases) >= SERIAL_WORK else 1
     call = CALL.pack(
-        *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_program(d))),
+        *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_network(d))),
         *(*scores.shape, d, len(bases)),
         *(*query.stride(), *key.stride(), *scores.stride()),
-        *(DTYPE_CODES[query.dtype], need, threads, paired),
+        *(DTYPE_CODES[query.dtype], need, threads, SLICE_NS, paired),
     )
-    if getattr(library, function)(next(iter(instruction_sets().values())), call):
+    entry, instruction_set, state = (
+        getattr(library, function),
+        next(iter(instruction_sets().values())),
+        ctypes.c_void_p(),
+    )
+    try:
+        while (status := entry(instruction_set, call, ctypes.byref(state))) == MORE:
+            pass  # Python handles signals here and may raise KeyboardInterrupt
+    finally:
+        if state:
+            library.ahop_release(state)
+    if status == FAILED:
         raise MemoryError("the native kernel could not allocate its scratch memory")
 
 
@@ -156,11 +227,11 @@ class Step(NamedTuple):
 
 
 def steps(d: int) -> Iterator[Step]:
-    """A sorting network for ``d`` rows, in groups of rows that fit in vector registers.
+    """Yields a sorting network for ``d`` rows as steps on groups of rows that fit in vector registers.
 
-    Sort runs of 32 rows first, or of fewer at the end. Then merge runs as Batcher does: comparators of the five largest
-    distances form merges of 32 rows that do not touch one another, and those of smaller distances form chains, up to
-    four distances at a time.
+    The first steps sort runs of 32 rows, and the remaining rows at the end. The others merge runs as in Batcher's
+    network: the comparators of the five largest distances form independent merges of 32 rows, and those of smaller
+    distances form chains of up to four distances each.
     """
     whole, rest = divmod(d, 32)
     if whole:
@@ -184,6 +255,6 @@ def steps(d: int) -> Iterator[Step]:
 
 
 @lru_cache(maxsize=None)
-def _program(d: int) -> "ctypes.Array[ctypes.c_int32]":
+def _network(d: int) -> "ctypes.Array[ctypes.c_int32]":
     words = [word for step in (*steps(d), Step(END, 0, 0, 0, 0, 0)) for word in step]
     return (ctypes.c_int32 * len(words))(*words)

@@ -1,15 +1,15 @@
-/* Scores of query-key pairs by their sorted per-dimension similarities, and the gradients of these scores.
+/* Scores of query-key pairs from their sorted per-dimension similarities, and the gradients of these scores.
  *
- * Vector lanes run along keys, or along pairs of one query and one key: a block holds a few columns of d vectors each,
- * and a sorting network of row-wise minima and maxima sorts all lanes of a column at once. The network comes as data
- * from Python (see cpu.py): groups of rows few enough to be sorted or merged in registers, so that memory is touched
- * once per group and not once per comparator. Columns lie d + 1 vectors apart, or more where they are sorted: powers of
- * two would have them compete for the same lines of the cache.
+ * Vector lanes hold different keys, or different query-key pairs. A block has a few columns of d vectors each, and a
+ * sorting network of row-wise minima and maxima sorts all lanes of a column at once. Python passes the network as data
+ * (see cpu.py): each step sorts or merges a group of rows in registers, so memory is read and written once per group
+ * and not once per comparator. Columns are d + 1 vectors apart, or more where they are sorted: at distances of a power
+ * of two they would map to the same cache lines.
  *
  * Similarities are sorted in ascending order: -(q-k)^2 and -|q-k| as their negatives, with the sign moved into the
  * weight, and q*k with the weights reversed.
  *
- * The file includes itself once per instruction set, and from there once per element type. */
+ * footprint_impl.h holds the code of one instruction set and element type; this file includes it for each of them. */
 #include <fenv.h>
 #include <float.h>
 #include <pthread.h>
@@ -17,23 +17,28 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
+enum { ABI_VERSION = 1 }; /* equal to that of cpu.py; increase both with every change of the interface */
+enum { FAILED = -1, DONE, MORE };
 enum { DIS, DOT, L1 };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
 enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, SPREAD = 13 };
-/* How similarities go into a network: as they are; with every NaN set aside; tagged; tagged and bounded. */
+/* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values. */
 enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
+/* The most similarities of a task, about: a fraction of a second, since a call can only return between two tasks. */
+enum { TASK_WORK = 1 << 24 };
 
-/* A step of the sorting network: `groups` groups of rows, the first at `start`, the next `advance` further on. The rows
- * of a group are `step` apart and lie before `end`. */
+/* A step of the sorting network: `groups` groups of rows, the first at row `start`, each `advance` rows after the
+ * previous one. The rows of a group are `step` apart and end before row `end`. */
 typedef struct {
     int32_t code, start, advance, groups, step, end;
 } step_t;
@@ -43,32 +48,36 @@ typedef struct {
     const void *query, *key, *weight;
     void *scores, *query_grad, *key_grad, *weight_grad;
     const int32_t *bases;
-    const step_t *program;
+    const step_t *network;
     int64_t n, heads, length, count, d, n_bases;
     int64_t query_stride[4], key_stride[4], score_stride[4];
     int64_t dtype, need, threads;
-    int64_t paired; /* key s meets query s alone: `length` is 1, and the third stride leads from query to query */
+    int64_t slice; /* nanoseconds after which a call returns, so that Python can handle signals */
+    int64_t paired; /* key s is scored against query s only: `length` is 1, the third stride separates queries */
 } call_t;
 
-/* How a call is cut into tasks: by its shape alone, so that sums add up in one order for any number of threads. */
+/* How a call is split into tasks, and how many of them have run. The split depends on the shape alone, so sums are
+ * added in the same order for any number of threads. */
 typedef struct {
     const call_t *call;
-    int64_t vectors, blocks; /* of a block of keys; blocks of all keys */
-    int64_t groups;          /* runs of the batch */
-    int64_t chunks;          /* forward: chunks of queries */
-    int64_t tiles;           /* backward: runs of blocks */
-    int64_t first, rows;     /* backward: the queries of this round */
-    void *query_partial;     /* [n][head][tile][row][d], or NULL where one tile holds all keys */
-    double *weight_partial;  /* [head][group][tile][base][d] */
+    int64_t vectors, blocks;  /* vectors of keys in a block; number of blocks */
+    int64_t groups;           /* parts of the batch */
+    int64_t chunks;           /* forward: chunks of queries */
+    int64_t tiles;            /* backward: runs of blocks */
+    int64_t first, rows;      /* backward: the queries of this round */
+    int64_t max_rows;         /* backward: queries of a full round */
+    void *query_partial;      /* [n][head][tile][row][d], or NULL if one tile holds all keys */
+    double *weight_partial;   /* [head][group][tile][base][d] */
+    int64_t tasks, scratch_bytes;
+    int64_t deadline;         /* nanoseconds; after it a thread finishes its task and starts no other */
+    atomic_llong next;        /* next task */
 } plan_t;
 
 typedef void body_t(const plan_t *plan, int64_t task, char *scratch);
 
 typedef struct {
     body_t *body;
-    const plan_t *plan;
-    int64_t tasks;
-    atomic_llong *next;
+    plan_t *plan;
     char *scratch;
 } worker_t;
 
@@ -76,30 +85,45 @@ static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+static int64_t nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
 static void *work(void *argument)
 {
     worker_t *worker = argument;
+    plan_t *plan = worker->plan;
     fenv_t environment;
     fegetenv(&environment);
-    fesetenv(FE_DFL_ENV); /* with denormals flushed, words tagged for the backward pass would compare equal */
-    for (int64_t task; (task = atomic_fetch_add(worker->next, 1)) < worker->tasks;)
-        worker->body(worker->plan, task, worker->scratch);
+    fesetenv(FE_DFL_ENV); /* if denormals were flushed to zero, tagged words would compare as equal */
+    do {
+        const int64_t task = atomic_fetch_add(&plan->next, 1);
+        if (task >= plan->tasks)
+            break;
+        worker->body(plan, task, worker->scratch);
+    } while (nanoseconds() < plan->deadline);
     fesetenv(&environment);
     return NULL;
 }
 
-/* Threads live for one call: nothing is lost in a fork and nothing is shared between callers. */
-static int run(body_t *body, const plan_t *plan, int64_t tasks, int64_t scratch_bytes)
+/* Run tasks until all are done or the deadline is reached. Threads live for one call: a fork loses none of them, and
+ * callers share nothing. */
+static int run(body_t *body, plan_t *plan)
 {
-    int64_t threads = most(1, least(plan->call->threads, tasks)), started = 0;
+    const int64_t left = plan->tasks - atomic_load(&plan->next);
+    const int64_t threads = most(1, least(plan->call->threads, left));
+    int64_t started = 0;
     worker_t *workers = malloc((size_t)threads * sizeof *workers);
     pthread_t *handles = malloc((size_t)threads * sizeof *handles);
     void *scratch = NULL;
-    int failed = !workers || !handles || posix_memalign(&scratch, ALIGNMENT, (size_t)(threads * scratch_bytes));
+    const size_t bytes = (size_t)(threads * plan->scratch_bytes);
+    const int failed = !workers || !handles || posix_memalign(&scratch, ALIGNMENT, bytes);
     if (!failed) {
-        atomic_llong next = 0;
         for (int64_t i = 0; i < threads; i++)
-            workers[i] = (worker_t){body, plan, tasks, &next, (char *)scratch + i * scratch_bytes};
+            workers[i] = (worker_t){body, plan, (char *)scratch + i * plan->scratch_bytes};
         while (started + 1 < threads && !pthread_create(&handles[started], NULL, work, &workers[started + 1]))
             started++;
         work(&workers[0]);
@@ -109,10 +133,11 @@ static int run(body_t *body, const plan_t *plan, int64_t tasks, int64_t scratch_
     free(scratch);
     free(handles);
     free(workers);
-    return failed ? -1 : 0;
+    return failed ? FAILED : atomic_load(&plan->next) < plan->tasks ? MORE : DONE;
 }
 
-/* Rows from one sorted column to the next: a power of two, so that no group of rows reaches past a column, and some. */
+/* Distance in rows from one sorted column to the next: a power of two, so no group of rows crosses the end of a column,
+ * plus SPREAD. */
 static int64_t column_height(int64_t d)
 {
     int64_t height = 1;
@@ -126,7 +151,7 @@ typedef struct {
     int64_t used;
 } arena_t;
 
-/* The next `bytes` of a scratch area, aligned; without a base this only counts. */
+/* Returns the next `bytes` of a scratch area, aligned. Without a base it only counts them. */
 static void *take(arena_t *arena, int64_t bytes)
 {
     void *taken = arena->base ? arena->base + arena->used : NULL;
@@ -146,16 +171,16 @@ static inline float from_bfloat16(uint16_t bits) { return from_bits((uint32_t)bi
 static inline float from_float16(uint16_t bits)
 {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = (uint32_t)(bits & 0x7fff) << 13;
-    if (magnitude >= 0x0f800000) /* inf or NaN: the largest exponent stays the largest */
+    if (magnitude >= 0x0f800000) /* inf or NaN keep the largest exponent */
         return from_bits(sign | 0x70000000 | magnitude);
-    return from_bits(sign | 0x77800000) * from_bits(magnitude); /* rescaled by 2^112, denormals too */
+    return from_bits(sign | 0x77800000) * from_bits(magnitude); /* scaled by 2^112, which also normalizes denormals */
 }
 
 static inline float from_float32(float value) { return value; }
 static inline double from_float64(double value) { return value; }
 
-/* Sorts and Batcher's odd-even merges of rows held in registers. Sixteen rows are sorted by Green's network, which has
- * three comparators fewer than Batcher's. */
+/* Sorting networks and Batcher's odd-even merges for rows in registers. Green's network for 16 rows has three
+ * comparators fewer than Batcher's. */
 #define CE(a, b) { V low_ = MIN(a, b); b = MAX(a, b); a = low_; }
 #define M4(a, b, c, d) CE(a, c) CE(b, d) CE(b, c)
 #define M8(a, b, c, d, e, f, g, h) M4(a, c, e, g) M4(b, d, f, h) CE(b, c) CE(d, e) CE(f, g)
@@ -189,7 +214,7 @@ static inline double from_float64(double value) { return value; }
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 
-/* Call a function for the columns of a block: for several at once, then for one after the other. */
+/* Call a function for the columns of a block: ABREAST columns at a time, then the remaining ones singly. */
 #define ACROSS(function, ...)                                                   \
     {                                                                           \
         int64_t v = 0;                                                          \
@@ -250,7 +275,7 @@ END_TARGET
 #define DOUBLE 1
 #include "footprint_impl.h"
 
-typedef int entry_t(const call_t *call);
+typedef int entry_t(plan_t *plan);
 typedef struct {
     const char *name;
     entry_t *forward[2], *backward[2];
@@ -268,7 +293,7 @@ static const isa_t ISAS[] = {
     {NAME(ISA), ENTRIES(forward, ISA), ENTRIES(backward, ISA)},
 };
 
-/* The name of instruction set `index`, fastest first; empty if this processor lacks it, NULL past the last. */
+/* Returns the name of instruction set `index`, fastest first: empty if this processor lacks it, NULL past the last. */
 const char *ahop_isa(int64_t index)
 {
     if (index < 0 || index >= (int64_t)(sizeof ISAS / sizeof *ISAS))
@@ -284,6 +309,42 @@ const char *ahop_isa(int64_t index)
     return ISAS[index].name;
 }
 
-/* Both return 0, or -1 if memory ran out. */
-int ahop_forward(int64_t isa, const call_t *call) { return ISAS[isa].forward[call->dtype == FLOAT64](call); }
-int ahop_backward(int64_t isa, const call_t *call) { return ISAS[isa].backward[call->dtype == FLOAT64](call); }
+int64_t ahop_abi_version(void) { return ABI_VERSION; }
+int64_t ahop_call_bytes(void) { return sizeof(call_t); }
+
+/* Free the state of a call that is not going to be continued. */
+void ahop_release(plan_t *plan)
+{
+    if (plan) {
+        free(plan->query_partial);
+        free(plan->weight_partial);
+    }
+    free(plan);
+}
+
+/* Start a call, or continue the one whose state is in `*plan`, for about `call->slice` nanoseconds. */
+static int resume(entry_t *entry, const call_t *call, plan_t **plan)
+{
+    if (!*plan && !(*plan = calloc(1, sizeof **plan)))
+        return FAILED;
+    (*plan)->call = call;
+    (*plan)->deadline = nanoseconds() + call->slice;
+    const int status = entry(*plan);
+    if (status != MORE) {
+        ahop_release(*plan);
+        *plan = NULL;
+    }
+    return status;
+}
+
+/* Both return DONE, MORE if they have to be called again with the same arguments, or FAILED if memory ran out. `*plan`
+ * is NULL before the first call and after the last one. */
+int ahop_forward(int64_t isa, const call_t *call, plan_t **plan)
+{
+    return resume(ISAS[isa].forward[call->dtype == FLOAT64], call, plan);
+}
+
+int ahop_backward(int64_t isa, const call_t *call, plan_t **plan)
+{
+    return resume(ISAS[isa].backward[call->dtype == FLOAT64], call, plan);
+}

@@ -1,5 +1,5 @@
-/* The kernels for one instruction set and one element type. footprint.c includes this file once for each combination, with
- * ISA, BYTES (of a vector) and DOUBLE defined, and X86 for the instruction sets of x86. */
+/* The kernels for one instruction set and one element type. footprint.c includes this file for each combination. It
+ * defines ISA, BYTES (the size of a vector) and DOUBLE, and for x86 also X86, the prefix of intrinsics. */
 #if DOUBLE
 #define T double
 #define INT int64_t
@@ -20,7 +20,7 @@ typedef INT I __attribute__((vector_size(BYTES), may_alias));
 typedef INT WORD __attribute__((may_alias));
 #define LANES ((int)(BYTES / sizeof(T)))
 
-/* Where an operand is NaN, the second one is taken: what x86 does. MIN_NUMBER never takes the NaN of the first. */
+/* If an operand is NaN, MIN and MAX return the second one, as on x86. MIN_NUMBER never returns a NaN of the first. */
 #if defined(X86) && DOUBLE
 #define MIN(a, b) ((V)X86(min_pd)(a, b))
 #define MAX(a, b) ((V)X86(max_pd)(a, b))
@@ -53,7 +53,7 @@ typedef INT WORD __attribute__((may_alias));
         }                                                                       \
     break;
 
-/* A window that reaches past the end: row d, which holds infinity, stands for all rows there. */
+/* A window that extends past the end: row d, which holds infinity, replaces all rows there. */
 #define RAGGED(size, first, body)                                               \
     {                                                                           \
         int64_t row[size];                                                      \
@@ -66,7 +66,8 @@ typedef INT WORD __attribute__((may_alias));
         }                                                                       \
     }
 
-/* The last steps of a merge reach over the edge of each window of rows: those past it are carried to the next. */
+/* The last steps of a merge compare rows across the edge of a window. The rows past the edge are carried over to the
+ * next window in registers. */
 #define CHAIN(carried, window, body)                                            \
     for (; groups; groups--, start += advance) {                                \
         V r[carried + window];                                                  \
@@ -88,44 +89,44 @@ typedef INT WORD __attribute__((may_alias));
     }                                                                           \
     break;
 
-/* The same with a usual step known to the compiler. */
-#define USUAL(usual, ...)                                                       \
-    if (step == usual) {                                                        \
-        enum { step = usual };                                                  \
+/* Specializes the code for a common step, as a compile-time constant. */
+#define KNOWN_STEP(known, ...)                                                       \
+    if (step == known) {                                                        \
+        enum { step = known };                                                  \
         __VA_ARGS__                                                             \
     } else                                                                      \
         __VA_ARGS__
 
-/* Sort the columns of a block. Returns whether the comparators of the last step are left to the caller, who may ask for
- * that where they stand between neighbours: rows 1 and 2, rows 3 and 4 and so on. */
-static int FN(sort)(const step_t *program, V *x, int64_t d, int64_t height, int64_t vectors, int leave_neighbours)
+/* Sort the columns of a block. With `skip_last`, a last step that compares neighbors (rows 1 and 2, rows 3 and 4, ...)
+ * is left to the caller. Returns whether it was. */
+static int FN(sort)(const step_t *network, V *x, int64_t d, int64_t height, int64_t vectors, int skip_last)
 {
-    for (;; program++) {
-        const int64_t step = program->step, advance = program->advance, end = program->end;
-        int64_t start = program->start, groups = program->groups;
-        switch (program->code) {
+    for (;; network++) {
+        const int64_t step = network->step, advance = network->advance, end = network->end;
+        int64_t start = network->start, groups = network->groups;
+        switch (network->code) {
         case SORT2: GROUP(2, APPLY(S2, ROWS2))
         case SORT4: GROUP(4, APPLY(S4, ROWS4))
         case SORT8: GROUP(8, APPLY(S8, ROWS8))
         case SORT16: GROUP(16, APPLY(S16, ROWS16))
         case SORT32: GROUP(32, APPLY(S16, ROWS16) APPLY(S16, NEXT16) MERGE_32)
-        case MERGE32: USUAL(2, GROUP(32, MERGE_32))
+        case MERGE32: KNOWN_STEP(2, GROUP(32, MERGE_32))
         case CHAIN1:
-            if (leave_neighbours && program[1].code == END)
+            if (skip_last && network[1].code == END)
                 return 1;
-            USUAL(1, CHAIN(0, 2, CE(r[0], r[1])))
-        case CHAIN2: USUAL(1, CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3])))
-        case CHAIN3: USUAL(1, CHAIN(3, 8, CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
-                                          CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
-                                          CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])))
-        case CHAIN4: USUAL(1, CHAIN(7, 16, CE(r[7], r[15]) CE(r[8], r[16]) CE(r[9], r[17]) CE(r[10], r[18])
-                                           CE(r[11], r[19]) CE(r[12], r[20]) CE(r[13], r[21]) CE(r[14], r[22])
-                                           CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
-                                           CE(r[11], r[15]) CE(r[12], r[16]) CE(r[13], r[17]) CE(r[14], r[18])
-                                           CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
-                                           CE(r[9], r[11]) CE(r[10], r[12]) CE(r[13], r[15]) CE(r[14], r[16])
-                                           CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])
-                                           CE(r[8], r[9]) CE(r[10], r[11]) CE(r[12], r[13]) CE(r[14], r[15])))
+            KNOWN_STEP(1, CHAIN(0, 2, CE(r[0], r[1])))
+        case CHAIN2: KNOWN_STEP(1, CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3])))
+        case CHAIN3: KNOWN_STEP(1, CHAIN(3, 8, CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
+                                               CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
+                                               CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])))
+        case CHAIN4: KNOWN_STEP(1, CHAIN(7, 16, CE(r[7], r[15]) CE(r[8], r[16]) CE(r[9], r[17]) CE(r[10], r[18])
+                                                CE(r[11], r[19]) CE(r[12], r[20]) CE(r[13], r[21]) CE(r[14], r[22])
+                                                CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
+                                                CE(r[11], r[15]) CE(r[12], r[16]) CE(r[13], r[17]) CE(r[14], r[18])
+                                                CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
+                                                CE(r[9], r[11]) CE(r[10], r[12]) CE(r[13], r[15]) CE(r[14], r[16])
+                                                CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])
+                                                CE(r[8], r[9]) CE(r[10], r[11]) CE(r[12], r[13]) CE(r[14], r[15])))
         default: return 0;
         }
     }
@@ -137,7 +138,7 @@ static int FN(sort)(const step_t *program, V *x, int64_t d, int64_t height, int6
             to[i * lanes + lane] = (T)convert(((const type *)from)[offset[lane] + place]);  \
     break;
 
-/* Copy d numbers into each of several lanes. */
+/* Copy d numbers into each of `lanes` lanes, converted to T. */
 INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int lanes, int64_t stride, int64_t d,
                      T *to)
 {
@@ -149,9 +150,9 @@ INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int
     }
 }
 
-/* Whether any of `count` numbers is NaN or so large that a similarity could overflow. Without its sign, the bit pattern
- * of a number grows with the number, and that of NaN is larger than any. */
-static int FN(wild)(const T *numbers, int64_t count)
+/* Returns whether any of `count` numbers is NaN or so large that a similarity could overflow. Without the sign bit, bit
+ * patterns are ordered like the numbers, and NaN is larger than all of them. */
+static int FN(special)(const T *numbers, int64_t count)
 {
     const T bound = LARGE_T;
     const WORD *bits = (const WORD *)numbers;
@@ -165,28 +166,28 @@ static int FN(wild)(const T *numbers, int64_t count)
 
 typedef struct {
     V *keys, *x, *query;
-    int64_t height; /* rows from one column of x to the next; those past d hold infinity */
-    int64_t lap;    /* from the query of one column to that of the next: 0 where they share one */
+    int64_t height;      /* rows from one column of x to the next; rows from d on hold infinity */
+    int64_t query_pitch; /* from the query of one column to that of the next: 0 if they share one */
     T *numbers, *weights;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
 } FN(buffers);
 
-/* Copy vectors of d numbers from `first` on into the lanes of a block, the last one again into lanes past it: zeros
- * would only make ties to settle. Returns whether a number is wild. */
+/* Copy the vectors from `first` on into the lanes of a block. Lanes past the last vector repeat it: zeros would create
+ * ties, which are slow to resolve. Returns whether a number is special. */
 static int FN(load_columns)(const call_t *call, const void *from, int64_t origin, const int64_t *stride, int64_t first,
                             int64_t vectors, V *to)
 {
     const int64_t d = call->d, pitch = d + 1;
-    int wild = 0;
+    int special = 0;
     for (int64_t v = 0; v < vectors; v++) {
         int64_t offset[LANES];
         for (int lane = 0; lane < LANES; lane++)
             offset[lane] = origin + least(first + v * LANES + lane, call->count - 1) * stride[2];
         FN(load)(from, call->dtype, offset, LANES, stride[3], d, (T *)(to + v * pitch));
-        wild |= FN(wild)((const T *)(to + v * pitch), d * LANES);
+        special |= FN(special)((const T *)(to + v * pitch), d * LANES);
     }
-    return wild;
+    return special;
 }
 
 static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first, int64_t vectors,
@@ -196,7 +197,7 @@ static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first
     return FN(load_columns)(call, call->key, n * stride[0] + h * stride[1], stride, first, vectors, at->keys);
 }
 
-/* One query goes into all lanes; queries that are paired with keys, each into the lane of its key. */
+/* Copy one query into all lanes, or queries that are paired with keys into the lanes of their keys. */
 static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, int64_t first, int64_t vectors,
                           const FN(buffers) *at)
 {
@@ -206,10 +207,10 @@ static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, i
     FN(load)(call->query, call->dtype, &origin, 1, stride[3], call->d, at->numbers);
     for (int64_t i = 0; i < call->d; i++)
         at->query[i] = (V){0} + at->numbers[i];
-    return FN(wild)(at->numbers, call->d);
+    return FN(special)(at->numbers, call->d);
 }
 
-/* The weight of each position in ascending order, for head h. */
+/* Load the weights of head h in ascending order of similarity. */
 static void FN(load_weights)(const call_t *call, int64_t h, T *weights)
 {
     for (int64_t b = 0; b < call->n_bases; b++) {
@@ -219,8 +220,8 @@ static void FN(load_weights)(const call_t *call, int64_t h, T *weights)
     }
 }
 
-/* The similarity of two rows. Tagged, it carries its dimension in the lowest bits through the sort, and its exact value
- * stays behind. Infinities with a tag would be NaN: they are bounded where they can occur, as are NaN. */
+/* Compute the similarity of two rows. A tagged similarity carries its dimension in the lowest bits through the sort,
+ * and `exact` keeps its value. A tagged infinity would be a NaN, so infinities and NaN are clamped where they occur. */
 INLINE V FN(similarity)(int32_t base, int mode, V q, V k, const I *tag, I mask, V *exact, V *sum)
 {
     const V huge = (V){0} + HUGE_T;
@@ -245,18 +246,18 @@ INLINE V FN(similarity)(int32_t base, int mode, V q, V k, const I *tag, I mask, 
 
 #define SIMILARITY(i) FN(similarity)(base, mode, query[i], keys[i], tags + i, masks, values + i, sums)
 
-/* Fill the columns of a block with similarities. Whole runs of 32 rows are sorted on the way, while they are in
- * registers: the first step of the network. Returns the step to go on with. */
+/* Fill the columns of a block with similarities. Full runs of 32 rows are sorted while they are in registers, which is
+ * the first step of the network. Returns the step to continue with. */
 INLINE const step_t *FN(fill_by)(int32_t base, int mode, const call_t *call, const FN(buffers) *at, INT mask,
                                  int64_t vectors)
 {
-    const int64_t d = call->d, pitch = d + 1, height = at->height, lap = at->lap;
-    const int64_t whole = mode == PLAIN || mode == TAGGED ? d / 32 : 0; /* the others are rare, and the code is long */
+    const int64_t d = call->d, pitch = d + 1, height = at->height, step = at->query_pitch;
+    const int64_t whole = mode == PLAIN || mode == TAGGED ? d / 32 : 0; /* other modes are rare, and the code is long */
     const I masks = (I){0} + mask, *tags = at->tags;
     for (int64_t run = 0; run < whole; run++, tags += 32) {
         const V *query = at->query + 32 * run, *keys = at->keys + 32 * run;
         V *x = at->x + 32 * run, *values = at->values + 32 * run, *sums = at->sums;
-        for (int64_t v = 0; v < vectors; v++, query += lap, keys += pitch, x += height, values += pitch, sums++) {
+        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += pitch, sums++) {
             V r[32];
             UNROLL for (int i = 0; i < 16; i++) r[i] = SIMILARITY(i);
             APPLY(S16, ROWS16)
@@ -269,10 +270,10 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const call_t *call, con
     for (int64_t i = 32 * whole; i < d; i++, tags++) {
         const V *query = at->query + i, *keys = at->keys + i;
         V *x = at->x + i, *values = at->values + i, *sums = at->sums;
-        for (int64_t v = 0; v < vectors; v++, query += lap, keys += pitch, x += height, values += pitch, sums++)
+        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += pitch, sums++)
             *x = SIMILARITY(0);
     }
-    return call->program + (whole > 0);
+    return call->network + (whole > 0);
 }
 
 #define FILL(base, mode) case 4 * base + mode: return FN(fill_by)(base, mode, call, at, mask, vectors);
@@ -282,19 +283,29 @@ static const step_t *FN(fill)(int32_t base, int mode, const call_t *call, const 
                               int64_t vectors)
 {
     switch (4 * base + mode) { FILLS(DIS) FILLS(DOT) FILLS(L1) }
-    return call->program;
+    return call->network;
 }
 
-/* Vectors per block: what `bytes` hold, yet enough to repay the steering of the network, evenly over all keys. */
-static void FN(cut_keys)(plan_t *plan, int64_t bytes)
+/* Choose the vectors per block: as many as fit in `bytes`, enough to amortize the control flow of the network, and
+ * about equal for all blocks. */
+static void FN(split_keys)(plan_t *plan, int64_t bytes)
 {
     const int64_t all = ceil_div(plan->call->count, LANES);
-    const int64_t rows = (plan->call->d + column_height(plan->call->d)) / 2; /* of keys and of what is sorted */
+    const int64_t rows = (plan->call->d + column_height(plan->call->d)) / 2; /* average of keys and sorted columns */
     const int64_t fit = least(MAX_VECTORS, most(ABREAST, bytes / (rows * BYTES)));
     plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
     plan->blocks = ceil_div(all, plan->vectors);
 }
 
+/* Returns the number of tasks that keeps many threads busy and makes no task too large. */
+static int64_t FN(enough_tasks)(const plan_t *plan)
+{
+    const call_t *call = plan->call;
+    const int64_t keys = plan->blocks * plan->vectors * LANES;
+    return most(MIN_TASKS, call->n * call->heads * call->length * keys * call->d * call->n_bases / TASK_WORK);
+}
+
+/* Place the buffers of a thread in its scratch area. Returns the size of the area. */
 static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(buffers) *buffers)
 {
     const int64_t d = plan->call->d, vectors = plan->vectors, block = (d + 1) * vectors * BYTES;
@@ -307,12 +318,12 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     for (int64_t v = 0; scratch && v < vectors; v++)
         for (int64_t i = d; i <= buffers->height - SPREAD; i++)
             buffers->x[v * buffers->height + i] = (V){0} + (T)__builtin_inf();
-    buffers->lap = plan->call->paired ? d + 1 : 0;
+    buffers->query_pitch = plan->call->paired ? d + 1 : 0;
     buffers->query = take(&arena, plan->call->paired ? block : d * BYTES);
     buffers->numbers = take(&arena, d * (int64_t)sizeof(T));
     buffers->weights = take(&arena, weights * (int64_t)sizeof(T));
     buffers->sums = take(&arena, vectors * BYTES);
-    buffers->tags = take(&arena, d * BYTES); /* this and the next are touched by the backward pass only */
+    buffers->tags = take(&arena, d * BYTES); /* tags and values are used by the backward pass only */
     buffers->values = take(&arena, block);
     if (backward) {
         buffers->grad = take(&arena, vectors * BYTES);
@@ -324,9 +335,9 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     return arena.used;
 }
 
-/* Add weights times rows to the sums, in runs of rows: shorter chains of rounding errors. Neighbours that the sort left
- * to be compared are compared on the way. */
-INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int64_t d, int neighbours, int64_t first,
+/* Add weights times rows to the sums, in runs of rows, which limits the growth of rounding errors. With `neighbors`,
+ * run the comparators that the sort skipped. */
+INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int64_t d, int neighbors, int64_t first,
                       int64_t columns)
 {
     enum { RUN = 64 };
@@ -334,13 +345,13 @@ INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int64_t d, int ne
     const V *x = at->x + first * height;
     V *sums = at->sums + first;
     for (int64_t i = 0; i < d;) {
-        const int64_t end = least(i - i % RUN + RUN + neighbours, d);
+        const int64_t end = least(i - i % RUN + RUN + neighbors, d);
         V sum[ABREAST] = {{0}};
-        if (neighbours && i == 0) {
+        if (neighbors && i == 0) {
             UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[i] * x[j * height + i];
             i++;
         }
-        for (; neighbours && i + 1 < end; i += 2)
+        for (; neighbors && i + 1 < end; i += 2)
             UNROLL for (int j = 0; j < columns; j++) {
                 V low = x[j * height + i], high = x[j * height + i + 1];
                 CE(low, high)
@@ -365,13 +376,13 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(layout)(plan, scratch, 0, &at);
     FN(load_weights)(call, h, at.weights);
     for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
-        const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+        const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
         T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
         for (int64_t l = chunk * QUERY_CHUNK; l < least((chunk + 1) * QUERY_CHUNK, call->length); l++) {
-            const int wild = FN(load_query)(call, n, h, l, first, vectors, &at) | wild_keys;
+            const int special = FN(load_query)(call, n, h, l, first, vectors, &at) | special_keys;
             memset(at.sums, 0, (size_t)(vectors * BYTES));
             for (int64_t b = 0; b < call->n_bases; b++) {
-                const step_t *step = FN(fill)(call->bases[b], wild ? NAN_ASIDE : PLAIN, call, &at, 0, vectors);
+                const step_t *step = FN(fill)(call->bases[b], special ? NAN_ASIDE : PLAIN, call, &at, 0, vectors);
                 if (FN(sort)(step, at.x, d, at.height, vectors, 1))
                     ACROSS(FN(weigh), &at, at.weights + b * d, d, 1)
                 else
@@ -383,22 +394,27 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
     }
 }
 
-static int FN(forward)(const call_t *call)
+static int FN(forward)(plan_t *plan)
 {
-    plan_t plan = {.call = call, .chunks = ceil_div(call->length, QUERY_CHUNK)};
-    FN(cut_keys)(&plan, FORWARD_BYTES);
-    const int64_t one = call->heads * plan.blocks * plan.chunks; /* batch entry */
-    plan.groups = least(call->n, ceil_div(MIN_TASKS, one));
-    FN(buffers) at;
-    return run(FN(forward_task), &plan, one * plan.groups, FN(layout)(&plan, NULL, 0, &at));
+    if (!plan->tasks) {
+        const call_t *call = plan->call;
+        FN(split_keys)(plan, FORWARD_BYTES);
+        plan->chunks = ceil_div(call->length, QUERY_CHUNK);
+        const int64_t entry = call->heads * plan->blocks * plan->chunks; /* tasks of one batch entry */
+        plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), entry));
+        plan->tasks = entry * plan->groups;
+        FN(buffers) at;
+        plan->scratch_bytes = FN(layout)(plan, NULL, 0, &at);
+    }
+    return run(FN(forward_task), plan);
 }
 
-/* Bring each weight to the dimension that its position came from, in place of the value there, and put the values in
- * order: rows `start` to `end` of a column. Tags took the place of some low bits, so that values which agree in all
- * others may come in the wrong order: returns in which lanes.
+/* For rows `start` to `end` of a sorted column: move each weight to the dimension that its position came from, in place
+ * of the value there, and write the values in sorted order. Tags replaced some low bits, so values that agree in all
+ * other bits may be in the wrong order. Returns the lanes where that happened.
  *
- * This is bound by loads and stores: tags are read 64 bits at a time, no address takes more than one instruction, and a
- * row's loads come before its stores, which would hold them up. */
+ * Loads and stores limit the speed of this loop. It reads tags 64 bits at a time, computes an address in one
+ * instruction, and loads a whole row before it stores, because a store would delay the loads behind it. */
 INLINE I FN(untag)(const V *x, V *values, V *ordered, const T *weights, INT mask, int64_t start, int64_t end)
 {
     enum { PER_WORD = 8 / sizeof(T), LOW = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : PER_WORD - 1 };
@@ -407,7 +423,7 @@ INLINE I FN(untag)(const V *x, V *values, V *ordered, const T *weights, INT mask
     char *lanes[LANES];
     UNROLL for (int lane = 0; lane < LANES; lane++) {
         lanes[lane] = (char *)((T *)values + lane);
-        __asm__("" : "+r"(lanes[lane])); /* a register of its own, or the compiler adds `lane` to every address */
+        __asm__("" : "+r"(lanes[lane])); /* keep it in a register, or the compiler adds `lane` to every address */
     }
     V last = (V){0} - (T)__builtin_inf();
     if (start)
@@ -432,8 +448,8 @@ INLINE I FN(untag)(const V *x, V *values, V *ordered, const T *weights, INT mask
     return misplaced;
 }
 
-/* Order rows `start` to `end` of a lane by exact values, each as far down as it has to go, with its tag and weight. */
-static void FN(settle)(WORD *words, T *values, T *ordered, const T *weights, INT mask, int64_t start, int64_t end)
+/* Insertion sort of rows `start` to `end` of a lane by exact values; tags and weights move along. */
+static void FN(reorder)(WORD *words, T *values, T *ordered, const T *weights, INT mask, int64_t start, int64_t end)
 {
     for (int64_t i = start; i < end; i++) {
         const T exact = ordered[i * LANES];
@@ -461,16 +477,16 @@ INLINE int FN(any)(I mask)
     return any != 0;
 }
 
-/* Weights to dimensions and values in order, for one column. */
+/* Move weights to dimensions and sort the values of one column. */
 static void FN(return_weights)(V *x, V *values, V *ordered, const T *weights, INT mask, int64_t d)
 {
-    const int64_t run = d <= 128 ? 64 : 16; /* more tag bits, more values that agree in the others */
+    const int64_t run = d <= 128 ? 64 : 16; /* with more tag bits, more values agree in the other bits */
     for (int64_t start = 0; start < d; start += run) {
         const int64_t end = least(start + run, d);
         const I misplaced = FN(untag)(x, values, ordered, weights, mask, start, end);
         for (int lane = 0; FN(any)(misplaced) && lane < LANES; lane++)
             if (misplaced[lane])
-                FN(settle)((WORD *)x + lane, (T *)values + lane, (T *)ordered + lane, weights, mask, start, end);
+                FN(reorder)((WORD *)x + lane, (T *)values + lane, (T *)ordered + lane, weights, mask, start, end);
     }
 }
 
@@ -501,9 +517,9 @@ INLINE void FN(add_sorted)(const V *sorted, const V *grads, V *weight_grad, int6
 INLINE void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64_t first, int64_t columns)
 {
     const int64_t pitch = d + 1;
-    const V *query = at->query + first * at->lap;
+    const V *query = at->query + first * at->query_pitch;
     const V *keys = at->keys + first * pitch, *slopes = at->values + first * pitch;
-    V grad[ABREAST], *query_grad = at->query_grad + first * at->lap, *key_grad = at->key_grad + first * pitch;
+    V grad[ABREAST], *query_grad = at->query_grad + first * at->query_pitch, *key_grad = at->key_grad + first * pitch;
     UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j] * (T)(base == DIS ? 2 : 1);
     switch (base) {
     case DIS: SLOPES(sum += slope * (q - k), key_grad[j * pitch + i] -= slope * (q - k))
@@ -513,16 +529,16 @@ INLINE void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64
     }
 }
 
-/* The sum of all lanes of row i. */
+/* Returns the sum of all lanes of row i. */
 INLINE T FN(total)(const V *rows, int64_t i)
 {
-    const T *lanes = (const T *)rows + i * LANES; /* in memory, where a compiler can take several rows at once */
+    const T *lanes = (const T *)rows + i * LANES; /* in memory, so that a compiler can vectorize over rows */
     T sum = 0;
     UNROLL for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
     return sum;
 }
 
-/* Weights to dimensions, and the gradients of the weights, for a few columns. */
+/* Move weights to dimensions and add to the gradients of the weights, for a few columns. */
 INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_grad, INT mask, int64_t d, int64_t first,
                             int64_t columns)
 {
@@ -533,8 +549,8 @@ INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_g
     FN(add_sorted)(at->ordered, at->grad + first, weight_grad, d, columns);
 }
 
-/* Add the gradients of one query, or of queries paired with keys, against one block of keys. */
-static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t vectors, int wild)
+/* Add the gradients of one query, or of queries paired with keys, for one block of keys. */
+static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t vectors, int special)
 {
     const int64_t d = call->d;
     INT mask = 0;
@@ -543,11 +559,11 @@ static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t 
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int32_t base = call->bases[b];
         const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
-        const int mode = by_rank ? wild ? BOUNDED : TAGGED : PLAIN;
+        const int mode = by_rank ? special ? BOUNDED : TAGGED : PLAIN;
         FN(sort)(FN(fill)(base, mode, call, at, mask, vectors), at->x, d, at->height, vectors, 0);
         if (by_rank) {
             ACROSS(FN(add_weights), at, at->weights + b * d, at->weight_grad + b * d, mask, d)
-            if (at->lap)
+            if (at->query_pitch)
                 for (int64_t v = 0; v < vectors; v++)
                     FN(add_slopes)(base, at, d, v, 1);
             else
@@ -559,8 +575,7 @@ static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t 
     }
 }
 
-/* Empty the running sums of a column's first `lanes` lanes into gradients, `step` from one to the next; the first time
- * there is nothing to add to. */
+/* Write the sums of a column's first `lanes` lanes to gradients that are `step` apart, or with `again` add them. */
 INLINE void FN(flush_column)(V *sums, T *restrict grads, int64_t step, int64_t d, int lanes, int again)
 {
     for (int64_t i = 0; i < d; i++) {
@@ -612,18 +627,18 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
         for (int64_t block = tile * plan->blocks / tiles; block < (tile + 1) * plan->blocks / tiles; block++) {
             const int64_t pair = n * call->heads + h, first = block * plan->vectors * LANES;
             const int64_t keys = least(plan->vectors * LANES, call->count - first), vectors = ceil_div(keys, LANES);
-            /* Where the gradients of this block's keys lie, and of queries paired with them. */
+            /* offset of the gradients of this block's keys, and of queries paired with them */
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
-            const int wild_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+            const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
             memset(at.grad, 0, (size_t)(vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row++) {
                 const int64_t l = plan->first + row, origin = n * stride[0] + h * stride[1] + l * stride[2];
                 for (int64_t key = 0; key < keys; key++)
                     ((T *)at.grad)[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
-                const int wild = FN(load_query)(call, n, h, l, first, vectors, &at) | wild_keys;
+                const int special = FN(load_query)(call, n, h, l, first, vectors, &at) | special_keys;
                 memset(at.query_grad, 0, (size_t)((call->paired ? vectors * (d + 1) : d) * BYTES));
-                FN(backward_row)(call, &at, vectors, wild);
+                FN(backward_row)(call, &at, vectors, special);
                 if (call->need & NEED_QUERY && call->paired) {
                     FN(flush_lanes)(at.query_grad, (T *)call->query_grad + place, step, d, keys, 0);
                 } else if (call->need & NEED_QUERY) {
@@ -643,7 +658,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
 }
 
-/* Sum what the tiles found for the queries of this round. */
+/* Sum the partial gradients of all tiles for the queries of this round. */
 static void FN(gather_queries)(const plan_t *plan)
 {
     const call_t *call = plan->call;
@@ -655,6 +670,7 @@ static void FN(gather_queries)(const plan_t *plan)
             for (int64_t i = 0; i < size; i++)
                 query_grad[i] += partial[i];
         }
+    memset(plan->query_partial, 0, (size_t)(call->n * call->heads * plan->tiles * size) * sizeof(T)); /* for the next */
 }
 
 static void FN(gather_weights)(const plan_t *plan)
@@ -675,38 +691,52 @@ static void FN(gather_weights)(const plan_t *plan)
         }
 }
 
-static int FN(backward)(const call_t *call)
+static int FN(plan_backward)(plan_t *plan)
 {
-    const int64_t pairs = call->n * call->heads;
-    plan_t plan = {.call = call, .groups = least(call->n, ceil_div(MIN_TASKS, call->heads)), .rows = call->length};
-    FN(cut_keys)(&plan, BACKWARD_BYTES);
-    plan.tiles = least(plan.blocks, ceil_div(MIN_TASKS, plan.groups * call->heads));
-    const int64_t tasks = call->heads * plan.groups * plan.tiles;
+    const call_t *call = plan->call;
+    const int64_t pairs = call->n * call->heads, d = call->d;
+    FN(split_keys)(plan, BACKWARD_BYTES);
+    plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), call->heads));
+    /* similarities of one query in one part of the batch, for all keys and for one tile */
+    const int64_t block_work = ceil_div(call->n, plan->groups) * plan->vectors * LANES * d * call->n_bases;
+    const int64_t chunk_work = least(call->length, QUERY_CHUNK) * plan->blocks * block_work;
+    const int64_t tiles = most(ceil_div(MIN_TASKS, plan->groups * call->heads), ceil_div(chunk_work, TASK_WORK));
+    plan->tiles = least(plan->blocks, tiles);
+    plan->tasks = call->heads * plan->groups * plan->tiles;
     FN(buffers) at;
-    const int64_t scratch_bytes = FN(layout)(&plan, NULL, 1, &at);
-    const int partial = plan.tiles > 1 && call->need & NEED_QUERY && !call->paired;
+    plan->scratch_bytes = FN(layout)(plan, NULL, 1, &at);
     if (call->need & NEED_QUERY)
-        memset(call->query_grad, 0, (size_t)(pairs * call->length * call->d) * sizeof(T));
-    const int64_t row_bytes = pairs * plan.tiles * call->d * (int64_t)sizeof(T);
+        memset(call->query_grad, 0, (size_t)(pairs * call->length * d) * sizeof(T));
+    const int64_t row_bytes = pairs * plan->tiles * d * (int64_t)sizeof(T);
+    const int partial = plan->tiles > 1 && call->need & NEED_QUERY && !call->paired;
+    plan->max_rows = least(call->length, most(1, TASK_WORK / (ceil_div(plan->blocks, plan->tiles) * block_work)));
     if (partial)
-        plan.rows = least(call->length, most(1, PARTIAL_BYTES / row_bytes));
-    const int64_t rows = plan.rows;
-    plan.query_partial = partial ? malloc((size_t)(rows * row_bytes)) : NULL;
-    plan.weight_partial = calloc((size_t)(tasks * call->n_bases * call->d), sizeof(double));
-    int failed = !plan.weight_partial || (partial && !plan.query_partial);
-    for (; !failed && plan.first < call->length; plan.first += rows) {
-        plan.rows = least(rows, call->length - plan.first);
-        if (partial)
-            memset(plan.query_partial, 0, (size_t)(rows * row_bytes));
-        failed = run(FN(backward_task), &plan, tasks, scratch_bytes);
-        if (partial && !failed)
-            FN(gather_queries)(&plan);
+        plan->max_rows = least(plan->max_rows, most(1, PARTIAL_BYTES / row_bytes));
+    plan->rows = plan->max_rows;
+    plan->query_partial = partial ? calloc((size_t)plan->rows, (size_t)row_bytes) : NULL;
+    plan->weight_partial = calloc((size_t)(plan->tasks * call->n_bases * d), sizeof(double));
+    return !plan->weight_partial || (partial && !plan->query_partial) ? FAILED : DONE;
+}
+
+/* The tasks of one round after the other, each for `rows` queries. */
+static int FN(backward)(plan_t *plan)
+{
+    const call_t *call = plan->call;
+    if (!plan->tasks && FN(plan_backward)(plan) == FAILED)
+        return FAILED;
+    while (plan->first < call->length) {
+        const int status = run(FN(backward_task), plan);
+        if (status != DONE)
+            return status;
+        if (plan->query_partial)
+            FN(gather_queries)(plan);
+        plan->first += plan->rows;
+        plan->rows = least(plan->max_rows, call->length - plan->first);
+        atomic_store(&plan->next, 0);
     }
-    if (!failed && call->need & NEED_WEIGHT)
-        FN(gather_weights)(&plan);
-    free(plan.query_partial);
-    free(plan.weight_partial);
-    return failed ? -1 : 0;
+    if (call->need & NEED_WEIGHT)
+        FN(gather_weights)(plan);
+    return DONE;
 }
 
 #undef V

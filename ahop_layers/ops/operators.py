@@ -1,7 +1,8 @@
-"""The two public functions, the registered operators behind them, and the choice of a kernel.
+"""The public scoring function and the registered operators behind it.
 
-``adaptive_similarity`` checks its arguments and brings everything to one form; the operators ``ahop::score`` and
-``ahop::score_backward`` fold the weights and hand that form to the kernel of the device.
+``adaptive_similarity`` checks its arguments and reshapes them to ``(N, H, L, d)``, ``(N, H, S, d)`` and
+``(H, n_bases, d)``. The operators ``ahop::score`` and ``ahop::score_backward`` take tensors of these shapes, fold the
+weights and call a kernel. All private PyTorch functions that the package uses are in this file.
 """
 
 from collections.abc import Sequence
@@ -36,29 +37,30 @@ def adaptive_similarity(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Score every query against every key by its weighted similarity footprints.
+    """Scores every query against every key: the weighted sum of their similarity footprints.
 
-    No tensor of size L x S x d is made, forward or backward, except by ``backend="reference"``.
+    Only ``backend="reference"`` allocates a tensor of size L x S x d, in the forward or the backward pass.
 
     Args:
         query: ``(..., L, d)``.
         key: ``(..., S, d)``; batch dimensions broadcast.
-        weight: ``(n_bases, d)``, or ``(H, n_bases, d)`` against ``(..., H, L, d)``: the footprint weights of each base,
-            multiplied by that base's strength.
+        weight: the footprint weights of each base, multiplied by its ``beta``: ``(n_bases, d)``, or
+            ``(H, n_bases, d)`` for a query ``(..., H, L, d)``.
         bases: names of the base similarities, in the order of ``weight``.
-        backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
-            force one. See :func:`ahop_layers.backends`.
+        backend: ``"auto"`` selects the fastest kernel for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and
+            ``"triton"`` force one. See :func:`ahop_layers.backends`.
 
     Returns:
-        Scores ``(..., L, S)`` in the dtype of ``query``; half-precision inputs are accumulated in float32. Under
+        Scores ``(..., L, S)`` in the dtype of ``query``. Half-precision inputs are accumulated in float32. Under
         autocast the scores are float32.
 
     Raises:
-        AHopError: a shape, dtype, device, base or backend that does not fit.
+        AHopError: an argument has an unsupported shape, dtype or device, a base is not registered, or the backend is
+            not available.
 
-    Forward-mode differentiation and ``torch.func.grad`` work on the reference path and take it by themselves.
+    Forward-mode AD and ``torch.func.grad`` run on the reference path, which is selected automatically.
 
-    With all weight on the last entry of a footprint the score is the base similarity itself:
+    With weight 1 on the last footprint entry and 0 elsewhere, the score is the base similarity itself:
 
     >>> import torch, ahop_layers as ah
     >>> query, key = torch.randn(2, 5, 8), torch.randn(2, 7, 8)
@@ -77,7 +79,7 @@ def adaptive_similarity(
         raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
 
     device = query.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta tensors know no autocast
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # autocast is undefined on meta tensors
     if autocast:
         query, key = _autocast_pair(query, key, device)
     elif query.dtype != key.dtype:
@@ -92,7 +94,7 @@ def adaptive_similarity(
 
 
 def _is_transformed() -> bool:
-    """Whether forward-mode AD or torch.func differentiates this call: the operators support reverse mode and vmap only.
+    """Returns whether forward-mode AD or torch.func differentiates this call; operators support reverse mode and vmap.
 
     PyTorch has no public function for this. ``forward_ad.unpack_dual`` finds a tangent, but raises under vmap.
     """
@@ -107,7 +109,7 @@ def _is_transformed() -> bool:
 
 
 def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Check the weight against the pair and return the batch shape of the scores."""
+    """Checks the weight against query and key and returns the batch shape of the scores."""
     check_floating(weight=weight)
     check_same_device(query=query, weight=weight)
     expected = (len(names), query.shape[-1])
@@ -120,7 +122,7 @@ def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, 
 
 
 def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Tensor]:
-    """Under autocast: what a matrix product would do on a GPU, float32 elsewhere; float64 stays as it is."""
+    """Casts like a matrix product on a GPU and to float32 on other devices; float64 is kept."""
     dtype = torch.get_autocast_dtype(device) if device == "cuda" else torch.float32
     if torch.float64 in (query.dtype, key.dtype):
         dtype = torch.float64
@@ -130,11 +132,11 @@ def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Ten
 def _canonical_score(
     query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], names: tuple[str, ...], backend: str
 ) -> Tensor:
-    """Bring batch dimensions to (N, H), heads last, without copying, and call the operator."""
-    # One batch dimension and shared weights: a head each would only multiply the weight gradient.
+    """Reshapes the batch dimensions to (N, H), without a copy where possible, and calls the operator."""
+    # With shared weights, a single batch dimension becomes N: as H it would need a weight gradient per entry.
     heads = batch[-1] if weight.ndim == 3 or len(batch) > 1 else 1
     outer = prod(batch[:-1]) if len(batch) and heads == batch[-1] else prod(batch)
-    if len(batch) != 2 or query.shape[:-2] != batch or key.shape[:-2] != batch:  # else the views are time for nothing
+    if len(batch) != 2 or query.shape[:-2] != batch or key.shape[:-2] != batch:  # skip no-op views
         query, key = (
             each.expand(*batch, *each.shape[-2:]).reshape(outer, heads, *each.shape[-2:]) for each in (query, key)
         )
@@ -143,8 +145,8 @@ def _canonical_score(
     return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
 
 
-# Defined by their schemas: the decorator torch.library.custom_op registers the same operators, but imports the compiler
-# at the first call, which takes seconds, and checks each call's results at a cost of its own.
+# torch.library.define instead of the decorator custom_op, which imports the compiler at the first call (seconds) and
+# checks the results of every call.
 torch.library.define(
     "ahop::score",
     "(Tensor query, Tensor key, Tensor weight, str bases, str backend) -> Tensor",
@@ -201,7 +203,7 @@ def _kernel_bases(bases: str) -> tuple[str, ...]:
 
 
 def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
-    """(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)."""
+    """Implements ``ahop::score``: ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
     names = _check(query, key, weight, bases, backend)
     return choose_kernel(backend, query, names).score(query, key, fold(weight), names)
 
@@ -209,7 +211,7 @@ def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str)
 def _score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and weight; those that ``need`` does not ask for are empty."""
+    """Implements ``ahop::score_backward``: gradients of query, key and weight, empty where ``need`` is False."""
     names, wanted = _check(query, key, weight, bases, backend, grad, need), (need[0], need[1], need[2])
     kernel = choose_kernel(backend, query, names)
     grads = kernel.score_backward(grad, query, key, fold(weight), names, wanted)
@@ -261,7 +263,7 @@ torch.library.register_autograd("ahop::score_backward", _refuse_double_backward)
 
 
 def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:
-    """Merge the mapped axis of each (tensor, mapped axis, axis of the heads) into its heads."""
+    """Merges the mapped axis of each ``(tensor, mapped axis, head axis)`` into its head axis."""
     merged = []
     for tensor, mapped, heads in tensors:
         tensor = tensor.movedim(mapped, heads) if mapped is not None else tensor.unsqueeze(heads)
@@ -271,7 +273,7 @@ def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[T
 
 
 def _heads(weight: Tensor, mapped: int | None) -> int:
-    """The number of heads of a weight ``(H, n_bases, d)``, one of whose axes may be mapped."""
+    """Returns the number of heads of a weight ``(H, n_bases, d)`` that has an additional mapped axis, or None."""
     return weight.shape[1 if mapped == 0 else 0]
 
 

@@ -1,13 +1,14 @@
-"""The mathematics in plain PyTorch: the specification every kernel is tested against.
+"""The reference implementation in plain PyTorch, which specifies what every kernel computes.
 
-A base similarity gives one number per dimension, ``q_i = base(query_i, key_i)``. The *footprint* of a pair sorts these
-numbers in descending order and accumulates them, so its entry ``k`` is the best similarity over all subspaces of ``k``
-dimensions. The *adaptive similarity* weighs the footprints of several bases:
+A base similarity returns one number per dimension, ``q_i = base(query_i, key_i)``. The *footprint* of a query-key pair
+is the cumulative sum of these numbers in descending order: entry ``k`` is the sum of the ``k`` largest ones, which is
+the largest similarity of any ``k``-dimensional subspace. The *adaptive similarity* is a weighted sum of the footprints
+of several bases:
 
     score(query, key) = sum over bases of  weight_base . cumsum(sort(q_base))
 
-Summed by parts this is ``u_base . sort(q_base)`` with ``u = reverse_cumsum(weight)``: the *folded* weight, which the
-kernels use because it needs no cumulative sum per pair.
+Summation by parts turns this into ``u_base . sort(q_base)`` with ``u = reverse_cumsum(weight)``, the *folded* weight.
+The kernels use the folded weight because it needs no cumulative sum per pair.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Base(NamedTuple):
-    """A decomposable similarity: its value per dimension, and its slopes with respect to query and key.
+    """A decomposable similarity: its value per dimension, and its derivatives with respect to query and key.
 
-    Only the built-in bases carry ``slopes``; kernels run for these. A base without runs on the reference path, where
+    Kernels need ``slopes``, which only built-in bases have. A base without them runs on the reference path, where
     autograd differentiates it.
     """
 
@@ -50,15 +51,15 @@ BASES: dict[str, Base] = {
 
 
 def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Register a decomposable base similarity of your own under ``name``.
+    """Registers a custom decomposable base similarity under ``name``.
 
     Args:
-        name: what ``bases=`` calls it: an identifier that is not taken.
-        function: takes two tensors that broadcast against each other, query values and key values, and returns the
-            similarity of each pair of numbers. It runs on the reference path, where autograd differentiates it.
+        name: the name for ``bases=``, an identifier that is not registered yet.
+        function: takes query values and key values, two tensors that broadcast against each other, and returns the
+            elementwise similarity. It runs on the reference path, where autograd differentiates it.
 
     Raises:
-        AHopError: the name is taken or no identifier, or ``function`` cannot be called.
+        AHopError: ``name`` is not an identifier or already registered, or ``function`` is not callable.
 
     >>> import torch, ahop_layers as ah
     >>> ah.register_base("agree", lambda query, key: torch.exp(-(query - key) ** 2))
@@ -66,11 +67,11 @@ def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> No
     tensor([[[1., 2., 3.]]])
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise AHopError(f"the name of a base must be an identifier, got {name!r}")
+        raise AHopError(f"name must be an identifier, got {name!r}")
     if name in BASES:
-        raise AHopError(f"the base {name!r} is registered already; choose another name than {', '.join(BASES)}")
+        raise AHopError(f"name must not be registered yet, got {name!r}; registered are {', '.join(BASES)}")
     if not callable(function):
-        raise AHopError(f"a base must be a function of two tensors, got {type(function).__name__}")
+        raise AHopError(f"function must be callable with two tensors, got {type(function).__name__}")
     BASES[name] = Base(function)
 
 
@@ -88,20 +89,20 @@ def check_bases(bases: Sequence[str]) -> tuple[str, ...]:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores of inputs of ``dtype`` are computed and returned."""
+    """Returns the dtype in which scores of ``dtype`` inputs are accumulated: at least float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def sorted_similarities(query: Tensor, key: Tensor, base: str) -> Tensor:
-    """Per-dimension similarities of every pair, descending: (..., L, d), (..., S, d) -> (..., L, S, d)."""
+    """Computes per-dimension similarities in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, d)``."""
     similarities = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
     return similarities.sort(dim=-1, descending=True).values
 
 
 def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
-    """The similarity footprint of every query-key pair.
+    """Computes the similarity footprint of every query-key pair.
 
-    Entry ``k`` (counted from 1) is the largest similarity that any ``k`` dimensions of the pair reach together.
+    Entry ``k`` (counted from 1) is the sum of the ``k`` largest per-dimension similarities.
 
     Args:
         query: ``(..., L, d)``.
@@ -110,10 +111,10 @@ def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
             registered base.
 
     Returns:
-        ``(..., L, S, d)``: this is the one function that builds a tensor of that size.
+        ``(..., L, S, d)``. :func:`ahop_layers.adaptive_similarity` computes scores without a tensor of this size.
 
     Raises:
-        AHopError: a shape, dtype, device or base that does not fit.
+        AHopError: an argument has an unsupported shape, dtype or device, or ``base`` is not registered.
 
     >>> import torch, ahop_layers as ah
     >>> query, key = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 4.0, 4.0]])
@@ -127,7 +128,7 @@ def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
 
 
 def adaptive_similarity(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """Scores as the paper writes them: footprints weighed and summed over the bases, in the dtype of the inputs.
+    """Computes scores as the paper defines them: weighted footprints, summed over the bases, in the input dtype.
 
     ``(..., L, d), (..., S, d), (n_bases, d) -> (..., L, S)``; with weights per head
     ``(..., H, L, d), (..., H, S, d), (H, n_bases, d) -> (..., H, L, S)``.
@@ -137,18 +138,18 @@ def adaptive_similarity(query: Tensor, key: Tensor, weight: Tensor, bases: Seque
 
 
 def fold(weight: Tensor) -> Tensor:
-    """Folded weight ``u``: ``weight . cumsum(sorted) == fold(weight) . sorted``."""
+    """Returns the folded weight ``u``, for which ``weight . cumsum(sorted) == u . sorted``."""
     return weight.flip(-1).cumsum(-1).flip(-1)
 
 
 def folded_similarity(query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str]) -> Tensor:
-    """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
+    """Computes the scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
     scores = [_weigh(sorted_similarities(query, key, base), folded[..., index, :]) for index, base in enumerate(bases)]
     return torch.stack(scores).sum(0)
 
 
 def _weigh(features: Tensor, weight: Tensor) -> Tensor:
-    """``(..., H, L, S, d) . (H, d) -> (..., H, L, S)``, or with one weight ``(d,)`` for all."""
+    """Computes ``(..., H, L, S, d) . (H, d) -> (..., H, L, S)``, or with a weight ``(d,)`` that all heads share."""
     if weight.ndim == 1:
         return features @ weight
     return torch.einsum("...hlsd,hd->...hls", features, weight)

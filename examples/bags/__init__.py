@@ -1,1 +1,1 @@
-"""What the bag example and the MIL benchmark share: model, data, batches, pictures, poolings."""
+"""The bag classifier of examples/mil.py and of the bag benchmark: model, poolings, data, batches, pictures."""

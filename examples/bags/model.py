@@ -1,6 +1,6 @@
-"""A classifier of bags whose pooling can be exchanged: the model of examples/mil.py and benchmarks/mil.py.
+"""A bag classifier with a choice of pooling: the model of examples/mil.py and of the bag benchmark.
 
-Every instance is embedded, a pooling of mil_pooling.py makes one vector of a bag, and a linear layer classifies it.
+It embeds every instance, pools the instances of a bag to one vector, and applies a linear layer.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from examples.bags.pooling import POOLINGS, make_pooling
 
 
 class Standardize(nn.Module):
-    """Features in deviations from their mean, clipped at four; a feature that never varied becomes zero."""
+    """Standardizes features and clips them at four standard deviations; a constant feature becomes zero."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -22,30 +22,30 @@ class Standardize(nn.Module):
         self.register_buffer("scale", torch.ones(features))
 
     def fit(self, bags: Iterable[Tensor]) -> None:
-        """Measure mean and deviation, one bag at a time."""
+        """Computes mean and standard deviation of the features, one bag at a time."""
         count, total, squares = 0, 0.0, 0.0
         for bag in bags:
             wide = bag.double()
             count, total, squares = count + len(bag), total + wide.sum(0), squares + wide.square().sum(0)
         if count == 0:
-            raise ah.AHopError("expected an instance in some bag for training, got empty bags only")
+            raise ah.AHopError("expected a training bag with instances, got only empty bags")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
         self.mean.copy_(mean)
         self.scale.copy_(torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0))
 
     def forward(self, instances: Tensor) -> Tensor:
-        """``(total, features)``, both."""
+        """Standardizes ``instances (total, features)``."""
         return ((instances - self.mean) * self.scale).clamp(-4, 4)
 
 
 def embed_features(features: int, width: int) -> nn.Module:
-    """One layer over a row of features."""
+    """Returns a linear layer with ReLU."""
     return nn.Sequential(nn.Linear(features, width), nn.ReLU())
 
 
 def embed_digits(width: int) -> nn.Module:
-    """A small convolution over 28 x 28 pixels, which come as a row of 784."""
+    """Returns a small convolutional network for 28 x 28 pixels, given as rows of 784."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(),
         nn.Flatten(), nn.Linear(16 * 16, width), nn.ReLU(),
@@ -53,15 +53,20 @@ def embed_digits(width: int) -> nn.Module:
 
 
 class BagClassifier(nn.Module):
-    """Embed, pool, classify.
+    """Embeds instances, pools bags, and classifies them.
 
     Args:
-        embed: from ``(total, features)`` to ``(total, width)``.
+        embed: maps ``(total, features)`` to ``(total, width)``.
         pooling: a name of ``POOLINGS``.
-        width: of an embedded instance.
-        heads, head_width, scaling: of a Hopfield association; gated attention is ``head_width`` wide.
-        dropout: the probability with which the weight of an instance is dropped in training.
-        padded: see :class:`HopfieldPool`.
+        width: dimension of an embedded instance.
+        heads: heads of the Hopfield association.
+        head_width: dimension of a head, or hidden dimension of gated attention.
+        scaling: factor of the scores of the Hopfield association.
+        dropout: probability of dropping the weight of an instance in training.
+        padded: see :class:`~examples.bags.pooling.HopfieldPool`.
+
+    Raises:
+        AHopError: an unknown pooling, or ``padded`` with a pooling that has no padded form.
     """
 
     def __init__(
@@ -81,16 +86,16 @@ class BagClassifier(nn.Module):
         self.pool = make_pooling(pooling, width, heads, head_width, scaling, dropout, padded)
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """``instances (total, features)`` -> logits ``(bags,)`` and weights of instances ``(total,)``.
+        """Computes logits ``(bags,)`` and instance weights ``(total,)`` from ``instances (total, features)``.
 
-        An empty bag is pooled to what no instance at all reads (zeros before the output projection), and classified.
+        The pooled vector of an empty bag is zero before the output projection.
         """
         pooled, weights = self.pool(self.embed(instances), sizes)
         return self.head(pooled).squeeze(-1), weights
 
 
 def auc(labels: Tensor, scores: Tensor) -> float:
-    """How often a bag of label 1 scores above one of label 0, a tie counting half; NaN if a label is missing."""
+    """Computes the area under the ROC curve; a tie counts half. NaN if a label is missing."""
     above, below = scores[labels == 1], scores[labels == 0]
     difference = above[:, None] - below
     return ((difference > 0).double() + 0.5 * (difference == 0)).mean().item()

@@ -1,14 +1,14 @@
-"""Poolings: from the embedded instances of a bag to one vector. Bags lie end to end, without padding.
+"""Poolings of the embedded instances of a bag to one vector. Bags are concatenated, without padding.
 
-Those that weigh instances by a Hopfield association, all with the same projections around it:
+Five poolings are Hopfield associations with the same projections:
 
-- ``adaptive``: the learned similarity of this package (A-Hop), exactly the dot product until it is trained;
+- ``adaptive``: the learned similarity of this package (A-Hop), which is initialized to the dot product;
 - ``dot``: the dot product, the modern Hopfield network (M-Hop);
-- ``sparse``: the dot product separated by sparsemax (S-Hop);
-- ``kernel``: ``(phi q) . (phi k)`` with a learned matrix per head, separated by entmax with alpha = 1.5 (K-Hop);
-- ``uniform``: every instance of a bag weighs the same. What this reaches needs no score at all.
+- ``sparse``: the dot product with sparsemax as separation (S-Hop);
+- ``kernel``: ``(phi q) . (phi k)`` with a learned matrix per head and 1.5-entmax as separation (K-Hop);
+- ``uniform``: equal weights, the baseline that needs no score.
 
-The others: ``gated`` attention (Ilse et al., 2018), ``mean`` and ``max`` of the embedded instances.
+The others are ``gated`` attention (Ilse et al., 2018) and the ``mean`` and ``max`` of the embedded instances.
 """
 
 import torch
@@ -20,6 +20,7 @@ import ahop_layers as ah
 from ahop_layers.packed import Bags
 from ahop_layers.separation import Separation
 from examples.common.kernel_similarity import KernelSimilarity
+from examples.common.similarities import Constant, DotProduct, replace_similarity
 
 SEPARATIONS = {
     "adaptive": "softmax",
@@ -30,19 +31,18 @@ SEPARATIONS = {
 }
 
 
-class NoScore(nn.Module):
-    """The same score for every instance."""
-
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Zeros: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-        return query.new_zeros(*key.shape[:-2], query.shape[-2], key.shape[-2])
+SIMILARITIES = {"dot": DotProduct, "sparse": DotProduct, "kernel": KernelSimilarity, "uniform": Constant}
 
 
 class HopfieldPool(nn.Module):
-    """Pools packed bags by a Hopfield association with the score of the given name.
+    """Pools packed bags by a Hopfield association.
 
-    ``padded=True`` walks the padded path instead, for comparison: the outputs are the same. (K-Hop's separation loss is
-    not: it then looks at each bag alone, padding included.)
+    Args:
+        width: dimension of an instance.
+        name: a key of ``SEPARATIONS``.
+        heads, head_width, scaling, dropout: see ``AdaptiveHopfieldPooling``.
+        padded: pad the bags, for comparison. The outputs are equal; the separation loss of K-Hop is not, because it
+            then covers each bag alone, including the padding.
     """
 
     def __init__(
@@ -53,13 +53,11 @@ class HopfieldPool(nn.Module):
         self.pooling = ah.AdaptiveHopfieldPooling(
             width, head_width, num_heads=heads, scaling=scaling, dropout=dropout, separation=SEPARATIONS[name]
         )
-        core = self.pooling.hopfield.association_core
         if name != "adaptive":
-            scores = {"kernel": lambda: KernelSimilarity(head_width, heads), "uniform": NoScore}
-            core.similarity = scores[name]() if name in scores else None
+            replace_similarity(self.pooling, SIMILARITIES[name])
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """``instances (total, width)`` -> pooled ``(bags, width)``, weights ``(total,)``."""
+        """Pools ``instances (total, width)`` to ``(bags, width)``; also returns their weights ``(total,)``."""
         if not self.padded:
             pooled, weights = self.pooling.pool_packed(instances, sizes, return_association=True)
             return pooled, weights.mean((1, 2))
@@ -71,7 +69,7 @@ class HopfieldPool(nn.Module):
 
 
 class GatedPool(nn.Module):
-    """Gated attention: the score of an instance ``h`` is ``w . (tanh(V h) * sigmoid(U h))``."""
+    """Pools by gated attention: the score of an instance ``h`` is ``w . (tanh(V h) * sigmoid(U h))``."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -79,7 +77,7 @@ class GatedPool(nn.Module):
         self.dropout, self.separation = nn.Dropout(dropout), Separation()
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """``instances (total, width)`` -> pooled ``(bags, width)``, weights ``(total,)``."""
+        """Pools ``instances (total, width)`` to ``(bags, width)``; also returns their weights ``(total,)``."""
         bags = Bags(sizes, instances.device)
         scores = self.score(self.tanh(instances).tanh() * self.gate(instances).sigmoid())
         weights = bags.separate(rearrange(scores, "t 1 -> t 1 1"), self.separation)
@@ -88,20 +86,20 @@ class GatedPool(nn.Module):
 
 
 class MeanPool(nn.Module):
-    """The mean of a bag; an empty bag gives zeros."""
+    """Pools by the mean; zeros for an empty bag."""
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """``instances (total, width)`` -> pooled ``(bags, width)``, weights ``(total,)``."""
+        """Pools ``instances (total, width)`` to ``(bags, width)``; also returns their weights ``(total,)``."""
         bags = Bags(sizes, instances.device)
         weights = (1 / bags.sizes)[bags.bag]
         return bags.sum(instances * weights[:, None]), weights
 
 
 class MaxPool(nn.Module):
-    """The largest value of each feature in a bag; an instance weighs the share of features it decides."""
+    """Pools by the maximum of each feature; the weight of an instance is the share of features it determines."""
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """``instances (total, width)`` -> pooled ``(bags, width)``, weights ``(total,)``."""
+        """Pools ``instances (total, width)`` to ``(bags, width)``; also returns their weights ``(total,)``."""
         bags = Bags(sizes, instances.device)
         index = bags.bag[:, None].expand_as(instances)
         zeros = instances.new_zeros(len(sizes), instances.shape[1])
@@ -115,7 +113,13 @@ POOLINGS = (*SEPARATIONS, "gated", "mean", "max")
 def make_pooling(
     name: str, width: int, heads: int, head_width: int, scaling: float, dropout: float, padded: bool = False
 ) -> nn.Module:
-    """The pooling of a name, from ``(total, width)`` and the sizes of bags to ``(bags, width)`` and ``(total,)``."""
+    """Returns a pooling by its name.
+
+    It maps ``(total, width)`` and the sizes of the bags to pooled ``(bags, width)`` and weights ``(total,)``.
+
+    Raises:
+        AHopError: ``padded`` with a pooling that has no padded form.
+    """
     if padded and name not in SEPARATIONS:
         raise ah.AHopError(f"padded=True needs one of {', '.join(SEPARATIONS)}, got {name!r}")
     if name in SEPARATIONS:

@@ -1,1 +1,1 @@
-"""What several examples share."""
+"""Code that several examples share: command line, training, checkpoints, output files, similarities."""

@@ -1,4 +1,4 @@
-"""K-Hop's learned kernel in place of a similarity, for attention and for pooling."""
+"""The learned kernel of K-Hop as a similarity, for attention and for pooling."""
 
 import math
 
@@ -8,15 +8,20 @@ from torch import Tensor, nn
 from ahop_layers.memory.kernel import crowding
 
 MOST_KEYS = 128
-"""How many keys the separation loss looks at, evenly taken from all: it compares each with each."""
+"""Upper bound on the keys of the separation loss, which compares all pairs. They are taken at equal distances."""
 
 
 class KernelSimilarity(nn.Module):
-    """K-Hop's score ``(phi q) . (phi k)`` with a matrix ``phi`` per head, the identity at the start.
+    """The score ``(phi q) . (phi k)`` of K-Hop, with a matrix ``phi`` per head that is initialized to the identity.
 
-    In K-Hop the separation loss alone shapes phi, everything else learns from the task. Hence ``phi`` is detached in
-    the score, and the keys are detached in the loss: the crowding, after phi, of all keys scored together, which
-    are the tokens of one image or the instances of a batch of packed bags. Only the direction of phi counts.
+    K-Hop trains ``phi`` by the separation loss alone, and everything else by the task. So the score detaches ``phi``,
+    and the separation loss detaches the keys. The loss is the crowding, after ``phi``, of all keys that are scored
+    together: the tokens of an image, or the instances of a batch of packed bags. It depends only on the direction of
+    ``phi``.
+
+    Args:
+        dim: dimension of a head.
+        num_heads: number of heads.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -25,7 +30,7 @@ class KernelSimilarity(nn.Module):
         self.separation_loss: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., H, L, d)`` against ``key (..., H, S, d)``: ``(..., H, L, S)``."""
+        """Scores ``query (..., H, L, d)`` against ``key (..., H, S, d)``: ``(..., H, L, S)``."""
         self.separation_loss = self._crowding(key.detach()) if self.training else None
         phi = self.phi.detach()
         fixed = (phi * (math.sqrt(phi.shape[-1]) / phi.norm(dim=(-2, -1), keepdim=True))).to(query.dtype).mT
@@ -38,6 +43,6 @@ class KernelSimilarity(nn.Module):
 
 
 def separation_loss(model: nn.Module) -> Tensor | float:
-    """What K-Hop adds to the loss of a training step; nothing for the other attentions."""
+    """Returns the sum of the separation losses of a training step; 0 for a model without K-Hop kernels."""
     kernels = [part for part in model.modules() if isinstance(part, KernelSimilarity)]
     return sum(kernel.separation_loss for kernel in kernels)

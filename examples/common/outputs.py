@@ -1,16 +1,47 @@
-"""The folder that an example writes to, looked at before anything long begins."""
+"""Output files that are written atomically, and the pictures that several examples draw."""
 
-import argparse
+import io
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
 
 
-def output_folder(text: str) -> Path:
-    """The type of ``--out``: a folder that can be written to, or can be made. Nothing is made yet."""
-    path = Path(text)
-    whole = path.absolute()
-    there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is no folder"
-        raise argparse.ArgumentTypeError(f"expected a folder to write to, got {path}: {reason}")
-    return path
+def write_atomic(path: Path, content: bytes | memoryview) -> None:
+    """Writes ``<path>.part`` and renames it, so that a full disk or a crash leaves the previous file, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes values as JSON."""
+    write_atomic(path, json.dumps(values, indent=1).encode())
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Writes a figure as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=130)
+    write_atomic(path, buffer.getbuffer())
+
+
+def draw_rows(rows: dict[str, Tensor], draw: Callable[[Axes, Tensor], object], width: float, height: float) -> Figure:
+    """Draws one row of panels for each name, one panel for each of its patterns; sizes are in inches per panel."""
+    columns = len(next(iter(rows.values())))
+    figure = Figure(figsize=(columns * width, len(rows) * height), layout="constrained")
+    for (name, patterns), axes in zip(rows.items(), figure.subplots(len(rows), columns, squeeze=False), strict=True):
+        for pattern, axis in zip(patterns, axes, strict=True):
+            draw(axis, pattern)
+            axis.set(xticks=[], yticks=[])
+        axes[0].set_ylabel(name, rotation=0, ha="right", va="center")
+    return figure

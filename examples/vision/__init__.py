@@ -1,1 +1,1 @@
-"""What the ViT example and the image benchmark share: model, data, batches, pictures."""
+"""The vision transformer of examples/vit.py and of the image benchmark: model, data, batches, pictures."""

@@ -1,7 +1,6 @@
-"""Batches cut out of a data set in memory, on the device that trains: the batches of examples/vit.py.
+"""Batches of a data set in the memory of the training device: the batches of examples/vit.py.
 
-Training never waits for a data loader: images lie as bytes in the memory of the device and are augmented there, a whole
-batch at once.
+There is no data loader: images are kept as bytes on the device, and a batch is augmented there in one operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,18 +15,18 @@ from examples.vision.data import Images, ImageSet
 
 
 def as_floats(images: Tensor) -> Tensor:
-    """Bytes to numbers from 0 to 1."""
+    """Converts bytes to floats from 0 to 1."""
     return images.float() / 255
 
 
 def channel_scale(images: Tensor) -> dict[str, tuple[float, ...]]:
-    """Mean and standard deviation of each channel of ``images (n, channels, height, width)``, as a model takes them."""
+    """Returns mean and standard deviation of each channel of ``images (n, channels, height, width)``."""
     numbers = as_floats(images)
     return {"mean": tuple(numbers.mean((0, 2, 3)).tolist()), "std": tuple(numbers.std((0, 2, 3)).tolist())}
 
 
 def augment(images: Tensor, mirror: bool, generator: torch.Generator | None = None) -> Tensor:
-    """Shift each image by up to an eighth of its side, what comes in being black, and mirror every second one."""
+    """Shifts each image by up to 1/8 of its height, with black padding, and flips half of them if ``mirror``."""
     n, channels, height, width = images.shape
     reach = height // 8
     padded = functional.pad(images, (reach,) * 4)
@@ -45,18 +44,21 @@ def augment(images: Tensor, mirror: bool, generator: torch.Generator | None = No
 
 
 class Batches:
-    """The batches of an epoch, the same for any number of processes, and from any step on.
+    """The training batches of an epoch, independent of the number of processes.
 
-    Everything random follows from the seed and the number of the step. So processes share each batch without talking to
-    each other, and a run that was interrupted in the middle of an epoch goes on with the batch it had come to.
+    Seed and step determine the order of the images and their augmentation. So processes share a batch without
+    communication, and a resumed run continues with the batch at which it was interrupted.
 
     Args:
-        data: where the batches are cut out.
-        size: of a batch, all processes together; images that fill no batch are left for another epoch.
-        seed: of the order and of the augmentation.
-        steps_done: says how many batches have been trained on since the first epoch began.
-        rank, world: the number of this process, and how many there are.
-        mirror: None for no augmentation; see :func:`augment`.
+        data: the training images.
+        size: batch size over all processes. The last, incomplete batch of an epoch is dropped.
+        seed: seed of the order and of the augmentation.
+        steps_done: returns the number of training steps so far, over all epochs.
+        rank, world: the rank of this process, and the number of processes.
+        mirror: whether to flip images, see :func:`augment`; None for no augmentation.
+
+    Raises:
+        AHopError: the batch size is not a multiple of the number of processes.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Batches:
         mirror: bool | None = None,
     ) -> None:
         if size % world:
-            raise AHopError(f"expected a batch size that {world} processes can share, got {size}")
+            raise AHopError(f"expected a batch size that is a multiple of the {world} processes, got {size}")
         self.data, self.size, self.seed, self.steps_done = data, min(size, len(data.labels)), seed, steps_done
         self.rank, self.world, self.mirror = rank, world, mirror
 
@@ -92,15 +94,15 @@ class Batches:
             yield as_floats(images), self.data.labels[index]
 
     def state_dict(self) -> dict[str, int]:
-        """Nothing: the trainer's own count of steps is all there is to remember."""
+        """Returns nothing: the step counter of the trainer is the only state."""
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing, likewise; that the method exists tells Lightning that an epoch can be resumed in its middle."""
+        """Does nothing; by this method Lightning knows that an epoch can be resumed."""
 
 
 class InOrder:
-    """All images of a part, batch by batch, as they are."""
+    """All images in their order, without augmentation, for validation and test."""
 
     def __init__(self, data: Images, size: int = 256) -> None:
         self.parts = list(zip(*(rows.split(size) for rows in data), strict=True))
@@ -115,26 +117,29 @@ class InOrder:
 class ImageBatches(L.LightningDataModule):
     """Training, validation (a tenth of the training images) and test batches of a data set.
 
-    Validation and test images are the same for every process: sharing them would cost more than it saves.
+    Every process evaluates all validation and test images: they are few.
     """
 
     def __init__(self, data: ImageSet, batch_size: int, seed: int, augment: bool) -> None:
         super().__init__()
+        if len(data.train.labels) < 2 or not len(data.test.labels):
+            counts = f"{len(data.train.labels)} and {len(data.test.labels)}"
+            raise AHopError(f"expected at least 2 training images and 1 test image, got {counts}")
         order = torch.randperm(len(data.train.labels), generator=torch.Generator().manual_seed(seed))
         held, kept = order[: len(order) // 10 or 1], order[len(order) // 10 or 1 :]
         self.train, self.held = (Images(data.train.images[part], data.train.labels[part]) for part in (kept, held))
         self.data, self.batch_size, self.seed, self.augment = data, batch_size, seed, augment
 
     def train_dataloader(self) -> Batches:
-        """Shared by all processes."""
+        """Returns the training batches, which all processes share."""
         trainer, mirror = self.trainer, self.data.mirror if self.augment else None
         train, share = self.train.to(trainer.strategy.root_device), (trainer.global_rank, trainer.world_size)
         return Batches(train, self.batch_size, self.seed, lambda: trainer.global_step, *share, mirror)
 
     def val_dataloader(self) -> InOrder:
-        """Images held out of training."""
+        """Returns the validation images."""
         return InOrder(self.held)
 
     def test_dataloader(self) -> InOrder:
-        """Images that nothing was chosen by."""
+        """Returns the test images."""
         return InOrder(self.data.test)

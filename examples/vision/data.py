@@ -1,7 +1,6 @@
-"""Image data sets as tensors in memory: the data of examples/vit.py and benchmarks/images.py.
+"""Image data sets as tensors in memory: the data of examples/vit.py and of the image benchmark.
 
-Each reader takes the folder of ``--data-dir`` and gives a whole data set as bytes. What is missing is named, with the
-places where it was looked for.
+Each reader takes the folder of ``--data-dir`` and returns the images as bytes.
 """
 
 import gzip
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ahop_layers import AHopError
 from examples.vision.download import MNIST_FILES, SOURCES, fetch
 
 DIGITS = [str(digit) for digit in range(10)]
@@ -28,16 +28,16 @@ class Images(NamedTuple):
     labels: Tensor
 
     def to(self, device: torch.device | str) -> "Images":
-        """The same on a device."""
+        """Returns a copy on a device."""
         return Images(self.images.to(device), self.labels.to(device))
 
     def cut(self, count: int) -> tuple["Images", "Images"]:
-        """The first so many, and the rest."""
+        """Returns the first ``count`` images, and the others."""
         return Images(self.images[:count], self.labels[:count]), Images(self.images[count:], self.labels[count:])
 
 
 class ImageSet(NamedTuple):
-    """A data set, the side of its patches, and whether a mirrored image is still of its class."""
+    """A data set, the default side of its patches, and whether a flipped image keeps its class."""
 
     train: Images
     test: Images
@@ -47,7 +47,7 @@ class ImageSet(NamedTuple):
 
 
 def digits(_: Path) -> ImageSet:
-    """Handwritten digits of 8 x 8 that scikit-learn ships; the last fifth, by other writers, is the test set."""
+    """Reads the 8 x 8 digits of scikit-learn; the test set is the last fifth, by other writers."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -57,7 +57,7 @@ def digits(_: Path) -> ImageSet:
 
 
 def mnist(where: Path) -> ImageSet:
-    """The four idx files of MNIST, packed, in ``mnist/`` or where torchvision puts them."""
+    """Reads the four gzipped IDX files of MNIST in ``mnist/`` or ``MNIST/raw/``, the folder of torchvision."""
     home = find([where / "mnist", where / "MNIST" / "raw"], MNIST_FILES)
     images, labels, test_images, test_labels = (_read_idx(home / name) for name in MNIST_FILES)
     train, test = Images(images[:, None], labels.long()), Images(test_images[:, None], test_labels.long())
@@ -66,12 +66,12 @@ def mnist(where: Path) -> ImageSet:
 
 def _read_idx(path: Path) -> Tensor:
     data = gzip.decompress(path.read_bytes())
-    shape = np.frombuffer(data, ">i4", count=data[3], offset=4)  # the fourth byte counts the dimensions
+    shape = np.frombuffer(data, ">i4", count=data[3], offset=4)  # byte 3 is the number of dimensions
     return torch.from_numpy(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape).copy())
 
 
 def cifar10(where: Path) -> ImageSet:
-    """CIFAR-10 as lossless strips of 500 images in ``cifar10/``, or as its authors pack it."""
+    """Reads CIFAR-10: strips of 500 images as lossless WebP in ``cifar10/``, or ``cifar-10-batches-py/``."""
     strips = [f"{part}_{number:03}.webp" for part, count in (("train", 100), ("test", 20)) for number in range(count)]
     batches = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     homes = [where / "cifar10", where / "cifar-10-batches-py"]
@@ -89,7 +89,7 @@ def cifar10(where: Path) -> ImageSet:
 
 
 def cifar100(where: Path) -> ImageSet:
-    """CIFAR-100 as its authors pack it, in ``cifar-100-python/``."""
+    """Reads CIFAR-100 in ``cifar-100-python/``."""
     home = find([where / "cifar-100-python"], ["train", "test", "meta"])
     parts = (_cifar_batch(home / part, b"fine_labels") for part in ("train", "test"))
     return ImageSet(*parts, [name.decode() for name in load_plain(home / "meta")[b"fine_label_names"]])
@@ -101,65 +101,82 @@ def _cifar_batch(path: Path, key: bytes) -> Images:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads arrays, lists and texts, and refuses everything that could run code."""
+    """Reads arrays, lists and strings, and refuses everything that could run code."""
 
     allowed = ("numpy.ndarray", "numpy.dtype", "numpy.multiarray._reconstruct", "_codecs.encode")
 
     def find_class(self, module: str, name: str) -> Any:
-        if re.sub(r"\._?core", "", f"{module}.{name}") not in self.allowed:  # NumPy 2 renamed its core
-            raise pickle.UnpicklingError(f"expected arrays, lists and texts alone, got {module}.{name}")
+        if re.sub(r"\._?core", "", f"{module}.{name}") not in self.allowed:  # NumPy 2 renamed core to _core
+            raise pickle.UnpicklingError(f"expected only arrays, lists and strings, got {module}.{name}")
         return super().find_class(module, name)
 
 
 def load_plain(path: Path) -> Any:
-    """What a pickle file of data alone holds."""
+    """Reads a pickle file that holds only data.
+
+    Raises:
+        UnpicklingError: the file holds something else.
+    """
     with path.open("rb") as file:
         return _PlainUnpickler(file, encoding="bytes").load()
 
 
 def tiny_imagenet(where: Path) -> ImageSet:
-    """Tiny ImageNet as it is published, in ``tiny-imagenet-200/``; its validation images are the test set."""
+    """Reads Tiny ImageNet in ``tiny-imagenet-200/``; its validation images are the test set."""
     home = find([where / "tiny-imagenet-200"], ["wnids.txt", "train", "val/val_annotations.txt"])
-    names = sorted((home / "wnids.txt").read_text().split())
-    rows = [line.split("\t") for line in (home / "val" / "val_annotations.txt").read_text().splitlines()]
+    names = sorted((home / "wnids.txt").read_text(encoding="utf-8").split())
+    rows = [
+        line.split("\t") for line in (home / "val" / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
+    ]
     test = [(home / "val" / "images" / row[0], names.index(row[1])) for row in rows]
-    return ImageSet(_read_pictures(_by_class(home / "train", names), 64), _read_pictures(test, 64), names, patch=8)
+    return ImageSet(_read_images(_by_class(home / "train", names), 64), _read_images(test, 64), names, patch=8)
 
 
 def folder(where: Path) -> ImageSet:
-    """Pictures in ``train/<class>/`` and ``test/<class>/``, brought to 32 x 32."""
+    """Reads images in ``train/<class>/`` and ``test/<class>/``, resized to 32 x 32."""
     find([where], ["train", "test"])
     names = sorted(path.name for path in (where / "train").iterdir() if path.is_dir())
-    return ImageSet(*(_read_pictures(_by_class(where / part, names), 32) for part in ("train", "test")), names)
+    return ImageSet(*(_read_images(_by_class(where / part, names), 32) for part in ("train", "test")), names)
 
 
 def _by_class(home: Path, names: list[str]) -> list[tuple[Path, int]]:
     kinds = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
     found = [(path, label) for label, name in enumerate(names) for path in sorted((home / name).rglob("*"))]
-    pictures = [(path, label) for path, label in found if path.suffix.lower() in kinds]
-    if not pictures:
-        raise FileNotFoundError(f"expected pictures ({' '.join(kinds)}) in {home}/<class>, got none")
-    return pictures
+    files = [(path, label) for path, label in found if path.suffix.lower() in kinds]
+    if not files:
+        raise FileNotFoundError(f"expected images ({' '.join(kinds)}) in {home}/<class>, got none")
+    return files
 
 
-def _read_pictures(pictures: list[tuple[Path, int]], side: int) -> Images:
-    pixels = np.stack(_read([path for path, _ in pictures], side))
-    labels = torch.tensor([label for _, label in pictures])
+def _read_images(files: list[tuple[Path, int]], side: int) -> Images:
+    pixels = np.stack(_read([path for path, _ in files], side))
+    labels = torch.tensor([label for _, label in files])
     return Images(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), labels)
 
 
 def _read(paths: list[Path], side: int | None = None) -> list[np.ndarray]:
     def read(path: Path) -> np.ndarray:
-        with Image.open(path) as picture:
-            colours = picture.convert("RGB")
-        return np.asarray(colours if side is None else colours.resize((side, side)))
+        try:
+            with Image.open(path) as image:
+                pixels = image.convert("RGB")
+        except Exception as error:  # each format has its own errors for a damaged file
+            raise AHopError(f"{path}: expected an image, got {type(error).__name__}: {error}") from None
+        return np.asarray(pixels if side is None else pixels.resize((side, side)))
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(read, paths))
 
 
 def find(homes: list[Path], *layouts: list[str]) -> Path:
-    """The first folder with the files it must have; one layout for all folders, or one for each."""
+    """Returns the first folder that holds all files of its layout.
+
+    Args:
+        homes: folders to look in.
+        layouts: file names, one list for all folders or one for each.
+
+    Raises:
+        FileNotFoundError: no folder is complete.
+    """
     expected = list(zip(homes, layouts if len(layouts) > 1 else layouts * len(homes), strict=True))
     for home, names in expected:
         if all((home / name).exists() for name in names):
@@ -172,11 +189,27 @@ READERS = {read.__name__.replace("_", "-"): read for read in (digits, mnist, cif
 
 
 def load(name: str, where: Path, download: bool = False) -> ImageSet:
-    """Read a data set, and fetch it first where it is missing and ``download`` allows it."""
+    """Reads a data set.
+
+    Args:
+        name: a key of ``READERS``.
+        where: the folder of ``--data-dir``.
+        download: fetch the data set first if it is missing.
+
+    Raises:
+        FileNotFoundError: the data set is missing.
+        AHopError: a file is damaged.
+    """
     try:
+        try:
+            return READERS[name](where)
+        except FileNotFoundError:
+            if not download or name not in SOURCES:
+                raise
+        fetch(SOURCES[name], where / "mnist" if name == "mnist" else where)
         return READERS[name](where)
-    except FileNotFoundError:
-        if not download or name not in SOURCES:
-            raise
-    fetch(SOURCES[name], where / "mnist" if name == "mnist" else where)
-    return READERS[name](where)
+    except (AHopError, FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # a damaged file raises the error of its format
+        reason = f"{type(error).__name__}: {error}"
+        raise AHopError(f"{name}: expected files as published in {where}, got damaged ones ({reason})") from None

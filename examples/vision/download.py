@@ -1,9 +1,12 @@
-"""Fetches public data sets for examples/vit.py where there is a network."""
+"""Downloads public data sets for examples/vit.py."""
 
+import http.client
 import shutil
 import tempfile
 import urllib.request
 from pathlib import Path
+
+from ahop_layers import AHopError
 
 MNIST_FILES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 SOURCES = {
@@ -15,16 +18,19 @@ SOURCES = {
 
 
 def fetch(addresses: list[str], target: Path) -> None:
-    """Load files into ``target``, unpacked; a file or folder appears there whole or not at all."""
+    """Downloads files into ``target`` and unpacks archives, atomically per file or folder."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target) as scratch:
         done = Path(scratch) / "done"
         done.mkdir()
         for address in addresses:
             loaded = Path(scratch) / address.rsplit("/", 1)[1]
-            print(f"loading {address}", flush=True)
-            with urllib.request.urlopen(address) as source, loaded.open("wb") as file:
-                shutil.copyfileobj(source, file)
+            print(f"downloading {address}", flush=True)
+            try:
+                with urllib.request.urlopen(address) as source, loaded.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+            except (OSError, http.client.HTTPException) as error:
+                raise AHopError(f"{address}: expected a file to download, got {error}") from None
             if loaded.name.endswith((".tar.gz", ".zip")):
                 shutil.unpack_archive(loaded, done, filter=None if loaded.suffix == ".zip" else "data")
             else:

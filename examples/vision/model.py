@@ -1,13 +1,13 @@
-"""A vision transformer whose attention can be exchanged: the model of examples/vit.py and benchmarks/images.py.
+"""A vision transformer with a choice of attention: the model of examples/vit.py and of the image benchmark.
 
-Four attentions, one name each:
+The attentions are:
 
 - ``dot``: ``nn.MultiheadAttention``, the modern Hopfield network (M-Hop);
-- ``adaptive``: the learned similarity of this package (A-Hop), exactly the dot product until it is trained;
-- ``kernel``: K-Hop as the paper's Table 1 has it: ``(phi q) . (phi k)``, separated by entmax with alpha = 1.5;
-- ``sparse``: the dot product separated by sparsemax (S-Hop).
+- ``adaptive``: the learned similarity of this package (A-Hop), which is initialized to the dot product;
+- ``kernel``: K-Hop as in Table 1 of the paper, ``(phi q) . (phi k)`` with 1.5-entmax as separation;
+- ``sparse``: the dot product with sparsemax as separation (S-Hop).
 
-All start from the same weights, because the last three are made from a model with the first.
+All have the same initial weights, because the last three are converted from a model with the first.
 """
 
 import math
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import ahop_layers as ah
 from examples.common.kernel_similarity import KernelSimilarity
-from examples.common.parameters import parameter_groups
+from examples.common.similarities import DotProduct, replace_similarity
 
-# tiny for a laptop, small for a GPU, paper for the experiment of the paper.
+# tiny: for a laptop. small: for a GPU. paper: the model of the paper's experiment.
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"depth": 2, "width": 64, "heads": 2},
     "small": {"depth": 6, "width": 192, "heads": 3},
@@ -32,14 +32,20 @@ ATTENTIONS = ("dot", *SEPARATIONS)
 
 
 class VisionTransformer(nn.Module):
-    """Patches and a class token through transformer blocks; the class token says what the image shows.
+    """A vision transformer that classifies an image by its class token.
 
     Args:
-        image: channels, height and width.
-        classes: how many there are.
-        patch: the side of a square patch, in pixels.
-        depth, width, heads, dropout: blocks, size of a token, attention heads, dropout everywhere in a block.
-        mean, std: of each channel, on the scale 0 to 1.
+        image: channels, height and width of an image.
+        classes: number of classes.
+        patch: side of a square patch in pixels.
+        depth: number of transformer blocks.
+        width: dimension of a token.
+        heads: attention heads per block.
+        dropout: dropout probability in the blocks.
+        mean, std: mean and standard deviation of each channel, for pixels from 0 to 1.
+
+    Raises:
+        AHopError: the patch does not divide the image.
     """
 
     def __init__(
@@ -62,18 +68,18 @@ class VisionTransformer(nn.Module):
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values)[:, None, None])
         self.embed = nn.Linear(channels * patch**2, width)
-        # Positions of a size with embedded patches: with the usual 0.02 small models take long to notice them.
+        # Of the same scale as embedded patches: with the usual 0.02, small models learn positions slowly.
         self.class_token = nn.Parameter(0.2 * torch.randn(width))
         self.position = nn.Parameter(0.2 * torch.randn(1 + self.grid[0] * self.grid[1], width))
         block = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.blocks.apply(_draw_weights)  # the encoder's blocks are copies of one: give each its own weights
+        self.blocks.apply(_initialize)  # nn.TransformerEncoder copies one block: initialize each copy
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """From ``images (n, channels, height, width)``, 0 to 1, to ``logits (n, classes)``."""
+        """Computes ``logits (n, classes)`` from ``images (n, channels, height, width)`` with values from 0 to 1."""
         if images.shape[1:] != self.image:
             raise ah.AHopError(f"images must be (n, *{self.image}), got {tuple(images.shape)}")
         images = (images - self.mean) / self.std
@@ -84,7 +90,7 @@ class VisionTransformer(nn.Module):
         return self.head(self.blocks(tokens)[:, 0])
 
 
-def _draw_weights(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.MultiheadAttention):
         module._reset_parameters()
     elif isinstance(module, nn.Linear):
@@ -92,27 +98,23 @@ def _draw_weights(module: nn.Module) -> None:
 
 
 def use_attention(model: nn.Module, name: str, **keywords: Any) -> None:
-    """Exchange the attention of a model with the dot product, in place; keywords are those of ``ah.adapt_``."""
+    """Replaces the dot-product attention of a model in place; keywords are those of ``ah.adapt_``."""
     if name == "dot":
         return
     ah.adapt_(model, separation=SEPARATIONS[name], **keywords)
-    for layer in model.modules():
-        if isinstance(layer, ah.AdaptiveAttention) and name != "adaptive":
-            similarity = layer.similarity
-            kernel = KernelSimilarity(similarity.dim, similarity.num_heads).to(similarity.w)
-            layer.similarity = kernel if name == "kernel" else None
+    if name != "adaptive":
+        replace_similarity(model, KernelSimilarity if name == "kernel" else DotProduct)
 
 
 def make_optimizer(
     model: nn.Module, lr: float | Tensor, weight_decay: float, similarity_lr: float = 1.0, **keywords: Any
 ) -> torch.optim.AdamW:
-    """AdamW (Adam where ``weight_decay`` is 0); similarities learn ``similarity_lr`` times as fast, without decay."""
-    groups = parameter_groups(model, lr, similarity_lr)
-    return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay, **keywords)
+    """Returns AdamW; the similarities have ``similarity_lr`` times the learning rate, and no weight decay."""
+    return torch.optim.AdamW(ah.parameter_groups(model, lr, lr * similarity_lr, weight_decay), **keywords)
 
 
 def cosine(step: int, total: int, warmup: float) -> float:
-    """The learning rate's factor: up in a line for the first ``warmup`` of all steps, then down along a cosine."""
+    """Returns the learning-rate factor of a step: linear warm-up over a share of all steps, then cosine decay."""
     first = max(1, round(warmup * total))
     if step < first and warmup:
         return (step + 1) / first

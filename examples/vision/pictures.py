@@ -1,4 +1,4 @@
-"""What a trained vision transformer confuses, looks at, and has learned: the pictures of examples/vit.py."""
+"""Pictures of a trained vision transformer: confusion matrix, attention maps, footprint weights."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers import plots
+from examples.common.outputs import write_figure
 from examples.vision.batches import as_floats
 from examples.vision.data import Images
 from examples.vision.model import VisionTransformer
@@ -15,30 +16,31 @@ from examples.vision.model import VisionTransformer
 
 @torch.no_grad()
 def draw_pictures(model: VisionTransformer, test: Images, classes: list[str], folder: Path) -> list[Path]:
-    """Write the pictures of a model in eval mode and return their paths."""
+    """Writes the pictures of a model in eval mode and returns their paths."""
     like = next(model.parameters())
     batches = [as_floats(images).to(like) for images in test.images.split(256)]
-    guesses = torch.cat([model(images).argmax(-1).cpu() for images in batches])
-    figures = {"confusion": confusion(test.labels, guesses, classes)}
+    predicted = torch.cat([model(images).argmax(-1).cpu() for images in batches])
+    figures = {"confusion": confusion(test.labels, predicted, classes)}
     if any(isinstance(part, ah.AdaptiveAttention) for part in model.modules()):
         figures["maps"] = maps(model, batches[0][:8])
     if any(isinstance(part, ah.AdaptiveSimilarity) for part in model.modules()):
         figures["weights"] = plots.footprint_weights(model)
     for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.png", dpi=130)
+        write_figure(folder / f"{name}.png", figure)
     return [folder / f"{name}.png" for name in figures]
 
 
-def confusion(labels: Tensor, guesses: Tensor, classes: list[str]) -> Figure:
-    """How often each class (a row) is taken for each class (a column)."""
+def confusion(labels: Tensor, predicted: Tensor, classes: list[str]) -> Figure:
+    """Draws the confusion matrix: true classes as rows, predicted classes as columns."""
     count = len(classes)
-    table = torch.bincount(labels * count + guesses, minlength=count**2).reshape(count, count)
+    table = torch.bincount(labels * count + predicted, minlength=count**2).reshape(count, count)
     share = table / table.sum(1, keepdim=True).clamp(min=1)
     figure = Figure(figsize=(5.6, 5), layout="constrained")
     axis = figure.subplots()
-    axis.set(xlabel="taken for", ylabel="class", title=f"{(labels == guesses).float().mean():.1%} right")
+    accuracy = (labels == predicted).float().mean()
+    axis.set(xlabel="predicted class", ylabel="true class", title=f"accuracy {accuracy:.1%}")
     picture = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(picture, label="share of the class")
+    figure.colorbar(picture, label="share of the true class")
     if count <= 20:
         axis.set_xticks(range(count), classes, rotation=90 if max(map(len, classes)) > 2 else 0)
         axis.set_yticks(range(count), classes)
@@ -50,7 +52,7 @@ def confusion(labels: Tensor, guesses: Tensor, classes: list[str]) -> Figure:
 
 
 def maps(model: VisionTransformer, images: Tensor) -> Figure:
-    """Where the class token looks, in every block (a row) and image (a column), the mean over the heads."""
+    """Draws the attention of the class token, averaged over the heads: blocks as rows, images as columns."""
     found = ah.association_maps(model, images)
     rows = len(found) + 1
     figure = Figure(figsize=(1.2 * len(images) + 0.8, 1.3 * rows), layout="constrained")

@@ -1,1 +1,1 @@
-"""Triton and PTX kernels for GPUs, and their launches."""
+"""Triton and PTX kernels for GPUs, and the host code that launches them."""

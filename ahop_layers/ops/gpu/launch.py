@@ -1,4 +1,4 @@
-"""The GPU kernel: host code. Triton is imported when the first kernel runs."""
+"""Host code of the GPU kernels. Triton is imported when the first kernel runs."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -18,22 +18,22 @@ from ahop_layers.ops.gpu.ptx import WARP, Layout, choose_layout
 
 MAX_DIMENSIONS = 1024
 IMPLEMENTED_BASES = ("dis", "dot", "l1")
-"""The kernels treat a base that is neither ``dis`` nor ``dot`` as ``l1``: :func:`serves` keeps others away."""
+"""Kernels treat a base other than ``dis`` and ``dot`` as ``l1``, so :func:`serves` rejects bases not listed here."""
 
 SCRATCH_BYTES = 64 * 2**20
-"""What the partial sums of one backward launch may use."""
+"""Memory limit of the partial sums of one backward launch."""
 
-PROGRAMS_A_SLOT = 8
-"""Programs of a backward launch for each warp that runs at once, where there is work for so many."""
+PROGRAMS_PER_SLOT = 8
+"""Maximum number of programs in a backward launch per concurrently running warp."""
 
 PAD_QUERY, PAD_KEY = -1e19, 1e18
-"""Values of added dimensions: less similar than all others in every base, so that they sort last."""
+"""Values of padding dimensions: less similar than all others in every base, so they sort last."""
 
 PTX_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def unavailable() -> str | None:
-    """Why this backend cannot run here, or None if it can."""
+    """Returns the reason why this kernel cannot run here, or None if it can."""
     if not _triton_installed():
         return "Triton is not installed"
     if not torch.cuda.is_available() and not _interpreted():
@@ -42,7 +42,7 @@ def unavailable() -> str | None:
 
 
 def detail() -> str:
-    """One line on how this backend runs here."""
+    """Returns one line on how this kernel runs here."""
     if not torch.cuda.is_available():
         return "Triton's interpreter"
     body = "PTX" if _runs_ptx(torch.device("cuda")) else "portable"
@@ -50,20 +50,20 @@ def detail() -> str:
 
 
 def serves(query: Tensor, bases: Sequence[str]) -> bool:
-    """Whether this kernel supports the tensor and implements the bases."""
+    """Returns whether this kernel supports the tensor and implements the bases."""
     device = "cpu" if _interpreted() else "cuda"
     fits = query.device.type == device and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in PTX_NAMES
     return fits and all(base in IMPLEMENTED_BASES for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)`` in float32."""
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)`` in float32."""
     out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out
     heads = query.shape[0] * query.shape[1]
     if heads * key.shape[-2] < 32 * WARP and query.shape[-2] > key.shape[-2]:
-        # Few keys leave lanes idle. All bases are symmetric, so queries and keys may change roles.
+        # Few keys leave lanes idle. All bases are symmetric, so queries and keys can be swapped.
         _launch_score(key, query, weight, out.mT, bases)
     else:
         _launch_score(query, key, weight, out, bases)
@@ -73,7 +73,7 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> T
 def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`score`; one that ``need`` does not ask for comes back empty."""
+    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if query.numel() * key.numel() == 0:
         return chunked.score_backward(grad, query, key, weight, bases, need)
     pairs = _backward_plan(query.device, query.dtype, query.shape[-1], tuple(bases)).keys
@@ -89,7 +89,7 @@ def score_backward(
 
 
 class Plan(NamedTuple):
-    """How a launch is laid out: which kernel, on which dtype and how many dimensions, and how many keys a tile has."""
+    """Parameters of a launch: the kernel, the dtype and number of dimensions it reads, and the keys per tile."""
 
     kernel: Any
     dtype: torch.dtype
@@ -146,19 +146,19 @@ def _portable_plan(kernel: Any, dtype: torch.dtype, d: int, bases: tuple[str, ..
 
 
 def _packed_dtype(device: torch.device, dtype: torch.dtype, d: int, layout: Layout) -> torch.dtype:
-    """Half precision where two values fit each word of a row and the GPU has the instructions, else float32."""
+    """Returns half precision if rows consist of full words of two values and the GPU supports it, else float32."""
     fits = layout.dims == d and layout.chunk % 2 == 0
     has = dtype == torch.float16 or torch.cuda.get_device_capability(device) >= (9, 0)
     return dtype if fits and has else torch.float32
 
 
 def _alignment(layout: Layout, dtype: torch.dtype) -> int:
-    """Bytes to which rows must be aligned for the widest loads of a chunk."""
+    """Returns the alignment of rows in bytes that the widest loads of a chunk need."""
     return 4 * gcd(layout.chunk * dtype.itemsize // 4, 4)
 
 
 def _rows(tensor: Tensor, plan: Plan, fill: float) -> Tensor:
-    """The tensor as the kernel reads it: rows of ``plan.dims`` adjacent values, aligned. Copies only where it must."""
+    """Returns the tensor with aligned rows of ``plan.dims`` adjacent values. Copies only if necessary."""
     tensor = tensor.to(plan.dtype)
     if tensor.shape[-1] < plan.dims:
         return torch.nn.functional.pad(tensor, (0, plan.dims - tensor.shape[-1]), value=fill)
@@ -168,12 +168,12 @@ def _rows(tensor: Tensor, plan: Plan, fill: float) -> Tensor:
 def _aligned(tensor: Tensor, alignment: int) -> Tensor:
     places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
     fits = tensor.stride(-1) == 1 and all(place % alignment == 0 for place in places)
-    # A clone and not contiguous(), which would give a contiguous tensor back where it lies, aligned or not.
+    # clone() instead of contiguous(), which returns a contiguous tensor as it is, even if it is not aligned.
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _weights(weight: Tensor, plan: Plan) -> Tensor:
-    """Weights ``(H, n_bases, plan.dims)``: those of added dimensions, which sort last, are 0."""
+    """Returns weights ``(H, n_bases, plan.dims)``; weights of padding dimensions, which sort last, are 0."""
     added = plan.dims - weight.shape[-1]
     if added:
         return torch.nn.functional.pad(weight, (0, added))
@@ -204,7 +204,7 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, bases
 def _launch_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in float32, in launches whose partial sums fit the scratch."""
+    """Computes gradients in float32, in launches whose partial sums fit in ``SCRATCH_BYTES``."""
     d = query.shape[-1]
     plan = _backward_plan(query.device, query.dtype, d, tuple(bases))
     query, key = _rows(query, plan, PAD_QUERY), _rows(key, plan, PAD_KEY)
@@ -226,7 +226,7 @@ def _launch_backward(
 
 
 def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[slice, slice]]:
-    """Slices over N and L, as large as the partial sums of the query gradient allow."""
+    """Yields slices over N and L, as large as the partial sums of the query gradient allow."""
     n, heads, length, d = query.shape
     room = max(1, SCRATCH_BYTES // (4 * d * heads * -(-key.shape[-2] // plan.keys)))
     step = min(length, room)
@@ -237,12 +237,16 @@ def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[s
 def _launch_backward_block(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial sums: query (strips, N, H, L, d), key (chunks, N, H, S, d), weight (strips, chunks, N, H, n_bases, d)."""
+    """Computes partial sums of the gradients.
+
+    Query: ``(strips, N, H, L, d)``; key: ``(chunks, N, H, S, d)``; weight: ``(strips, chunks, N, H, n_bases, d)``.
+    """
     (n, heads, length, d), count = query.shape, key.shape[-2]
     slots = _slots(query.device)
     tiles = -(-count // plan.keys)
-    # Enough programs to fill the GPU several times; beyond that each takes several tiles and writes fewer partial sums.
-    span = max(1, n * heads * tiles // (PROGRAMS_A_SLOT * slots))
+    # Enough programs to fill the GPU several times. Beyond that, a program processes several tiles and writes fewer
+    # partial sums.
+    span = max(1, n * heads * tiles // (PROGRAMS_PER_SLOT * slots))
     strips = -(-tiles // span)
     programs = n * heads * strips
     most_chunks = max(1, SCRATCH_BYTES // (4 * key.shape[:-1].numel() * d))
@@ -265,29 +269,29 @@ def _launch_backward_block(
 
 @lru_cache(maxsize=None)
 def _slots(device: torch.device) -> int:
-    """Warps that run at once: eight a multiprocessor, as many as the kernels' registers allow."""
+    """Returns the number of concurrent warps: eight per multiprocessor, the limit set by the kernels' registers."""
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @lru_cache(maxsize=4096)
 def _even_split(length: int, warps: int, slots: int) -> int:
-    """Queries a program passes by, so that the last wave is nearly full and keys are seldom loaded again."""
+    """Returns the number of queries per program that fills the last wave well and rarely reloads keys."""
 
     def time(rows: int) -> float:
         waves = -(-(warps * -(-length // rows)) // slots)
-        return waves * (rows + 0.5)  # loading keys costs about half a row
+        return waves * (rows + 0.5)  # loading the keys takes about as long as half a query
 
-    most = length * warps // (6 * slots)  # fewer waves than six would not even out programs that take longer
+    most = length * warps // (6 * slots)  # at least six waves, to balance programs of different duration
     return min(range(1, max(1, min(length, most)) + 1), key=time)
 
 
 def _filled(count: int, tile: int) -> float:
-    """The part of the lanes that ``count`` keys in tiles keep busy."""
+    """Returns the fraction of lanes that ``count`` keys in tiles of ``tile`` keys occupy."""
     return count / (-(-count // tile) * tile)
 
 
 def _device(tensor: Tensor) -> Any:
-    """Triton launches on the current device: make it the tensor's."""
+    """Makes the tensor's device the current device, on which Triton launches kernels."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 
 
@@ -302,7 +306,7 @@ def _interpreted() -> bool:
 
 @lru_cache(maxsize=None)
 def _runs_ptx(device: torch.device) -> bool:
-    """Whether the device is an NVIDIA GPU with all the instructions of the PTX bodies."""
+    """Returns whether the device is an NVIDIA GPU that supports all instructions of the PTX bodies."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

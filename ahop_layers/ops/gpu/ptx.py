@@ -1,8 +1,8 @@
-"""Sorting in the registers of an NVIDIA GPU: how values are laid out over lanes, and the PTX that sorts them.
+"""Sorting in the registers of an NVIDIA GPU: the layout of values over lanes, and the PTX that sorts them.
 
-A *group* of lanes owns one query-key pair at a time, each lane holding a *chunk* of its dimensions: small ``d`` fits
-one lane, a large one spreads over the warp. A lane sorts its chunk by a network; chunks are merged through shuffles.
-Registers are declared untyped (``.b32``), so that values can be read as float or integer.
+A *group* of lanes processes one query-key pair at a time, and each lane holds a *chunk* of its dimensions: a small
+``d`` fits in one lane, a large one is spread over the warp. A lane sorts its chunk with a network, and shuffles merge
+the chunks. Registers are untyped (``.b32``), so a value can be read as float or integer.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,25 +16,25 @@ WARP = 32
 
 
 class Layout(NamedTuple):
-    """``group`` lanes share a pair, each with ``chunk`` dimensions: together ``group * chunk >= d``."""
+    """``group`` lanes share a pair, each with ``chunk`` dimensions; ``group * chunk >= d``."""
 
     group: int
     chunk: int
 
     @property
     def dims(self) -> int:
-        """Dimensions the kernel works on; inputs are padded up to it."""
+        """Dimensions the kernel processes; inputs are padded to this number."""
         return self.group * self.chunk
 
     @property
     def pairs(self) -> int:
-        """Pairs a warp works on at once."""
+        """Pairs a warp processes at once."""
         return WARP // self.group
 
 
 @lru_cache(maxsize=None)
 def choose_layout(d: int, alone: int, shared: int) -> Layout:
-    """The cheapest layout for ``d``: up to ``alone`` registers where a lane works alone, ``shared`` in a group."""
+    """Returns the cheapest layout of up to ``alone`` registers for a single lane or ``shared`` per lane of a group."""
     if d <= alone:
         return Layout(1, d)
     layouts = []
@@ -46,7 +46,7 @@ def choose_layout(d: int, alone: int, shared: int) -> Layout:
 
 
 def _cost(layout: Layout) -> float:
-    """Instructions per pair: two a comparator, four a value that crosses lanes."""
+    """Returns instructions per pair: two per comparator, four per value exchanged between lanes."""
     group, chunk = layout
     levels = group.bit_length() - 1
     own = 2 * len(sorting_network(chunk).comparators) + levels * 2 * len(bitonic_merge(chunk).comparators)
@@ -54,51 +54,51 @@ def _cost(layout: Layout) -> float:
 
 
 class Program:
-    """PTX text under construction: instructions, and registers named as they are asked for."""
+    """Builder of PTX code: emits instructions and allocates registers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.registers: dict[str, int] = {}
 
     def new(self, kind: str = "b32") -> str:
-        """A fresh register of the PTX type ``kind``."""
+        """Allocates a register of the PTX type ``kind``."""
         number = self.registers.get(kind, 0)
         self.registers[kind] = number + 1
         return f"{kind}_{number}"
 
     def op(self, instruction: str, *operands: object, kind: str = "b32") -> str:
-        """Emit ``instruction result, operands`` and return the fresh result."""
+        """Emits ``instruction result, operands`` and returns the new register ``result``."""
         result = self.new(kind)
         self.do(instruction, result, *operands)
         return result
 
     def do(self, instruction: str, *operands: object) -> None:
-        """Emit ``instruction operands``."""
+        """Emits ``instruction operands``."""
         self.lines.append(f"{instruction} {', '.join(map(str, operands))};")
 
     def text(self, shared_bytes: int = 0) -> str:
-        """The whole block, in a scope of its own."""
+        """Returns the code as a block with its own scope."""
         declared = [f".reg .{kind} {kind}_<{count}>;" for kind, count in self.registers.items()]
         if shared_bytes:
             declared.append(f".shared .align 16 .b8 scratch[{shared_bytes}];")
         return "\n".join(["{", *declared, *self.lines, "}"])
 
     def label(self, name: str) -> None:
-        """Name this place in the block."""
+        """Emits a label."""
         self.lines.append(f"{name}:")
 
     def repeat(self, label: str, left: str, *advance: tuple[str, object]) -> None:
-        """Close the loop that ``label`` opened, which runs ``left`` times, at least once; advance by strides."""
+        """Ends the loop that starts at ``label`` and runs ``left`` times (at least once); advances addresses."""
         for address, stride in advance:
             self.do("add.s64", address, address, stride)
         self.do("sub.s32", left, left, 1)
         self.lines.append(f"@{self.op('setp.gt.s32', left, 0, kind='pred')} bra {label};")
 
     def for_each_base(self, count: int, looped: bool, body: Callable[[str, range], None]) -> None:
-        """Emit ``body(left, indices)`` for the bases: once each, or one time for all of them, in a loop.
+        """Emits ``body(left, indices)`` for the bases: once per base, or once for all of them in a loop.
 
-        ``left`` counts down from ``count``. A loop keeps a long network within the instruction cache; without one the
-        assembler overlaps the work of two bases.
+        ``left`` counts down from ``count``. A loop keeps a long network in the instruction cache; unrolled code lets
+        the assembler overlap the instructions of two bases.
         """
         left = self.op("mov.b32", count)
         if looped:
@@ -110,7 +110,7 @@ class Program:
                 body(left, range(index, index + 1))
 
     def switch(self, left: str, cases: Sequence[Callable[[], None]]) -> None:
-        """Run the first of the cases while ``left`` is their number, the last when it is one; a single one always."""
+        """Emits code that runs case ``len(cases) - left``; a single case runs unconditionally."""
         if len(cases) == 1:
             return cases[0]()
         name = f"CASE_{len(self.lines)}"
@@ -123,15 +123,15 @@ class Program:
         self.label(name)
 
     def lane_bit(self, lane: str, bit: int) -> str:
-        """A predicate: this bit of the lane's number is set."""
+        """Returns a predicate: whether this bit of the lane index is set."""
         return self.op("setp.ne.u32", self.op("and.b32", lane, bit), 0, kind="pred")
 
     def shuffle(self, value: str, distance: int) -> str:
-        """The value of the lane whose number differs by ``xor distance``."""
+        """Returns the value of the lane whose index is this one's ``xor distance``."""
         return self.op("shfl.sync.bfly.b32", value, distance, WARP - 1, "0xffffffff")
 
     def load_words(self, address: str, count: int, offset: int = 0) -> list[str]:
-        """``count`` consecutive 32-bit words, in accesses as wide as ``count`` allows."""
+        """Loads ``count`` consecutive 32-bit words, in accesses as wide as ``count`` allows."""
         words = [self.new() for _ in range(count)]
         width = gcd(count, 4)
         for start in range(0, count, width):
@@ -143,7 +143,7 @@ class Program:
         return words
 
     def store_words(self, address: str, words: Sequence[str], predicate: str, offset: int = 0) -> None:
-        """Store consecutive 32-bit words where the predicate holds."""
+        """Stores consecutive 32-bit words where the predicate holds."""
         width = gcd(len(words), 4)
         for start in range(0, len(words), width):
             place = f"[{address}+{offset + 4 * start}]"
@@ -154,7 +154,7 @@ class Program:
                 self.do(f"@{predicate} st.global.v{width}.b32", place, vector)
 
     def add_words(self, address: str, words: Sequence[str], predicate: str, again: str) -> None:
-        """Store consecutive words where the predicate holds, added to what is there where ``again`` holds too."""
+        """Stores consecutive words where the predicate holds; adds to the stored values where ``again`` holds too."""
         both = self.op("and.pred", predicate, again, kind="pred")
         totals = []
         for place, word in enumerate(words):
@@ -164,7 +164,7 @@ class Program:
         self.store_words(address, totals, predicate)
 
     def load_floats(self, address: str, count: int, dtype: str) -> list[str]:
-        """``count`` consecutive values as float32."""
+        """Loads ``count`` consecutive values as float32."""
         if dtype == "f32":
             return self.load_words(address, count)
         floats: list[str] = []
@@ -173,7 +173,7 @@ class Program:
         return floats
 
     def unpack(self, word: str, dtype: str) -> tuple[str, str]:
-        """The two halves of a packed word, low and high, as float32."""
+        """Returns the low and high halves of a packed word as float32."""
         if dtype == "bf16":
             return self.op("shl.b32", word, 16), self.op("and.b32", word, "0xffff0000")
         low, high = self.new("b16"), self.new("b16")
@@ -182,38 +182,38 @@ class Program:
 
 
 Item = tuple[str, ...]
-"""The registers that move together through a network: a value, or a value and where it came from."""
+"""Registers that move together through a network: a value, or a value and its origin."""
 
 
 class Values:
-    """Sorts plain values; a NaN spreads over everything it meets, so that it reaches the score."""
+    """Sorts values. A comparator propagates NaN to both outputs, so a NaN reaches the score."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def exchange(self, p: Program, low: Item, high: Item) -> tuple[Item, Item]:
-        """One comparator within a lane."""
+        """Emits a comparator within a lane."""
         smaller, larger = (p.op(f"{side}.{self.kind}", low[0], high[0]) for side in ("min", "max"))
         return (smaller,), (larger,)
 
     def cross(self, p: Program, mine: Item, sent: Item, distance: int, upper: str) -> Item:
-        """One comparator between two lanes: the upper one keeps the larger value."""
+        """Emits a comparator between two lanes; the upper lane keeps the larger value."""
         smaller, larger = self.exchange(p, mine, (p.shuffle(sent[0], distance),))
         return (p.op("selp.b32", larger[0], smaller[0], upper),)
 
 
 class Tagged:
-    """Sorts (float32 value, tag): exact, and the tags stay a permutation whatever the values are, NaN included."""
+    """Sorts pairs (float32 value, tag) exactly. The tags remain a permutation for all values, including NaN."""
 
     def exchange(self, p: Program, low: Item, high: Item) -> tuple[Item, Item]:
-        """One comparator within a lane."""
+        """Emits a comparator within a lane."""
         swap = p.op("setp.gt.f32", low[0], high[0], kind="pred")
         first = tuple(p.op("selp.b32", b, a, swap) for a, b in zip(low, high, strict=True))
         second = tuple(p.op("selp.b32", a, b, swap) for a, b in zip(low, high, strict=True))
         return first, second
 
     def cross(self, p: Program, mine: Item, sent: Item, distance: int, upper: str) -> Item:
-        """One comparator between two lanes: both decide by the same comparison, so exactly one of two values moves."""
+        """Emits a comparator between two lanes; both evaluate the same comparison, so no value is lost."""
         theirs = tuple(p.shuffle(register, distance) for register in sent)
         lower_value, upper_value = (
             p.op("selp.b32", a, b, upper) for a, b in ((theirs[0], mine[0]), (mine[0], theirs[0]))
@@ -223,7 +223,7 @@ class Tagged:
 
 
 def sort(p: Program, items: list[Item], layout: Layout, order: Values | Tagged, lane: str) -> list[Item]:
-    """Sort a group's items ascending: lane ``r`` of the group ends with positions ``r * chunk`` and up."""
+    """Sorts the items of a group in ascending order; lane ``r`` holds positions ``r * chunk`` and up."""
     items = list(items)
 
     def run(comparators: Sequence[tuple[int, int]]) -> None:
@@ -233,7 +233,7 @@ def sort(p: Program, items: list[Item], layout: Layout, order: Values | Tagged, 
     run(sorting_network(layout.chunk).comparators)
     width = 2
     while width <= layout.group:
-        # Two sorted halves: comparing with the mirror image leaves the smaller half below, both bitonic.
+        # Comparing two sorted halves with the upper one reversed leaves the smaller values below; both are bitonic.
         upper = p.lane_bit(lane, width // 2)
         items = [order.cross(p, mine, sent, width - 1, upper) for mine, sent in zip(items, items[::-1], strict=True)]
         distance = width // 4

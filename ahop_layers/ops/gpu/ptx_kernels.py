@@ -1,7 +1,7 @@
 """PTX bodies of the NVIDIA kernels: forward and backward of the adaptive similarity.
 
-What is sorted is a *dissimilarity*, the negative of a base similarity, ascending: position ``j`` meets weight ``j``,
-and the score is the negative of their product.
+The kernels sort *dissimilarities*, the negatives of base similarities, in ascending order. The score is the negative
+dot product of the sorted dissimilarities and the weights.
 """
 
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from functools import lru_cache, partial
 
 from ahop_layers.ops.gpu.ptx import WARP, Item, Layout, Program, Tagged, Values, sort
 
-LARGEST_UNROLLED = 64
-"""Up to so many dimensions each base has a network of its own in the code; beyond, they share one in a loop."""
+MAX_UNROLLED = 64
+"""Up to this number of dimensions the code has one network per base; beyond it, all bases share one in a loop."""
 
 TAG_BITS = 10
-"""Low bits of a word that tell where a half-precision similarity came from: 32 slots of a lane, 32 lanes of a group."""
+"""Low bits of a word that hold the origin of a half-precision similarity: 32 slots per lane, 32 lanes per group."""
 
 
 def dissimilarity(p: Program, base: str, query: str, key: str) -> str:
-    """What is sorted for a base, in float32: the squared or absolute difference, or the negative product."""
+    """Returns the dissimilarity in float32: the squared or absolute difference, or the negative product."""
     if base == "dot":
         return p.op("mul.f32", p.op("neg.f32", query), key)
     difference = p.op("sub.f32", query, key)
@@ -30,7 +30,7 @@ SCORE_CONSTRAINTS = "=r," + "l," * len(SCORE_ARGUMENTS) + "r,r,r"
 
 @lru_cache(maxsize=None)
 def score(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
-    """Score one key a group (float32) or two (half precision, packed) against ``rows`` queries, one after the other."""
+    """Scores one key per group (float32) or two packed keys (half precision) against ``rows`` consecutive queries."""
     p = Program()
     arguments, (rows, valid, valid2) = _arguments(p, SCORE_ARGUMENTS, 3)
     keep = [p.op("setp.ne.u32", flag, 0, kind="pred") for flag in (valid, valid2)]
@@ -57,7 +57,7 @@ def score(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
         p.switch(left, [partial(_weigh, p, bases[i], items, weight, dtype, scores) for i in indices])
         p.do("add.s64", weight, weight, 4 * layout.dims)
 
-    p.for_each_base(len(bases), layout.dims > LARGEST_UNROLLED, add_score)
+    p.for_each_base(len(bases), layout.dims > MAX_UNROLLED, add_score)
     for total, address, predicate in zip(scores, ("out", "out2"), keep, strict=False):
         result = p.op("neg.f32", total)
         for distance in (2**level for level in range(layout.group.bit_length() - 1)):
@@ -70,7 +70,7 @@ def score(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
 
 
 def _arguments(p: Program, names: Sequence[str], numbers: int) -> tuple[dict[str, str], list[str]]:
-    """Registers for the operands of the block: 64-bit ones by name, then ``numbers`` of 32 bits."""
+    """Returns registers for the operands of the block: 64-bit operands by name, then ``numbers`` 32-bit operands."""
     wide = {name: p.op("mov.b64", f"${index}", kind="b64") for index, name in enumerate(names, 1)}
     return wide, [p.op("mov.b32", f"${len(names) + 1 + index}") for index in range(numbers)]
 
@@ -78,7 +78,7 @@ def _arguments(p: Program, names: Sequence[str], numbers: int) -> tuple[dict[str
 def _dissimilarities(
     p: Program, base: str, query: str, keys: Sequence[str], dtype: str, results: Sequence[str]
 ) -> None:
-    """Of one query to one key; in half precision to two, in the two halves of a word (``dis``: not yet squared)."""
+    """Computes dissimilarities to one key, or in half precision to two packed keys (``dis``: not yet squared)."""
     if dtype == "f32":
         queries = p.load_words(query, len(keys))
     else:
@@ -94,7 +94,7 @@ def _dissimilarities(
 
 
 def _weigh(p: Program, base: str, items: Sequence[Item], weight: str, dtype: str, totals: Sequence[str]) -> None:
-    """Add ``weights . values`` of each key, in two sums: they hide each other's latency and round better than one."""
+    """Adds ``weights . values`` of each key. Two partial sums hide latency and round better than one."""
     sums = [["0f00000000"] * 2 for _ in totals]
     weights = p.load_words(weight, len(items))
     for position, (item, factor) in enumerate(zip(items, weights, strict=True)):
@@ -116,12 +116,12 @@ BACKWARD_CONSTRAINTS = "=r," + "l," * len(BACKWARD_ARGUMENTS) + "r,r"
 
 @lru_cache(maxsize=None)
 def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
-    """Gradients of one warp's pairs: a tile of keys stays in registers while queries pass by; then the next tile.
+    """Computes the gradients of one warp: it keeps a tile of keys in registers and loops over queries, then tiles.
 
-    The slope of a score with respect to a similarity is the weight at the similarity's rank. So each similarity carries
-    the place in shared memory where its dimension expects that weight; after the sort, position ``j`` writes its weight
-    to the place it carries. A place belongs to one lane's column of 32 banks. Float32 carries the place in a register
-    beside the value; half precision in the low bits of the value itself, which it does not need.
+    The derivative of a score with respect to a similarity is the weight at the similarity's rank. Each similarity
+    carries the shared-memory address where its dimension expects that weight; after the sort, position ``j`` writes
+    weight ``j`` to the address it carries. Each lane has its own bank, so accesses do not conflict. Float32 carries the
+    address in a second register; half precision carries it in the low bits of the value, which it does not use.
     """
     p = Program()
     arguments, (all_rows, tiles) = _arguments(p, BACKWARD_ARGUMENTS, 2)
@@ -132,7 +132,7 @@ def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
     sums = GroupSums(p, layout, lane)
     weight_grads = [[p.op("mov.b32", 0) for _ in range(chunk)] for _ in bases]
     values = [p.new() for _ in range(chunk)]
-    number = arguments["number"]  # of this lane's key; one past the last works on the last again, to no effect
+    number = arguments["number"]  # index of this lane's key; lanes past the last key repeat it and store nothing
     again = p.op("setp.ne.u32", 0, 0, kind="pred")
 
     p.label("TILE")
@@ -151,7 +151,7 @@ def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
     p.label("ROW")
     grad = p.op("mov.b32", 0)
     p.do(f"@{valid} ld.global.b32", grad, f"[{grad_place}]")
-    against = p.op("neg.f32", grad)  # the slope of the loss by a weighed dissimilarity
+    against = p.op("neg.f32", grad)  # derivative of the loss with respect to a weighted dissimilarity
     weight, region = p.op("mov.b64", arguments["weight"], kind="b64"), p.op("mov.b32", 0)
 
     def deliver_weights(left: str, indices: range) -> None:
@@ -168,7 +168,7 @@ def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
         p.do("add.u32", region, region, _slot(chunk, 1, 0))
         p.do("add.s64", weight, weight, row_bytes)
 
-    p.for_each_base(len(bases), layout.dims > LARGEST_UNROLLED, deliver_weights)
+    p.for_each_base(len(bases), layout.dims > MAX_UNROLLED, deliver_weights)
     p.do("bar.warp.sync", "0xffffffff")
     queries = p.load_floats(query, chunk, dtype)
     query_grads = []
@@ -179,7 +179,7 @@ def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
             slope = p.op("mul.f32", at_rank, grad if base == "dot" else against)
             _add_slopes(p, base, slope, x, k, query_grad, key_grad)
         query_grads.append(query_grad)
-    p.do("bar.warp.sync", "0xffffffff")  # before the next row's places are written
+    p.do("bar.warp.sync", "0xffffffff")  # all reads finish before the next query overwrites the weights
     p.add_words(row_place, sums.reduce(query_grads), sums.first, again)
     p.do("add.s64", row_place, row_place, row_bytes)
     p.repeat("ROW", rows, (query, arguments["query_stride"]), (grad_place, arguments["grad_stride"]))
@@ -208,12 +208,12 @@ def _add_products(p: Program, factor: str, items: Sequence[Item], totals: Sequen
 
 
 def _slot(chunk: int, index: int, slot: int) -> int:
-    """Bytes from a lane's column to its ``slot`` for base ``index``."""
+    """Returns the offset in bytes of ``slot`` for base ``index`` within a lane's column."""
     return 4 * WARP * (chunk * index + slot)
 
 
 def _sort_words(p: Program, values: Sequence[str], layout: Layout, lane: str, region: str) -> list[Item]:
-    """Sort (value, place) as one integer: the place in the low bits, of which half precision leaves enough."""
+    """Sorts (value, address) packed in one integer, with the address in low bits that half precision does not use."""
     mask = (1 << TAG_BITS) - 1
     part = p.op("and.b32", lane, layout.group - 1)
     start = p.op("mad.lo.u32", p.op("sub.u32", lane, part), 4, region)
@@ -231,13 +231,13 @@ def _sort_words(p: Program, values: Sequence[str], layout: Layout, lane: str, re
 
 
 def _flip_negative(p: Program, word: str) -> str:
-    """Invert the lower bits of a negative float, so that integer order is float order; its own inverse."""
+    """Inverts the lower bits of a negative float, so that integer order equals float order; its own inverse."""
     sign = p.op("shr.s32", word, 31)
     return p.op("lop3.b32", word, sign, "0x7fffffff", "0x78")  # word ^ (sign & 0x7fffffff)
 
 
 def _add_slopes(p: Program, base: str, slope: str, query: str, key: str, query_grad: str, key_grad: str) -> None:
-    """Add what one base sends to one dimension of query and key."""
+    """Adds the gradient of one base to one dimension of query and key."""
     if base == "dot":
         p.do("fma.rn.f32", query_grad, slope, key, query_grad)
         p.do("fma.rn.f32", key_grad, slope, query, key_grad)
@@ -255,7 +255,7 @@ def _add_slopes(p: Program, base: str, slope: str, query: str, key: str, query_g
 
 
 class GroupSums:
-    """Sums over the groups of a warp, by halving: a lane keeps one half of its values and sends the other."""
+    """Sums over the groups of a warp by recursive halving: a lane keeps half of its values and sends the other half."""
 
     def __init__(self, p: Program, layout: Layout, lane: str) -> None:
         self.p, self.steps, repeated = p, list[tuple[int, str | None]](), 0
@@ -264,7 +264,7 @@ class GroupSums:
         place = p.op("mul.lo.u32", part, layout.chunk)
         distance = layout.group
         while distance < WARP:
-            if count % 2:  # an odd number of values: every lane keeps all of them
+            if count % 2:  # with an odd number of values, every lane keeps all of them
                 repeated |= distance
                 self.steps.append((distance, None))
             else:
@@ -274,12 +274,12 @@ class GroupSums:
                 self.steps.append((distance, upper))
             distance *= 2
         self.offset = p.op("mul.wide.u32", place, 4, kind="b64")
-        """Bytes from the start of a row of ``d`` values to the first this lane ends with."""
+        """Offset in bytes, within a row of ``d`` values, of the first sum that this lane holds."""
         self.first = p.op("setp.eq.u32", p.op("and.b32", lane, repeated), 0, kind="pred")
-        """Whether this lane is the one to store them."""
+        """Whether this lane stores its sums."""
 
     def reduce(self, values: Sequence[str]) -> list[str]:
-        """This lane's share of the sums."""
+        """Returns the sums that this lane holds."""
         p, values = self.p, list(values)
         for distance, upper in self.steps:
             if upper is None:

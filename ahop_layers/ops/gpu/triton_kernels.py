@@ -1,15 +1,15 @@
-"""The Triton kernels: two shells that run a PTX body on NVIDIA GPUs, and two portable ones for all that Triton runs on.
+"""The Triton kernels: two that run a PTX body on NVIDIA GPUs, and two portable ones for all devices of Triton.
 
-Imported only by ``gpu.py``, and only when a kernel is about to run. Both paths take the same arguments, strides in
-elements. A program owns a tile of keys and passes by ``rows`` queries; each partial sum it writes has a place of its
-own, so results do not depend on the order in which programs run.
+``launch.py`` imports this file when a kernel runs for the first time. Strides count elements. A program owns a tile of
+keys and loops over ``rows`` queries. It writes each partial sum to its own address, so results do not depend on the
+order in which programs run.
 """
 
 import triton
 import triton.language as tl
 
 NAMES = "qn qh ql kn kh ks wh on oh ol os gn gh gl gs heads length count rows span tiles total d".split()  # noqa: SIM905
-# One compiled kernel serves all shapes: no argument is specialised on its value or alignment.
+# No argument is specialized on its value or alignment, so one compiled kernel serves all shapes.
 shape_free = triton.jit(
     do_not_specialize=NAMES,
     do_not_specialize_on_alignment=["query", "key", "weight", "out", "grad", "query_grad", "key_grad", "weight_grad"],
@@ -18,7 +18,7 @@ shape_free = triton.jit(
 
 @triton.jit
 def _thread(threads: tl.constexpr):
-    """The number of the thread that holds each element: shuffles in PTX count threads, not elements."""
+    """Returns the thread index that holds each element: PTX shuffles address threads, not elements."""
     return tl.inline_asm_elementwise(
         "mov.u32 $0, %tid.x;", "=r,r", [tl.arange(0, threads)], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -33,7 +33,7 @@ def score_ptx(
     BODY: tl.constexpr, CONSTRAINTS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
     PACK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Lanes run along the keys of all heads laid end to end, so that short heads leave no lane idle."""
+    """Runs the PTX forward body. Lanes index the concatenated keys of all heads, so short heads leave no lane idle."""
     thread = _thread(THREADS)
     slot = tl.program_id(0).to(tl.int64) * (THREADS // GROUP) + thread // GROUP
     part = (thread % GROUP) * CHUNK
@@ -79,7 +79,7 @@ def score_backward_ptx(
     heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, span: tl.int64, d: tl.int64,
     BODY: tl.constexpr, CONSTRAINTS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BASES: tl.constexpr,
 ):  # fmt: skip
-    """One warp a program, which works on ``span`` tiles of keys."""
+    """Runs the PTX backward body. A program is one warp and processes ``span`` tiles of keys."""
     thread = _thread(32)
     part = (thread % GROUP) * CHUNK
     tiles = tl.cdiv(count, 32 // GROUP)
@@ -120,7 +120,7 @@ def score_backward_ptx(
 
 @triton.jit
 def _dissimilarity(BASES: tl.constexpr, INDEX: tl.constexpr, query, key):
-    """What is sorted for one of the bases, ascending: the squared or absolute difference, or the negative product."""
+    """Returns the dissimilarity of one base: the squared or absolute difference, or the negative product."""
     if BASES[INDEX] == "dot":
         value = -query * key
     elif BASES[INDEX] == "dis":
@@ -132,7 +132,7 @@ def _dissimilarity(BASES: tl.constexpr, INDEX: tl.constexpr, query, key):
 
 @triton.jit
 def _slopes(BASES: tl.constexpr, INDEX: tl.constexpr, query, key):
-    """Slopes of :func:`_dissimilarity` with respect to query and key."""
+    """Returns the derivatives of :func:`_dissimilarity` with respect to query and key."""
     if BASES[INDEX] == "dot":
         by_query, by_key = -key, -query
     else:
@@ -153,7 +153,7 @@ def score_portable(
     heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, tiles: tl.int64, d: tl.int64,
     BASES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of KEYS x DIMS similarities, sorted along the dimensions, for one query after the other."""
+    """Sorts a tile of KEYS x DIMS dissimilarities along the dimensions, for one query at a time."""
     head = (tl.program_id(0) // tiles).to(tl.int64)
     n, h = head // heads, head % heads
     s = tl.program_id(0) % tiles * KEYS + tl.arange(0, KEYS)
@@ -168,7 +168,7 @@ def score_portable(
         score = tl.zeros([KEYS], tl.float32)
         for index in tl.static_range(len(BASES)):
             values = _dissimilarity(BASES, index, queries[None, :], keys)
-            # A sort may lose a NaN on its way: adding the plain sum's NaN, and nothing else, brings it back.
+            # A sort can lose a NaN, so the scores of pairs with a NaN are set to NaN afterwards.
             missing = tl.max((values != values).to(tl.int32), axis=1)
             ordered = tl.sort(tl.where(inside[None, :], values, float("inf")), dim=1)
             weights = tl.load(weight + h * wh + index * d + i, mask=inside, other=0.0)
@@ -185,7 +185,7 @@ def score_backward_portable(
     heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, span: tl.int64, d: tl.int64,
     BASES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Ranks by two sorts of integers, (value, dimension) and back (dimension, position); then the slopes, summed."""
+    """Ranks by two integer sorts, of (value, dimension) and then of (dimension, position), and sums the derivatives."""
     strips = tl.cdiv(tl.cdiv(count, KEYS), span)
     strip = tl.program_id(0) % strips
     head = (tl.program_id(0) // strips).to(tl.int64)

@@ -1,0 +1,199 @@
+"""The library of the native CPU kernel: how it is built, when it is loaded, and that a call can be interrupted."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.ops import cpu
+
+ROOT = Path(__file__).parents[1]
+VERSION, SIZE = cpu.ABI_VERSION, cpu.CALL.size
+LIBRARY = Path(cpu.__file__).with_name("_footprint.so")
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+built = pytest.mark.skipif(not LIBRARY.is_file(), reason="the library is not built")
+compiles = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+
+
+def score() -> torch.Tensor:
+    return ah.adaptive_similarity(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3))
+
+
+@pytest.fixture
+def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Load the library that a value of AHOP_CPU_LIBRARY names, as a new process would."""
+
+    def clear() -> None:
+        cpu._library.cache_clear()
+        cpu.instruction_sets.cache_clear()
+
+    def reload(path: str) -> None:
+        monkeypatch.setenv("AHOP_CPU_LIBRARY", path)
+        clear()
+
+    yield reload
+    clear()
+
+
+@pytest.fixture
+def reason(reload: Callable[[str], None]) -> Callable[[Path], str]:
+    """Why a library is not used, while another backend computes the scores."""
+
+    def reason(path: Path) -> str:
+        reload(str(path))
+        available, detail = ah.backends()["cpu"]
+        assert not available
+        assert score().shape == (2, 4)
+        with pytest.raises(ah.AHopError, match="backend='cpu' is not available here: "):
+            ah.adaptive_similarity(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3), backend="cpu")
+        return detail
+
+    return reason
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A copy of the built library and its record."""
+    for path in (LIBRARY, LIBRARY.with_suffix(".json")):
+        shutil.copy(path, tmp_path)
+    return tmp_path / LIBRARY.name
+
+
+@built
+def test_a_copy_with_its_record_is_loaded(library, reload, monkeypatch):
+    monkeypatch.chdir(library.parent)
+    for path in (str(library), f"./{library.name}"):
+        reload(path)
+        assert ah.backends()["cpu"].available
+        assert score().shape == (2, 4)
+
+
+@built
+def test_a_truncated_library_does_not_end_the_process(library):
+    size = library.stat().st_size
+    os.truncate(library, size // 2)  # the headers are complete, so the loader would map the file
+    program = "import ahop_layers as ah; print(ah.backends()['cpu'].detail)"
+    environment = {**os.environ, "LD_PRELOAD": "", "PYTHONPATH": str(ROOT), "AHOP_CPU_LIBRARY": str(library)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"expected {size} bytes, got {size // 2}; reinstall the package" in done.stdout
+
+
+@built
+def test_a_foreign_library_is_not_loaded(library, reason):
+    content = bytearray(library.read_bytes())
+    content[-1] ^= 1
+    library.write_bytes(content)
+    assert "_footprint.so differs from its build record _footprint.json: the SHA-256 hashes" in reason(library)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"bytes": "many", "sha256": ""}'])
+def test_a_library_without_its_record_is_not_loaded(tmp_path, reason, content):
+    library = tmp_path / "library.so"
+    library.write_bytes(b"not a library")
+    if content is not None:
+        library.with_suffix(".json").write_text(content)
+    assert "library.so has no readable build record library.json" in reason(library)
+
+
+def write_record(library: Path) -> None:
+    """What setup.py writes."""
+    content = library.read_bytes()
+    record = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    library.with_suffix(".json").write_text(json.dumps(record))
+
+
+def test_a_file_that_is_no_library_is_not_loaded(tmp_path, reason):
+    library = tmp_path / "library.so"
+    library.write_bytes(b"not a library")
+    write_record(library)
+    assert "library.so cannot be loaded: " in reason(library)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("version", "size"), [(cpu.ABI_VERSION + 1, cpu.CALL.size), (cpu.ABI_VERSION, 8), (None, None)]
+)
+def test_a_stale_library_is_not_used(tmp_path, reason, version, size):
+    functions = ["ahop_isa", "ahop_forward", "ahop_backward", "ahop_release"]
+    source = "".join(f"void *{name}(void) {{ return 0; }}\n" for name in functions)
+    expected = "cannot be loaded: "  # from before there was an ABI version
+    if version is not None:
+        source += f"long ahop_abi_version(void) {{ return {version}; }} long ahop_call_bytes(void) {{ return {size}; }}"
+        expected = f"has ABI version {version} with calls of {size} bytes, expected {VERSION} with {SIZE}"
+    library = tmp_path / "stale.so"
+    library.with_suffix(".c").write_text(source)
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", str(library), str(library.with_suffix(".c"))], check=True)
+    write_record(library)
+    assert f"stale.so {expected}" in reason(library)
+
+
+@pytest.mark.parametrize("path", ["missing.so", "./missing.so", "/nowhere/missing.so", ".", "_footprint.so"])
+def test_a_variable_that_names_no_file_is_an_error(path, reload, tmp_path, monkeypatch):
+    (tmp_path / "_footprint.so").write_bytes(b"in the current folder, where the loader would not find a bare name")
+    monkeypatch.chdir(tmp_path)
+    reload(path)
+    message = f"AHOP_CPU_LIBRARY must be the path of a file, such as ./folder/_footprint.so, got {path!r}"
+    assert ah.backends()["cpu"] == (False, message)
+    with pytest.raises(ah.AHopError) as raised:
+        score()
+    assert str(raised.value) == message
+    assert ah.adaptive_similarity(*(torch.ones(2, 3),) * 3, backend="chunked").shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"), [("-O1 'open", "AHOP_CFLAGS must be"), ("-no-such-flag", "-no-such-flag")]
+)
+def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path, flags, reason):
+    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
+    environment = {**os.environ, "AHOP_CFLAGS": flags}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    message = done.stderr[done.stderr.index("the native CPU kernel was not built, plain PyTorch is used instead: ") :]
+    assert reason in message
+    assert not list(tmp_path.rglob("_footprint.*"))
+
+
+@built
+def test_an_interrupt_is_seen_within_a_second():
+    """Either call takes far more than ten seconds on one core. Both processes read the same clock."""
+    program = """
+import time, torch, ahop_layers as ah
+from ahop_layers.ops import cpu
+torch.set_num_threads(1)
+query, key, weight = torch.randn(3000, 256, requires_grad=True), torch.randn(8000, 256), torch.randn(2, 256)
+def forward():
+    ah.adaptive_similarity(query.detach(), key, weight)
+def backward():
+    scores.sum().backward()
+for call in (forward, backward):
+    try:
+        print("ready", flush=True)
+        call()
+    except KeyboardInterrupt:
+        print(time.monotonic(), flush=True)
+    cpu.score = lambda query, key, weight, bases: torch.zeros(*query.shape[:-1], key.shape[-2])  # a fast forward
+    scores = ah.adaptive_similarity(query, key, weight)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            for _ in ("forward", "backward"):
+                assert child.stdout.readline() == "ready\n"
+                time.sleep(0.5)  # into the native call
+                begin = time.monotonic()
+                child.send_signal(signal.SIGINT)
+                assert float(child.stdout.readline()) - begin < 1
+        finally:
+            child.kill()
