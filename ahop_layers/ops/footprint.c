@@ -34,7 +34,7 @@ enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMEN
 /* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values. */
 enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
-/* The most similarities of a task, about: a fraction of a second, since a call can only return between two tasks. */
+/* Approximate limit of similarities per task. A call returns to Python only between two tasks, so tasks are short. */
 enum { TASK_WORK = 1 << 24 };
 
 /* A step of the sorting network: `groups` groups of rows, the first at row `start`, each `advance` rows after the
@@ -52,7 +52,7 @@ typedef struct {
     int64_t n, heads, length, count, d, n_bases;
     int64_t query_stride[4], key_stride[4], score_stride[4];
     int64_t dtype, need, threads;
-    int64_t slice; /* nanoseconds after which a call returns, so that Python can handle signals */
+    int64_t slice;  /* nanoseconds after which a call returns, so that Python can handle signals */
     int64_t paired; /* key s is scored against query s only: `length` is 1, the third stride separates queries */
 } call_t;
 
