@@ -115,3 +115,42 @@ def broadcast_batch(*shapes: Sequence[int]) -> tuple[int, ...]:
     except RuntimeError:
         got = " and ".join(str(tuple(shape)) for shape in shapes)
         raise AHopError(f"the batch dimensions must broadcast against each other, got {got}") from None
+
+
+_NUMBERS = {
+    "a positive number": lambda value: value > 0,
+    "a number of at least 0": lambda value: value >= 0,
+    "a number between 0 and 1": lambda value: 0 <= value <= 1,
+    "a number of at least 0 and below 1": lambda value: 0 <= value < 1,
+}
+
+
+def check_numbers(rule: str, **numbers: object) -> None:
+    """Raises unless every number is finite and satisfies ``rule``, a key of ``_NUMBERS``."""
+    for name, value in numbers.items():
+        try:
+            number = float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+        except (OverflowError, RuntimeError, TypeError, ValueError):  # such as None, or an array of several numbers
+            number = float("nan")
+        if not (abs(number) < float("inf") and _NUMBERS[rule](number)):
+            raise AHopError(f"{name} must be {rule}, got {value!r}")
+
+
+FINITE_BLOCK = 2**21
+"""Number of elements that :func:`check_finite_rows` reads at once."""
+
+
+def check_finite_rows(**matrices: Tensor) -> None:
+    """Raises with the index of the first row that holds NaN or infinity, if a matrix ``(N, d)`` has one.
+
+    Reads a matrix block by block to bound memory, and synchronizes once.
+    """
+    for name, matrix in matrices.items():
+        if matrix.is_meta:
+            continue
+        size = max(1, FINITE_BLOCK // matrix.shape[1])
+        finite = torch.stack([block.isfinite().all() for block in torch.split(matrix, size)])
+        if not finite.all():
+            start = int(finite.logical_not().nonzero()[0]) * size
+            row = start + int(matrix[start : start + size].isfinite().all(-1).logical_not().nonzero()[0])
+            raise AHopError(f"{name} must be finite, got NaN or infinity in row {row}")

@@ -1,52 +1,55 @@
-"""Variants: how queries arise from stored patterns, how well a memory undoes it, and how well any memory could.
+"""Corruptions of stored patterns, the accuracy of a memory on them, and the accuracy of the best possible memory.
 
-A query is a *variant* of one stored pattern: noise is added, some dimensions are replaced by random values, and one
-fixed bias is added to all of them. Because this generator is known, so is the likelihood of each pattern; the accuracy
-of the most likely one is the *Bayes limit*, which no memory can pass.
+A query is a *variant* of one stored pattern: noise is added, some dimensions are replaced by random values, and a fixed
+bias is added. The distribution of the queries is known, and with it the likelihood of each pattern. The accuracy of the
+most likely pattern is the *Bayes limit*, an upper bound for every memory.
 """
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.association import negative_distance
-from ahop_layers.errors import AHopError, check_patterns
+from ahop_layers.errors import AHopError, check_numbers, check_patterns
 from ahop_layers.ops.reference import accumulation_dtype
 
 __all__ = ["Biased", "Masked", "Mixed", "Noisy", "bayes_accuracy", "retrieval_accuracy", "retrieval_error"]
 
 BLOCK_ELEMENTS = 2**21
-"""How many (query, pattern, dimension) triples the likelihood looks at together."""
+"""Number of (query, pattern, dimension) triples whose likelihood is computed at once."""
 
-SHARPEST = 1e-8
-"""The smallest variance a likelihood is given: without noise only rounding separates a kept value from its pattern."""
+BLOCK_DISTANCES = 2**23
+"""Number of distances between retrieved and stored patterns that are computed at once."""
+
+MIN_VARIANCE = 1e-8
+"""Smallest variance in a likelihood: without noise, an unmasked value differs from its pattern by rounding alone."""
 
 
 @lru_cache(maxsize=64)
 def _signs(seed: int, dim: int, device: torch.device) -> Tensor:
-    """Random signs ``(dim,)``, the same on every device; kept, since a copy to a GPU makes it wait."""
+    """Random signs ``(dim,)``, equal on all devices; cached, because a host-to-device copy synchronizes."""
     generator = torch.Generator().manual_seed(seed)
     return (2.0 * torch.randint(2, (dim,), generator=generator) - 1).to(device)
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Noise, then masking, then a bias: the mixed variant of the paper, taken literally.
+    """Adds noise, then masks, then adds a bias: the mixed variant of the paper.
 
     Args:
-        mask: the share of dimensions that are replaced by values drawn uniformly from [-1, 1]. Their number is fixed,
-            ``mask * d`` rounded down; which they are is drawn anew for each query.
-        noise: the variance of the Gaussian noise that is added first.
-        bias: the size of the bias that is added last; its signs are random, but the same for every query.
-        seed: decides the signs. They belong to this object, so what is learned about them can be used again.
+        mask: fraction of dimensions to replace by values drawn uniformly from [-1, 1]. Every query has ``mask * d``
+            masked dimensions, rounded down, at random positions.
+        noise: variance of the Gaussian noise.
+        bias: absolute value of the bias in every dimension. Its signs are random and equal for all queries.
+        seed: seed of the signs, so that all queries from this object have the same bias.
 
     Raises:
-        AHopError: a share or strength that is negative, or a share above 1.
+        AHopError: an argument is not a finite number, is negative, or ``mask`` is above 1.
 
     >>> import torch, ahop_layers as ah
     >>> variant = Mixed(mask=0.25, noise=0.0, bias=0.5)
@@ -62,14 +65,13 @@ class Mixed:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mask <= 1:
-            raise AHopError(f"mask must be a share between 0 and 1, got {self.mask!r}")
-        for name in ("noise", "bias"):
-            if not getattr(self, name) >= 0:
-                raise AHopError(f"{name} must not be negative, got {getattr(self, name)!r}")
+        check_numbers("a number between 0 and 1", mask=self.mask)
+        check_numbers("a number of at least 0", noise=self.noise, bias=self.bias)
+        if not isinstance(self.seed, SupportsIndex):
+            raise AHopError(f"seed must be an integer, got {self.seed!r}")
 
     def masked_count(self, dim: int) -> int:
-        """How many of ``dim`` dimensions are replaced.
+        """The number of masked dimensions out of ``dim``.
 
         >>> Mixed(mask=0.3).masked_count(64)
         19
@@ -77,7 +79,7 @@ class Mixed:
         return math.floor(self.mask * dim + 1e-9)  # 0.29 * 100 is 28.999...
 
     def shift(self, patterns: Tensor) -> Tensor:
-        """The bias ``(d,)`` that is added to every variant of ``patterns (N, d)``.
+        """The bias ``(d,)`` of every query made from ``patterns (N, d)``.
 
         >>> Mixed(bias=0.5).shift(torch.zeros(3, 4)).abs()
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
@@ -85,18 +87,18 @@ class Mixed:
         return self.bias * _signs(self.seed, patterns.shape[-1], patterns.device).to(patterns.dtype)
 
     def sample(self, patterns: Tensor, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Draw ``n`` variants of patterns that are chosen uniformly.
+        """Draw ``n`` queries from uniformly chosen patterns.
 
         Args:
             patterns: ``(N, d)``.
-            n: how many queries to draw.
-            generator: on the device of the patterns.
+            n: number of queries.
+            generator: random generator on the device of the patterns; None for the global one.
 
         Returns:
             ``index (n,)`` of the patterns, and ``query (n, d)``.
 
         Raises:
-            AHopError: patterns that are no floating-point matrix.
+            AHopError: ``patterns`` is not a floating-point matrix, or ``n`` not an integer of at least 0.
 
         >>> import torch, ahop_layers as ah
         >>> index, query = ah.variants.Noisy(0.1).sample(torch.randn(100, 16), 5)
@@ -104,11 +106,13 @@ class Mixed:
         (torch.Size([5]), torch.Size([5, 16]))
         """
         check_patterns(patterns)
-        index = torch.randint(len(patterns), (n,), generator=generator, device=patterns.device)
+        if not isinstance(n, SupportsIndex) or int(n) < 0:
+            raise AHopError(f"n must be an integer of at least 0, got {n!r}")
+        index = torch.randint(len(patterns), (int(n),), generator=generator, device=patterns.device)
         return index, self.corrupt(patterns[index], generator)
 
     def corrupt(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One variant of each row of ``origin (n, d)``: ``(n, d)``.
+        """Corrupt each row of ``origin (n, d)``: ``(n, d)``.
 
         >>> Mixed(noise=0.1).corrupt(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
@@ -123,17 +127,17 @@ class Mixed:
         return query + self.shift(query) if self.bias else query
 
     def log_likelihood(self, query: Tensor, origin: Tensor, *, bias_known: bool = True) -> Tensor:
-        """The exact ``log p(query | origin)``: ``(..., d), (..., d) -> (...)``, in float64.
+        """Compute ``log p(query | origin)`` exactly, in float64: ``(..., d), (..., d) -> (...)``.
 
-        All sets of masked dimensions are summed over.
+        The likelihood is marginalized over all sets of masked dimensions.
 
         Args:
-            query, origin: of shapes that broadcast.
-            bias_known: whether the bias is known; else each of its signs is as likely as the other, as for somebody who
-                sees this query alone.
+            query, origin: tensors whose shapes broadcast.
+            bias_known: whether the signs of the bias are known. If not, they are marginalized, each sign with
+                probability 1/2.
 
         >>> import torch, ahop_layers as ah
-        >>> variant = ah.variants.Masked(1.0)  # every dimension is replaced: density 1/2 each, whatever the origin
+        >>> variant = ah.variants.Masked(1.0)  # replaces every dimension: density 1/2 each
         >>> variant.log_likelihood(torch.zeros(2), torch.ones(2)).exp()
         tensor(0.2500, dtype=torch.float64)
         """
@@ -141,7 +145,7 @@ class Mixed:
         return bound + _log_probability_of_count(masked, self.masked_count(query.shape[-1]))
 
     def most_likely(self, query: Tensor, patterns: Tensor, *, bias_known: bool = True) -> Tensor:
-        """The index of the pattern of largest likelihood: ``(n, d), (N, d) -> (n,)``.
+        """Find the index of the pattern with the largest likelihood: ``(n, d), (N, d) -> (n,)``.
 
         Args:
             query: ``(n, d)``.
@@ -152,34 +156,32 @@ class Mixed:
         >>> Mixed(noise=0.1).most_likely(patterns + 0.1, patterns)
         tensor([0, 1, 2])
         """
-        rows_together = max(1, BLOCK_ELEMENTS // patterns.numel())
-        bound = torch.cat(
-            [self._bound(rows[:, None], patterns, bias_known)[0] for rows in torch.split(query, rows_together)]
-        )
-        promising = bound.argmax(-1)
-        reached = self.log_likelihood(query, patterns[promising], bias_known=bias_known)
-        # Only a pattern whose bound passes what is already reached can be more likely.
+        size = max(1, BLOCK_ELEMENTS // patterns.numel())
+        bound = torch.cat([self._bound(rows[:, None], patterns, bias_known)[0] for rows in torch.split(query, size)])
+        best = bound.argmax(-1)
+        reached = self.log_likelihood(query, patterns[best], bias_known=bias_known)
+        # Only patterns whose bound is at least the likelihood reached so far can be more likely.
         candidates = (bound >= reached[:, None]).nonzero()
-        exact = torch.full_like(bound, -torch.inf).scatter(-1, promising[:, None], reached[:, None])
+        exact = torch.full_like(bound, -torch.inf).scatter(-1, best[:, None], reached[:, None])
         for row, column in (each.unbind(-1) for each in torch.split(candidates, BLOCK_ELEMENTS // query.shape[-1])):
             exact[row, column] = self.log_likelihood(query[row], patterns[column], bias_known=bias_known)
         return exact.argmax(-1)
 
     def _bound(self, query: Tensor, origin: Tensor, bias_known: bool) -> tuple[Tensor, Tensor]:
-        """The log-likelihood without the last factor, and the probability of each dimension to be masked.
+        """An upper bound of the log-likelihood, and the probability of each dimension to be masked.
 
-        If dimensions were masked independently with odds ``exp(tilt)``, a mask of ``count`` dimensions would have a
-        probability. Dividing by its prior leaves the likelihood exactly; the one factor left out here, the probability
-        of that count, is below 1. So this is an upper bound, and any tilt would do.
+        The exact likelihood is that of dimensions masked independently with prior odds ``exp(tilt)``, conditioned on
+        ``count`` masked dimensions. It is this bound times the posterior probability of that count, which is at most 1.
+        The product does not depend on ``tilt``.
         """
         query, origin = query.double(), origin.double()
         d = query.shape[-1]
-        count, variance = self.masked_count(d), max(self.noise, SHARPEST)
+        count, variance = self.masked_count(d), max(self.noise, MIN_VARIANCE)
         kept, replaced = [], []
         for shift in (self.shift(query),) if bias_known else (self.bias, -self.bias):
             value = query - shift
             kept.append((value - origin).square() / (-2 * variance) - 0.5 * math.log(2 * math.pi * variance))
-            # Rounding of the shift must not push a replaced value off its interval.
+            # The tolerance keeps a replaced value inside its interval despite the rounding of the shift.
             replaced.append(torch.full_like(value, -math.log(2)).masked_fill(value.abs() > 1 + 1e-6, -torch.inf))
         log_kept, log_replaced = (_log_mean(each) for each in (kept, replaced))
         tilt = math.log((count + 0.5) / (d - count + 0.5))
@@ -189,7 +191,7 @@ class Mixed:
 
 
 class Noisy(Mixed):
-    """Gaussian noise of variance ``noise`` on every dimension.
+    """Adds Gaussian noise of variance ``noise`` to every dimension.
 
     >>> import torch, ahop_layers as ah
     >>> index, query = ah.variants.Noisy(0.25).sample(torch.zeros(1, 10000), 1)
@@ -202,7 +204,7 @@ class Noisy(Mixed):
 
 
 class Masked(Mixed):
-    """A share ``mask`` of the dimensions replaced by values drawn uniformly from [-1, 1].
+    """Replaces a fraction ``mask`` of the dimensions by values drawn uniformly from [-1, 1].
 
     >>> import torch, ahop_layers as ah
     >>> index, query = ah.variants.Masked(0.5).sample(torch.full((1, 8), 3.0), 1)
@@ -215,7 +217,7 @@ class Masked(Mixed):
 
 
 class Biased(Mixed):
-    """A bias of size ``bias`` and fixed random signs, decided by ``seed``.
+    """Adds a bias of absolute value ``bias`` whose random signs depend on ``seed`` alone.
 
     >>> import torch, ahop_layers as ah
     >>> index, query = ah.variants.Biased(0.5).sample(torch.zeros(3, 4), 2)
@@ -228,10 +230,6 @@ class Biased(Mixed):
         super().__init__(bias=bias, seed=seed)
 
 
-NEAREST_AT_ONCE = 2**23
-"""How many distances between readouts and patterns are held together."""
-
-
 class _Memory(Protocol):
     patterns: Tensor
 
@@ -240,11 +238,11 @@ class _Memory(Protocol):
 
 @torch.no_grad()
 def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
-    """The share of queries for which what is retrieved lies nearest to the pattern they were made from.
+    """The fraction of queries whose retrieved pattern is nearest to the pattern that the query was made from.
 
     Args:
-        memory: has ``patterns (N, d)`` and ``retrieve``, as :class:`ahop_layers.AssociativeMemory`.
-        index: ``(n,)``, the pattern of each query.
+        memory: an object with ``patterns (N, d)`` and ``retrieve``, such as :class:`ahop_layers.AssociativeMemory`.
+        index: ``(n,)``, the index of the pattern of each query.
         query: ``(n, d)``.
 
     >>> import torch, ahop_layers as ah
@@ -253,14 +251,14 @@ def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
     1.0
     """
     patterns = memory.patterns.to(accumulation_dtype(memory.patterns.dtype))
-    chunks = torch.split(memory.retrieve(query).to(patterns), max(1, NEAREST_AT_ONCE // len(patterns)))
+    chunks = torch.split(memory.retrieve(query).to(patterns), max(1, BLOCK_DISTANCES // len(patterns)))
     nearest = torch.cat([negative_distance(chunk, patterns).argmax(-1) for chunk in chunks])
     return (nearest == index).double().mean().item()
 
 
 @torch.no_grad()
 def retrieval_error(memory: _Memory, index: Tensor, query: Tensor) -> float:
-    """The mean squared difference, per dimension, of what is retrieved and the pattern a query was made from.
+    """The mean squared error, per dimension, of the retrieved patterns.
 
     Args:
         memory, index, query: as in :func:`retrieval_accuracy`.
@@ -282,17 +280,17 @@ def bayes_accuracy(
     *,
     bias_known: bool = True,
 ) -> float:
-    """The accuracy of the most likely pattern on ``n`` fresh queries: the ceiling of every memory.
+    """The accuracy of the most likely pattern on ``n`` random queries: the Bayes limit, an upper bound for any memory.
 
     Args:
-        variant: where the queries come from.
+        variant: the distribution of the queries.
         patterns: ``(N, d)``.
-        n: how many queries to draw.
-        generator: on the device of the patterns.
-        bias_known: whether the one who decides knows the bias, or must guess each sign from the one query at hand.
+        n: number of queries.
+        generator: random generator on the device of the patterns; None for the global one.
+        bias_known: as in :meth:`Mixed.log_likelihood`.
 
     Raises:
-        AHopError: patterns that are no floating-point matrix.
+        AHopError: ``patterns`` is not a floating-point matrix, or ``n`` not an integer of at least 0.
 
     >>> import torch, ahop_layers as ah
     >>> patterns = torch.rand(50, 32) * 2 - 1
@@ -308,7 +306,7 @@ def _log_mean(parts: list[Tensor]) -> Tensor:
 
 
 def _log_probability_of_count(probability: Tensor, count: int) -> Tensor:
-    """The log-probability that exactly ``count`` of independent events happen: ``(..., d) -> (...)``."""
+    """The log-probability that exactly ``count`` of ``d`` independent events occur: ``(..., d) -> (...)``."""
     reached = torch.zeros(*probability.shape[:-1], count + 1, dtype=probability.dtype, device=probability.device)
     reached[..., 0] = 1.0
     for each in probability.unsqueeze(-2).unbind(-1):

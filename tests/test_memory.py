@@ -1,16 +1,19 @@
-"""The associative memory: its presets, its energies, what it learns, and what it costs."""
+"""The associative memory: presets, energies, training, storage, memory use and errors."""
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
+from ahop_layers import errors
 from ahop_layers.errors import AHopError
+from ahop_layers.memory import fit as fit_module
 from ahop_layers.memory import memory as memory_module
-from ahop_layers.memory.fit import start_bias
+from ahop_layers.memory.fit import estimate_bias
 from ahop_layers.memory.kernel import KernelModulation, crowding
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
@@ -25,7 +28,7 @@ def uniform(n, d, dtype=torch.float64):
     return torch.rand(n, d, dtype=dtype) * 2 - 1
 
 
-# What the first table of the paper says, written out: similarity, separation.
+# Similarity and separation of each network in the first table of the paper.
 TABLE = {
     "Hop": (lambda x, p: x @ p.T, lambda s: s),
     "D-Hop": (lambda x, p: x @ p.T, lambda s: s**3),
@@ -43,7 +46,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_the_table(name):
+def test_presets_equal_the_paper(name):
     patterns, x = uniform(30, 8), uniform(7, 8)
     memory = AssociativeMemory.preset(name, patterns)
     similarity, separate = TABLE[name]
@@ -73,7 +76,7 @@ def test_leading_dimensions_are_kept(shape):
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("prior", [False, True])
-def test_blocks_equal_the_whole(name, prior, monkeypatch):
+def test_results_do_not_depend_on_the_block_size(name, prior, monkeypatch):
     memory, x = AssociativeMemory.preset(name, uniform(61, 8), prior=prior), uniform(23, 8)
     if prior:
         torch.nn.init.normal_(memory.prior)
@@ -84,7 +87,7 @@ def test_blocks_equal_the_whole(name, prior, monkeypatch):
 
 
 def adversarial_states(patterns):
-    """On patterns, between two, far away, at zero, and anywhere."""
+    """States at the patterns, between two of them, far away, at zero, and random."""
     middle = (patterns[:-1] + patterns[1:]) / 2
     far = 1e3 * torch.randn(20, patterns.shape[1], dtype=patterns.dtype)
     return torch.cat(
@@ -93,7 +96,7 @@ def adversarial_states(patterns):
 
 
 def falls(memory, x, steps=15):
-    """Whether the energy never rises along the dynamics, beyond rounding; the states carry the similarity's bias."""
+    """Whether the energy never increases beyond rounding along the dynamics. The states include the bias."""
     bias = getattr(memory.similarity, "bias", None)
     energy = memory.energy(x)
     for _ in range(steps):
@@ -127,7 +130,7 @@ def test_attention_energies_fall(name):
         torch.nn.init.normal_(memory.modulation.phi)
     x = adversarial_states(patterns)
     assert falls(memory, x)
-    # The gradient of the energy vanishes exactly where the dynamics rest: it is mod(x - T(x)).
+    # The gradient of the energy is mod(x - T(x)), so it vanishes exactly at fixed points of the dynamics.
     x = uniform(9, 6).requires_grad_()
     (gradient,) = torch.autograd.grad(memory.energy(x).sum(), x)
     moved = x - memory(x)
@@ -157,8 +160,7 @@ def test_a_binary_state_is_never_zero(name):
     assert set(state.unique().tolist()) <= {-1.0, 1.0}
 
 
-def test_an_even_degree_promises_nothing():
-    """Why the default is odd: with an even power the energy can rise."""
+def test_the_energy_can_increase_for_an_even_degree():
     memory = AssociativeMemory.preset("D-Hop", torch.randn(12, 16).sign().double(), degree=2)
     assert not falls(memory, torch.randn(500, 16).sign().double())
 
@@ -170,7 +172,7 @@ def test_learned_entmax_has_an_energy():
 
 
 def test_the_universal_network_has_no_energy():
-    with pytest.raises(AHopError, match=r"no energy for another similarity than the dot product with .* 'argmax'"):
+    with pytest.raises(AHopError, match=r"no energy is defined for a similarity other than the dot .* 'argmax'"):
         AssociativeMemory.preset("U-Hop", uniform(5, 3)).energy(uniform(2, 3))
 
 
@@ -183,7 +185,7 @@ def test_the_memory_itself_has_gradients():
 
 
 def test_steps_follow_the_bias():
-    """A query with the learned bias reaches its pattern and stays there; the readout itself carries no bias."""
+    """A query with the learned bias converges to its pattern, and the retrieved pattern has no bias."""
     patterns, variant = 3 * torch.randn(50, 16), Biased(2.0)
     memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
     with torch.no_grad():
@@ -195,7 +197,7 @@ def test_steps_follow_the_bias():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{}, {"table": True}])
-def test_fit_learns_what_no_fixed_similarity_knows(keywords):
+def test_fit_improves_on_the_fixed_similarity(keywords):
     patterns, variant = uniform(200, 24, torch.float32), Mixed(0.3, 0.2, 0.5)
     index, query = variant.sample(patterns, 1000)
     memory = AssociativeMemory.preset("A-Hop", patterns, debias=True, **keywords)
@@ -205,7 +207,7 @@ def test_fit_learns_what_no_fixed_similarity_knows(keywords):
     limit = (variant.most_likely(query, patterns) == index).double().mean().item()
     assert losses.shape == (120,)
     assert losses[-10:].mean() < losses[:10].mean()
-    assert before + 0.15 < after <= limit + 0.01  # of 1000 queries the fit may be lucky on a few
+    assert before + 0.15 < after <= limit + 0.01  # tolerance for 1000 random queries
     assert retrieval_error(memory, index, query) < error
     assert (memory.similarity.bias - variant.shift(patterns)).abs().mean() < 0.1
     assert memory.similarity.bias.requires_grad
@@ -223,18 +225,18 @@ def test_the_same_seed_gives_the_same_bits():
     assert not torch.equal(first["similarity.w"], other["similarity.w"])
 
 
-def test_a_bias_starts_at_its_least_squares_estimate():
-    patterns, variant = uniform(50, 12, torch.float32) + 2.0, Mixed(0.3, 0.2, 0.6)  # patterns need no mean of zero
+def test_a_zero_bias_is_initialized_to_its_least_squares_estimate():
+    patterns, variant = uniform(50, 12, torch.float32) + 2.0, Mixed(0.3, 0.2, 0.6)  # with a nonzero mean
     pairs = variant.sample(patterns, 20_000)
     bias = torch.nn.Parameter(torch.zeros(12))
-    start_bias(bias, pairs, patterns, 1, torch.Generator())
+    estimate_bias(bias, pairs, patterns, 1, torch.Generator())
     torch.testing.assert_close(bias.detach(), variant.shift(patterns), atol=0.05, rtol=0)
     learned = bias.detach().clone()
-    start_bias(bias, (pairs[0], pairs[1] + 1), patterns, 1, torch.Generator())
-    assert torch.equal(bias.detach(), learned)  # one that is there already is kept
+    estimate_bias(bias, (pairs[0], pairs[1] + 1), patterns, 1, torch.Generator())
+    assert torch.equal(bias.detach(), learned)  # a nonzero bias is kept
 
 
-def test_pairs_are_used_up_each_epoch():
+def test_every_epoch_uses_all_pairs():
     patterns = uniform(20, 8, torch.float32)
     pairs = Noisy(0.2).sample(patterns, 70)
     memory = AssociativeMemory.preset("K2-Hop", patterns)
@@ -258,7 +260,7 @@ def test_separation_loss_moves_patterns_apart():
     memory.fit(epochs=100, progress=False)
     after = memory.modulation.separation_loss(patterns)
     assert after < before - 0.5
-    even = torch.nn.functional.normalize(torch.randn(100, 8), dim=-1)  # as far apart as chance would have them
+    even = torch.nn.functional.normalize(torch.randn(100, 8), dim=-1)  # random directions
     assert after.item() == pytest.approx(crowding(even).item(), abs=0.3)
 
 
@@ -275,7 +277,7 @@ def test_crowding_is_the_mean_over_pairs_of_directions():
 
 
 @pytest.mark.parametrize(("form", "trained"), [(folded_weights, 2), (trainable_forms, 3)])
-def test_another_form_changes_nothing_but_the_way_to_train(form, trained):
+def test_a_reparametrization_leaves_the_scores_unchanged(form, trained):
     similarity = AdaptiveSimilarity(12, debias=True)
     with torch.no_grad():
         for parameter in similarity.parameters():
@@ -284,7 +286,7 @@ def test_another_form_changes_nothing_but_the_way_to_train(form, trained):
     before, parameter, names = similarity(query, key), similarity.w, list(similarity.state_dict())
     with form(similarity):
         torch.testing.assert_close(similarity(query, key), before)
-        assert sum(p.requires_grad for p in similarity.parameters()) == trained  # u, the bias, perhaps w; beta rests
+        assert sum(p.requires_grad for p in similarity.parameters()) == trained  # u, bias, perhaps w; not beta
     torch.testing.assert_close(similarity(query, key), before)
     assert similarity.w is parameter
     assert similarity.beta.requires_grad
@@ -293,7 +295,7 @@ def test_another_form_changes_nothing_but_the_way_to_train(form, trained):
 
 @pytest.mark.parametrize(("variant", "share"), [(Masked(0.7), 0.8), (Mixed(0.3, 0.3), 0.5)])
 def test_fits_with_and_without_noise(variant, share):
-    """Masks alone ask for large weights, noise for fine ones; one learning rate must do for both."""
+    """Masks without noise need large weights, noise needs small ones. The default learning rate works for both."""
     patterns = uniform(100, 32, torch.float32)
     index, query = variant.sample(patterns, 500)
     memory = AssociativeMemory.preset("A-Hop", patterns)
@@ -303,7 +305,7 @@ def test_fits_with_and_without_noise(variant, share):
     assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
 
 
-def test_an_interrupted_fit_leaves_a_whole_memory():
+def test_an_interrupted_fit_leaves_a_usable_memory():
     memory = AssociativeMemory.preset("A-Hop", uniform(10, 6, torch.float32))
 
     def failing():
@@ -329,21 +331,94 @@ def test_add_and_remove_without_refitting():
     assert memory.prior.shape == (22,)
     memory.remove(torch.arange(22) != 5)
     torch.testing.assert_close(memory.patterns, patterns[7:8])
-    with pytest.raises(AHopError, match="at least one pattern, got all 1 to remove"):
+    with pytest.raises(AHopError, match="index must leave at least one pattern, got all 1"):
         memory.remove([0])
 
 
 def test_bad_indices_are_named():
     memory = AssociativeMemory.preset("A-Hop", uniform(5, 3))
     memory.remove([])
-    with pytest.raises(AHopError, match=r"index must name some of 5 patterns, got \[7\]"):
-        memory.remove([7])
+    for index in ([7], 7, "a", 1.5, [0.0, 1.0], None, [None], {}, torch.ones(4, dtype=torch.bool)):
+        with pytest.raises(AHopError, match="index must be indices or a mask of the 5 patterns, got"):
+            memory.remove(index)
+    assert len(memory.patterns) == 5
     query = uniform(2, 3)
     assert len(memory.fit(([0, 4], query), epochs=1, progress=False)) == 1
     assert len(memory.fit((torch.tensor([0, 4], dtype=torch.int32), query), epochs=1, progress=False)) == 1
     for index in ([0, 5], [0, -1], [0.0, 1.0], [True, False]):
-        with pytest.raises(AHopError, match="the index must be whole numbers from 0 to 4, got"):
+        with pytest.raises(AHopError, match="index must be integers from 0 to 4, got"):
             memory.fit((torch.tensor(index), query), epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_non_finite_patterns_are_refused_with_their_row(value, dtype, monkeypatch):
+    monkeypatch.setattr(errors, "FINITE_BLOCK", 4 * 7)  # seven rows per block
+    patterns = uniform(40, 4, dtype)
+    memory = AssociativeMemory(patterns)
+    patterns = patterns.clone()
+    patterns[[23, 31], [2, 0]] = value
+    presets = [partial(AssociativeMemory.preset, "M-Hop"), partial(AssociativeMemory.preset, "A-Hop", table=True)]
+    for make in (AssociativeMemory, memory.add, *presets):
+        with pytest.raises(AHopError, match="patterns must be finite, got NaN or infinity in row 23"):
+            make(patterns)
+    assert len(memory.patterns) == 40
+    for unchecked in (
+        AssociativeMemory(patterns, check=False),
+        AssociativeMemory.preset("A-Hop", patterns, check=False),
+        AssociativeMemory.preset("D-Hop", patterns, check=False, degree=5),
+    ):
+        assert torch.equal(unchecked.patterns, patterns) or value != value
+    assert len(memory.add(patterns, check=False)) == 40
+
+
+def test_patterns_that_overflow_the_dtype_of_the_memory_are_refused():
+    memory = AssociativeMemory(uniform(5, 3, torch.float16))
+    with pytest.raises(AHopError, match="patterns must be finite, got NaN or infinity in row 1"):
+        memory.add(torch.tensor([[1.0, 2.0, 3.0], [1.0, 1e5, 3.0]]))
+
+
+@pytest.mark.parametrize("name", ["A-Hop", "K2-Hop"])
+def test_a_diverging_fit_raises_and_leaves_the_parameters(name):
+    memory = AssociativeMemory.preset(name, uniform(20, 6, torch.float32), prior=True)
+    if name == "A-Hop":
+        torch.nn.init.normal_(memory.similarity.w)
+        torch.nn.init.constant_(memory.similarity.beta, 0.3)
+    before = {key: value.clone() for key, value in memory.state_dict().items()}
+    parameters = dict(memory.named_parameters())
+    with pytest.raises(AHopError, match="loss and parameters must stay finite, got NaN or infinity by step"):
+        memory.fit(Noisy(0.1), epochs=30, lr=1e37, progress=False)
+    assert all(torch.equal(memory.state_dict()[key], value) for key, value in before.items())
+    assert all(parameters[key] is parameter for key, parameter in memory.named_parameters())
+
+
+def test_a_fit_on_non_finite_patterns_raises_at_the_first_look():
+    patterns = uniform(20, 6, torch.float32)
+    patterns[3, 2] = float("nan")
+    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True, check=False)
+    with pytest.raises(AHopError, match=r"by step 0 with lr=0\.05"):
+        memory.fit(Noisy(0.1), progress=False)
+    assert not memory.similarity.bias.any()
+
+
+def test_a_fit_refuses_non_finite_queries_and_keeps_the_bias_when_an_argument_is_bad():
+    patterns = uniform(5, 3, torch.float32)
+    memory, query = AssociativeMemory.preset("A-Hop", patterns, debias=True), patterns.clone()
+    query[4, 1] = float("inf")
+    with pytest.raises(AHopError, match="query must be finite, got NaN or infinity in row 4"):
+        memory.fit((torch.arange(5), query), progress=False)
+    with pytest.raises(AHopError, match="lr must be a positive number, got 0"):
+        memory.fit(Biased(0.5), lr=0, progress=False)
+    assert not memory.similarity.bias.any()
+
+
+def test_a_fit_reads_only_a_few_losses(monkeypatch):
+    """A read of a loss synchronizes with a GPU."""
+    looks = []
+    original = fit_module._check_finite
+    monkeypatch.setattr(fit_module, "_check_finite", lambda *args: looks.append(args) or original(*args))
+    AssociativeMemory.preset("A-Hop", uniform(5, 3)).fit(Noisy(0.1), epochs=200, batch=4, progress=False)
+    assert len(looks) == 21
 
 
 def test_added_patterns_take_the_dtype_of_the_memory():
@@ -352,7 +427,7 @@ def test_added_patterns_take_the_dtype_of_the_memory():
     assert memory.patterns.dtype == torch.float32
 
 
-def test_an_optimizer_goes_on_after_loading():
+def test_an_optimizer_still_updates_the_prior_after_loading():
     memory = AssociativeMemory.preset("M-Hop", uniform(5, 3), prior=True)
     optimizer = torch.optim.SGD(memory.parameters(), lr=1.0)
     memory.load_state_dict(AssociativeMemory.preset("M-Hop", uniform(5, 3), prior=True).state_dict())
@@ -361,7 +436,7 @@ def test_an_optimizer_goes_on_after_loading():
     assert memory.prior[0] == -2
 
 
-def test_loading_leaves_the_callers_tensor_alone():
+def test_loading_does_not_write_to_the_tensor_of_the_caller():
     patterns = uniform(5, 3)
     before, memory = patterns.clone(), AssociativeMemory(patterns)
     memory.load_state_dict(AssociativeMemory(uniform(5, 3)).state_dict())
@@ -369,7 +444,7 @@ def test_loading_leaves_the_callers_tensor_alone():
     AssociativeMemory(uniform(1, 3).expand(5, 3)).load_state_dict(memory.state_dict())
 
 
-def test_a_frozen_bias_stays_and_another_bias_is_left_alone():
+def test_a_frozen_bias_and_a_scalar_bias_are_not_initialized():
     patterns = uniform(20, 4)
     memory = AssociativeMemory.preset("A-Hop", patterns, debias=True)
     memory.similarity.bias.requires_grad_(False)
@@ -389,7 +464,7 @@ def test_a_frozen_bias_stays_and_another_bias_is_left_alone():
     assert len(shifted.fit(Biased(0.5), epochs=2, progress=False)) == 2
 
 
-def test_the_distance_survives_an_offset():
+def test_distances_are_accurate_far_from_the_origin():
     patterns = torch.randn(200, 16)
     memory = AssociativeMemory(patterns + 3000, similarity="dis")
     assert torch.equal(memory.recall(patterns + 3000), torch.arange(200))
@@ -403,7 +478,7 @@ def test_the_universal_network_in_half_precision(dtype):
     assert torch.equal(AssociativeMemory.preset("U-Hop", patterns).recall(patterns), torch.arange(4))
 
 
-def test_a_table_goes_back_to_its_start():
+def test_a_table_resets_to_zero():
     similarity = AdaptiveTableSimilarity(4)
     torch.nn.init.normal_(similarity.table.table)
     similarity.reset_parameters()
@@ -424,7 +499,49 @@ def test_a_checkpoint_brings_its_own_number_of_patterns(tmp_path):
         AssociativeMemory(uniform(3, 9)).load_state_dict(AssociativeMemory(uniform(3, 8)).state_dict())
 
 
-def test_a_table_interpolates_and_continues():
+def broken_state_dicts(memory):
+    good = memory.state_dict()
+    nan = good["patterns"].clone()
+    nan[1, 0] = float("nan")
+    yield AHopError, "patterns must hold at least one pattern", good | {"patterns": good["patterns"][:0]}
+    yield AHopError, "patterns must be finite, got NaN or infinity in row 1", good | {"patterns": nan}
+    yield AHopError, r"prior must be \(N,\) = \(20,\), got \(3,\)", good | {"prior": torch.zeros(3)}
+    yield RuntimeError, "size mismatch for patterns", good | {"patterns": torch.zeros(20, 9)}
+    yield RuntimeError, "size mismatch for similarity.w", good | {"similarity.w": torch.zeros(2, 9)}
+    yield RuntimeError, "Unexpected key", good | {"other": torch.zeros(3)}
+    yield RuntimeError, "Missing key", {key: value for key, value in good.items() if key != "similarity.bias"}
+    yield RuntimeError, "patterns", good | {"patterns": "patterns"}
+
+
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_failed_load_leaves_the_memory_unchanged(count, assign):
+    source = AssociativeMemory.preset("A-Hop", uniform(20, 8), debias=True, prior=True)
+    memory = AssociativeMemory.preset("A-Hop", uniform(count, 8), debias=True, prior=True)
+    for parameter in (*source.parameters(), *memory.parameters()):
+        torch.nn.init.normal_(parameter)
+    before = {key: value.clone() for key, value in memory.state_dict().items()}
+    parameters = dict(memory.named_parameters())
+    for kind, message, state in broken_state_dicts(source):
+        with pytest.raises(kind, match=message):
+            memory.load_state_dict(state, assign=assign)
+        assert all(torch.equal(memory.state_dict()[key], value) for key, value in before.items()), message
+        assert all(parameters[key] is parameter for key, parameter in memory.named_parameters()), message
+    memory.load_state_dict(source.state_dict(), assign=assign)
+    assert torch.equal(memory.patterns, source.patterns)
+
+
+def test_a_memory_inside_a_model_refuses_a_state_dict_without_patterns():
+    model = torch.nn.Sequential(AssociativeMemory.preset("M-Hop", uniform(3, 8), prior=True))
+    patterns, prior = model[0].patterns, model[0].prior
+    state = model.state_dict() | {"0.patterns": torch.zeros(0, 8), "0.prior": torch.zeros(0)}
+    with pytest.raises(AHopError, match=r"0\.patterns must hold at least one pattern, got \(0, 8\)"):
+        model.load_state_dict(state)
+    assert model[0].patterns is patterns
+    assert model[0].prior is prior
+
+
+def test_a_table_interpolates_and_extrapolates():
     similarity = TableSimilarity(1, 1.0, knots=(3, 2)).double()
     values = torch.tensor([[1.0, 2.0], [0.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
     with torch.no_grad():
@@ -451,7 +568,6 @@ def test_a_table_adds_to_the_footprints():
 PEAK = """
 import sys, torch
 from pathlib import Path
-from ahop_layers.memory.fit import start_bias
 from ahop_layers.memory.memory import AssociativeMemory
 torch.manual_seed(0)
 count, table = int(sys.argv[1]), sys.argv[2] == "table"
@@ -470,7 +586,7 @@ print((status("VmHWM") - before) // 1024, int((found == torch.arange(16)).sum())
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
 @pytest.mark.parametrize("kind", ["footprints", "table"])
 def test_recall_needs_little_memory_beside_the_patterns(kind):
-    """Bounded by the blocks and not by the number of patterns: without them a table would take 1.4 GB here."""
+    """Blocks bound the memory independently of the number of patterns; without them a table would need 1.4 GB."""
     command = [sys.executable, "-c", PEAK, "150000", kind]
     megabytes, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert int(found) == 16
@@ -486,20 +602,63 @@ def test_recall_needs_little_memory_beside_the_patterns(kind):
         (lambda p: AssociativeMemory(p, objective="separation"), "needs a KernelModulation, got NoneType"),
         (lambda p: AssociativeMemory(p, objective="speed"), "objective must be one of retrieval, separation"),
         (lambda p: AssociativeMemory.preset("Z-Hop", p), "name must be one of Hop, D-Hop"),
-        (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes the keywords prior, got debias"),
-        (lambda p: AssociativeMemory(p).scores(p[:, :3]), r"expected \(..., d\) with d = 4 .* got \(6, 3\)"),
-        (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be an integer of at least 1, got 0"),
-        (lambda p: AssociativeMemory(p).fit(Noisy(0.1)), "nothing to learn"),
+        (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes .* prior, check, got debias"),
+        (lambda p: AssociativeMemory(p).scores(p[:, :3]), r"x must be \(..., d\) with d = 4, got \(6, 3\)"),
+        (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be .* at least 1, got 0"),
+        (lambda p: AssociativeMemory(p).fit(Noisy(0.1)), "must have trainable parameters, got none"),
         (lambda p: AssociativeMemory(p, "adaptive").fit(), "data must be a variant or a pair .*, got NoneType"),
         (lambda p: AssociativeMemory(p, "adaptive").fit((torch.zeros(2).long(), p)), r"got \(2,\) and \(6, 4\)"),
-        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs=0), "epochs must be an integer"),
-        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=0.0), "lr must be positive, got 0.0"),
-        (lambda p: KernelModulation(0), "dim must be an integer of at least 1, got 0"),
-        (lambda p: TableSimilarity(0), "dim must be an integer of at least 1, got 0"),
-        (lambda p: TableSimilarity(4, 0.0), "key_range must be positive, got 0.0"),
-        (lambda p: TableSimilarity(4, knots=(1, 5)), r"knots must be two whole numbers of at least 2, got \(1, 5\)"),
+        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs=0), "epochs must be .* at least 1, got 0"),
+        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=0.0), "lr must be a positive number, got 0.0"),
+        (lambda p: KernelModulation(0), "dim must be .* at least 1, got 0"),
+        (lambda p: TableSimilarity(0), "dim must be .* at least 1, got 0"),
+        (lambda p: TableSimilarity(4, 0.0), "key_range must be a positive number, got 0.0"),
+        (lambda p: TableSimilarity(4, knots=(1, 5)), r"knots must be two integers of at least 2, got \(1, 5\)"),
     ],
 )
 def test_errors(make, message):
+    with pytest.raises(AHopError, match=message):
+        make(torch.rand(6, 4))
+
+
+WRONG_TYPES = {
+    "patterns": (lambda p: AssociativeMemory(None), "patterns must be a tensor, got NoneType"),
+    "patterns of a preset": (lambda p: AssociativeMemory.preset("A-Hop", [1.0]), "patterns must be a tensor, got list"),
+    "name": (lambda p: AssociativeMemory.preset(5, p), "name must be one of Hop, .* got 5"),
+    "similarity": (lambda p: AssociativeMemory(p, 5), "similarity must be a module or a function, got 5"),
+    "separation": (lambda p: AssociativeMemory(p, separation=5), "separation must be a module or a function, got 5"),
+    "modulation": (lambda p: AssociativeMemory(p, modulation=5), "modulation must be a module or a function, got 5"),
+    "degree": (lambda p: AssociativeMemory.preset("D-Hop", p, degree="a"), "degree must be .* got 'a'"),
+    "features": (lambda p: AssociativeMemory.preset("K-Hop", p, features="a"), "features must be .* got 'a'"),
+    "scores": (lambda p: AssociativeMemory(p).scores([1.0]), "x must be a tensor, got list"),
+    "recall": (lambda p: AssociativeMemory(p).recall(None), "x must be a tensor, got NoneType"),
+    "retrieve": (lambda p: AssociativeMemory(p).retrieve(None), "x must be a tensor, got NoneType"),
+    "energy": (lambda p: AssociativeMemory.preset("K2-Hop", p).energy(None), "x must be a tensor, got NoneType"),
+    "steps": (lambda p: AssociativeMemory(p).retrieve(p, steps="a"), "steps must be .* got 'a'"),
+    "add": (lambda p: AssociativeMemory(p).add(None), "patterns must be a tensor, got NoneType"),
+    "add another d": (lambda p: AssociativeMemory(p).add(p[:, :3]), r"patterns must be \(..., d\) with d = 4, got"),
+    "lr": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr="a"), "lr must be a positive number, got 'a'"),
+    "lr None": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=None), "lr must be a positive number"),
+    "lr inf": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=float("inf")), "lr must be .* got inf"),
+    "lr nan": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=float("nan")), "lr must be .* got nan"),
+    "lr 1e300": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=1e300), "lr must be .* got 1e.300"),
+    "data": (lambda p: AssociativeMemory(p, "adaptive").fit(5), "data must be a variant or a pair .* got int"),
+    "data index": (lambda p: AssociativeMemory(p, "adaptive").fit(("a", p)), "index must be integers .* got str"),
+    "data no index": (lambda p: AssociativeMemory(p, "adaptive").fit((None, p)), "index must be integers .* NoneType"),
+    "data query": (lambda p: AssociativeMemory(p, "adaptive").fit(([0], None)), "query must be a tensor, got NoneType"),
+    "data device": (lambda p: AssociativeMemory(p, "adaptive").fit(([0], p[:1].to("meta"))), "one device, got query"),
+    "epochs": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs="a"), "epochs must be .* got 'a'"),
+    "batch": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), batch=2.5), "batch must be .* got 2.5"),
+    "seed": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), seed="a"), "seed must be an integer .* 'a'"),
+    "seed size": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), seed=2**70), "seed must be an integer"),
+    "kernel": (lambda p: KernelModulation("a"), "dim must be .* got 'a'"),
+    "key_range": (lambda p: TableSimilarity(4, "a"), "key_range must be a positive number, got 'a'"),
+    "knots": (lambda p: TableSimilarity(4, knots=5), "knots must be two integers of at least 2, got 5"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_are_named(name):
+    make, message = WRONG_TYPES[name]
     with pytest.raises(AHopError, match=message):
         make(torch.rand(6, 4))

@@ -1,4 +1,4 @@
-"""The tabular estimators: scikit-learn's own checks, and what they promise beyond them."""
+"""The tabular estimators: scikit-learn's own checks, and properties beyond them."""
 
 import io
 import json
@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import joblib
@@ -15,6 +16,7 @@ import torch
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
+from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OrdinalEncoder, StandardScaler
@@ -31,8 +33,8 @@ ROOT = Path(__file__).parents[1]
 SMALL = {"n_cases": 16, "hidden": (16,), "max_epochs": 12, "batch_size": 32, "learning_rate": 0.02, "random_state": 0}
 X, Y = load_iris(return_X_y=True)
 
-# A process of its own, for two reasons: SciPy reads the variable without which one check is skipped when it is
-# imported, and the high-water mark of memory must not be that of earlier tests.
+# Runs in a subprocess for two reasons: SciPy reads SCIPY_ARRAY_API, without which one check is skipped, at import; and
+# the peak of resident memory must not include earlier tests.
 APART = """
 import json, resource, sys, warnings
 import numpy as np, torch
@@ -56,7 +58,7 @@ for name in tabular.__all__:
 
 @pytest.fixture(scope="module")
 def apart() -> list:
-    """Megabytes that a prediction of 100,000 rows takes, then the results of all checks, estimator by estimator."""
+    """Megabytes needed to predict 100,000 rows, then the results of all checks for each estimator."""
     run = subprocess.run(
         [sys.executable, "-c", APART, json.dumps(SMALL)],
         capture_output=True,
@@ -118,20 +120,51 @@ def test_a_weight_is_a_repetition_and_order_does_not_matter():
     assert np.array_equal(weighted.predict_proba(X), repeated.predict_proba(X))
 
 
-def test_a_class_without_weight_is_no_class():
+def test_labels_of_rows_with_zero_weight_are_not_classes():
     model = AdaptiveMemoryClassifier(**SMALL).fit(X, Y, sample_weight=Y != 1)
     assert model.classes_.tolist() == [0, 2]
     assert model.decision_function(X).shape == (150,)
 
 
-def test_the_seed_decides_everything_and_leaves_the_global_one_alone(fitted):
-    state, onednn = torch.get_rng_state(), torch.backends.mkldnn.enabled
+def test_fits_with_the_same_seed_are_equal(fitted):
     again = AdaptiveMemoryClassifier(**SMALL).fit(X, Y)
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.backends.mkldnn.enabled == onednn
     assert np.array_equal(again.predict_proba(X), fitted.predict_proba(X))
     other = AdaptiveMemoryClassifier(**{**SMALL, "random_state": 1}).fit(X, Y)
     assert not np.array_equal(other.predict_proba(X), fitted.predict_proba(X))
+
+
+def test_fits_in_threads_equal_a_fit_alone():
+    torch.set_num_threads(1)
+    state = torch.get_rng_state()
+    alone = AdaptiveMemoryClassifier(**SMALL).fit(X, Y).predict_proba(X)
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(lambda _: AdaptiveMemoryClassifier(**SMALL).fit(X, Y), range(4)))
+    assert all(np.array_equal(model.predict_proba(X), alone) for model in models)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("similarity", ["adaptive", "kernel"])
+def test_a_fit_neither_reads_nor_changes_global_state(monkeypatch, similarity):
+    def state():
+        return (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), torch.backends.mkldnn.enabled)  # noqa: NPY002
+
+    during, before = [], state()
+    monkeypatch.setattr(AdaptiveMemoryClassifier, "_print_epoch", lambda *_: during.append(state()))
+    settings = {**SMALL, "max_epochs": 2, "similarity": similarity, "init": "kmeans"}
+    first = AdaptiveMemoryClassifier(**settings).fit(X, Y)
+    assert during == [before, before]
+    torch.manual_seed(1)
+    second = AdaptiveMemoryClassifier(**settings).fit(X, Y)
+    assert np.array_equal(first.predict_proba(X), second.predict_proba(X))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_fit_on_the_gpu_uses_its_own_generator():
+    state = torch.cuda.get_rng_state()
+    models = [AdaptiveMemoryClassifier(**SMALL, device="cuda").fit(X, Y) for _ in range(2)]
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert all(model.score(X, Y) > 0.9 for model in models)
 
 
 def test_nearest_cases_are_training_rows_with_the_largest_weights(fitted):
@@ -142,18 +175,19 @@ def test_nearest_cases_are_training_rows_with_the_largest_weights(fitted):
     assert np.array_equal(fitted.case_targets_, Y[fitted.case_indices_])
     scores = fitted.network_.scores(torch.from_numpy(X[:7])).detach().numpy()
     assert (cases[:, 0] == scores.argmax(1)).all()
-    own = fitted.nearest_cases(fitted.cases_, 1)[0][:, 0]  # under a distance a case is nearest to itself
+    own = fitted.nearest_cases(fitted.cases_, 1)[0][:, 0]  # a case has the smallest distance to itself
     assert (fitted.cases_[own] == fitted.cases_).all(1).mean() > 0.9
-    with pytest.raises(ah.AHopError, match="between 1 and the 16 cases, got 17"):
-        fitted.nearest_cases(X, 17)
+    for count in (17, 0, 1.5, "a", None, True):
+        with pytest.raises(ah.AHopError, match=f"n_nearest must be an integer .* the 16 cases, got {count!r}"):
+            fitted.nearest_cases(X, count)
 
 
-def test_a_fitted_similarity_is_one_like_all_others(fitted):
-    """Trained in its folded form, and left in the form that plots and other tools know."""
+def test_a_fitted_similarity_is_an_ordinary_one(fitted):
+    """Training reparametrizes the weights; afterwards they are plain parameters again, as plots expect."""
     similarity = fitted.network_.similarity
     assert isinstance(similarity, ah.AdaptiveSimilarity)
     assert type(similarity.w) is torch.nn.Parameter
-    assert (fold(similarity.w).diff() != 0).any()  # it has learned: the first base alone weighs all dimensions alike
+    assert (fold(similarity.w).diff() != 0).any()  # at initialization it is constant
 
 
 def test_pickle_joblib_and_clone(fitted):
@@ -174,7 +208,7 @@ def test_pipelines_and_searches():
     assert search.best_params_["adaptivememoryclassifier__n_cases"] in (8, 16)
 
 
-def test_a_constant_feature_says_nothing_whatever_its_value():
+def test_a_constant_feature_has_no_effect():
     rows = np.random.default_rng(0).normal(size=(1000, 2))
     labels = rows.sum(1) > 0
     constant = np.full((1000, 1), 0.1)
@@ -183,9 +217,12 @@ def test_a_constant_feature_says_nothing_whatever_its_value():
     np.testing.assert_array_equal(model.predict_proba(np.hstack([rows, constant + 5])), expected)
 
 
-def test_whole_numbers_of_numpy():
-    settings = {**SMALL, "n_cases": np.int64(16), "batch_size": np.int64(32), "max_epochs": np.int64(2)}
-    assert AdaptiveMemoryClassifier(**settings).fit(X, Y).score(X, Y) > 0.5
+def test_numpy_integers():
+    sizes = {"n_cases": 16, "batch_size": 32, "max_epochs": 2, "patience": 2, "embedding_dim": 4, "knots": 8}
+    plain = AdaptiveMemoryClassifier(**{**SMALL, **sizes, "hidden": (16, 8)}).fit(X, Y)
+    sizes = {name: np.int64(size) for name, size in sizes.items()} | {"hidden": np.array([16, 8])}
+    model = AdaptiveMemoryClassifier(**{**SMALL, **sizes}).fit(X, Y)
+    assert np.array_equal(model.predict_proba(X), plain.predict_proba(X))
 
 
 def test_pandas_in():
@@ -205,7 +242,7 @@ def test_pandas_in():
     (X[:0], Y[:0], "0 sample"),
     (X, Y[:-1], "inconsistent numbers of samples"),
 ], ids=["nan", "one class", "strings", "empty", "lengths"])  # fmt: skip
-def test_bad_rows_get_the_usual_errors(rows, labels, message):
+def test_bad_rows_raise_the_errors_of_scikit_learn(rows, labels, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveMemoryClassifier(**SMALL).fit(rows, labels)
 
@@ -216,28 +253,98 @@ def test_a_wrong_number_of_features(fitted):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"n_cases": 0}, "n_cases must be a whole number of at least 1, got 0"),
-    ({"knots": 1}, "knots must be a whole number of at least 2, got 1"),
+    ({"n_cases": 0}, "n_cases must be an integer of at least 1, got 0"),
+    ({"n_cases": "a"}, "n_cases must be an integer of at least 1, got 'a'"),
+    ({"n_cases": None}, "n_cases must be an integer of at least 1, got None"),
+    ({"max_epochs": 2.5}, "max_epochs must be an integer of at least 1, got 2.5"),
+    ({"max_epochs": True}, "max_epochs must be an integer of at least 1, got True"),
+    ({"batch_size": "a"}, "batch_size must be an integer of at least 1 or None, got 'a'"),
+    ({"patience": -1}, "patience must be an integer of at least 1 or None, got -1"),
+    ({"embedding_dim": 0}, "embedding_dim must be an integer of at least 1 or None, got 0"),
+    ({"knots": 1}, "knots must be an integer of at least 2 or None, got 1"),
+    ({"hidden": 5}, "hidden must be a sequence of integers of at least 1, got 5"),
+    ({"hidden": "ab"}, "hidden must be a sequence of integers of at least 1, got 'ab'"),
+    ({"hidden": (16, 0)}, r"hidden must be a sequence of integers of at least 1, got \(16, 0\)"),
     ({"similarity": "cosine"}, "similarity must be one of adaptive, dot, kernel, got 'cosine'"),
-    ({"init": "centre"}, "init must be one of rows, kmeans, got 'centre'"),
+    ({"similarity": 5}, "similarity must be one of adaptive, dot, kernel, got 5"),
+    ({"bases": ("cosine",)}, r"bases must be .*, got \('cosine',\)"),
+    ({"init": "center"}, "init must be one of rows, kmeans, got 'center'"),
     ({"loss": "hinge"}, "loss must be one of auto, log, squared, got 'hinge'"),
-    ({"learning_rate": 0}, "learning_rate must be positive, got 0"),
-    ({"validation_fraction": 1.0}, "validation_fraction must be at least 0 and below 1, got 1.0"),
+    ({"learning_rate": 0}, "learning_rate must be a positive number, got 0"),
+    ({"learning_rate": "a"}, "learning_rate must be a positive number, got 'a'"),
+    ({"learning_rate": None}, "learning_rate must be a positive number, got None"),
+    ({"learning_rate": np.inf}, "learning_rate must be a positive number, got inf"),
+    ({"weight_decay": -1}, "weight_decay must be a number of at least 0, got -1"),
+    ({"weight_decay": "a"}, "weight_decay must be a number of at least 0, got 'a'"),
+    ({"dropout": 2}, "dropout must be a number of at least 0 and below 1, got 2"),
+    ({"dropout": "a"}, "dropout must be a number of at least 0 and below 1, got 'a'"),
+    ({"validation_fraction": 1.0}, "validation_fraction must be a number of at least 0 and below 1, got 1.0"),
+    ({"validation_fraction": (0.1, 0.2)}, "validation_fraction must be a number of at least 0 and below 1, got"),
+    ({"device": "nonsense"}, "device must be 'auto' or an available PyTorch device, got 'nonsense'"),
+    ({"device": "meta"}, "device must be 'auto' or an available PyTorch device, got 'meta'"),
+    ({"device": []}, r"device must be 'auto' or an available PyTorch device, got \[\]"),
 ], ids=str)  # fmt: skip
 def test_bad_parameters(settings, message):
     with pytest.raises(ah.AHopError, match=message):
         AdaptiveMemoryClassifier(**{**SMALL, **settings}).fit(X, Y)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda():
+    with pytest.raises(ah.AHopError, match="device must be 'auto' or an available PyTorch device, got 'cuda'"):
+        AdaptiveMemoryClassifier(**SMALL, device="cuda").fit(X, Y)
+
+
 def test_bad_weights():
-    for weight in (np.zeros(150), -np.ones(150), np.ones((150, 2))):
-        with pytest.raises(ah.AHopError, match="sample_weight must be one number for each row"):
+    for weight in (np.zeros(150), -np.ones(150), np.ones((150, 2)), np.full(150, 1e308)):
+        with pytest.raises(ah.AHopError, match="sample_weight must be one number per row"):
             AdaptiveMemoryClassifier(**SMALL).fit(X, Y, sample_weight=weight)
 
 
-def test_fitting_in_parts_is_refused(fitted):
+@pytest.mark.parametrize("scale", [1e300, 1e-300])
+def test_targets_whose_variance_leaves_float64_are_refused(scale):
+    rows, target = load_diabetes(return_X_y=True)
+    with pytest.raises(ah.AHopError, match="y must have a variance within the range of float64, got targets from"):
+        AdaptiveMemoryRegressor(**SMALL).fit(rows, target * scale)
+
+
+@pytest.mark.parametrize("scale", [1e100, 1e-100])
+def test_large_and_small_targets_are_standardized(scale):
+    rows, target = load_diabetes(return_X_y=True)
+    plain, scaled = (AdaptiveMemoryRegressor(**SMALL).fit(rows, target * each) for each in (1.0, scale))
+    np.testing.assert_allclose(scaled.predict(rows), scale * plain.predict(rows), rtol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e-310, 1e200])
+def test_a_constant_target_is_predicted(value):
+    model = AdaptiveMemoryRegressor(**SMALL).fit(X, np.full(150, value))
+    np.testing.assert_allclose(model.predict(X), value, atol=0.05)
+
+
+@pytest.mark.parametrize(("knots", "large"), [(None, 1e200), (24, 1.7e308)])
+def test_features_that_overflow_are_named(knots, large):
+    rows = X.copy()
+    rows[:, 2] = np.where(Y == 1, large, -large)
+    with pytest.raises(ah.AHopError, match="X must have a finite range and variance in float64, got feature 2"):
+        AdaptiveMemoryClassifier(**SMALL, knots=knots).fit(rows, Y)
+
+
+def test_a_diverging_fit_raises_and_leaves_the_fitted_estimator():
+    model = AdaptiveMemoryClassifier(**SMALL).fit(X, Y)
+    before = vars(model).copy()
+    with pytest.raises(ah.AHopError, match=r"the loss must stay finite, got .* with learning_rate=1e\+30"):
+        model.set_params(learning_rate=1e30).fit(X, Y)
+    assert {**vars(model), "learning_rate": 0.02} == before
+    fresh = AdaptiveMemoryClassifier(**{**SMALL, "learning_rate": 1e30})
+    with pytest.raises(ah.AHopError):
+        fresh.fit(X, Y)
+    with pytest.raises(NotFittedError):
+        fresh.predict(X)
+
+
+def test_there_is_no_partial_fit(fitted):
     assert not hasattr(fitted, "partial_fit")
-    with pytest.raises(AttributeError, match=r"cannot be fitted in parts, .* use fit"):
+    with pytest.raises(AttributeError, match=r"has no partial_fit, .* use fit"):
         fitted.partial_fit(X, Y)
 
 
@@ -247,10 +354,10 @@ def test_verbose_and_early_stopping(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(model.history_) < 60
     assert "held out" in lines[0]
-    assert np.argmin(model.history_) == len(model.history_) - 3  # two epochs without a better one, then the end
+    assert np.argmin(model.history_) == len(model.history_) - 3  # two epochs without improvement, then it stops
 
 
-def test_held_out_rows_are_spread_over_the_classes():
+def test_held_out_rows_are_stratified():
     target = np.repeat([0, 1, 2], [700, 200, 100])
     held = hold_out(target, 0.1, np.random.RandomState(0))
     assert len(set(held)) == 100
@@ -258,18 +365,18 @@ def test_held_out_rows_are_spread_over_the_classes():
     assert len(hold_out(target[:99], 0.1, np.random.RandomState(0))) == 0
 
 
-def test_merged_rows():
+def test_equal_rows_are_merged():
     rows = merge_rows(np.array([[2.0], [1.0], [2.0], [3.0]]), np.array([0, 1, 0, 1]), [1, 2, 3, 0])
     assert rows.X.tolist() == [[2], [1]]
     assert rows.target.tolist() == [0, 1]
-    assert rows.place.tolist() == [0, 1]
+    assert rows.indices.tolist() == [0, 1]
     np.testing.assert_allclose(rows.weight, [4 / 3, 2 / 3])
 
 
-def test_ramps_are_a_table_of_few_values_and_linear_between_knots():
+def test_ramps_are_linear_between_knots_and_have_a_knot_at_each_of_few_values():
     rows = torch.tensor([[0.0, 5.0], [1.0, 5.0], [4.0, 5.0]]).double().repeat(32, 1)
     encoding = Encoding.ramps(rows, torch.ones(96).double(), knots=8)
     assert encoding.column.tolist() == [0, 0, 1]
-    columns = encoding(torch.tensor([[0.0, 5.0], [0.5, 7.0], [4.0, 5.0], [9.0, 5.0]]).double()) + encoding.centre
+    columns = encoding(torch.tensor([[0.0, 5.0], [0.5, 7.0], [4.0, 5.0], [9.0, 5.0]]).double()) + encoding.center
     assert columns.tolist() == [[0, 0, 0], [0.5, 0, 0], [1, 1, 0], [1, 1, 0]]
     torch.testing.assert_close(encoding(rows).mean(0), torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Variant distributions, and the limit they set to every memory."""
+"""Distributions of variants, and the Bayes limit of every memory."""
 
 from itertools import combinations
 from math import comb, log
@@ -60,11 +60,11 @@ def test_the_shortlist_never_misses_the_most_likely_pattern(bias_known):
 
 
 @pytest.mark.parametrize("d", [1, 7, 64, 100])
-def test_mixed_variants_are_what_the_paper_draws(d):
+def test_mixed_variants_follow_the_definition_of_the_paper(d):
     variant, patterns = Mixed(mask=0.29, noise=0.0, bias=0.5, seed=1), uniform(20, d)
     index, query = variant.sample(patterns, 300)
     changed = ((query - variant.shift(patterns) - patterns[index]).abs() > 1e-5).sum(-1)
-    assert (changed == int(0.29 * d + 1e-9)).all()  # 29 of 100, although 0.29 * 100 is less in floating point
+    assert (changed == int(0.29 * d + 1e-9)).all()  # 29 of 100: in floating point 0.29 * 100 is below 29
     assert (query - variant.shift(patterns)).abs().max() <= 1 + 1e-6
     assert set(variant.shift(patterns).abs().tolist()) == {0.5}
 
@@ -79,7 +79,7 @@ def test_noise_has_the_variance_it_is_given_and_masks_are_uniform():
     assert query[replaced].var().item() == pytest.approx(1 / 3, rel=0.02)
 
 
-def test_signs_belong_to_the_variant():
+def test_signs_depend_on_the_seed_of_the_variant_alone():
     patterns = uniform(5, 32)
     one, same, other = Biased(0.3, seed=1), Biased(0.3, seed=1), Biased(0.3, seed=2)
     assert torch.equal(one.shift(patterns), same.shift(patterns))
@@ -88,7 +88,7 @@ def test_signs_belong_to_the_variant():
     torch.testing.assert_close(query - patterns[index], one.shift(patterns).expand(50, -1))
 
 
-def test_a_generator_decides_every_draw():
+def test_samples_with_equal_generators_are_equal():
     patterns, variant = uniform(30, 16), Mixed(0.4, 0.4, 0.4)
     first, second, other = (variant.sample(patterns, 20, torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
     assert torch.equal(first[0], second[0])
@@ -98,8 +98,8 @@ def test_a_generator_decides_every_draw():
 
 @given(st.floats(0, 0.9), st.floats(0, 1.0), st.floats(0, 1.0), st.sampled_from(["M-Hop", "U-Hop", "A-Hop"]))
 @settings(max_examples=25, deadline=None)
-def test_no_memory_passes_the_limit(mask, noise, bias, name):
-    """On the same queries no decision has a higher expected accuracy; the margin is five standard errors."""
+def test_no_memory_exceeds_the_bayes_limit(mask, noise, bias, name):
+    """Compares expected accuracies on the same queries, with a tolerance of five standard errors."""
     variant, patterns = Mixed(mask, noise, bias), uniform(40, 8)
     index, query = variant.sample(patterns, 400, torch.Generator().manual_seed(0))
     memory = AssociativeMemory.preset(name, patterns)
@@ -124,8 +124,8 @@ def test_without_corruption_every_pattern_is_found():
         assert bayes_accuracy(variant, patterns, 200) == 1.0
 
 
-def test_accuracy_asks_what_the_readout_is_nearest_to():
-    """By its scores this memory knows each pattern; what it reads out is a mean, nearest to the one in the middle."""
+def test_accuracy_is_that_of_the_retrieved_pattern():
+    """The scores of this memory identify each pattern, but it retrieves a mean, which is nearest to the third one."""
     patterns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.4, 0.4]])
     memory = AssociativeMemory(patterns, lambda query, key: 0.01 * query @ key.T)
     index = torch.tensor([0, 1])
@@ -135,16 +135,16 @@ def test_accuracy_asks_what_the_readout_is_nearest_to():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_accuracy_survives_an_offset_and_half_precision(dtype):
+def test_accuracy_with_an_offset_and_in_half_precision(dtype):
     patterns = torch.randn(200, 16).to(dtype) + (10_000 if dtype == torch.float32 else 0)
     memory = AssociativeMemory(patterns, "dis", "argmax")
     assert retrieval_accuracy(memory, torch.arange(200), patterns) == 1.0
 
 
-def test_accuracy_of_many_queries_is_that_of_its_parts(monkeypatch):
+def test_accuracy_does_not_depend_on_the_block_size(monkeypatch):
     memory, index = AssociativeMemory(uniform(30, 4)), torch.arange(30)
     whole = retrieval_accuracy(memory, index, memory.patterns)
-    monkeypatch.setattr(variants, "NEAREST_AT_ONCE", 50)
+    monkeypatch.setattr(variants, "BLOCK_DISTANCES", 50)
     assert 0 < retrieval_accuracy(memory, index, memory.patterns) == whole
 
 
@@ -160,9 +160,21 @@ def test_accuracy_and_error_of_known_memories():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Masked(1.5), "mask must be a share between 0 and 1, got 1.5"),
-        (lambda: Noisy(-1.0), "noise must not be negative, got -1.0"),
-        (lambda: Mixed(bias=float("nan")), "bias must not be negative, got nan"),
+        (lambda: Masked(1.5), "mask must be a number between 0 and 1, got 1.5"),
+        (lambda: Masked("a"), "mask must be a number between 0 and 1, got 'a'"),
+        (lambda: Masked(None), "mask must be a number between 0 and 1, got None"),
+        (lambda: Noisy(-1.0), "noise must be a number of at least 0, got -1.0"),
+        (lambda: Noisy(float("inf")), "noise must be a number of at least 0, got inf"),
+        (lambda: Noisy(10**400), "noise must be a number of at least 0, got 1000"),
+        (lambda: Noisy(torch.ones(2)), "noise must be a number of at least 0, got tensor"),
+        (lambda: Mixed(bias=float("nan")), "bias must be a number of at least 0, got nan"),
+        (lambda: Biased(float("inf")), "bias must be a number of at least 0, got inf"),
+        (lambda: Biased(0.5, seed="a"), "seed must be an integer, got 'a'"),
+        (lambda: Biased(0.5, seed=0.5), "seed must be an integer, got 0.5"),
+        (lambda: Noisy(0.1).sample(torch.zeros(3, 2), "a"), "n must be an integer of at least 0, got 'a'"),
+        (lambda: Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),
+        (lambda: bayes_accuracy(Noisy(0.1), torch.zeros(3, 2), 2.5), "n must be an integer of at least 0, got 2.5"),
+        (lambda: Noisy(0.1).sample(None, 2), "patterns must be a tensor, got NoneType"),
         (lambda: Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
         (lambda: Noisy(0.1).sample(torch.zeros(3, 2).long(), 2), "patterns must have a floating-point dtype"),
     ],

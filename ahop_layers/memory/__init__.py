@@ -1,4 +1,4 @@
-"""Associative memories: stored patterns that are found by similar, possibly corrupted, queries."""
+"""Associative memories: retrieval of stored patterns from corrupted queries."""
 
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.memory import AssociativeMemory

@@ -1,6 +1,7 @@
-"""Energies: what falls, or rests, while a state moves towards a stored pattern.
+"""Energies of associative memories, which do not increase along the dynamics.
 
-Each takes the states ``x (..., d)``, their modulated form ``(..., d)``, their scores ``(..., N)`` and the separation.
+Each function takes the states ``x (..., d)``, the modulated states ``(..., d)``, the scores ``(..., N)`` and the
+separation, and returns the energy ``(...)``.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,10 @@ Energy = Callable[[Tensor, Tensor, Tensor, Separation], Tensor]
 
 
 def conjugate(scores: Tensor, separation: Separation) -> Tensor:
-    """The function of the scores ``(..., N) -> (...)`` whose gradient the separation is.
+    """The function of the scores ``(..., N) -> (...)`` whose gradient is the separation.
 
-    For softmax that is the log-sum-exp; for the entmax family ``p . s`` plus the Tsallis entropy of the weights ``p``.
+    For softmax this is the log-sum-exp. For the entmax family it is ``p . s`` plus the Tsallis entropy of the weights
+    ``p``.
     """
     if separation.name == "softmax":
         return scores.logsumexp(-1)
@@ -27,25 +29,25 @@ def conjugate(scores: Tensor, separation: Separation) -> Tensor:
 
 
 def attention_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation) -> Tensor:
-    """Half the squared norm of the state, less the conjugate of the separation: M-Hop, S-Hop, K-Hop."""
+    """Half the squared norm of the state minus the conjugate of the separation: M-Hop, S-Hop, K-Hop."""
     return 0.5 * (x * modulated).sum(-1) - conjugate(scores, separation)
 
 
 def adaptive_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation) -> Tensor:
     """The negative log-sum-exp of the scores: A-Hop.
 
-    It falls where the similarity is the unified one, ``-|x - bias - pattern|^2``, and stays above ``-log N``. For other
-    weights the paper promises nothing.
+    For the similarity ``-|x - bias - pattern|^2`` it does not increase and is at least ``-log N``. For other weights
+    the paper makes no statement.
     """
     return -scores.logsumexp(-1)
 
 
 def classic_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation) -> Tensor:
-    """The negative sum of what the separation is the derivative of: Hop, D-Hop, E-Hop.
+    """The negative sum over patterns of the antiderivative of the separation: Hop, D-Hop, E-Hop.
 
-    The table of the paper puts the sum over the patterns inside the power and the exponential; this is the sum of
-    powers and exponentials, of which the dynamics are the gradient. It falls for odd degrees. Of the sum of
-    exponentials it is the logarithm: one falls where the other does, and the logarithm stays finite.
+    The paper's table has the sum over the patterns inside the power and the exponential. This is the sum of the powers
+    and exponentials, whose gradient gives the dynamics. It does not increase for odd degrees. For the exponential the
+    energy is the logarithm of that sum, which is monotonic in it and does not overflow.
     """
     if separation.name == "exponential":
         return -scores.logsumexp(-1)
@@ -63,11 +65,11 @@ def choose_energy(dot_product: bool, separation: Separation) -> Energy:
     """The energy of a memory, by its separation and whether its similarity is the dot product.
 
     Raises:
-        AHopError: the paper gives none for this memory.
+        AHopError: the paper defines no energy for this memory.
     """
     if dot_product and separation.name in _BY_SEPARATION:
         return _BY_SEPARATION[separation.name]
     if not dot_product and separation.name == "softmax":
         return adaptive_energy
-    similarity = "the dot product" if dot_product else "another similarity than the dot product"
-    raise AHopError(f"there is no energy for {similarity} with the separation {separation.name!r}")
+    similarity = "the dot product" if dot_product else "a similarity other than the dot product"
+    raise AHopError(f"no energy is defined for {similarity} with the separation {separation.name!r}")

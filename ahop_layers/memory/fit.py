@@ -1,18 +1,29 @@
-"""Fitting: batches, one optimiser and one schedule for all memories.
+"""Training of associative memories: batches, optimizer and learning-rate schedule.
 
-On a GPU no step waits for the device: the generator lives there, and losses are read a few times in all.
+Training synchronizes with a GPU only a few times: random numbers are drawn on the device of the patterns, and about
+every twentieth loss is read.
 """
 
 import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ahop_layers.errors import AHopError, check_floating, check_sizes, describe
+from ahop_layers.errors import (
+    AHopError,
+    check_finite_rows,
+    check_floating,
+    check_numbers,
+    check_same_device,
+    check_sizes,
+    describe,
+)
 from ahop_layers.training import rise_and_fall, trainable_forms
 from ahop_layers.variants import Mixed
 
@@ -20,64 +31,85 @@ Pairs = tuple[Tensor, Tensor]
 
 
 class Batches(NamedTuple):
-    """How many steps there are, and what each of them sees."""
+    """The number of steps, and an iterator over the batch of each step."""
 
     steps: int
     draws: Iterator[Any]
 
 
-def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
-    """Batches of ``(index, query)``: a fresh draw of a variant each epoch, or given pairs, all of them each epoch.
+def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
+    """A random generator on ``device``.
 
     Raises:
-        AHopError: ``data`` is neither, or does not fit the patterns.
+        AHopError: ``seed`` is not an integer of 64 bits.
+    """
+    try:
+        return torch.Generator(device).manual_seed(seed)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise AHopError(f"seed must be an integer of 64 bits, got {seed!r}") from error
+
+
+def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
+    """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
+
+    Raises:
+        AHopError: ``data`` is neither a variant nor a pair, or does not match the patterns.
     """
     check_sizes(epochs=epochs, batch=batch)
     if isinstance(data, Mixed):
         return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)))
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
-    index, query = data
-    check_floating(query=query)
-    index = torch.as_tensor(index, device=query.device)
-    if index.ndim != 1 or query.shape != (len(index), patterns.shape[1]) or not len(index):
-        raise AHopError(
-            f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
-            f" got {describe(index)} and {describe(query)}"
-        )
-    whole = not index.is_floating_point() and index.dtype != torch.bool
-    if not whole or not 0 <= int(index.min()) <= int(index.max()) < len(patterns):
-        got = f"{index.dtype} from {index.min().item()} to {index.max().item()}"
-        raise AHopError(f"the index must be whole numbers from 0 to {len(patterns) - 1}, got {got}")
-    index = index.long()
+    index, query = _check_pairs(data[0], data[1], patterns)
 
     def shuffled() -> Iterator[Pairs]:
         for _ in range(epochs):
-            order = torch.randperm(len(index), generator=generator, device=generator.device).to(index.device)
+            order = torch.randperm(len(index), generator=generator, device=generator.device)
             for rows in torch.split(order, batch):
                 yield index[rows], query[rows]
 
     return Batches(epochs * math.ceil(len(index) / batch), shuffled())
 
 
-@torch.no_grad()
-def start_bias(bias: Tensor, data: Mixed | Pairs, patterns: Tensor, batch: int, generator: torch.Generator) -> None:
-    """Set a bias ``(d,)`` that is still zero to the least-squares fit of ``query = a * pattern + bias``.
+def _check_pairs(index: object, query: Tensor, patterns: Tensor) -> Pairs:
+    check_floating(query=query)
+    check_same_device(query=query, patterns=patterns)
+    try:
+        place = torch.as_tensor(index, device=query.device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise AHopError(f"index must be integers (n,), got {type(index).__name__}") from error
+    if place.ndim != 1 or query.shape != (len(place), patterns.shape[1]) or not len(place):
+        raise AHopError(
+            f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
+            f" got {describe(place)} and {describe(query)}"
+        )
+    integers = not (place.is_floating_point() or place.is_complex() or place.dtype == torch.bool)
+    if not integers or not 0 <= int(place.min()) <= int(place.max()) < len(patterns):
+        got = f"{place.dtype} from {place.min().item()} to {place.max().item()}" if integers else f"{place.dtype}"
+        raise AHopError(f"index must be integers from 0 to {len(patterns) - 1}, got {got}")
+    check_finite_rows(query=query)
+    return place.long(), query
 
-    ``a`` is one number: masking and noise shrink what is left of a pattern, but do not move its mean. Gradients find
-    the bias too, but slowly, and until then the other weights learn to live with a wrong one.
+
+@torch.no_grad()
+def estimate_bias(bias: Tensor, data: Mixed | Pairs, patterns: Tensor, batch: int, generator: torch.Generator) -> None:
+    """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
+
+    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. Gradient
+    descent finds the bias only slowly, and until then the other weights compensate for a wrong one.
     """
     if bias.any():
         return
     index, query = data.sample(patterns, 8 * batch, generator) if isinstance(data, Mixed) else data
     origin = patterns[index]
-    centre, spread = origin.mean(0), origin - origin.mean(0)
-    slope = (spread * query).sum() / spread.square().sum().clamp(min=torch.finfo(spread.dtype).tiny)
-    bias.copy_(query.mean(0) - slope * centre)
+    mean = origin.mean(0)
+    deviation = origin - mean
+    slope = (deviation * query).sum() / deviation.square().sum().clamp(min=torch.finfo(deviation.dtype).tiny)
+    bias.copy_(query.mean(0) - slope * mean)
 
 
 def separation_batches(patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
-    """``batch`` of the patterns, drawn anew each epoch."""
+    """One batch per epoch: ``batch`` random patterns without replacement."""
     check_sizes(epochs=epochs, batch=batch)
 
     def drawn() -> Iterator[Tensor]:
@@ -87,22 +119,47 @@ def separation_batches(patterns: Tensor, epochs: int, batch: int, generator: tor
     return Batches(epochs, drawn())
 
 
-def minimise(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches, lr: float, progress: bool) -> Tensor:
-    """Take a step of Adam for each batch, with a rate that rises for a tenth of the steps and then falls to zero.
+@contextmanager
+def unchanged_on_error(module: nn.Module, constant: Tensor) -> Iterator[None]:
+    """Restore all parameters and buffers of ``module`` if the body raises an Exception.
+
+    ``constant`` is a buffer that the body may replace but does not write to, so that no copy of it is needed.
+    """
+    owners: list[dict[str, Any]] = [*(part._parameters for part in module.modules())]
+    owners += [part._buffers for part in module.modules()]
+    before = [
+        (owner, name, tensor, tensor if tensor is constant or is_lazy(tensor) else tensor.detach().clone())
+        for owner in owners
+        for name, tensor in owner.items()
+        if tensor is not None
+    ]
+    try:
+        yield
+    except Exception:
+        with torch.no_grad():
+            for owner, name, tensor, value in before:
+                owner[name] = tensor if tensor is value else tensor.copy_(value)
+        raise
+
+
+def minimize(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches, lr: float, progress: bool) -> Tensor:
+    """Take one Adam step per batch. The learning rate rises for a tenth of the steps, then falls to zero.
 
     Returns:
         The loss of every step ``(steps,)``.
 
     Raises:
-        AHopError: there is nothing to learn, or ``lr`` is not positive.
+        AHopError: there are no trainable parameters, ``lr`` is not a positive number, or the loss or a parameter is not
+            finite.
     """
-    if not lr > 0:
-        raise AHopError(f"lr must be positive, got {lr!r}")
+    check_numbers("a positive number", lr=lr)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise AHopError("this memory has nothing to learn: its similarity, modulation and prior have no parameters")
+        raise AHopError("the memory must have trainable parameters, got none in its similarity, modulation and prior")
     losses = []
     with torch.enable_grad(), trainable_forms(module):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if lr > torch.finfo(parameters[0].dtype).max / 16:  # Adam divides by 1 - 0.9 in the first step
+            raise AHopError(f"lr must be within the range of {parameters[0].dtype}, got {lr!r}")
         optimizer = torch.optim.Adam(parameters, lr=lr, fused=parameters[0].is_cuda)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, batches.steps))
         bar = _bar(batches, progress)
@@ -113,13 +170,24 @@ def minimise(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches,
             optimizer.step()
             schedule.step()
             losses.append(value.detach())
-            if hasattr(bar, "set_postfix") and step % max(1, batches.steps // 20) == 0:
-                bar.set_postfix(loss=f"{value.item():.3f}")
-    return torch.stack(losses)
+            if step % max(1, batches.steps // 20) == 0:
+                _check_finite([value], step, lr)
+                if hasattr(bar, "set_postfix"):
+                    bar.set_postfix(loss=f"{value.item():.3f}")
+        history = torch.stack(losses)
+        _check_finite([history, *parameters], len(losses) - 1, lr)
+    return history
+
+
+def _check_finite(tensors: list[Tensor], step: int, lr: float) -> None:
+    if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
+        raise AHopError(
+            f"loss and parameters must stay finite, got NaN or infinity by step {step} with lr={lr!r}: use a smaller lr"
+        )
 
 
 def _bar(batches: Batches, progress: bool) -> Iterable[Any]:
-    """The batches, behind a progress bar where one is wanted and tqdm is installed."""
+    """The batches, with a progress bar if requested and tqdm is installed."""
     if not progress or importlib.util.find_spec("tqdm") is None:
         return batches.draws
     bar: Iterable[Any] = importlib.import_module("tqdm").tqdm(

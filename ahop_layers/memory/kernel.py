@@ -1,4 +1,4 @@
-"""Modulations: how patterns are changed before queries are compared with them."""
+"""Modulations: transformations of the patterns before queries are compared with them."""
 
 import math
 
@@ -10,10 +10,10 @@ from ahop_layers.ops.reference import accumulation_dtype
 
 
 def crowding(points: Tensor) -> Tensor:
-    """How close ``points (..., n, d)`` lie: ``log mean exp(-2 |u - v|^2)`` over all pairs, ``(..., n, d) -> (...)``.
+    """The log of the mean Gaussian kernel ``exp(-2 |u - v|^2)`` over all pairs of points: ``(..., n, d) -> (...)``.
 
-    It is the separation loss of K-Hop. Points count by their direction alone, else distances could grow for ever; a
-    single point is not crowded by any other: 0.
+    This is the separation loss of K-Hop. Points are normalized first, because otherwise distances could grow without
+    bound. A single point has the value 0.
 
     >>> crowding(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     tensor(-4.)
@@ -23,22 +23,22 @@ def crowding(points: Tensor) -> Tensor:
         return points.sum((-2, -1)) * 0
     unit = nn.functional.normalize(points.to(accumulation_dtype(points.dtype)), dim=-1)
     squares = 2 - 2 * unit @ unit.mT
-    once = torch.ones(n, n, dtype=torch.bool, device=points.device).tril(-1)
-    return (-2 * squares).masked_fill(~once, -torch.inf).flatten(-2).logsumexp(-1) - math.log(math.comb(n, 2))
+    pairs = torch.ones(n, n, dtype=torch.bool, device=points.device).tril(-1)
+    return (-2 * squares).masked_fill(~pairs, -torch.inf).flatten(-2).logsumexp(-1) - math.log(math.comb(n, 2))
 
 
 class KernelModulation(nn.Module):
-    """``mod(pattern) = Phi^T Phi pattern``: a dot product with it compares ``Phi pattern`` and ``Phi query``.
+    """Computes ``mod(pattern) = Phi^T Phi pattern``, so that a dot product compares ``Phi pattern`` and ``Phi query``.
 
     Args:
-        dim: number of dimensions ``d`` of a pattern.
-        features: number of rows of Phi, by default ``d``.
+        dim: dimension ``d`` of a pattern.
+        features: number of rows of Phi; None for ``d``.
 
-    Parameters:
-        phi ``(features, d)``, at the start the identity, so that nothing is changed.
+    Attributes:
+        phi: learned ``(features, d)``, initialized to the identity, so that initially patterns are unchanged.
 
     Raises:
-        AHopError: sizes that are no whole numbers of at least 1.
+        AHopError: a size is not a positive integer.
 
     >>> import torch
     >>> patterns = torch.randn(5, 8)
@@ -58,7 +58,7 @@ class KernelModulation(nn.Module):
         return patterns @ phi.mT @ phi
 
     def separation_loss(self, patterns: Tensor) -> Tensor:
-        """How close the patterns ``(n, d)`` lie after Phi: their :func:`crowding`.
+        """The :func:`crowding` of ``Phi patterns`` for patterns ``(n, d)``: lower values mean larger distances.
 
         >>> far, near = torch.eye(3), torch.full((3, 3), 0.5) + 0.1 * torch.eye(3)
         >>> modulation = KernelModulation(3)
@@ -68,5 +68,5 @@ class KernelModulation(nn.Module):
         return crowding(patterns @ self.phi.to(patterns.dtype).mT)
 
     def extra_repr(self) -> str:
-        """Give the constructor back."""
+        """Constructor arguments, for ``repr``."""
         return f"{self.phi.shape[1]}, features={self.phi.shape[0]}"

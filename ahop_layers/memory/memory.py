@@ -1,44 +1,61 @@
-"""AssociativeMemory: stored patterns, and ``y = Xi sep(sim(mod(Xi), x))``, the framework of all Hopfield networks."""
+"""AssociativeMemory: retrieval from stored patterns Xi by ``y = Xi sep(sim(mod(Xi), x))``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ahop_layers.association import change, dot_product, settle
-from ahop_layers.errors import AHopError, check_choice, check_floating, check_patterns, check_sizes, describe
+from ahop_layers.errors import (
+    AHopError,
+    check_choice,
+    check_finite_rows,
+    check_floating,
+    check_patterns,
+    check_sizes,
+    describe,
+)
 from ahop_layers.memory.energy import choose_energy
-from ahop_layers.memory.fit import Pairs, minimise, retrieval_batches, separation_batches, start_bias
+from ahop_layers.memory.fit import (
+    Pairs,
+    estimate_bias,
+    minimize,
+    retrieval_batches,
+    seeded_generator,
+    separation_batches,
+    unchanged_on_error,
+)
 from ahop_layers.memory.kernel import KernelModulation
-from ahop_layers.memory.presets import Similarity, named_similarity, parts
+from ahop_layers.memory.presets import Similarity, named_similarity, preset_arguments
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator
 from ahop_layers.variants import Mixed
 
 BLOCK_ELEMENTS = 2**21
-"""How many numbers of the patterns are compared with a query together: bounds what a similarity needs beside them."""
+"""Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
 
 BLOCK_SCORES = 2**23
-"""How many scores are held together where all patterns' scores of a query are needed."""
+"""Number of scores that are stored at once where the scores of all patterns are needed."""
 
 
 class AssociativeMemory(Associator):
-    """Stores patterns, and finds the one a query is a variant of.
+    """Stores patterns and retrieves the one that a corrupted query was made from.
 
     Args:
-        patterns: ``(N, d)``; held, not copied.
-        similarity: ``"dot"``, ``"dis"``, ``"l1"``, ``"adaptive"``, or a function or module that scores queries
-            ``(L, d)`` against keys ``(S, d)``: ``(L, S)``.
-        separation: a name out of :class:`ahop_layers.separation.Separation`, or such a module.
-        modulation: a module that changes patterns ``(S, d)`` before they are compared, or ``None``.
-        prior: learn a log-probability of each pattern, which is added to its score; zero at the start.
-        activation: ``"sign"`` for the binary states of the classic networks.
-        objective: what :meth:`fit` minimises: ``"retrieval"``, the paper's loss, or ``"separation"``, how close the
-            modulated patterns lie.
+        patterns: ``(N, d)``, not copied.
+        similarity: ``"dot"``, ``"dis"``, ``"l1"``, ``"adaptive"``, or a module or function that scores queries
+            ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
+        separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
+        modulation: a module that transforms patterns ``(S, d)`` before they are scored, or ``None``.
+        prior: learn a log-probability for each pattern that is added to its score, initialized to zero.
+        activation: ``"sign"`` for the binary states of the classic networks, or ``None``.
+        objective: the loss of :meth:`fit`. ``"retrieval"`` is the loss of the paper, ``"separation"`` the
+            :func:`~ahop_layers.memory.kernel.crowding` of the modulated patterns.
+        check: raise if a pattern holds NaN or infinity. False skips the check, which reads all patterns once.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument is invalid.
 
     >>> import torch, ahop_layers as ah
     >>> patterns = torch.rand(100, 16) * 2 - 1
@@ -59,9 +76,12 @@ class AssociativeMemory(Associator):
         prior: bool = False,
         activation: str | None = None,
         objective: str = "retrieval",
+        check: bool = True,
     ) -> None:
         super().__init__()
         check_patterns(patterns)
+        if check:
+            check_finite_rows(patterns=patterns)
         check_choice("objective", objective, ("retrieval", "separation"))
         if activation not in (None, "sign"):
             raise AHopError(f"activation must be 'sign' or None, got {activation!r}")
@@ -71,32 +91,35 @@ class AssociativeMemory(Associator):
         self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
         self.separation = Separation(separation) if isinstance(separation, str) else separation
         self.modulation, self.activation, self.objective = modulation, activation, objective
+        for name in ("similarity", "separation") if modulation is None else ("similarity", "separation", "modulation"):
+            if not callable(getattr(self, name)):
+                raise AHopError(f"{name} must be a module or a function, got {getattr(self, name)!r}")
         self.prior = nn.Parameter(patterns.new_zeros(len(patterns))) if prior else None
 
     @classmethod
     def preset(cls, name: str, patterns: Tensor, **keywords: Any) -> "AssociativeMemory":
-        """A network of the paper's first table.
+        """Create a network of the paper's first table.
 
         Args:
-            name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (its kernel separates the patterns), K2-Hop (its kernel
-                minimises the paper's loss) or A-Hop.
+            name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
+                (:meth:`fit` minimizes the loss of the paper) or A-Hop.
             patterns: ``(N, d)``.
-            keywords: ``prior`` for all; ``degree`` for D-Hop, whose energy falls for odd ones; ``features`` for K-Hop
-                and K2-Hop; for A-Hop ``bases``, ``init``, ``debias``, and ``table=True``, which adds a learned base to
-                the footprints.
+            keywords: ``prior`` and ``check`` for all networks; ``degree`` for D-Hop, whose energy does not increase for
+                odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias`` and ``table`` for A-Hop.
+                ``table=True`` adds a learned base similarity to the footprints.
 
         Raises:
-            AHopError: an unknown name, or a keyword the network does not have.
+            AHopError: the name is unknown, or the network does not have a keyword.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory.preset("A-Hop", torch.rand(100, 16) * 2 - 1, debias=True)
         >>> memory.similarity
         AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=True)
         """
-        return cls(patterns, **parts(name, patterns, **keywords))
+        return cls(patterns, **preset_arguments(name, patterns, **keywords))
 
     def scores(self, x: Tensor) -> Tensor:
-        """The score of every pattern: ``(..., d) -> (..., N)``.
+        """Score ``x (..., d)`` against all patterns: ``(..., N)``.
 
         >>> import torch, ahop_layers as ah
         >>> ah.AssociativeMemory(torch.eye(3)).scores(torch.tensor([1.0, 2.0, 3.0]))
@@ -107,12 +130,13 @@ class AssociativeMemory(Associator):
 
     @torch.no_grad()
     def retrieve(self, x: Tensor, steps: int = 1) -> Tensor:
-        """What the memory reads out for ``x (..., d)`` after ``steps`` updates of the state: ``(..., d)``.
+        """Retrieve patterns for ``x (..., d)`` with ``steps`` updates of the state: ``(..., d)``.
 
-        Without gradients, whose graph would hold every block of the patterns; calling the memory itself keeps them.
+        Runs without gradients, because their graph would store every block of the patterns. Call the memory itself to
+        compute gradients.
 
         Raises:
-            AHopError: ``x`` or ``steps`` does not fit.
+            AHopError: ``x`` or ``steps`` is invalid.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.eye(4) * 10)
@@ -126,11 +150,11 @@ class AssociativeMemory(Associator):
         """As :meth:`retrieve`, with gradients."""
         check_sizes(steps=steps)
         chunks = torch.split(self._rows(x), max(1, BLOCK_SCORES // len(self.patterns)))
-        return torch.cat([self._settled(chunk, steps) for chunk in chunks]).reshape(x.shape)
+        return torch.cat([self._update(chunk, steps) for chunk in chunks]).reshape(x.shape)
 
     @torch.no_grad()
     def recall(self, x: Tensor) -> Tensor:
-        """The index of the pattern with the largest score: ``(..., d) -> (...)``; memory does not grow with N.
+        """Find the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
 
         >>> import torch, ahop_layers as ah
         >>> ah.AssociativeMemory(torch.eye(3)).recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
@@ -146,10 +170,10 @@ class AssociativeMemory(Associator):
         return torch.cat(best).reshape(x.shape[:-1])
 
     def energy(self, x: Tensor) -> Tensor:
-        """The energy of the states: ``(..., d) -> (...)``, as the paper's first table has it.
+        """Compute the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
 
         Raises:
-            AHopError: there is none for this similarity and separation (U-Hop).
+            AHopError: no energy is defined for this similarity and separation (U-Hop).
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.randn(20, 8), similarity="dis")
@@ -158,7 +182,8 @@ class AssociativeMemory(Associator):
         True
         """
         energy = choose_energy(self.similarity is dot_product, self.separation)
-        return energy(x, x if self.modulation is None else self.modulation(x), self.scores(x), self.separation)
+        scores = self.scores(x)
+        return energy(x, x if self.modulation is None else self.modulation(x), scores, self.separation)
 
     def fit(
         self,
@@ -169,24 +194,27 @@ class AssociativeMemory(Associator):
         progress: bool = True,
         seed: int = 0,
     ) -> Tensor:
-        """Learn what the memory can learn: the similarity, the kernel, the prior.
+        """Train all parameters: those of the similarity and the kernel, and the prior.
 
-        The loss is the paper's: the negative logarithm of the weight of the pattern a query was made from. It takes
-        the softmax of the scores, whatever the separation, since a sparse weight of zero has no logarithm. A bias that
-        is still zero starts as its least-squares estimate.
+        The loss is the negative log-likelihood of the pattern that a query was made from, as in the paper. It uses the
+        softmax of the scores for every separation, because the logarithm of a sparse weight can be infinite. A bias of
+        zero is first initialized to its least-squares estimate.
 
         Args:
-            data: a variant, of which every epoch draws ``batch`` fresh queries; or pairs ``(index (n,), query (n, d))``
-                that every epoch goes through in batches. K-Hop needs neither.
-            epochs, lr, batch: how long, the largest step of Adam (it decays to zero), and queries a step.
-            progress: show a bar, where tqdm is installed.
-            seed: decides every random choice.
+            data: a variant, from which every epoch draws ``batch`` queries; or pairs ``(index (n,), query (n, d))``,
+                which every epoch splits into shuffled batches. K-Hop needs no data.
+            epochs: number of epochs.
+            lr: maximum learning rate of Adam. It rises for a tenth of the steps, then falls to zero.
+            batch: number of queries per step.
+            progress: show a progress bar if tqdm is installed.
+            seed: seed of all random numbers.
 
         Returns:
             The loss of every step.
 
         Raises:
-            AHopError: the memory has nothing to learn, or an argument does not fit.
+            AHopError: the memory has no trainable parameters, an argument is invalid, or the loss is not finite. The
+                parameters are then unchanged.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory.preset("A-Hop", torch.rand(50, 16) * 2 - 1, debias=True)
@@ -194,21 +222,24 @@ class AssociativeMemory(Associator):
         >>> bool(losses[-5:].mean() < losses[:5].mean())
         True
         """
-        generator = torch.Generator(self.patterns.device).manual_seed(seed)
-        if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
-            batches = separation_batches(self.patterns, epochs, batch, generator)
-            return minimise(self, self.modulation.separation_loss, batches, lr, progress)
-        batches = retrieval_batches(data, self.patterns, epochs, batch, generator)
-        bias = self._bias()
-        if bias is not None and bias.requires_grad and data is not None:
-            start_bias(bias, data, self.patterns, batch, generator)
-        return minimise(self, self._loss, batches, lr, progress)
+        generator = seeded_generator(self.patterns.device, seed)
+        with unchanged_on_error(self, self.patterns):
+            if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
+                batches = separation_batches(self.patterns, epochs, batch, generator)
+                return minimize(self, self.modulation.separation_loss, batches, lr, progress)
+            batches = retrieval_batches(data, self.patterns, epochs, batch, generator)
+            bias = self._bias()
+            if bias is not None and bias.requires_grad and data is not None:
+                estimate_bias(bias, data, self.patterns, batch, generator)
+            return minimize(self, self._loss, batches, lr, progress)
 
-    def add(self, patterns: Tensor) -> Tensor:
-        """Store more ``patterns (n, d)``, without refitting, and return their indices ``(n,)``.
+    def add(self, patterns: Tensor, check: bool = True) -> Tensor:
+        """Store more ``patterns (n, d)`` without refitting, and return their indices ``(n,)``.
+
+        With a prior, the new patterns get the mean prior. ``check=False`` skips the check for NaN and infinity.
 
         Raises:
-            AHopError: patterns that do not fit those stored.
+            AHopError: the patterns do not match those stored, or hold NaN or infinity.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
@@ -216,17 +247,19 @@ class AssociativeMemory(Associator):
         tensor([3, 4])
         """
         check_patterns(patterns)
-        before = len(self.patterns)
-        self.patterns = torch.cat([self.patterns, self._rows(patterns).detach().to(self.patterns)])
-        if self.prior is not None:  # a newcomer is as likely as the others on average
+        before, added = len(self.patterns), self._rows(patterns, "patterns").detach().to(self.patterns)
+        if check:
+            check_finite_rows(patterns=added)
+        self.patterns = torch.cat([self.patterns, added])
+        if self.prior is not None:
             self._set_prior(torch.cat([self.prior.detach(), self.prior.detach().mean().expand(len(patterns))]))
         return torch.arange(before, len(self.patterns), device=self.patterns.device)
 
     def remove(self, index: Tensor | Sequence[int]) -> None:
-        """Forget the patterns of these indices; those after them move up.
+        """Delete patterns by index or by boolean mask. Later patterns move up.
 
         Raises:
-            AHopError: no pattern would be left, or an index has none.
+            AHopError: ``index`` is invalid, or no pattern would be left.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.eye(3))
@@ -234,68 +267,94 @@ class AssociativeMemory(Associator):
         >>> memory.patterns
         tensor([[0., 1., 0.]])
         """
-        keep, gone = torch.ones(len(self.patterns), dtype=torch.bool), torch.as_tensor(index).cpu()
+        keep = torch.ones(len(self.patterns), dtype=torch.bool)
         try:
-            keep[gone if gone.numel() else []] = False
-        except IndexError:
-            raise AHopError(f"index must name some of {len(keep)} patterns, got {index}") from None
+            removed = torch.as_tensor(index).cpu()
+            keep[removed if removed.numel() else []] = False
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            raise AHopError(f"index must be indices or a mask of the {len(keep)} patterns, got {index!r}") from None
         if not keep.any():
-            raise AHopError(f"a memory needs at least one pattern, got all {len(keep)} to remove")
+            raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
         keep = keep.to(self.patterns.device)
         self.patterns = self.patterns[keep]
         if self.prior is not None:
             self._set_prior(self.prior.detach()[keep])
 
     def _bias(self) -> Tensor | None:
-        """The vector ``(d,)`` that the similarity takes off a query, where it has one."""
+        """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
         bias = getattr(self.similarity, "bias", None)
         return bias if isinstance(bias, Tensor) and bias.shape == self.patterns.shape[1:] else None
 
     def _set_prior(self, values: Tensor) -> None:
         self.prior = nn.Parameter(values, requires_grad=self.prior is not None and self.prior.requires_grad)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
+
+        Args:
+            state_dict, strict, assign: as for ``nn.Module``.
+
+        Raises:
+            AHopError: the state dict holds no pattern, NaN or infinity in a pattern, or a prior of another length.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
+        >>> memory.load_state_dict(ah.AssociativeMemory(torch.ones(2, 4)).state_dict())
+        <All keys matched successfully>
+        >>> len(memory.patterns)
+        2
+        """
+        with unchanged_on_error(self, self.patterns):
+            return super().load_state_dict(state_dict, strict, assign)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take the number of patterns from the checkpoint."""
-        stored = state_dict.get(prefix + "patterns")
-        if stored is not None and stored.ndim == 2 and stored.shape[1] == self.patterns.shape[1]:
+        """Take the number of patterns from the state dict."""
+        stored, prior = (state_dict.get(prefix + name) for name in ("patterns", "prior"))
+        if isinstance(stored, Tensor) and stored.ndim == 2 and stored.shape[1] == self.patterns.shape[1]:
+            if len(stored) == 0:
+                raise AHopError(f"{prefix}patterns must hold at least one pattern, got {describe(stored)}")
+            check_finite_rows(**{f"{prefix}patterns": stored})
+            if self.prior is not None and isinstance(prior, Tensor) and prior.shape != stored.shape[:1]:
+                raise AHopError(f"{prefix}prior must be (N,) = {describe(stored[:, 0])}, got {describe(prior)}")
             before, self.patterns = len(self.patterns), self.patterns.new_empty(stored.shape)  # not the caller's tensor
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """``x`` as a matrix, or an error if it does not fit the patterns."""
-        check_floating(x=x)
+    def _rows(self, x: Tensor, name: str = "x") -> Tensor:
+        """Reshape ``x`` to a matrix. Raises an AHopError if it does not match the patterns."""
+        check_floating(**{name: x})
         if x.ndim < 1 or x.shape[-1] != self.patterns.shape[1]:
-            raise AHopError(f"expected (..., d) with d = {self.patterns.shape[1]} as the patterns, got {describe(x)}")
+            raise AHopError(f"{name} must be (..., d) with d = {self.patterns.shape[1]}, got {describe(x)}")
         return x.reshape(-1, x.shape[-1])
 
     def _block_size(self) -> int:
         return max(1, BLOCK_ELEMENTS // self.patterns.shape[1])
 
     def _score_blocks(self, rows: Tensor) -> Iterator[Tensor]:
-        """The scores of ``rows (L, d)``, a block of patterns after the other."""
+        """Yield the scores of ``rows (L, d)`` for one block of patterns at a time."""
         size = self._block_size()
         for start, block in zip(range(0, len(self.patterns), size), torch.split(self.patterns, size), strict=True):
             scores = self.similarity(rows, block if self.modulation is None else self.modulation(block))
             yield scores if self.prior is None else scores + self.prior[start : start + size]
 
-    def _settled(self, rows: Tensor, steps: int) -> Tensor:
+    def _update(self, rows: Tensor, steps: int) -> Tensor:
+        """Retrieve ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
         bias = self._bias()
 
         def attend(state: Tensor) -> Tensor:
             scores = self.scores(state)
             if self.activation == "sign" and self.separation.name == "exponential":
-                scores = scores - scores.amax(-1, keepdim=True)  # the same signs, and exp stays finite
+                scores = scores - scores.amax(-1, keepdim=True)  # avoids overflow and leaves the signs unchanged
             weights: Tensor = self.separation(scores, masked=False)
             return weights
 
         def read(weights: Tensor) -> Tensor:
             output = weights @ self.patterns
-            return output.sign() + (output == 0) if self.activation == "sign" else output  # a state is -1 or 1
+            return output.sign() + (output == 0) if self.activation == "sign" else output  # the sign of 0 is 1
 
         def follow(weights: Tensor) -> Tensor:
-            # The similarity takes the bias off its query, so a state that came from the patterns must carry it.
+            # The similarity subtracts the bias from its query, so it is added to a state made of patterns.
             return read(weights) if bias is None else read(weights) + bias
 
         return read(settle(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]

@@ -1,4 +1,4 @@
-"""The networks of the paper's first table, each a row: what they are made of."""
+"""The networks of the paper's first table."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.association import dot_product, negative_distance
-from ahop_layers.errors import AHopError, check_choice, check_patterns
+from ahop_layers.errors import AHopError, check_choice, check_finite_rows, check_patterns
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
@@ -18,7 +18,7 @@ Similarity = Callable[[Tensor, Tensor], Tensor]
 
 
 class Preset(NamedTuple):
-    """A row of the table: names of parts, what :meth:`AssociativeMemory.fit` minimises, the keywords there are."""
+    """A row of the table: arguments of :class:`AssociativeMemory`, and the keywords that the network accepts."""
 
     similarity: str
     separation: str
@@ -51,27 +51,33 @@ _FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "
 
 
 def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **options: Any) -> Similarity:
-    """The similarity of that name for ``patterns (N, d)``; ``table`` and options are for ``"adaptive"``."""
+    """Create the named similarity for ``patterns (N, d)``; ``table`` and ``options`` are those of ``"adaptive"``."""
     check_choice("similarity", name, (*_FIXED, "adaptive"))
     if name != "adaptive":
         return _FIXED[name]
     if not table:
         return AdaptiveSimilarity(patterns.shape[1], **options).to(patterns)
-    return AdaptiveTableSimilarity(patterns.shape[1], **options, key_range=patterns.abs().max()).to(patterns)
+    low, high = patterns.aminmax()
+    return AdaptiveTableSimilarity(patterns.shape[1], **options, key_range=torch.maximum(-low, high)).to(patterns)
 
 
-def parts(name: str, patterns: Tensor, *, prior: bool = False, **keywords: Any) -> dict[str, Any]:
-    """The arguments of :class:`AssociativeMemory` that make it the preset ``name``.
+def preset_arguments(
+    name: str, patterns: Tensor, *, prior: bool = False, check: bool = True, **keywords: Any
+) -> dict[str, Any]:
+    """The arguments of :class:`AssociativeMemory` for the preset ``name``.
 
     Raises:
-        AHopError: an unknown name, or a keyword the network does not have.
+        AHopError: the name is unknown, or the network does not have a keyword.
     """
     check_choice("name", name, tuple(PRESETS))
     check_patterns(patterns)
+    if check:
+        check_finite_rows(patterns=patterns)
     row = PRESETS[name]
     unknown = [key for key in keywords if key not in row.keywords]
     if unknown:
-        raise AHopError(f"{name} takes the keywords {', '.join(('prior', *row.keywords))}, got {', '.join(unknown)}")
+        known = ", ".join(("prior", "check", *row.keywords))
+        raise AHopError(f"{name} takes the keywords {known}, got {', '.join(unknown)}")
     kernel = KernelModulation(patterns.shape[1], keywords.pop("features", None)).to(patterns) if row.kernel else None
     separation = Separation(row.separation, degree=keywords.pop("degree", 3))
     return {
@@ -81,4 +87,5 @@ def parts(name: str, patterns: Tensor, *, prior: bool = False, **keywords: Any) 
         "objective": row.objective,
         "activation": row.activation,
         "prior": prior,
+        "check": False,  # checked above, because a table depends on the range of the patterns
     }

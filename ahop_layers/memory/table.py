@@ -1,34 +1,36 @@
-"""A base similarity that is itself learned, alone and beside the footprints of an adaptive similarity."""
+"""A learned base similarity, alone and added to the footprints of an adaptive similarity."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_choice, check_sizes
+from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
 from ahop_layers.similarity import AdaptiveSimilarity, without_bias
 
 
 class TableSimilarity(nn.Module):
-    """A similarity of two numbers, learned as a table, and summed over the dimensions.
+    """Learns a function of two scalars as a table, and sums it over the dimensions.
 
-    ``score = sum over i of table(query_i - bias_i, key_i)``, where the table is interpolated linearly in both numbers
-    between evenly spaced knots, and continued linearly beyond the outermost. Every decomposable similarity is such a
-    sum. It is linear in the table, and costs one matrix product. Unlike footprints it can tell by the query alone how
-    much a dimension is worth: a value outside the range of the patterns, for one, has not been masked.
+    ``score = sum over i of table(query_i - bias_i, key_i)``. The table has evenly spaced knots, is interpolated
+    bilinearly, and is extrapolated linearly outside the knots. Every decomposable similarity is such a sum. The score
+    is linear in the table and costs one matrix product. Unlike footprints, the table can weight a dimension by the
+    value of the query alone: for example, a value outside the range of the patterns was not masked.
 
     Args:
-        dim: number of dimensions ``d`` of a query or key.
-        key_range: the outermost knots of key values stand at plus and minus this, those of queries at twice this.
-        knots: how many there are, for query values and for key values, at least 2 each.
-        init: ``"dot"`` (the score is exactly the dot product) or ``"zero"``.
-        debias: learn a vector that is subtracted from every query, zero at the start.
+        dim: dimension ``d`` of a query or key.
+        key_range: the knots cover key values from ``-key_range`` to ``key_range`` and query values of twice that range.
+        knots: number of knots for query values and for key values, at least 2 each.
+        init: ``"dot"`` (the score equals the dot product) or ``"zero"``.
+        debias: learn a vector that is subtracted from every query, initialized to zero.
 
-    Parameters:
-        table ``(query knots, key knots)``, and with ``debias`` bias ``(d,)``. The range is a buffer.
+    Attributes:
+        table: learned ``(query knots, key knots)``.
+        bias: with ``debias``, the learned vector ``(d,)``; otherwise None.
+        reach: the key range, a buffer.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument is invalid.
 
     >>> import torch
     >>> similarity = TableSimilarity(16)
@@ -49,10 +51,9 @@ class TableSimilarity(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(dim=dim)
-        if not key_range > 0:
-            raise AHopError(f"key_range must be positive, got {key_range!r}")
-        if len(knots) != 2 or min(knots) < 2:
-            raise AHopError(f"knots must be two whole numbers of at least 2, got {knots!r}")
+        check_numbers("a positive number", key_range=key_range)
+        if not isinstance(knots, Sequence) or len(knots) != 2 or not all(isinstance(n, int) and n >= 2 for n in knots):
+            raise AHopError(f"knots must be two integers of at least 2, got {knots!r}")
         check_choice("init", init, ("zero", "dot"))
         self.dim, self.knots, self.init = dim, tuple(knots), init
         self.register_buffer("reach", torch.tensor(float(key_range)))
@@ -62,7 +63,7 @@ class TableSimilarity(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the table to what ``init`` says, and the bias to zero."""
+        """Reset the table to ``init`` and the bias to zero."""
         if self.bias is not None:
             self.bias.zero_()
         rows, columns = (torch.linspace(-1, 1, count) for count in self.knots)
@@ -77,31 +78,31 @@ class TableSimilarity(nn.Module):
         return queries.flatten(-2) @ keys.flatten(-2).mT
 
     def extra_repr(self) -> str:
-        """Give the constructor back."""
+        """Constructor arguments, for ``repr``."""
         return f"{self.dim}, {self.reach:.4g}, knots={self.knots}, init={self.init!r}, debias={self.bias is not None}"
 
 
 def _interpolation(values: Tensor, count: int) -> Tensor:
-    """How much of each knot between -1 and 1 makes up a value, linearly: ``(..., d) -> (..., d, count)``."""
+    """Linear interpolation weights of values for ``count`` knots from -1 to 1: ``(..., d) -> (..., d, count)``."""
     place = ((values + 1) * ((count - 1) / 2)).unsqueeze(-1)
     inside = place.clamp(0, count - 1)
     knots = torch.arange(count, dtype=values.dtype, device=values.device)
     share = (1 - (inside - knots).abs()).clamp(min=0)
-    # Beyond the ends the outermost two knots carry the line on.
+    # Outside the knots, extrapolate from the outermost two.
     below, above = (place - inside).clamp(max=0), (place - inside).clamp(min=0)
     first = (knots == 1).to(values.dtype) - (knots == 0).to(values.dtype)
     return share + below * first - above * first.flip(0)
 
 
 class AdaptiveTableSimilarity(AdaptiveSimilarity):
-    """An adaptive similarity with one more base, which is learned itself: footprints plus a table.
+    """An adaptive similarity plus a learned table.
 
     Args:
         dim, bases, init, debias: as for :class:`AdaptiveSimilarity`.
-        key_range, knots: as for :class:`TableSimilarity`, whose table is zero at the start.
+        key_range, knots: as for :class:`TableSimilarity`. The table is initialized to zero.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument is invalid.
 
     >>> import torch, ahop_layers as ah
     >>> similarity = AdaptiveTableSimilarity(16, debias=True)
@@ -123,9 +124,9 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         self.table = TableSimilarity(dim, key_range, knots, init="zero")
 
     def reset_parameters(self) -> None:
-        """Set footprint weights to what ``init`` says, the table and the bias to zero."""
+        """Reset the footprint weights to ``init``, and the table and the bias to zero."""
         super().reset_parameters()
-        if "table" in self._modules:  # not yet while the footprints are made
+        if "table" in self._modules:  # the constructor of the base class calls this before the table exists
             self.table.reset_parameters()
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:

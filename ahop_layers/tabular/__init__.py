@@ -1,4 +1,4 @@
-"""Memories for tables, as scikit-learn estimators: rows are judged by their similarity to cases of the training set."""
+"""Scikit-learn estimators for tables that predict from the similarities of a row to cases of the training set."""
 
 from typing import ClassVar
 
@@ -9,6 +9,7 @@ from sklearn.base import ClassifierMixin, RegressorMixin  # type: ignore[import-
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
+from ahop_layers.errors import AHopError
 from ahop_layers.tabular.base import AdaptiveMemory, Array
 from ahop_layers.tabular.rows import merge_rows
 from ahop_layers.tabular.training import Loss, absolute_error, log_loss, squared_error, squared_loss
@@ -17,42 +18,42 @@ __all__ = ["AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor"]
 
 
 class AdaptiveMemoryClassifier(ClassifierMixin, AdaptiveMemory):  # type: ignore[misc]
-    """Classify rows by their similarities to cases of the training set: ``MLP(LayerNorm(similarity(cases, row)))``.
+    """Classifier that computes ``MLP(LayerNorm(similarity(cases, row)))``; cases are rows of the training set.
 
-    Features are numbers; categories come as codes, such as those of ``OrdinalEncoder``. Cases, knots, embedding,
-    similarity and judgement are chosen by the rows that are learned from; the others tell when to stop.
+    Features are numeric. Encode categories as integer codes, for example with ``OrdinalEncoder``. Cases, embedding,
+    similarity and MLP are trained on the training rows; held-out rows are used for early stopping only.
 
     Args:
-        n_cases: how many cases to store, at most the number of rows.
-        init: cases are ``"rows"`` of the training set, or the centres of ``"kmeans"`` clusters.
+        n_cases: number of stored cases, at most the number of training rows.
+        init: cases are random ``"rows"`` of the training set, or the centers of ``"kmeans"`` clusters.
         similarity: ``"adaptive"``, ``"dot"``, or ``"kernel"``, a dot product with a learned kernel.
-        bases: the base similarities of the adaptive one, which starts as the first of them.
-        knots: features become piecewise linear functions with at most so many knots, or, where they have no more than
-            128 values, with a knot at each; ``None`` only standardises them.
-        embedding_dim: rows and cases are compared after a learned linear map to so many dimensions; ``None``, together
-            with ``knots=None``, is the form of the paper.
+        bases: base similarities of the adaptive similarity, which is initialized to the first.
+        knots: maximum number of knots of the piecewise linear encoding of a feature. A feature with at most 128
+            distinct values has a knot at each. ``None`` standardizes the features instead.
+        embedding_dim: dimension of the learned linear embedding in which rows and cases are compared. ``None`` together
+            with ``knots=None`` is the model of the paper.
         hidden: widths of the hidden layers of the MLP.
-        dropout: share of similarities and hidden units dropped in training.
-        loss: ``"log"`` (``"auto"``), or ``"squared"`` as in the paper; both of the class probabilities.
-        learning_rate, weight_decay: of AdamW; the rate rises for a tenth of the steps, then falls to zero.
-        batch_size: rows in a step; ``None``: a sixteenth of them, within 8 and 512.
-        max_epochs: passes over the rows.
-        patience: stop after so many epochs without a better held-out loss; ``None`` never stops early.
-        validation_fraction: share of distinct rows held out, in proportion to the classes. The best epoch is kept.
-            Fewer than 10 held-out rows would say nothing: then all rows are learned from, in all epochs.
-        random_state: decides everything that is drawn.
-        device: where to train: ``"auto"`` (a GPU if there is one) or a device of PyTorch. Predictions use the CPU.
-        verbose: print a line each epoch.
+        dropout: dropout probability of similarities and hidden units.
+        loss: ``"log"`` (the default, ``"auto"``) or ``"squared"`` as in the paper, both of the class probabilities.
+        learning_rate, weight_decay: of AdamW. The learning rate rises for a tenth of the steps, then falls to zero.
+        batch_size: rows per step. ``None`` uses a sixteenth of the training rows, between 8 and 512.
+        max_epochs: maximum number of epochs.
+        patience: stop after this many epochs without a smaller held-out loss. ``None`` disables early stopping.
+        validation_fraction: fraction of the distinct rows to hold out, stratified by class. The epoch with the smallest
+            held-out loss is kept. If the fraction is fewer than 10 rows, no row is held out and all epochs run.
+        random_state: seed of the held-out rows, the cases, the initial weights, the batches and the dropout masks.
+        device: training device, ``"auto"`` (a GPU if available) or a PyTorch device. Prediction runs on the CPU.
+        verbose: print the losses of each epoch.
 
     Attributes:
-        classes_: the class labels.
-        cases_, case_targets_, case_indices_: the cases ``(S, features)``, their labels, and their places in the
-            training set; for a centre, those of the row nearest to it.
-        history_: the held-out loss after each epoch.
-        n_features_in_, feature_names_in_: as everywhere in scikit-learn.
+        classes_: class labels.
+        cases_, case_targets_, case_indices_: the cases ``(S, features)``, their labels, and their indices in the
+            training set. A cluster center is represented by its nearest row.
+        history_: held-out loss after each epoch.
+        n_features_in_, feature_names_in_: as in scikit-learn.
 
     Raises:
-        ValueError: input that scikit-learn refuses, or a parameter that does not fit (an AHopError).
+        ValueError: invalid input according to scikit-learn, or an invalid parameter (an AHopError).
 
     >>> from sklearn.datasets import load_iris
     >>> from ahop_layers.tabular import AdaptiveMemoryClassifier
@@ -68,43 +69,43 @@ class AdaptiveMemoryClassifier(ClassifierMixin, AdaptiveMemory):  # type: ignore
     _losses: ClassVar[dict[str, Loss]] = {"auto": log_loss, "log": log_loss, "squared": squared_loss}
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryClassifier":
-        """Fit to rows ``X (n, features)``, labels ``y (n,)`` and weights ``(n,)``."""
+        """Fit to rows ``X (n, features)``, labels ``y (n,)`` and ``sample_weight (n,)``."""
         features, labels = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(labels)
         rows = merge_rows(features, np.unique(labels, return_inverse=True)[1], sample_weight)
-        # Labels of rows without a weight are no classes.
-        self.classes_, target = np.unique(labels[rows.place], return_inverse=True)
-        if len(self.classes_) < 2:
-            raise ValueError(f"{type(self).__name__} needs at least 2 classes, got only one class: {self.classes_[0]}")
-        self._train(rows._replace(target=target), len(self.classes_))
-        self.case_targets_ = labels[self.case_indices_]
+        # Rows of weight zero are dropped by now, so that a label that only they have is not a class.
+        classes, target = np.unique(labels[rows.indices], return_inverse=True)
+        if len(classes) < 2:
+            raise ValueError(f"{type(self).__name__} needs at least 2 classes, got only one class: {classes[0]}")
+        self._train(rows._replace(target=target), len(classes))
+        self.classes_, self.case_targets_ = classes, labels[self.case_indices_]
         return self
 
     def predict_proba(self, X: ArrayLike) -> Array:
-        """Class probabilities ``(n, classes)`` of rows ``X (n, features)``."""
+        """Return the class probabilities ``(n, classes)`` of rows ``X (n, features)``."""
         probabilities: Array = torch.from_numpy(self._outputs(X)).softmax(-1).numpy()
         return probabilities
 
     def decision_function(self, X: ArrayLike) -> Array:
-        """Log odds ``(n,)`` of the second of two classes, or log probabilities ``(n, classes)`` up to a constant."""
+        """Return the logits ``(n, classes)``, or for two classes the log odds ``(n,)`` of the second."""
         outputs = self._outputs(X)
         return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
 
     def predict(self, X: ArrayLike) -> Array:
-        """The most probable class label ``(n,)`` of rows ``X (n, features)``."""
+        """Return the most probable class label ``(n,)`` of rows ``X (n, features)``."""
         best = self._outputs(X).argmax(1)
         labels: Array = self.classes_[best]
         return labels
 
 
 class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[misc]
-    """Predict a number by the similarities of a row to cases of the training set.
+    """Regressor that computes ``MLP(LayerNorm(similarity(cases, row)))``; cases are rows of the training set.
 
-    Arguments, attributes and errors are those of :class:`AdaptiveMemoryClassifier`, but there are no classes, and
-    ``loss`` is ``"squared"`` (``"auto"``) or ``"absolute"``.
+    Parameters and attributes are those of :class:`AdaptiveMemoryClassifier` without ``classes_``. ``loss`` is
+    ``"squared"`` (the default, ``"auto"``) or ``"absolute"``. Held-out rows are stratified by the rank of the target.
 
     Raises:
-        ValueError: input that scikit-learn refuses, or a parameter that does not fit (an AHopError).
+        ValueError: invalid input according to scikit-learn, or an invalid parameter (an AHopError).
 
     >>> import numpy as np
     >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
@@ -118,17 +119,33 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
     _losses: ClassVar[dict[str, Loss]] = {"auto": squared_error, "squared": squared_error, "absolute": absolute_error}
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryRegressor":
-        """Fit to rows ``X (n, features)``, targets ``y (n,)`` and weights ``(n,)``."""
+        """Fit to rows ``X (n, features)``, targets ``y (n,)`` and ``sample_weight (n,)``."""
         features, target = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         rows = merge_rows(features, target, sample_weight)
-        self._mean = np.average(rows.target, weights=rows.weight)
-        self._scale = np.sqrt(np.average((rows.target - self._mean) ** 2, weights=rows.weight)) or 1.0
-        self._train(rows._replace(target=((rows.target - self._mean) / self._scale).astype(np.float32)), 1)
-        self.case_targets_ = target[self.case_indices_]
+        mean, scale = _mean_and_deviation(rows.target, rows.weight)
+        self._train(rows._replace(target=((rows.target - mean) / scale).astype(np.float32)), 1)
+        self._mean, self._scale, self.case_targets_ = mean, scale, target[self.case_indices_]
         return self
 
     def predict(self, X: ArrayLike) -> Array:
-        """The expected target ``(n,)`` of rows ``X (n, features)``."""
+        """Return the predicted target ``(n,)`` of rows ``X (n, features)``."""
         outputs = self._outputs(X)[:, 0]
         targets: Array = self._mean + self._scale * outputs
         return targets
+
+
+def _mean_and_deviation(target: Array, weight: Array) -> tuple[float, float]:
+    """Mean and standard deviation of the targets; 1 in place of the deviation of a constant target.
+
+    Raises:
+        AHopError: the variance is not a normal float64, so that standardized targets would be NaN or zero.
+    """
+    low, high = target.min(), target.max()
+    if low == high:
+        return float(low), 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = np.average(target, weights=weight)
+        variance = np.average((target - mean) ** 2, weights=weight)
+    if not np.finfo(np.float64).tiny <= variance < np.inf:
+        raise AHopError(f"y must have a variance within the range of float64, got targets from {low:g} to {high:g}")
+    return float(mean), float(np.sqrt(variance))

@@ -1,7 +1,6 @@
-"""What the tabular estimators share: parameters, fitting of the network, and the explanation of predictions."""
+"""Base class of the tabular estimators: parameters, training, and the explanation of predictions."""
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -12,46 +11,20 @@ from sklearn.utils import check_random_state  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, check_choice
+from ahop_layers.errors import AHopError, check_choice, check_numbers
+from ahop_layers.ops.reference import check_bases
 from ahop_layers.tabular.network import CaseNetwork, Encoding, apply_in_chunks
-from ahop_layers.tabular.rows import Rows, choose_cases, hold_out
+from ahop_layers.tabular.rows import TrainingSet, choose_cases, hold_out
 from ahop_layers.tabular.training import Examples, Loss, Schedule, train
 from ahop_layers.training import folded_weights
 
 Array = NDArray[Any]
 
 
-class _WithoutOneDNN:
-    """Where oneDNN multiplies matrices its set-up takes ten times as long as the small products of a step.
-
-    The switch is one for the whole process, so fits in several threads share it: the first turns it off, the last turns
-    it back.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.inside, self.before = Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.inside == 0:
-                self.before = bool(torch.backends.mkldnn.enabled)
-                torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-            self.inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if self.inside == 0:
-                torch.backends.mkldnn.enabled = self.before  # type: ignore[assignment]
-
-
-_without_onednn = _WithoutOneDNN()
-
-
 class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
-    """What the classifier and the regressor share."""
+    """Base class of the classifier and the regressor."""
 
-    _losses: ClassVar[dict[str, Loss]]  # by the names that the parameter ``loss`` may have
+    _losses: ClassVar[dict[str, Loss]]  # by the values of the parameter ``loss``
 
     def __init__(
         self,
@@ -96,26 +69,24 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
 
     @property
     def partial_fit(self) -> NoReturn:
-        """Refused, and so absent: cases and knots are chosen from all rows at once."""
-        raise AttributeError(
-            f"{type(self).__name__} cannot be fitted in parts, because its cases are chosen from all rows: use fit"
-        )
+        """Not supported: cases and knots are chosen from all rows at once."""
+        raise AttributeError(f"{type(self).__name__} has no partial_fit, because cases come from all rows: use fit")
 
     def nearest_cases(self, X: ArrayLike, n_nearest: int = 5) -> tuple[Array, Array]:
-        """Explain predictions: the cases that answered, and how much each weighed.
+        """Explain predictions by the most similar cases.
 
         The weight of a case is its retrieval probability, the softmax of the similarities.
 
         Args:
             X: ``(n, features)``.
-            n_nearest: how many cases to name for each row, the heaviest first.
+            n_nearest: number of cases to return for each row.
 
         Returns:
-            Numbers of cases ``(n, n_nearest)``, for ``cases_``, ``case_targets_`` and ``case_indices_``, and their
-            weights ``(n, n_nearest)``.
+            Indices ``(n, n_nearest)`` into ``cases_``, ``case_targets_`` and ``case_indices_``, and the weights
+            ``(n, n_nearest)`` in descending order.
 
         Raises:
-            AHopError: ``n_nearest`` is not between 1 and the number of cases.
+            AHopError: ``n_nearest`` is not an integer between 1 and the number of cases.
 
         >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
         >>> X = np.linspace(0, 1, 40)[:, None]
@@ -125,18 +96,20 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         ((2, 3), True)
         """
         rows = self._check_rows(X)
-        if not 1 <= n_nearest <= len(self.cases_):
-            raise AHopError(f"n_nearest must be between 1 and the {len(self.cases_)} cases, got {n_nearest!r}")
+        if not (_is_integer(n_nearest) and 1 <= n_nearest <= len(self.cases_)):
+            raise AHopError(
+                f"n_nearest must be an integer between 1 and the {len(self.cases_)} cases, got {n_nearest!r}"
+            )
 
         def heaviest(part: Tensor) -> Tensor:
-            weights, cases = self.network_.scores(part).softmax(-1).topk(n_nearest)
-            return torch.stack([weights, cases.to(weights.dtype)])
+            weights, cases = self.network_.scores(part).softmax(-1).topk(int(n_nearest))
+            return torch.stack([weights, cases.to(weights.dtype)], 1)
 
-        weights, cases = self._apply(lambda part: heaviest(part).movedim(0, 1), rows).swapaxes(0, 1)
+        weights, cases = self._apply(heaviest, rows).swapaxes(0, 1)
         return cases.astype(np.int64), weights
 
     def _check_rows(self, X: ArrayLike) -> Array:
-        check_is_fitted(self)
+        check_is_fitted(self, "network_")
         rows: Array = validate_data(self, X, dtype=np.float64, reset=False)
         return rows
 
@@ -146,63 +119,86 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
 
     def _apply(self, function: Callable[[Tensor], Tensor], rows: Array) -> Array:
         with torch.inference_mode():
-            # A copy where the rows are read-only, which tensors cannot be.
-            result: Array = apply_in_chunks(
-                function, torch.from_numpy(np.require(rows, requirements=["C", "W"]))
-            ).numpy()
+            # Copies read-only rows, which from_numpy does not support.
+            tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
+            result: Array = apply_in_chunks(function, tensor).numpy()
         return result
 
-    def _train(self, rows: Rows, outputs: int) -> None:
-        """Choose the cases and fit the network."""
+    def _train(self, rows: TrainingSet, outputs: int) -> None:
+        """Choose the cases and train the network. Sets no attribute before the training has succeeded."""
         self._check_parameters()
+        device = self._check_device()
         random = check_random_state(self.random_state)
         X, target, weight = map(torch.from_numpy, (rows.X, rows.target, rows.weight))
         encoding = Encoding.standard(X, weight) if self.knots is None else Encoding.ramps(X, weight, self.knots)
         held_out = hold_out(rows.target, self.validation_fraction, random)
         learned = np.setdiff1d(np.arange(len(X)), held_out)
         cases, chosen = choose_cases(encoding, rows, learned, min(self.n_cases, len(learned)), self.init, random)
-        self.cases_, self.case_indices_ = rows.X[chosen], rows.place[chosen]
 
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        # Generators of its own: fits in several threads do not share state, and the global generators are not used.
+        initial, draws = (
+            torch.Generator(place).manual_seed(random.randint(np.iinfo(np.int32).max)) for place in ("cpu", device)
+        )
+        network = CaseNetwork(
+            encoding,
+            cases,
+            outputs,
+            similarity=self.similarity,
+            bases=self.bases,
+            embedding_dim=None if self.embedding_dim is None else int(self.embedding_dim),
+            hidden=[int(width) for width in self.hidden],
+            dropout=self.dropout,
+            generator=initial,
+        ).to(device)
+        parts = [
+            Examples(X[part].to(device), target[part].to(device), weight[part].float().to(device))
+            for part in (learned, held_out)
+        ]
         batch_size = int(self.batch_size or np.clip(len(learned) // 16, 8, 512))
         schedule = Schedule(self.learning_rate, self.weight_decay, batch_size, self.max_epochs, self.patience)
-        with _without_onednn, torch.random.fork_rng(range(torch.cuda.device_count())):
-            torch.manual_seed(random.randint(np.iinfo(np.int32).max))
-            network = CaseNetwork(
-                encoding,
-                cases,
-                outputs,
-                similarity=self.similarity,
-                bases=self.bases,
-                embedding_dim=self.embedding_dim,
-                hidden=self.hidden,
-                dropout=self.dropout,
-            ).to(device)
-            parts = [
-                Examples(X[part].to(device), target[part].to(device), weight[part].float().to(device))
-                for part in (learned, held_out)
-            ]
-            judge = parts[1] if len(held_out) else None
-            with folded_weights(network):
-                self.history_ = train(network, parts[0], judge, self._losses[self.loss], schedule, self._report)
-        # Double precision on the CPU: a prediction depends neither on the rows beside it nor on the device that the
-        # network was trained on, and can be unpickled where there is no such device.
+        validation = parts[1] if len(held_out) else None
+        with folded_weights(network):
+            history = train(network, parts[0], validation, self._losses[self.loss], schedule, draws, self._print_epoch)
+        self.cases_, self.case_indices_, self.history_ = rows.X[chosen], rows.indices[chosen], history
+        # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
+        # unpickled on a machine without that device.
         self.network_ = network.cpu().double()
 
-    def _report(self, epoch: int, learned: float, judged: float | None) -> None:
+    def _print_epoch(self, epoch: int, learned: float, judged: float | None) -> None:
         if self.verbose:
             held_out = "" if judged is None else f", held out {judged:.4f}"
             print(f"epoch {epoch}/{self.max_epochs}: loss {learned:.4f}{held_out}", flush=True)
 
     def _check_parameters(self) -> None:
         check_choice("loss", self.loss, tuple(self._losses))
+        check_choice("init", self.init, ("rows", "kmeans"))
+        check_choice("similarity", self.similarity, ("adaptive", "dot", "kernel"))
+        if self.similarity == "adaptive":
+            check_bases(self.bases)
         for name in ("n_cases", "max_epochs", "batch_size", "patience", "embedding_dim", "knots"):
             value, least = getattr(self, name), 2 if name == "knots" else 1
-            optional = value is None and name not in ("n_cases", "max_epochs")
-            if not optional and not (isinstance(value, int | np.integer) and value >= least):
-                raise AHopError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if not self.learning_rate > 0:
-            raise AHopError(f"learning_rate must be positive, got {self.learning_rate!r}")
-        for name in ("validation_fraction", "dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise AHopError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
+            optional = name not in ("n_cases", "max_epochs")
+            if not (optional and value is None) and not (_is_integer(value) and value >= least):
+                none = " or None" if optional else ""
+                raise AHopError(f"{name} must be an integer of at least {least}{none}, got {value!r}")
+        widths = self.hidden if isinstance(self.hidden, Sequence | np.ndarray) else [0]
+        if not all(_is_integer(width) and width >= 1 for width in widths):
+            raise AHopError(f"hidden must be a sequence of integers of at least 1, got {self.hidden!r}")
+        check_numbers("a positive number", learning_rate=self.learning_rate)
+        check_numbers("a number of at least 0", weight_decay=self.weight_decay)
+        check_numbers(
+            "a number of at least 0 and below 1", validation_fraction=self.validation_fraction, dropout=self.dropout
+        )
+
+    def _check_device(self) -> torch.device:
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        try:
+            scalar = torch.zeros((), device=name)
+            scalar.item()  # fails on the meta device
+        except Exception as error:  # of several types, by device
+            raise AHopError(f"device must be 'auto' or an available PyTorch device, got {self.device!r}") from error
+        return scalar.device
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The network behind the tabular estimators: encode a row, compare it with the cases, judge by the similarities."""
+"""The network behind the tabular estimators: encode a row, score it against the cases, apply an MLP to the scores."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,55 +6,66 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ahop_layers.association import dot_product
-from ahop_layers.errors import check_choice
+from ahop_layers.errors import AHopError
 from ahop_layers.memory.kernel import KernelModulation
-from ahop_layers.ops.reference import check_bases
 from ahop_layers.similarity import AdaptiveSimilarity
 
-SIMILARITIES = ("adaptive", "dot", "kernel")
-FEW_VALUES = 128  # a feature with no more of them is a table
-CHUNK = 4096  # rows at once where no gradient is needed: some 10 MB for each table of scores or columns
+FEW_VALUES = 128  # a feature with at most this many distinct values has a knot at each of them
+CHUNK = 4096  # rows processed at once without gradients: about 10 MB for each matrix of scores or columns
 
 
 class Encoding(nn.Module):
-    """Features as columns of comparable size: ``clamp((x - low) / width) - centre``, one or more columns a feature.
+    """Encodes features as columns of comparable scale, ``clamp((x - low) / width) - center``.
 
-    Made by :meth:`standard` or :meth:`ramps`. Rows are float64, since features come in any unit; columns have the
-    precision of ``centre``, in which the network computes.
+    A feature has one or more columns. Create an encoding with :meth:`standard` or :meth:`ramps`. Rows are float64,
+    because features come in any unit. Columns have the dtype of ``center``, which is that of the network.
     """
 
     column: Tensor
     low: Tensor
     rate: Tensor
-    centre: Tensor
+    center: Tensor
 
     def __init__(self, column: Tensor, low: Tensor, width: Tensor, limits: tuple[float, float]) -> None:
         super().__init__()
         self.limits = limits
-        # A feature that is the same in all rows says nothing: at a rate of 0 it is zero everywhere.
-        # Its deviation is the rounding of its mean, and not always exactly 0.
+        overflow = column[~(low.isfinite() & width.isfinite())].tolist()
+        if overflow:
+            raise AHopError(f"X must have a finite range and variance in float64, got feature {overflow[0]}")
+        # A constant feature has rate 0, so that it is encoded as zero. Its computed width can be a rounding error.
         number = torch.finfo(width.dtype)
         rate = torch.where(width > (16 * number.eps * low.abs()).clamp(min=number.tiny), 1 / width, 0.0)
-        centre = torch.zeros_like(low, dtype=torch.float32)
-        for name, values in (("column", column), ("low", low), ("rate", rate), ("centre", centre)):
+        center = torch.zeros_like(low, dtype=torch.float32)
+        for name, values in (("column", column), ("low", low), ("rate", rate), ("center", center)):
             self.register_buffer(name, values)
 
     @classmethod
     def standard(cls, rows: Tensor, weight: Tensor) -> "Encoding":
-        """One column a feature, of mean 0 and deviation 1: ``rows (n, features)``, ``weight (n,)`` of mean 1."""
+        """Standardize each feature to one column with mean 0 and standard deviation 1.
+
+        Args:
+            rows: ``(n, features)``.
+            weight: ``(n,)`` with mean 1.
+        """
         mean = (weight[:, None] * rows).mean(0)
-        spread = (weight[:, None] * (rows - mean).square()).mean(0).sqrt()
-        return cls(torch.arange(rows.shape[1]), mean, spread, (-math.inf, math.inf))
+        deviation = (weight[:, None] * (rows - mean).square()).mean(0).sqrt()
+        return cls(torch.arange(rows.shape[1]), mean, deviation, (-math.inf, math.inf))
 
     @classmethod
     def ramps(cls, rows: Tensor, weight: Tensor, knots: int) -> "Encoding":
-        """For each feature ramps from 0 to 1 between neighbouring knots, which stand at quantiles of its values.
+        """Encode each feature as ramps from 0 to 1 between adjacent knots, placed at quantiles of its distinct values.
 
-        A linear map of the ramps is any function that is linear between knots. A feature with few values has a knot at
-        each of them, so the codes of a category need no columns of their own. Values count once however often they
-        occur: else a feature that is mostly zero would have all its knots there. Few rows cannot support many knots.
+        A linear map of the ramps is a piecewise linear function of the feature. A feature with few distinct values has
+        a knot at each of them, so category codes need no one-hot encoding. Quantiles are those of the distinct values:
+        otherwise a feature that is mostly zero would have all knots there. Small tables get fewer knots.
+
+        Args:
+            rows: ``(n, features)``.
+            weight: ``(n,)``.
+            knots: maximum number of knots of a feature with many distinct values.
         """
         few = min(FEW_VALUES, max(2, len(rows) // 32))
         knots = min(knots, few)
@@ -71,28 +82,29 @@ class Encoding(nn.Module):
         encoding = cls(torch.tensor(column), torch.cat(low), torch.cat(width), (0.0, 1.0))
         shares = (weight / weight.sum()).float()
         parts = zip(torch.split(shares, CHUNK), torch.split(rows, CHUNK), strict=True)
-        encoding.centre = torch.stack([share @ encoding(part) for share, part in parts]).sum(0)
+        encoding.center = torch.stack([share @ encoding(part) for share, part in parts]).sum(0)
         return encoding
 
     def forward(self, rows: Tensor) -> Tensor:
-        """``(n, features) -> (n, columns)``."""
-        # Features first, so that each column is one stretch of memory; in place, since rows have no gradient.
+        """Encode ``rows (n, features) -> (n, columns)``."""
+        # Transposed, so that each column is contiguous. In place, because rows have no gradient.
         columns = rows.T.contiguous().index_select(0, self.column).sub_(self.low[:, None]).mul_(self.rate[:, None])
-        return columns.to(self.centre.dtype).clamp_(*self.limits).sub_(self.centre[:, None]).T
+        return columns.to(self.center.dtype).clamp_(*self.limits).sub_(self.center[:, None]).T
 
 
 class CaseNetwork(nn.Module):
-    """``MLP(LayerNorm(similarity(cases, row)))``, after a linear embedding shared by rows and cases.
+    """Computes ``MLP(LayerNorm(similarity(cases, row)))``; rows and cases share one linear embedding.
 
     Args:
         encoding: from features to columns.
         cases: ``(S, columns)``.
-        outputs: numbers to predict.
-        similarity: ``"adaptive"``, ``"dot"``, or ``"kernel"`` (a dot product of cases changed by a learned kernel).
-        bases: the base similarities of an adaptive one, which starts as the first of them.
-        embedding_dim: dimensions in which rows and cases are compared; ``None`` compares the columns themselves.
+        outputs: number of outputs.
+        similarity: ``"adaptive"``, ``"dot"``, or ``"kernel"``, a dot product with a learned kernel.
+        bases: base similarities of the adaptive similarity, which is initialized to the first.
+        embedding_dim: dimension of the embedding; ``None`` compares the columns directly.
         hidden: widths of the hidden layers.
-        dropout: share of similarities and hidden units that are dropped in training.
+        dropout: dropout probability of scores and hidden units.
+        generator: CPU generator of the initial weights.
     """
 
     cases: Tensor
@@ -108,44 +120,59 @@ class CaseNetwork(nn.Module):
         embedding_dim: int | None,
         hidden: Sequence[int],
         dropout: float,
+        generator: torch.Generator,
     ) -> None:
         super().__init__()
-        check_choice("similarity", similarity, SIMILARITIES)
         count, columns = cases.shape
         dim = columns if embedding_dim is None else embedding_dim
-        self.encoding = encoding
+        self.encoding, self.dropout = encoding, dropout
         self.register_buffer("cases", cases)
-        self.embedding = nn.Identity() if embedding_dim is None else nn.Linear(columns, dim)
-        self.similarity = _as_first_base(dim, bases) if similarity == "adaptive" else None
+        self.embedding = nn.Identity() if embedding_dim is None else _linear(columns, dim, generator)
+        self.similarity = _first_base(dim, bases) if similarity == "adaptive" else None
         self.modulation = KernelModulation(dim) if similarity == "kernel" else nn.Identity()
         self.norm = nn.LayerNorm(count)
-        widths = [count, *hidden]
-        layers: list[nn.Module] = [nn.Dropout(dropout)]
-        for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after), nn.ReLU(), nn.Dropout(dropout)]
-        self.mlp = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+        self.mlp = nn.ModuleList(_linear(*widths, generator) for widths in pairwise([count, *hidden, outputs]))
 
     def scores(self, rows: Tensor) -> Tensor:
-        """Compare ``rows (n, features)`` with the cases: ``(n, S)``."""
+        """Score ``rows (n, features)`` against the cases: ``(n, S)``."""
         query = self.embedding(self.encoding(rows))
         key = self.embedding(self.cases)
         score = dot_product if self.similarity is None else self.similarity
         scores: Tensor = score(query, self.modulation(key))
         return scores
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """``(n, features) -> (n, outputs)``."""
-        outputs: Tensor = self.mlp(self.norm(self.scores(rows)))
-        return outputs
+    def forward(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Compute ``rows (n, features) -> (n, outputs)``, with dropout where a ``generator`` for its masks is given."""
+        values: Tensor = self.norm(self.scores(rows))
+        for number, layer in enumerate(self.mlp):
+            values = values if number == 0 else functional.relu(values)
+            values = layer(values if generator is None else _dropout(values, self.dropout, generator))
+        return values
 
 
-def _as_first_base(dim: int, bases: Sequence[str]) -> AdaptiveSimilarity:
-    """An adaptive similarity that starts as the first of its bases, whichever it is."""
-    weight = torch.zeros(len(check_bases(bases)), dim)
+def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+    """A linear layer with PyTorch's default initialization, drawn from ``generator`` and not from the global one."""
+    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")  # the constructor draws nothing on meta
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5, generator=generator)
+    return layer
+
+
+def _dropout(values: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Dropout of ``values (n, m)`` with a mask from ``generator``."""
+    if probability == 0:
+        return values
+    mask = torch.empty_like(values).bernoulli_(1 - probability, generator=generator)
+    return values * mask.div_(1 - probability)
+
+
+def _first_base(dim: int, bases: Sequence[str]) -> AdaptiveSimilarity:
+    """An adaptive similarity that is initialized to the first of its bases, registered ones included."""
+    weight = torch.zeros(len(bases), dim)
     weight[0, -1] = 1.0
     return AdaptiveSimilarity(dim, bases=bases, init=weight)
 
 
 def apply_in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Apply ``function`` to rows in bounded memory."""
+    """Apply ``function`` to chunks of the rows to bound memory, and concatenate the results."""
     return torch.cat([function(part) for part in torch.split(rows, CHUNK)])

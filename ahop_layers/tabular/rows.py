@@ -1,4 +1,4 @@
-"""What the tabular estimators do with the rows of a training set before any network sees them."""
+"""Preparation of the training set: merging equal rows, holding rows out, and choosing the cases."""
 
 from typing import Any, NamedTuple
 
@@ -10,52 +10,55 @@ from sklearn.metrics import pairwise_distances_argmin  # type: ignore[import-unt
 from sklearn.utils import check_array, check_consistent_length  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, check_choice
+from ahop_layers.errors import AHopError
 from ahop_layers.tabular.network import Encoding, apply_in_chunks
 
 Array = NDArray[Any]
 
-# Fewer held-out rows would judge an epoch by chance.
-FEWEST_HELD_OUT = 10
+# The mean loss of fewer held-out rows is too noisy to choose an epoch by.
+MIN_HELD_OUT = 10
 
 
-class Rows(NamedTuple):
-    """Distinct rows: features ``(n, features)``, targets, weights of mean 1, and places in the set they come from."""
+class TrainingSet(NamedTuple):
+    """Distinct rows ``(n, features)``, their targets, weights of mean 1, and indices in the set passed to ``fit``."""
 
     X: Array
     target: Array
     weight: Array
-    place: Array
+    indices: Array
 
 
-def merge_rows(X: Array, target: Array, sample_weight: ArrayLike | None) -> Rows:
-    """Equal rows become one with the sum of their weights, in an order that does not depend on the given one.
+def merge_rows(X: Array, target: Array, sample_weight: ArrayLike | None) -> TrainingSet:
+    """Merge equal rows into one with the sum of their weights, in an order independent of the input order.
 
-    So a row of weight 2 is the same as the row twice, and no row is both learned from and held out.
+    A row of weight 2 is therefore equivalent to two equal rows, and no row is both trained on and held out.
 
     Raises:
-        ValueError: weights that are no numbers, too few or negative, or all zero (an AHopError).
+        ValueError: ``sample_weight`` is not one finite number per row, has a negative one, or is all zero (an
+            AHopError).
     """
     weight: Array = np.ones(len(X))
     if sample_weight is not None:
         weight = check_array(sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
         check_consistent_length(X, weight)
-        if weight.ndim != 1 or weight.min() < 0 or not weight.any():
+        with np.errstate(over="ignore"):
+            total = weight.sum()
+        if weight.ndim != 1 or weight.min() < 0 or not 0 < total < np.inf:
             raise AHopError(
-                "sample_weight must be one number for each row, none negative and not all zero,"
+                "sample_weight must be one number per row, none negative, not all zero, and with a finite sum,"
                 f" got shape {weight.shape}, from {weight.min():g} to {weight.max():g}"
             )
     kept = np.flatnonzero(weight)
     both = np.column_stack([target[kept], X[kept]])
     merged, first, group = np.unique(both, axis=0, return_index=True, return_inverse=True)
     weight = np.bincount(group.reshape(-1), weight[kept])
-    return Rows(merged[:, 1:], merged[:, 0], weight / weight.mean(), kept[first])
+    return TrainingSet(merged[:, 1:], merged[:, 0], weight / weight.mean(), kept[first])
 
 
 def hold_out(target: Array, fraction: float, random: np.random.RandomState) -> Array:
-    """Places of a share of the rows, evenly spread over the classes or the range of the targets."""
+    """Indices of a random fraction of the rows, stratified by class or by the rank of the target."""
     count = int(len(target) * fraction)
-    if count < FEWEST_HELD_OUT:
+    if count < MIN_HELD_OUT:
         return np.array([], dtype=np.int64)
     order = random.permutation(len(target))
     order = order[np.argsort(target[order], kind="stable")]
@@ -64,17 +67,21 @@ def hold_out(target: Array, fraction: float, random: np.random.RandomState) -> A
 
 
 def choose_cases(
-    encoding: Encoding, rows: Rows, learned: Array, count: int, init: str, random: np.random.RandomState
+    encoding: Encoding, rows: TrainingSet, learned: Array, count: int, init: str, random: np.random.RandomState
 ) -> tuple[Tensor, Array]:
-    """Choose ``count`` cases from the rows that are learned from.
+    """Choose ``count`` cases among the rows that are trained on, whose indices are ``learned``.
+
+    Args:
+        encoding: from features to columns.
+        rows: the training set.
+        learned: indices of the rows that are trained on.
+        count: number of cases.
+        init: ``"rows"`` for random rows, ``"kmeans"`` for cluster centers.
+        random: source of random numbers.
 
     Returns:
-        The cases ``(count, columns)``, and the place of the row that each of them is, or is nearest to.
-
-    Raises:
-        AHopError: an unknown ``init``.
+        The cases ``(count, columns)``, and for each the index of its row, for a cluster center of the nearest row.
     """
-    check_choice("init", init, ("rows", "kmeans"))
     if init == "rows":
         chosen = random.choice(learned, count, replace=False)
         return encoding(torch.from_numpy(rows.X[chosen])), chosen

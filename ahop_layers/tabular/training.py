@@ -1,4 +1,4 @@
-"""Training of the tabular network: batches, one optimiser, one schedule, and the best epoch on held-out rows."""
+"""Training of the tabular network: batches, optimizer, schedule, and the choice of the best epoch on held-out rows."""
 
 import copy
 import math
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ahop_layers.errors import AHopError
 from ahop_layers.tabular.network import CaseNetwork, apply_in_chunks
 from ahop_layers.training import rise_and_fall
 
@@ -22,7 +23,7 @@ class Examples(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How long and how fast to learn."""
+    """Hyperparameters of the optimization."""
 
     learning_rate: float
     weight_decay: float
@@ -32,44 +33,54 @@ class Schedule(NamedTuple):
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Report = Callable[[int, float, float | None], None]
+OnEpoch = Callable[[int, float, float | None], None]
 
 
 def log_loss(outputs: Tensor, target: Tensor) -> Tensor:
-    """Of ``outputs (n, classes)``, class ``target (n,)``: ``(n,)``."""
+    """Cross entropy of ``outputs (n, classes)`` and class ``target (n,)``: ``(n,)``."""
     return functional.cross_entropy(outputs, target, reduction="none")
 
 
 def squared_loss(outputs: Tensor, target: Tensor) -> Tensor:
-    """Squared error of the probabilities from ``outputs (n, classes)``, class ``target (n,)``: ``(n,)``."""
+    """Squared error of the class probabilities, for ``outputs (n, classes)`` and class ``target (n,)``: ``(n,)``."""
     return (outputs.softmax(-1) - functional.one_hot(target, outputs.shape[1])).square().sum(-1)
 
 
 def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
-    """Of ``outputs (n, 1)``, ``target (n,)``: ``(n,)``."""
+    """Squared error of ``outputs (n, 1)`` and ``target (n,)``: ``(n,)``."""
     return (outputs[:, 0] - target).square()
 
 
 def absolute_error(outputs: Tensor, target: Tensor) -> Tensor:
-    """Of ``outputs (n, 1)``, ``target (n,)``: ``(n,)``."""
+    """Absolute error of ``outputs (n, 1)`` and ``target (n,)``: ``(n,)``."""
     return (outputs[:, 0] - target).abs()
 
 
 def train(
-    network: CaseNetwork, examples: Examples, held_out: Examples | None, loss: Loss, schedule: Schedule, report: Report
+    network: CaseNetwork,
+    examples: Examples,
+    held_out: Examples | None,
+    loss: Loss,
+    schedule: Schedule,
+    generator: torch.Generator,
+    on_epoch: OnEpoch,
 ) -> list[float]:
-    """Train with AdamW and keep the epoch with the least loss on the held-out rows, where there are any.
+    """Train with AdamW. With held-out rows, restore the epoch with the smallest held-out loss.
 
     Args:
-        network: on the device of the examples; left in evaluation mode.
-        examples: to learn from.
-        held_out: never learned from.
-        loss: from outputs and targets to a loss for each row.
-        schedule: the learning rate rises over a tenth of all steps, then falls to zero along half a cosine.
-        report: called after each epoch with its number, the loss while learning and the held-out loss.
+        network: on the device of the examples.
+        examples: training rows.
+        held_out: validation rows, if any.
+        loss: from outputs and targets to one loss per row.
+        schedule: the learning rate rises for the first tenth of the steps, then falls to zero along half a cosine.
+        generator: draws the batches and the dropout masks, on the device of the examples.
+        on_epoch: called after each epoch with its number, the training loss and the held-out loss.
 
     Returns:
-        The held-out loss after each epoch, or the loss while learning without held-out rows.
+        The held-out loss after each epoch; without held-out rows, the training loss.
+
+    Raises:
+        AHopError: the training loss is not finite.
     """
     steps = schedule.max_epochs * math.ceil(len(examples.rows) / schedule.batch_size)
     history: list[float] = []
@@ -78,10 +89,9 @@ def train(
     optimizer = torch.optim.AdamW(parameters, lr=schedule.learning_rate, weight_decay=schedule.weight_decay, fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
     for epoch in range(1, schedule.max_epochs + 1):
-        network.train()
         total = torch.zeros((), device=examples.rows.device)
-        for batch in _batches(examples, schedule.batch_size):
-            value = (loss(network(batch.rows), batch.target) * batch.weight).mean()
+        for batch in _batches(examples, schedule.batch_size, generator):
+            value = (loss(network(batch.rows, generator), batch.target) * batch.weight).mean()
             optimizer.zero_grad()
             torch.autograd.backward(value)
             optimizer.step()
@@ -89,8 +99,13 @@ def train(
             total += value.detach() * len(batch.rows)
         learned = total.item() / len(examples.rows)
         judged = None if held_out is None else mean_loss(network, held_out, loss)
-        report(epoch, learned, judged)
         history.append(learned if judged is None else judged)
+        if not (math.isfinite(learned) and math.isfinite(history[-1])):
+            raise AHopError(
+                f"the loss must stay finite, got {learned} in epoch {epoch} and {history[-1]} after it,"
+                f" with learning_rate={schedule.learning_rate!r}: use a smaller one"
+            )
+        on_epoch(epoch, learned, judged)
         if judged is None:
             continue
         if judged <= min(history):
@@ -99,18 +114,17 @@ def train(
             break
     if best is not None:
         network.load_state_dict(best)
-    network.eval()
     return history
 
 
 @torch.no_grad()
 def mean_loss(network: CaseNetwork, examples: Examples, loss: Loss) -> float:
-    """The weighted mean loss of the network at rest."""
-    outputs = apply_in_chunks(network.eval(), examples.rows)
+    """The weighted mean loss without dropout."""
+    outputs = apply_in_chunks(network, examples.rows)
     return ((loss(outputs, examples.target) * examples.weight).sum() / examples.weight.sum()).item()
 
 
-def _batches(examples: Examples, size: int) -> Iterator[Examples]:
-    device = examples.rows.device
-    for index in torch.split(torch.randperm(len(examples.rows), device=device), size):
+def _batches(examples: Examples, size: int, generator: torch.Generator) -> Iterator[Examples]:
+    order = torch.randperm(len(examples.rows), generator=generator, device=generator.device)
+    for index in torch.split(order, size):
         yield Examples(*(part[index] for part in examples))
