@@ -25,7 +25,8 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
         inputs, keywords: what the model is called with.
 
     Returns:
-        ``(N, H, L, S)`` for the name of each layer that took part; with update steps or repeated calls, the last.
+        ``(N, H, L, S)``, or of packed bags ``(total, H, L)``, for the name of each layer that took part; with update
+        steps or repeated calls, the last.
 
     Raises:
         AHopError: no adaptive layer took part.
@@ -54,8 +55,5 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         model(*inputs, **keywords)
     if not maps:
-        raise AHopError(
-            f"expected a model that calls adaptive layers, got {type(model).__name__} that called none;"
-            " of packed bags, pool_packed and AdaptivePool return the weights themselves"
-        )
+        raise AHopError(f"expected a model that calls adaptive layers, got {type(model).__name__} that called none")
     return maps

@@ -4,17 +4,15 @@ Each takes every argument of the class it replaces, and the keywords that :class
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ahop_layers.association import settle
 from ahop_layers.hopfield.base import arguments
 from ahop_layers.hopfield.layers import LAYER_ONLY, HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase
-from ahop_layers.packed import Bags, Slices, end_to_end
+from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, LazyAdaptiveSimilarity
 
@@ -174,73 +172,46 @@ class AdaptiveHopfieldPooling(HopfieldPoolingBase):
     def pool_packed(
         self, instances: Tensor, bag_sizes: Sequence[int] | Tensor | None = None, return_association: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Pool bags that lie end to end, in memory that grows with their instances and not with the longest bag.
+        """Pools packed bags. Memory grows with the number of instances, not with the size of the largest bag.
 
-        Without update steps, instances are worked on in slices, however large a bag is, and in training each slice is
-        computed again for its gradients: what stays in memory is little more than the instances.
+        Without update steps, keys and values are computed in slices to bound memory, and in training recomputed for
+        their gradients: little more than the instances stays in memory. Under ``torch.compile``, pass ``bag_sizes`` as
+        a tensor: one graph then serves all sizes, without slices.
 
         Args:
-            instances: ``(total, input_size)``, or a nested tensor ``(N, bag, input_size)``.
-            bag_sizes: how many instances belong to each of the N bags, zero allowed; not for a nested tensor.
+            instances: ``(total, input_size)``, those of all N bags, or a nested tensor ``(N, bag, input_size)``.
+            bag_sizes: number of instances of each bag, possibly zero: integers in a sequence, array or tensor. None for
+                a nested tensor.
             return_association: also return the weights of the instances.
 
         Returns:
-            What the padded call gives, ``(N, quantity * output_size)``, and on request ``(total, heads, quantity)``.
+            The result of the padded call, ``(N, quantity * output_size)``, and on request the weights
+            ``(total, heads, quantity)``.
 
         Raises:
-            AHopError: sizes that do not add up to the instances, or another argument that does not fit.
+            AHopError: the sizes do not add up to the number of instances, or an argument has the wrong type or shape.
 
         >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
         >>> pooled, weights = pooling.pool_packed(torch.randn(10, 8), [3, 0, 7], return_association=True)
         >>> pooled.shape, weights.shape
         (torch.Size([3, 8]), torch.Size([10, 2, 1]))
         """
-        instances, sizes = end_to_end(instances, bag_sizes)
-        hopfield, core, device = self.hopfield, self.hopfield.association_core, instances.device
-        scaling: float | Tensor = 1.0 if core.scales_query else core.scaling
-        slices = Slices(instances, sizes, max(1, ROOM[device.type == "cuda"] // instances.shape[-1]))
-        bags, places = Bags(sizes, device), torch.arange(len(instances), device=device)
-        bags_and_zeros = Bags([size + 1 for size in sizes], device) if core.add_zero_attn else bags
+        hopfield, core = self.hopfield, self.hopfield.association_core
 
-        def key(rows: Tensor) -> Tensor:
-            return rearrange(core.heads(hopfield.normalize(rows[None], 1), 1), "1 h t d -> t h d")
+        def project(part: int, rows: Tensor) -> Tensor:
+            return rearrange(hopfield.heads(rows[None], part), "1 h t d -> t h d")
 
-        @cache
-        def keys() -> Tensor:  # a state that moves reads all of them again and again
-            return key(instances)
-
-        def value(rows: Tensor) -> Tensor:
-            return rearrange(core.heads(hopfield.normalize(rows[None], 2), 2), "1 h t e -> t h e")
-
-        def score(query: Tensor, key: Tensor) -> Tensor:
-            return core.score(query, key) * scaling
-
-        def attend(state: Tensor) -> Tensor:
-            moves = core.steps != 0
-            scores = bags.score(state, keys(), score) if moves else slices.score(state, key, score)
-            if core.add_zero_attn:  # one more pattern after each bag
-                zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1)
-                scores = bags_and_zeros.spread(zero.expand(len(sizes), -1, -1)).index_copy(0, places, scores)
-            return bags_and_zeros.separate(scores, core.separation)
-
-        def follow(weights: Tensor) -> Tensor:
-            return bags.read(weights.index_select(0, places), keys())
-
-        if core.add_zero_attn:
-            places = places + bags.bag
-        queries = self.pooling_weights if self.batch_first else self.pooling_weights.transpose(0, 1)
-        state = core.heads(hopfield.normalize(queries, 0), 0)
-        weights = settle(state, attend, follow, bags_and_zeros.change, core.steps, core.update_steps_eps)
-        weights = weights.index_select(0, places)
-        dropped = functional.dropout(weights, core.dropout if self.training else 0.0)
-        output = core.read_out(slices.read(dropped, value))
-        if hopfield.association_activation is not None:
-            output = hopfield.association_activation(output)
-        return (output.flatten(1), weights) if return_association else output.flatten(1)
+        packed = Packed(
+            *check_bags(instances, bag_sizes),
+            partial(project, 1),
+            partial(project, 2),
+            zero_association=core.add_zero_attn,
+            keep_keys=core.steps != 0,
+        )
+        queries = self.pooling_weights if hopfield._batch_first else self.pooling_weights.transpose(0, 1)
+        output, weights = core.retrieve(hopfield.heads(queries, 0), packed)
+        output = hopfield.activate(output).flatten(1)
+        return (output, packed.of_instances(weights)) if return_association else output
 
 
 KEYWORDS = ("bases", "init", "debias", "separation")
-
-# How many numbers of an input to work on at a time, on a CPU and on a GPU: few enough to bound the memory of what is
-# computed from them, enough to keep the device busy.
-ROOM = (2**22, 2**24)

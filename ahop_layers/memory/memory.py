@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import change, dot_product, settle
+from ahop_layers.association import Similarity, change, dot_product, iterate
 from ahop_layers.errors import AHopError, check_choice, check_floating, check_patterns, check_sizes, describe
 from ahop_layers.memory.energy import choose_energy
 from ahop_layers.memory.fit import Pairs, minimise, retrieval_batches, separation_batches, start_bias
 from ahop_layers.memory.kernel import KernelModulation
-from ahop_layers.memory.presets import Similarity, named_similarity, parts
+from ahop_layers.memory.presets import named_similarity, parts
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator
 from ahop_layers.variants import Mixed
@@ -298,7 +298,7 @@ class AssociativeMemory(Associator):
             # The similarity takes the bias off its query, so a state that came from the patterns must carry it.
             return read(weights) if bias is None else read(weights) + bias
 
-        return read(settle(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]
+        return read(iterate(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]
 
     def _loss(self, batch: Pairs) -> Tensor:
         index, query = batch
