@@ -23,10 +23,10 @@ def _adapt_attention(adaptive: type[nn.Module], module: Any, keywords: dict[str,
 
 
 def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
-    core, width, batch_first = hopfield.association_core, hopfield.input_size, hopfield.batch_first
+    core, batch_first, width = hopfield.association_core, hopfield.batch_first, hopfield.input_size
     settings = hopfield.scaling, hopfield.update_steps_max, hopfield.update_steps_eps
-    turn_into(hopfield, AdaptiveHopfield, "_batch_first")
-    hopfield._batch_first = batch_first
+    turn_into(hopfield, AdaptiveHopfield, "_batch_first", "_input_size")
+    hopfield._batch_first, hopfield._input_size = batch_first, width
     if isinstance(core, AssociationCore):
         separation = core.separation
         turn_into(core, AssociationCore, "similarity", "separation")
@@ -35,7 +35,7 @@ def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
         names = ("scaling", "update_steps_max", "update_steps_eps", "steps")
         turn_into(core, AssociationCore, "similarity", "separation", *names)
         core.configure(*settings)
-    hopfield.make_adaptive(width, **{"separation": separation, **keywords})
+    hopfield.make_adaptive(**{"separation": separation, **keywords})
 
 
 def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -> None:

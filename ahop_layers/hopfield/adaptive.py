@@ -1,143 +1,146 @@
 """AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling: the layers of hflayers with a learned similarity.
 
-Each takes every argument of the class it replaces, and the keywords that :class:`AdaptiveHopfield` explains.
+Each takes every argument of the class it replaces, followed by the keyword-only arguments of :class:`_AdaptiveFace`.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from ahop_layers.hopfield.base import arguments
-from ahop_layers.hopfield.layers import LAYER_ONLY, HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase
+from ahop_layers.hopfield.base import Face, OwnHopfield
+from ahop_layers.hopfield.layers import (
+    HopfieldBase,
+    HopfieldLayerBase,
+    HopfieldPoolingBase,
+    OwnHopfieldLayer,
+    OwnHopfieldPooling,
+)
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, LazyAdaptiveSimilarity
+from ahop_layers.similarity import SimilaritySource, make_similarity
 
 
-class AdaptiveHopfield(HopfieldBase):
-    """``hflayers.Hopfield`` with a learned similarity: state patterns look up what they need among stored ones.
+class _AdaptiveFace(Face):
+    """The constructor of the adaptive layers: positional arguments and other keywords go to the plain layer."""
 
-    It takes every argument of the class it replaces, in the same order with the same defaults, and more by keyword.
+    def __init__(
+        self,
+        *args: Any,
+        bases: Sequence[str] = ("dis", "dot"),
+        init: str | Tensor = "dot",
+        debias: bool = False,
+        separation: str | Separation = "softmax",
+        similarity: SimilaritySource | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*args, **keywords)
+        hopfield: Any = self._inner
+        hopfield.make_adaptive(bases, init, debias, separation, similarity)
+        self.to(device=device, dtype=dtype)
+
+
+def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a constructor the signature of a plain layer, followed by the keywords of the adaptive layers."""
+
+    def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
+        own = [*inspect.signature(plain.__init__).parameters.values()]  # type: ignore[misc]
+        added = inspect.signature(_AdaptiveFace.__init__).parameters.values()
+        signature = inspect.Signature([*own, *(each for each in added if each.kind == each.KEYWORD_ONLY)])
+        constructor.__signature__ = signature  # type: ignore[attr-defined]
+        return constructor
+
+    return decorate
+
+
+class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
+    """``hflayers.Hopfield`` with a learned similarity: associates state patterns with stored patterns.
+
+    It takes every argument of the class it replaces, in the same order and with the same defaults, then by keyword:
 
     Args:
-        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has weights of its own. With the
-            default ``init="dot"`` the layer computes what the one it replaces computes, until it is trained.
-        separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (alpha is learned), ``"argmax"``, or a
+        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has its own weights. With the
+            default ``init="dot"`` the layer initially computes the same outputs as the layer it replaces.
+        separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.separation.Separation`.
-        scaling: multiplies the score. A tensor is a buffer, a parameter is learned; the shape ``()`` means one factor
-            and ``(heads, 1, 1)`` one per head, while ``(heads,)`` means what it means in hflayers.
+        similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
+            ``(dim, num_heads)`` that returns one. It replaces ``bases``, ``init`` and ``debias``.
+        device, dtype: of all parameters and buffers.
+        scaling: factor of the scores. A tensor becomes a buffer, a parameter is trained. The shape ``()`` is one
+            factor, ``(heads, 1, 1)`` one per head; ``(heads,)`` has the meaning it has in hflayers.
 
     Shapes:
         input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
         projection ``(N, S, pattern_projection_size)`` patterns; output ``(N, L, output_size)``.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> layer = AdaptiveHopfield(input_size=8, num_heads=2, separation="sparsemax")
     >>> layer(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    # fmt: off
-    def __init__(
-        self, input_size: int | None = None, hidden_size: int | None = None, output_size: int | None = None,
-        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
-        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
-        normalize_stored_pattern_eps: float = 1e-5, normalize_state_pattern: bool = True,
-        normalize_state_pattern_affine: bool = True, normalize_state_pattern_eps: float = 1e-5,
-        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
-        normalize_pattern_projection_eps: float = 1e-5, normalize_hopfield_space: bool = False,
-        normalize_hopfield_space_affine: bool = False, normalize_hopfield_space_eps: float = 1e-5,
-        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
-        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
-        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
-        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
-        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
-        *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
-        separation: str | Separation = "softmax",
-    ) -> None:
-        # fmt: on
-        super().__init__(**arguments(locals(), *KEYWORDS))
-        self.make_adaptive(input_size, bases, init, debias, separation)
+    @_extends(OwnHopfield)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
 
     def make_adaptive(
         self,
-        width: int | None,
         bases: Sequence[str] = ("dis", "dot"),
         init: str | Tensor = "dot",
         debias: bool = False,
         separation: str | Separation = "softmax",
+        similarity: SimilaritySource | None = None,
     ) -> None:
-        """Give the core its similarity and separation; ``width`` is that of static patterns, where it is known."""
+        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
         core = self.association_core
-        like = next(self.parameters(), torch.empty(0))
-        dim = width if core.key_as_static and core.query_as_static else core.head_dim
-        if dim is None and isinstance(init, Tensor):
-            dim = init.shape[-1]
-        similarity = (
-            LazyAdaptiveSimilarity(core.num_heads, bases, init, debias)
-            if dim is None
-            else AdaptiveSimilarity(dim, core.num_heads, bases, init, debias)
-        )
+        dim = self._input_size if core.key_as_static and core.query_as_static else core.head_dim
+        like = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
         separation = separation if isinstance(separation, Separation) else Separation(separation, core.num_heads)
-        core.similarity, core.separation = similarity.to(like), separation.to(like)
+        similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity)
+        core.similarity = similarity.to(like).train(self.training)
+        core.separation = separation.to(like).train(self.training)
 
 
-class AdaptiveHopfieldLayer(HopfieldLayerBase):
-    """``hflayers.HopfieldLayer`` with a learned similarity: patterns look up what they need among learned ones.
+class AdaptiveHopfieldLayer(_AdaptiveFace, HopfieldLayerBase):
+    """``hflayers.HopfieldLayer`` with a learned similarity: associates its input with learned patterns.
 
     It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> AdaptiveHopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    # fmt: off
-    def __init__(
-        self, input_size: int, hidden_size: int | None = None, output_size: int | None = None,
-        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
-        lookup_weights_as_separated: bool = False, lookup_targets_as_trainable: bool = True,
-        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
-        normalize_state_pattern: bool = True, normalize_state_pattern_affine: bool = True,
-        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
-        normalize_hopfield_space: bool = False, normalize_hopfield_space_affine: bool = False,
-        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
-        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
-        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
-        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
-        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
-        quantity: int = 1, trainable: bool = True,
-        *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
-        separation: str | Separation = "softmax",
-    ) -> None:
-        # fmt: on
-        given = arguments(locals(), *LAYER_ONLY)
-        nn.Module.__init__(self)
-        self._assemble(AdaptiveHopfield(**given), given, quantity, trainable, lookup_weights_as_separated,
-                       lookup_targets_as_trainable)
+    _hopfield_class = AdaptiveHopfield
+
+    @_extends(OwnHopfieldLayer)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
 
 
-class AdaptiveHopfieldPooling(HopfieldPoolingBase):
-    """``hflayers.HopfieldPooling`` with a learned similarity: learned queries pool bags of patterns.
+class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
+    """``hflayers.HopfieldPooling`` with a learned similarity: pools bags of patterns with learned queries.
 
     It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
 
-    Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``; :meth:`pool_packed` takes bags without
+    Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``. :meth:`pool_packed` takes bags without
     padding.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
     >>> pooling(torch.randn(3, 5, 8)).shape
@@ -146,28 +149,11 @@ class AdaptiveHopfieldPooling(HopfieldPoolingBase):
     torch.Size([3, 8])
     """
 
-    # fmt: off
-    def __init__(
-        self, input_size: int, hidden_size: int | None = None, output_size: int | None = None,
-        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
-        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
-        normalize_state_pattern: bool = True, normalize_state_pattern_affine: bool = True,
-        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
-        normalize_hopfield_space: bool = False, normalize_hopfield_space_affine: bool = False,
-        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
-        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
-        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
-        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
-        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
-        quantity: int = 1, trainable: bool = True,
-        *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
-        separation: str | Separation = "softmax",
-    ) -> None:
-        # fmt: on
-        given = arguments(locals(), "quantity", "trainable")
-        nn.Module.__init__(self)
-        self._assemble(AdaptiveHopfield(**given), given, quantity, trainable)
+    _hopfield_class = AdaptiveHopfield
+
+    @_extends(OwnHopfieldPooling)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
 
     def pool_packed(
         self, instances: Tensor, bag_sizes: Sequence[int] | Tensor | None = None, return_association: bool = False
