@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ INITS = ("dot", "dis", "uniform")
 
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
 """A module that scores, or a function of ``(dim, num_heads)`` that makes one."""
+
+
+def refuse_script(module: nn.Module) -> NoReturn:
+    """Raise an AHopError; as ``__prepare_scriptable__`` of a module, ``torch.jit.script`` calls it."""
+    name = type(module).__name__
+    raise AHopError(f"torch.jit.script does not support {name}: use torch.compile or torch.export instead")
 
 
 class AdaptiveSimilarity(nn.Module):
@@ -47,6 +53,8 @@ class AdaptiveSimilarity(nn.Module):
     >>> similarity
     AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False)
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -159,6 +167,7 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
 class Associator(nn.Module):
     """A module that scores queries against keys by its ``similarity``; None stands for the dot product."""
 
+    __prepare_scriptable__ = refuse_script
     similarity: Any
 
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ahop_layers import AdaptiveSimilarity, AHopError, hopfield, similarity_parameters
+from ahop_layers import (
+    AdaptiveAttention,
+    AdaptiveSimilarity,
+    AHopError,
+    AssociativeMemory,
+    hopfield,
+    similarity_parameters,
+)
 from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfield,
     AdaptiveHopfieldLayer,
@@ -204,6 +211,23 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
     for name in ("stored_pattern_padding_mask", "association_mask"):
         with pytest.raises(AHopError, match=f"{name} must be a tensor or None, got list"):
             layer(x, **{name: [[True]]})
+
+
+@pytest.mark.parametrize("make", [
+    lambda: AdaptiveSimilarity(8),
+    lambda: AdaptiveHopfield(8),
+    lambda: AdaptiveHopfieldPooling(8),
+    lambda: hopfield.OwnHopfieldLayer(8),
+    lambda: AdaptiveAttention(8, 2),
+    lambda: AssociativeMemory(torch.randn(4, 8)),
+    lambda: nn.Sequential(nn.Linear(8, 8), AdaptiveHopfieldLayer(8)),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_torch_jit_script_raises(make):
+    with pytest.raises(
+        AHopError, match=r"torch\.jit\.script does not support \w+: use torch\.compile or torch\.export"
+    ):
+        torch.jit.script(make())
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
