@@ -1,14 +1,14 @@
-"""The one path from projected queries, keys and values to what an association reads out.
+"""The path from queries to a readout: score, scale, separate, drop, read, and repeat for each update step.
 
-Score, mask, separate, read out; with update steps, the state that was read from the keys takes the query's place and
-the path is walked again. Every layer of the package, dot product or adaptive, padded or packed, goes through
-:func:`settle`.
+:func:`associate` is the only statement of this path, for dot products and learned similarities alike. It does not know
+how the stored patterns are arranged in memory: a :class:`Stored` does, either a padded batch (:class:`Padded`) or bags
+without padding (:class:`ahop_layers.packed.Packed`).
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from einops import rearrange
@@ -18,40 +18,42 @@ from torch.nn import functional
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
 
-Score = Callable[[Tensor, Tensor], Tensor]
+Similarity = Callable[[Tensor, Tensor], Tensor]
+"""Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
+
 Steps = int | None | Sequence[int]
 
-# A dot product under softmax converges; a learned similarity or a hard separation may cycle for ever.
-LONGEST_SEARCH = 1000
+# The dot product under softmax converges. A learned similarity or a hard separation may cycle forever.
+MAX_SEARCH_STEPS = 1000
 
 
 def dot_product(query: Tensor, key: Tensor) -> Tensor:
-    """The score of attention: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
+    """Computes the dot product: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
     return query @ key.mT
 
 
 def negative_distance(query: Tensor, key: Tensor) -> Tensor:
-    """The negative squared distance: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-    # Far from the origin the squares would swallow their difference; whole numbers stay whole.
-    centre = key.mean(-2, keepdim=True).detach().round()
-    query, key = query - centre, key - centre
+    """Computes the negative squared distance: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
+    # Center first to avoid cancellation far from the origin. A rounded center keeps integers exact.
+    center = key.mean(-2, keepdim=True).detach().round()
+    query, key = query - center, key - center
     return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1).unsqueeze(-2)
 
 
 class Mask(NamedTuple):
-    """What to leave out, and what to add to the scores; both broadcast to (N, H, L, S), both may be absent."""
+    """Entries to exclude from the scores, and values to add to them; each broadcasts to ``(N, H, L, S)`` or is None."""
 
     blocked: Tensor | None = None
     added: Tensor | None = None
 
     def apply(self, scores: Tensor) -> Tensor:
-        """Add, then set what is blocked to ``-inf``."""
+        """Adds ``added`` to the scores, then sets blocked entries to ``-inf``."""
         if self.added is not None:
             scores = scores + self.added.to(scores.dtype)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
 
     def join(self, other: "Mask") -> "Mask":
-        """Both masks in one."""
+        """Combines two masks into one."""
         blocked = self.blocked if other.blocked is None else other.blocked
         added = self.added if other.added is None else other.added
         if self.blocked is not None and other.blocked is not None:
@@ -61,7 +63,7 @@ class Mask(NamedTuple):
         return Mask(blocked, added)
 
     def grow(self) -> "Mask":
-        """The same with one more key at the end, which every query may use."""
+        """Appends one key that no query is blocked from."""
         blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in self)
         return Mask(blocked, added)
 
@@ -72,20 +74,21 @@ def combine_masks(
     shape: tuple[int, int, int, int],
     names: tuple[str, str] = ("stored_pattern_padding_mask", "association_mask"),
 ) -> Mask | None:
-    """Bring the two masks of a call to one form.
+    """Combines the padding mask and the association mask of a call.
 
     Args:
-        padding: ``(N, S)`` for keys; bool or uint8 (deprecated), True = ignore, or any float dtype, added to scores.
-        association: ``(L, S)`` or ``(N * H, L, S)`` for pairs, with the same dtypes.
+        padding: ``(N, S)``; True excludes a key, a float is added to its scores. uint8 is read as bool (deprecated).
+        association: ``(L, S)`` or ``(N * H, L, S)``, with the same dtypes.
         shape: ``(N, H, L, S)``.
-        names: what the caller calls the two masks, for messages.
+        names: argument names of the two masks, for error messages.
 
     Raises:
-        AHopError: a shape or dtype that does not fit.
+        AHopError: a mask is not a tensor, or its shape or dtype does not match.
     """
     n, h, length, keys = shape
     parts = []
     if association is not None:
+        _check_mask(names[1], association)
         if tuple(association.shape) == (length, keys):
             association = association[None, None]
         elif tuple(association.shape) == (n * h, length, keys):
@@ -97,106 +100,170 @@ def combine_masks(
             )
         parts.append(_as_mask(names[1], association))
     if padding is not None:
+        _check_mask(names[0], padding)
         if tuple(padding.shape) != (n, keys):
             raise AHopError(f"{names[0]} must be (N, S) = {(n, keys)}, got {describe(padding)}")
         parts.append(_as_mask(names[0], rearrange(padding, "n s -> n 1 1 s")))
     return reduce(Mask.join, parts) if parts else None
 
 
+def _check_mask(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
+
+
 def _as_mask(name: str, mask: Tensor) -> Mask:
-    """Read a mask of a call: a float is added, True blocks."""
+    """Interprets a mask by its dtype: a float is added, True blocks."""
     if mask.is_floating_point():
         return Mask(added=mask)
     if mask.dtype == torch.uint8:
         warnings.warn(f"a uint8 {name} is deprecated, use bool", DeprecationWarning, stacklevel=2)
         return Mask(blocked=mask.bool())
     if mask.dtype != torch.bool:
-        raise AHopError(f"{name} must be bool or of a float dtype, got {mask.dtype}")
+        raise AHopError(f"{name} must have dtype bool or a floating-point dtype, got {mask.dtype}")
     return Mask(blocked=mask)
+
+
+class Stored(Protocol):
+    """Stored keys and values in some memory layout.
+
+    States are ``(N, H, L, d)``, and N may be 1 where all samples share them. Scores and weights have the shape of the
+    layout, which only the layout interprets.
+    """
+
+    def score(self, state: Tensor, score: Similarity) -> Tensor:
+        """Scores the states against the keys."""
+
+    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
+        """Turns the scores of each query into weights."""
+
+    def next_state(self, weights: Tensor) -> Tensor:
+        """Sums the weighted keys: ``(N, H, L, d)``."""
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Sums the weighted values: ``(N, H, L, e)``."""
+
+    def change(self, weights: Tensor, before: Tensor) -> Tensor:
+        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
+
+
+class Padded:
+    """Keys and values of a batch, padded to one length; weights are ``(N, H, L, S)``.
+
+    Args:
+        key, value: ``(N, H, S, d)``, ``(N, H, S, e)``; N may be 1 where all samples share them.
+        mask: see :func:`combine_masks`.
+        zero_association: append a key and a value of zeros that every query may use.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None, zero_association: bool = False) -> None:
+        if zero_association:
+            key, value = functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))
+            mask = None if mask is None else mask.grow()
+        self.key, self.value, self.mask = key, value, mask
+
+    def score(self, state: Tensor, score: Similarity) -> Tensor:
+        """Scores the states against the keys: ``(N, H, L, S)``."""
+        return score(state, self.key)
+
+    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
+        """Turns masked scores into weights along the last axis."""
+        scores = scores if self.mask is None else self.mask.apply(scores)
+        weights: Tensor = separation(scores, masked=self.mask is not None)
+        return weights
+
+    def next_state(self, weights: Tensor) -> Tensor:
+        """Sums the weighted keys: ``(N, H, L, d)``."""
+        return weights @ self.key
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Sums the weighted values: ``(N, H, L, e)``."""
+        return weights @ self.value
+
+    def change(self, weights: Tensor, before: Tensor) -> Tensor:
+        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
+        return change(weights, before)
 
 
 def associate(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    stored: Stored,
     *,
-    score: Score = dot_product,
+    score: Similarity = dot_product,
     separation: Separation,
     scaling: float | Tensor = 1.0,
-    mask: Mask | None = None,
     dropout: float = 0.0,
     steps: Steps = 0,
     eps: float | Tensor = 1e-4,
 ) -> tuple[Tensor, Tensor]:
-    """Associate queries with keys and read the values out.
+    """Associates queries with stored keys and reads the stored values.
 
     Args:
-        query, key, value: ``(N, H, L, d)``, ``(N, H, S, d)``, ``(N, H, S, e)``; N may be 1 where it is shared.
+        query: ``(N, H, L, d)``; N may be 1 where all samples share it.
+        stored: keys and values in a memory layout.
         score: the similarity of queries and keys.
-        separation: from a row of scores to weights.
-        scaling: multiplies the scores; a number, or a tensor ``()`` or ``(H, 1, 1)``.
-        mask: see :func:`combine_masks`.
-        dropout: probability with which a weight is dropped at the readout; 0 outside training.
-        steps: how many times the state is replaced by what it reads from the keys, or one such number per head; None or
-            a negative number: until the weights of a head stop changing.
-        eps: a head stops once its weights change by no more than this in norm, in every sample; a number or ``(H,)``.
+        separation: turns the scores of a query into weights.
+        scaling: factor of the scores; a number, or a tensor ``()`` or ``(H, 1, 1)``.
+        dropout: probability of dropping a weight from the readout; pass 0 outside training.
+        steps: number of update steps, which replace the state by the weighted sum of the keys; an integer, or one per
+            head. None or a negative number: until the weights converge.
+        eps: a head has converged if its weights change by at most this norm in every sample; a number or ``(H,)``.
 
     Returns:
-        The readout ``(N, H, L, e)`` and the weights ``(N, H, L, S)``. A query with every key masked reads zeros.
+        The readout ``(N, H, L, e)``, and the weights before dropout in the layout of ``stored``. A query without any
+        key, or with all of them masked, reads zeros.
 
     >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
-    >>> output, weights = associate(query, key, key, separation=Separation(), scaling=8**-0.5)
-    >>> reference = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    >>> output, weights = associate(query, Padded(key, key), separation=Separation(), scaling=8**-0.5)
+    >>> reference = functional.scaled_dot_product_attention(query, key, key)
     >>> torch.allclose(output, reference, atol=1e-5), weights.shape
     (True, torch.Size([2, 4, 3, 5]))
     """
 
+    def scaled(query: Tensor, key: Tensor) -> Tensor:
+        return score(query, key) * scaling
+
     def attend(state: Tensor) -> Tensor:
-        scores = score(state, key) * scaling
-        weights: Tensor = separation(scores if mask is None else mask.apply(scores), masked=mask is not None)
-        return weights
+        return stored.separate(stored.score(state, scaled), separation)
 
-    def follow(weights: Tensor) -> Tensor:
-        return weights @ key
-
-    weights = settle(query, attend, follow, change, steps, eps)
-    return functional.dropout(weights, dropout) @ value, weights
+    weights = iterate(query, attend, stored.next_state, stored.change, steps, eps)
+    return stored.read(functional.dropout(weights, dropout)), weights
 
 
 def change(weights: Tensor, before: Tensor) -> Tensor:
-    """The norm of the difference of two sets of weights, ``(N, H, L, S) -> (N, H)``."""
+    """Computes the norm of the difference of two sets of weights: ``(N, H, L, S) -> (N, H)``."""
     return (weights - before).square().sum((-2, -1)).sqrt()
 
 
-def settle(
+def iterate(
     state: Tensor,
     attend: Callable[[Tensor], Tensor],
-    follow: Callable[[Tensor], Tensor],
+    next_state: Callable[[Tensor], Tensor],
     change: Callable[[Tensor, Tensor], Tensor],
     steps: Steps,
     eps: float | Tensor,
 ) -> Tensor:
-    """Let the states move until their steps are used up or they have arrived, and return their last weights.
+    """Updates the states until ``steps`` is reached or the weights converge, and returns the last weights.
 
     Args:
         state: ``(N, H, L, d)``.
-        attend: states to weights.
-        follow: weights to the states they read from the keys, ``(N, H, L, d)``.
-        change: from two sets of weights to the norm of their difference, ``(N, H)``.
+        attend: computes the weights of the states.
+        next_state: computes the next states from the weights, ``(N, H, L, d)``.
+        change: computes the norm of the difference of two sets of weights, ``(N, H)``.
         steps, eps: as in :func:`associate`.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
-    longest = [LONGEST_SEARCH if limit is None or limit < 0 else limit for limit in limits]
+    longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]
     search = any(limit is None or limit < 0 for limit in limits)
     weights, before = attend(state), None
     for step in range(max(longest)):
         moving = torch.tensor([step < limit for limit in longest], device=state.device)
         if before is not None:
-            # A head at rest recomputes the same weights, so that it stays at rest without being remembered.
+            # A converged head keeps its state, so its weights do not change again: no flag has to be stored.
             moving = moving & (change(weights.detach(), before) > eps).any(0)
-        # Only a search may look at the data: a fixed number of steps stays one graph for compile and export.
+        # Only a search branches on data. A fixed number of steps stays one graph under compile and export.
         if search and not moving.any():
             break
-        state = torch.where(moving[:, None, None], follow(weights), state)
+        state = torch.where(moving[:, None, None], next_state(weights), state)
         before, weights = weights.detach(), attend(state)
     return weights

@@ -1,22 +1,39 @@
-"""Bags: sums, scores and separations within bags of instances that lie end to end."""
+"""Packed bags: the instances of variable-size bags, concatenated without padding.
+
+:class:`Bags` computes reductions and scores within bags. :class:`Packed` is the memory layout that makes
+:func:`~ahop_layers.association.associate` work on bags. ``N`` counts bags, ``total`` their instances, ``H`` heads and
+``Q`` queries.
+"""
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ahop_layers.association import Score
+from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 
-Rows = Callable[[Tensor], Tensor]
+Projection = Callable[[Tensor], Tensor]
+"""Computes keys or values ``(rows, H, d)`` of instances ``(rows, E)``."""
+
+# Maximal number of elements of the instances in a slice: small enough to bound memory, large enough to keep the device
+# busy.
+SLICE_ELEMENTS = {"cpu": 2**22, "cuda": 2**24}
+
+# If every bag has its own states, a bag is padded to a multiple of this size and scored in blocks of it.
+BLOCK = 16
+
+# On a CPU, segment_reduce is faster than index_add for rows of up to this length, and slower for longer ones.
+SHORT_ROW = 16
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of bags to rows of instances; the gradient sums in a fixed order, unlike that of indexing on a GPU."""
+    """Repeats the row of a bag for its instances. Unlike that of indexing, the gradient is deterministic on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bags: "Bags") -> Tensor:
@@ -29,136 +46,181 @@ class _Spread(torch.autograd.Function):
 
 
 class Bags:
-    """Sums, separations and scores within bags of instances that lie end to end.
+    """Reductions and scores within packed bags.
 
     Args:
-        sizes: instances per bag.
-        device: where the instances are.
+        sizes: number of instances of each bag. The values of a tensor ``(N,)`` are not read if ``total`` is given, so
+            that the code compiles.
+        device: device of the instances.
+        total: sum of the sizes.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
-        self.total = sum(sizes)
-        self.sizes = torch.tensor(sizes, device=device, dtype=torch.long)
-        count = torch.arange(len(sizes), device=device)
-        self.bag = count.repeat_interleave(self.sizes, output_size=self.total)
-        self._sizes = sizes
+    def __init__(self, sizes: Sequence[int] | Tensor, device: torch.device, total: int | None = None) -> None:
+        self.sizes = torch.as_tensor(sizes, device=device, dtype=torch.long)
+        self.total = int(sum(sizes)) if total is None else total
+        number = torch.arange(self.sizes.shape[0], device=device)
+        self.bag = number.repeat_interleave(self.sizes, output_size=self.total)
+        if isinstance(sizes, Tensor):
+            self._blocks = self.total // BLOCK + sizes.shape[0]  # an upper bound
+        else:
+            self._blocks = sum(-(-size // BLOCK) for size in sizes)
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Sum the rows of each bag: ``(total, ...) -> (N, ...)``."""
-        if rows.is_cuda:  # where index_add adds in any order
+        """Sums the rows of each bag: ``(total, ...) -> (N, ...)``."""
+        short = rows.is_cpu and rows.shape[1:].numel() <= SHORT_ROW and not rows.requires_grad
+        if rows.is_cuda or short:  # on a GPU, index_add is not deterministic
             return torch.segment_reduce(rows.contiguous(), "sum", lengths=self.sizes, unsafe=True, initial=0.0)
-        return rows.new_zeros(len(self.sizes), *rows.shape[1:]).index_add(0, self.bag, rows)
+        return rows.new_zeros(self.sizes.shape[0], *rows.shape[1:]).index_add(0, self.bag, rows)
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Give every instance the row of its bag: ``(N, ...) -> (total, ...)``."""
+        """Repeats the row of each bag for its instances: ``(N, ...) -> (total, ...)``."""
+        if torch.compiler.is_compiling():  # which does not support dynamic shapes in an autograd.Function
+            return rows.index_select(0, self.bag)
         spread: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
         return spread
 
+    def sum_within(self, rows: Tensor) -> Tensor:
+        """Computes the sum over the bag of each instance: ``(total, ...) -> (total, ...)``."""
+        return self.spread(self.sum(rows))
+
+    def max_within(self, rows: Tensor) -> Tensor:
+        """Computes the maximum over the bag of each instance, without gradient: ``(total, ...) -> (total, ...)``."""
+        place = self.bag.view(-1, *[1] * (rows.ndim - 1)).expand_as(rows)
+        zeros = rows.new_zeros(self.sizes.shape[0], *rows.shape[1:])
+        return zeros.scatter_reduce(0, place, rows, "amax", include_self=False).index_select(0, self.bag)
+
+    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
+        """Turns the scores ``(total, H, Q)`` of each bag into weights."""
+        weights: Tensor = separation(scores, groups=self)
+        return weights
+
     def read(self, weights: Tensor, values: Tensor) -> Tensor:
-        """Read values ``(total, H, e)`` by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
-        columns = weights.to(accumulation_dtype(values.dtype)).unbind(-1)  # one query at a time: no (total, H, Q, e)
+        """Sums the values ``(total, H, e)`` of each bag by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
+        columns = weights.to(accumulation_dtype(values.dtype)).unbind(-1)  # by query, to avoid (total, H, Q, e)
         return torch.stack([self.sum(column[..., None] * values) for column in columns], 2).to(values.dtype)
 
     def change(self, weights: Tensor, before: Tensor) -> Tensor:
-        """The norm of the difference of two sets of weights: ``(N, H)``."""
+        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
         return self.sum((weights - before).square().sum(-1)).sqrt()
 
-    def score(self, state: Tensor, key: Tensor, score: Score) -> Tensor:
-        """Score states ``(1 or N, H, Q, d)`` against the keys of their bags, ``(total, H, d)``: ``(total, H, Q)``."""
-        if len(state) == 1 and self.total:
-            return score_shared(state, key, score)
-
-        def of_bags(bags: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-            return score(state[bags], rearrange(key[index], "b s h d -> b h s d"))
-
-        return self._by_width(of_bags, key.new_zeros(0, key.shape[1], state.shape[2]))
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Separate the scores ``(total, H, Q)`` of each bag."""
-        if separation.name == "softmax":
-            wide = scores.to(accumulation_dtype(scores.dtype))
-            index = self.bag[:, None, None].expand_as(wide)
-            lowest = wide.new_full((len(self.sizes), *wide.shape[1:]), -torch.inf)
-            largest = lowest.scatter_reduce(0, index, wide.detach(), "amax")
-            powers = (wide - largest.index_select(0, self.bag)).exp()
-            return (powers / self.spread(self.sum(powers))).to(scores.dtype)
-
-        def of_bags(bags: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-            padded = rearrange(scores[index], "b s h q -> b h q s")
-            # Past the hooks, which expect the weights of all bags.
-            weights = separation.forward(padded.masked_fill(~valid[:, None, None], -torch.inf))
-            return weights
-
-        return self._by_width(of_bags, scores[:0])
-
-    def _by_width(self, of_bags: Callable[[Tensor, Tensor, Tensor], Tensor], nothing: Tensor) -> Tensor:
-        """Work on bags of similar size together, padded to a power of two: at most twice as much as no padding."""
-        widths: dict[int, list[int]] = {}
-        for bag, size in enumerate(self._sizes):
-            if size:
-                widths.setdefault(1 << (size - 1).bit_length(), []).append(bag)
-        starts = self.sizes.cumsum(0) - self.sizes
-        parts, order = [nothing], [self.bag[:0]]
-        for width, members in widths.items():
-            bags, column = torch.tensor(members, device=starts.device), torch.arange(width, device=starts.device)
-            valid = column < self.sizes[bags, None]
-            index = (starts[bags, None] + column).clamp(max=self.total - 1)
-            parts.append(rearrange(of_bags(bags, index, valid), "b h q s -> b s h q")[valid])
-            order.append(index[valid])
-        return torch.cat(parts).index_select(0, torch.cat(order).argsort())
+    def score(self, state: Tensor, key: Tensor, score: Similarity) -> Tensor:
+        """Scores states ``(1 or N, H, Q, d)`` against the keys of their bags, ``(total, H, d)``: ``(total, H, Q)``."""
+        if state.shape[0] == 1 or not self.total:
+            return score_shared(state[:1], key, score)
+        count = (self.sizes + BLOCK - 1) // BLOCK
+        # Position of a bag among the padded bags, minus its position among the bags.
+        shift = BLOCK * (count.cumsum(0) - count) - (self.sizes.cumsum(0) - self.sizes)
+        count[-1] += self._blocks - count.sum()  # an upper bound leaves blocks without instances
+        blocks = Bags(count, key.device, self._blocks)
+        start = BLOCK * torch.arange(self._blocks, device=key.device) - shift[blocks.bag]
+        members = (start[:, None] + torch.arange(BLOCK, device=key.device)).clamp(max=self.total - 1)
+        keys = rearrange(key.index_select(0, members.flatten()), "(n b) h d -> n h b d", b=BLOCK)
+        scores = rearrange(score(blocks.spread(state), keys), "n h q b -> (n b) h q")
+        return scores.index_select(0, torch.arange(self.total, device=key.device) + shift[self.bag])
 
 
-def score_shared(state: Tensor, key: Tensor, score: Score) -> Tensor:
-    """Score a state ``(1, H, Q, d)`` that all bags share against keys ``(total, H, d)``: ``(total, H, Q)``."""
+def score_shared(state: Tensor, key: Tensor, score: Similarity) -> Tensor:
+    """Scores a state ``(1, H, Q, d)`` that all bags share against keys ``(total, H, d)``: ``(total, H, Q)``."""
     return rearrange(score(state, rearrange(key, "t h d -> 1 h t d")), "1 h q t -> t h q")
 
 
-class Slices:
-    """Instances of bags that lie end to end, worked on in slices, so that what is computed from them stays small.
+class Packed:
+    """The keys and values of packed bags; weights are ``(total, H, Q)``.
 
-    In training each slice is computed again for its gradients. A bag may be spread over several slices.
+    It implements :class:`~ahop_layers.association.Stored`. Keys and values are computed in slices to bound memory. In
+    training they are recomputed for their gradients. A bag may span several slices.
 
     Args:
         instances: ``(total, E)``.
-        sizes: instances per bag.
-        limit: how many instances make a slice at most.
+        sizes: number of instances of each bag: a list, or for compilation a tensor ``(N,)``, which has a single slice.
+        key, value: projections of instances.
+        zero_association: append a key and a value of zeros to each bag. Weights are then ``(total + N, H, Q)``.
+        keep_keys: compute all keys once and keep them, as update steps require.
     """
 
-    def __init__(self, instances: Tensor, sizes: list[int], limit: int) -> None:
-        self.slices, self.pieces = cut(sizes, limit)
-        self.lengths = [sum(pieces) for pieces in self.slices]
+    def __init__(
+        self,
+        instances: Tensor,
+        sizes: list[int] | Tensor,
+        key: Projection,
+        value: Projection,
+        *,
+        zero_association: bool = False,
+        keep_keys: bool = False,
+    ) -> None:
+        total, device = instances.shape[0], instances.device
+        self.bags = self.grown = Bags(sizes, device, total)
+        self.project_key, self.project_value = key, value
+        self.keys = key(instances) if keep_keys else None
+        self.places: Tensor | None = None
+        if zero_association:
+            self.grown = Bags(self.bags.sizes + 1, device, total + self.bags.sizes.shape[0])
+            self.places = torch.arange(total, device=device) + self.bags.bag
+        if isinstance(sizes, Tensor):
+            self.slices: list[list[int]] = [[]]
+            self.pieces, self.lengths = [1], [total]
+        else:
+            limit = SLICE_ELEMENTS["cuda" if instances.is_cuda else "cpu"] // max(1, instances.shape[1])
+            self.slices, self.pieces = cut(sizes, max(1, limit))
+            self.lengths = [sum(pieces) for pieces in self.slices]
         self.parts = instances.split_with_sizes(self.lengths)
-        self.again = len(self.slices) > 1 and torch.is_grad_enabled()
+
+    def score(self, state: Tensor, score: Similarity) -> Tensor:
+        """Scores the states ``(1 or N, H, Q, d)`` against the keys of their bags."""
+
+        def of_slice(state: Tensor, part: Tensor) -> Tensor:
+            return score_shared(state, self.project_key(part), score)
+
+        if self.keys is None:
+            scores = torch.cat([self._compute(of_slice, state, part) for part in self.parts])
+        else:
+            scores = self.bags.score(state, self.keys, score)
+        if self.places is None:
+            return scores
+        zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1)
+        return self.grown.spread(zero.expand(self.bags.sizes.shape[0], -1, -1)).index_copy(0, self.places, scores)
+
+    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
+        """Turns the scores of each bag into weights."""
+        return self.grown.separate(scores, separation)
+
+    def next_state(self, weights: Tensor) -> Tensor:
+        """Sums the weighted keys of each bag: ``(N, H, Q, d)``."""
+        if self.keys is None:
+            raise AHopError("update steps need keep_keys=True, got False")
+        return self.bags.read(self.of_instances(weights), self.keys)
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Sums the weighted values of each bag: ``(N, H, Q, e)``."""
+
+        def of_slice(weights: Tensor, part: Tensor, pieces: list[int]) -> Tensor:
+            bags = self.bags if len(self.slices) == 1 else Bags(pieces, part.device)
+            return bags.read(weights, self.project_value(part))
+
+        each = zip(self.of_instances(weights).split_with_sizes(self.lengths), self.parts, self.slices, strict=True)
+        read = torch.cat([self._compute(of_slice, *given) for given in each])
+        return read if max(self.pieces, default=1) == 1 else Bags(self.pieces, read.device).sum(read)
+
+    def change(self, weights: Tensor, before: Tensor) -> Tensor:
+        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
+        return self.grown.change(weights, before)
+
+    def of_instances(self, weights: Tensor) -> Tensor:
+        """Returns the weights ``(total, H, Q)`` without those of the zero association."""
+        return weights if self.places is None else weights.index_select(0, self.places)
 
     def _compute(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
-        if not self.again:
+        """Calls a function of a slice, and once more in the backward pass if there are several slices."""
+        if len(self.slices) == 1 or not torch.is_grad_enabled():
             return function(*given)
-        from torch.utils.checkpoint import checkpoint  # only now: in torch 2.6 it takes half a second, for sympy
+        from torch.utils.checkpoint import checkpoint  # imported on demand: in torch 2.6 this takes 0.5 s, for sympy
 
         result: Tensor = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
         return result
 
-    def score(self, state: Tensor, key: Rows, score: Score) -> Tensor:
-        """Score a state ``(1, H, Q, d)`` against the keys that ``key`` makes of instances: ``(total, H, Q)``."""
-
-        def scores(state: Tensor, part: Tensor) -> Tensor:
-            return score_shared(state, key(part), score)
-
-        return torch.cat([self._compute(scores, state, part) for part in self.parts])
-
-    def read(self, weights: Tensor, value: Rows) -> Tensor:
-        """Read the values that ``value`` makes of instances by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
-
-        def readout(weights: Tensor, part: Tensor, pieces: list[int]) -> Tensor:
-            return Bags(pieces, part.device).read(weights, value(part))
-
-        each = zip(weights.split_with_sizes(self.lengths), self.parts, self.slices, strict=True)
-        read = torch.cat([self._compute(readout, *given) for given in each])
-        return read if max(self.pieces, default=1) == 1 else Bags(self.pieces, read.device).sum(read)
-
 
 def cut(sizes: list[int], limit: int) -> tuple[list[list[int]], list[int]]:
-    """Cut bags that lie end to end into slices of at most ``limit`` instances.
+    """Cuts packed bags into slices of at most ``limit`` instances.
 
     Returns:
         For each slice the sizes of its pieces, each of one bag, and for each bag the number of its pieces.
@@ -180,20 +242,51 @@ def cut(sizes: list[int], limit: int) -> tuple[list[list[int]], list[int]]:
     return slices, pieces
 
 
-def end_to_end(instances: Tensor, bag_sizes: Sequence[int] | Tensor | None) -> tuple[Tensor, list[int]]:
-    """Instances ``(total, E)`` and the sizes of their bags, checked."""
+def check_bags(instances: object, bag_sizes: object) -> tuple[Tensor, list[int] | Tensor]:
+    """Returns instances ``(total, E)`` and the sizes of their bags.
+
+    The sizes are a list, or under compilation a tensor whose values are checked when the graph runs.
+
+    Raises:
+        AHopError: an argument has another type or shape, or the sizes do not add up to the number of instances.
+    """
     check_floating(instances=instances)
+    if not isinstance(instances, Tensor):  # only narrows the type
+        raise AHopError("instances must be a tensor")
     if instances.is_nested:
         if bag_sizes is not None:
-            raise AHopError("a nested tensor knows its bag sizes, got bag_sizes as well")
+            raise AHopError("bag_sizes must be None for a nested tensor, which has sizes of its own, got bag_sizes")
         bags = instances.unbind()
         return torch.cat(bags), [len(bag) for bag in bags]
     if instances.ndim != 2:
-        raise AHopError(f"instances must be (total, input_size) or nested, got {describe(instances)}")
-    sizes = bag_sizes.tolist() if isinstance(bag_sizes, Tensor) else bag_sizes
-    whole = isinstance(sizes, Sequence) and all(isinstance(size, int) and size >= 0 for size in sizes)
-    if sizes is None or not whole:
-        raise AHopError(f"bag_sizes must be whole numbers of at least 0, got {bag_sizes!r}")
+        raise AHopError(f"instances must be (total, input_size) or a nested tensor, got {describe(instances)}")
+    if torch.compiler.is_compiling() and isinstance(bag_sizes, (Tensor, list, tuple)):
+        bag_sizes = torch.as_tensor(bag_sizes)
+        if bag_sizes.ndim != 1 or bag_sizes.is_floating_point() or bag_sizes.dtype == torch.bool:
+            raise AHopError(f"bag_sizes must be (N,) of integers, got {describe(bag_sizes)} of {bag_sizes.dtype}")
+        fits = (bag_sizes.sum() == instances.shape[0]) & (bag_sizes >= 0).all()
+        torch._assert_async(fits, "bag_sizes must be integers >= 0 that add up to the number of instances")
+        return instances, bag_sizes
+    sizes = _integers(bag_sizes)
+    if sizes is None or any(size < 0 for size in sizes):
+        raise AHopError(f"bag_sizes must be a sequence of integers >= 0, got {bag_sizes!r}")
     if sum(sizes) != len(instances):
-        raise AHopError(f"bag_sizes must add up to the {len(instances)} instances, got {sum(sizes)}")
-    return instances, list(sizes)
+        raise AHopError(f"bag_sizes must add up to the number of instances, {len(instances)}, got {sum(sizes)}")
+    return instances, sizes
+
+
+def _integers(values: Any) -> list[int] | None:
+    """Converts a sequence, array or tensor of integers to a list; returns None for anything else."""
+    values = _plain(values)
+    if not isinstance(values, Sequence):
+        return None
+    values = [_plain(value) for value in values]
+    try:
+        return None if any(isinstance(value, bool) for value in values) else [index(value) for value in values]
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Converts tensors, and arrays and numbers of NumPy, to Python numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value

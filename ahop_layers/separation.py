@@ -1,23 +1,47 @@
-"""Separations: from the scores of a row of patterns to the weight of each pattern.
+"""Separations: functions from the scores of a query to the weights of the stored patterns.
 
-All of them work along the last axis, leave out patterns whose score is ``-inf``, and give zeros, with finite gradients,
-to a row that has nothing else.
+The functions work along the last axis. A score of ``-inf`` gets the weight zero. A fully masked row, all ``-inf``, gets
+zeros with finite gradients. :class:`Separation` also works on rows that are groups along the first axis.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import check_choice, check_floating, check_sizes
+from ahop_layers.errors import check_choice, check_floating, check_given_sizes, check_sizes
 from ahop_layers.ops.reference import accumulation_dtype
 
 _Separate = Callable[..., Tensor]
 
 
-def _zeros_for_empty_rows(separate: _Separate) -> _Separate:
-    """Extend a separation of rows with at least one finite score to all rows; ``masked=False`` promises there are."""
+class _Rows(Protocol):
+    """The reductions over a row of scores that a separation needs; both results broadcast to the scores."""
+
+    def sum_within(self, x: Tensor) -> Tensor:
+        """Computes the sum of each row."""
+
+    def max_within(self, x: Tensor) -> Tensor:
+        """Computes the maximum of each row."""
+
+
+class _LastAxis:
+    """Rows along the last axis."""
+
+    def sum_within(self, x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True)
+
+    def max_within(self, x: Tensor) -> Tensor:
+        return x.amax(-1, keepdim=True)
+
+
+_LAST_AXIS = _LastAxis()
+
+
+def _zeros_for_masked_rows(separate: _Separate) -> _Separate:
+    """Extends a separation to fully masked rows; ``masked=False`` promises that there is none and skips the check."""
 
     @wraps(separate)
     def extended(scores: Tensor, *args: Tensor, masked: bool = True) -> Tensor:
@@ -30,17 +54,17 @@ def _zeros_for_empty_rows(separate: _Separate) -> _Separate:
     return extended
 
 
-def _below_largest(scores: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """The scaled distance to the largest score of the row, in a dtype that sums can bear.
+def _below_largest(scores: Tensor, scale: Tensor | float = 1.0, rows: _Rows = _LAST_AXIS) -> Tensor:
+    """Subtracts the largest score of each row and multiplies by ``scale``, in the accumulation dtype.
 
-    A pattern 1 or more below the largest gets no weight in any member of the entmax family. So -2 stands for everything
-    further down. ``-inf`` becomes finite before it meets the scale, whose gradient it would poison.
+    In the entmax family a score of -1 or less then has the weight zero, so the result is clamped to -2. The first clamp
+    makes ``-inf`` finite before the product, since the gradient of ``scale`` would otherwise be NaN.
     """
     wide = scores.to(accumulation_dtype(scores.dtype))
-    return ((wide - wide.amax(-1, keepdim=True).detach()).clamp(min=-1e4) * scale).clamp(min=-2.0)
+    return ((wide - rows.max_within(wide.detach())).clamp(min=-1e4) * scale).clamp(min=-2.0)
 
 
-@_zeros_for_empty_rows
+@_zeros_for_masked_rows
 def softmax(scores: Tensor) -> Tensor:
     """Weights proportional to ``exp(score)``: ``(..., S) -> (..., S)``.
 
@@ -51,9 +75,15 @@ def softmax(scores: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
-@_zeros_for_empty_rows
+def _softmax_within(groups: _Rows, scores: Tensor) -> Tensor:
+    wide = scores.to(accumulation_dtype(scores.dtype))
+    powers = (wide - groups.max_within(wide.detach())).exp()
+    return (powers / groups.sum_within(powers)).to(scores.dtype)
+
+
+@_zeros_for_masked_rows
 def sparsemax(scores: Tensor) -> Tensor:
-    """The point of the probability simplex nearest to the scores: ``(..., S) -> (..., S)``, most weights exactly zero.
+    """The Euclidean projection of the scores onto the probability simplex, a sparse one: ``(..., S) -> (..., S)``.
 
     >>> sparsemax(torch.tensor([1.0, 0.5, -1.0]))
     tensor([0.7500, 0.2500, 0.0000])
@@ -62,16 +92,16 @@ def sparsemax(scores: Tensor) -> Tensor:
     with torch.no_grad():
         best = z.sort(-1, descending=True).values
         excess, rank = best.cumsum(-1) - 1, torch.arange(1, z.shape[-1] + 1, device=z.device)
-        size = (excess < rank * best).sum(-1, keepdim=True).clamp(min=1)  # none where a score is NaN
+        size = (excess < rank * best).sum(-1, keepdim=True).clamp(min=1)  # 0 where a score is NaN
         support = z > excess.gather(-1, size - 1) / size
-    # The sort only finds the support; on it the threshold is a mean, which autograd differentiates cheaply.
+    # The sort only determines the support. Given the support, the threshold is a mean, which is cheap to differentiate.
     threshold = ((z * support).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
     return ((z - threshold).clamp(min=0.0) * support).to(scores.dtype)
 
 
-@_zeros_for_empty_rows
+@_zeros_for_masked_rows
 def entmax15(scores: Tensor) -> Tensor:
-    """Entmax with alpha = 1.5, half way between softmax and sparsemax: ``(..., S) -> (..., S)``.
+    """Entmax with alpha = 1.5, halfway between softmax and sparsemax: ``(..., S) -> (..., S)``.
 
     >>> entmax15(torch.tensor([1.0, 0.5, -1.0]))
     tensor([0.6740, 0.3260, 0.0000])
@@ -87,45 +117,63 @@ def entmax15(scores: Tensor) -> Tensor:
     count = support.sum(-1, keepdim=True)
     mean = (z * support).sum(-1, keepdim=True) / count
     spread = ((z - mean).square() * support).sum(-1, keepdim=True)
-    threshold = mean - ((1 - spread) / count).sqrt()  # positive: only on a support of equal scores is it 1 / count
+    threshold = mean - ((1 - spread) / count).sqrt()  # of a positive number, so the gradient is finite
     return ((z - threshold).clamp(min=0.0) * support).square().to(scores.dtype)
 
 
-@_zeros_for_empty_rows
+@_zeros_for_masked_rows
 def entmax(scores: Tensor, alpha: Tensor) -> Tensor:
     """Entmax of any ``1 < alpha <= 2``, differentiable in both: ``(..., S)``, alpha broadcastable to ``(..., 1)``.
 
     >>> entmax(torch.tensor([1.0, 0.5, -1.0]), torch.tensor(2.0))
     tensor([0.7500, 0.2500, 0.0000])
     """
-    alpha = alpha.to(accumulation_dtype(scores.dtype))
-    z, power = _below_largest(scores, alpha - 1), 1 / (alpha - 1)
+    return _entmax(scores, alpha, _LAST_AXIS)
+
+
+def _entmax(scores: Tensor, alpha: Tensor | float, rows: _Rows) -> Tensor:
+    """Computes entmax by bisection, which needs no sorted rows."""
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(accumulation_dtype(scores.dtype))
+    z, power = _below_largest(scores, alpha - 1, rows), 1 / (alpha - 1)
     with torch.no_grad():
-        low = torch.full_like(z[..., :1], -1.0)
+        low = torch.full_like(rows.sum_within(z), -1.0)
         for step in range(25):
             middle = low + 0.5 ** (step + 1)
-            heavy = (z - middle).clamp(min=0.0).pow(power).sum(-1, keepdim=True) >= 1
+            heavy = rows.sum_within((z - middle).clamp(min=0.0).pow(power)) >= 1
             low = torch.where(heavy, middle, low)
         gap = (z - low).clamp(min=0.0)
-        slope = (power * gap.pow(power - 1) * (gap > 0)).sum(-1, keepdim=True)
-    # One Newton step from the root found above squares its error, and gives the threshold its implicit gradient.
-    threshold = low + ((z - low).clamp(min=0.0).pow(power).sum(-1, keepdim=True) - 1) / slope
+        slope = rows.sum_within(power * gap.pow(power - 1) * (gap > 0))
+    # One Newton step squares the error of the bisection and provides the implicit gradient of the threshold.
+    threshold = low + (rows.sum_within((z - low).clamp(min=0.0).pow(power)) - 1) / slope
     return (z - threshold).clamp(min=0.0).pow(power).to(scores.dtype)
 
 
-@_zeros_for_empty_rows
+@_zeros_for_masked_rows
 def argmax(scores: Tensor) -> Tensor:
-    """All weight on the best pattern (one of them at a tie): ``(..., S) -> (..., S)``.
+    """The weight one for the largest score (one of them at a tie), else zero: ``(..., S) -> (..., S)``.
 
-    The gradient is that of softmax (straight through), since that of a hard choice is zero everywhere.
+    The gradient is that of softmax (straight-through estimator), since the true gradient is zero almost everywhere.
 
     >>> argmax(torch.tensor([1.0, 0.5, -1.0]))
     tensor([1., 0., 0.])
     """
     hard = torch.zeros_like(scores).scatter(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return _straight_through(hard, scores, partial(torch.softmax, dim=-1))
+
+
+def _argmax_within(groups: _Rows, scores: Tensor) -> Tensor:
+    member = torch.arange(scores.shape[0], device=scores.device)[:, None, None]
+    largest = scores == groups.max_within(scores.detach())
+    first = groups.max_within(torch.where(largest, -member, -scores.shape[0]))
+    return _straight_through((first == -member).to(scores.dtype), scores, partial(_softmax_within, groups))
+
+
+def _straight_through(hard: Tensor, scores: Tensor, softmax: _Separate) -> Tensor:
+    """Gives ``hard`` the gradient of the softmax of the scores."""
     if not (torch.is_grad_enabled() and scores.requires_grad):
         return hard
-    soft = scores.softmax(-1)
+    soft = softmax(scores)
     return hard + (soft - soft.detach())
 
 
@@ -134,7 +182,7 @@ def _elementwise(function: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor
     return function(scores.masked_fill(blocked, 0.0)).masked_fill(blocked, 0.0)
 
 
-@_zeros_for_empty_rows
+@_zeros_for_masked_rows
 def identity(scores: Tensor) -> Tensor:
     """The scores themselves, as in the first Hopfield networks: ``(..., S) -> (..., S)``.
 
@@ -144,7 +192,7 @@ def identity(scores: Tensor) -> Tensor:
     return _elementwise(lambda s: s, scores)
 
 
-@_zeros_for_empty_rows
+@_zeros_for_masked_rows
 def polynomial(scores: Tensor, degree: int) -> Tensor:
     """``score ** degree``, as in dense associative memories: ``(..., S) -> (..., S)``.
 
@@ -154,9 +202,9 @@ def polynomial(scores: Tensor, degree: int) -> Tensor:
     return _elementwise(lambda s: s**degree, scores)
 
 
-@_zeros_for_empty_rows
+@_zeros_for_masked_rows
 def exponential(scores: Tensor) -> Tensor:
-    """``exp(score)`` without normalisation: ``(..., S) -> (..., S)``.
+    """``exp(score)`` without normalization: ``(..., S) -> (..., S)``.
 
     >>> exponential(torch.tensor([0.0, -torch.inf]))
     tensor([1., 0.])
@@ -176,16 +224,16 @@ SEPARATIONS = (*_PLAIN, "entmax", "polynomial")
 
 
 class Separation(nn.Module):
-    """A separation by name, with the parameter that ``"entmax"`` learns.
+    """A separation by name, with the learned parameter of ``"entmax"``.
 
     Args:
-        name: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha between 1 and 2, 1.5 at the
-            start), ``"argmax"``, ``"identity"``, ``"polynomial"`` or ``"exponential"``.
-        num_heads: ``H`` for an alpha per head against scores ``(..., H, L, S)``; ``None`` for one alpha.
-        degree: the power of ``"polynomial"``.
+        name: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha between 1 and 2, initially
+            1.5), ``"argmax"``, ``"identity"``, ``"polynomial"`` or ``"exponential"``.
+        num_heads: ``H`` for one alpha per head of scores ``(..., H, L, S)``; ``None`` for a single alpha.
+        degree: exponent of ``"polynomial"``.
 
     Raises:
-        AHopError: an unknown name, or a degree below 1.
+        AHopError: the name is unknown, or ``num_heads`` or ``degree`` is not a positive integer.
 
     >>> Separation("sparsemax")(torch.tensor([[2.0, 0.0], [-torch.inf, -torch.inf]]))
     tensor([[1., 0.],
@@ -196,33 +244,54 @@ class Separation(nn.Module):
         super().__init__()
         check_choice("separation", name, SEPARATIONS)
         check_sizes(degree=degree)
+        check_given_sizes(num_heads=num_heads)
         self.name, self.degree = name, degree
         shape = () if num_heads is None else (num_heads, 1, 1)
         self.alpha_logit = nn.Parameter(torch.zeros(shape)) if name == "entmax" else None
 
     def reset_parameters(self) -> None:
-        """Set the learned alpha back to 1.5."""
+        """Resets the learned alpha to 1.5."""
         if self.alpha_logit is not None:
             nn.init.zeros_(self.alpha_logit)
 
     @property
     def alpha(self) -> Tensor | float:
-        """The member of the entmax family: 1 for softmax, 2 for sparsemax; for a separation outside it, an error."""
+        """The alpha of a member of the entmax family: 1 for softmax, 2 for sparsemax. Others raise an AHopError."""
         if self.alpha_logit is not None:
-            # Below 1.01 the power 1 / (alpha - 1) leaves float32; softmax is the limit.
+            # Below 1.01 the power 1 / (alpha - 1) overflows float32. The limit at 1 is softmax.
             return 1 + self.alpha_logit.sigmoid().clamp(min=0.01)
         known = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0}
         check_choice("separation", self.name, (*known, "entmax"))
         return known[self.name]
 
-    def forward(self, scores: Tensor, masked: bool = True) -> Tensor:
-        """Weigh ``scores (..., [H,] L, S)``; ``masked=False`` skips the care for rows that are all ``-inf``."""
+    def forward(self, scores: Tensor, masked: bool = True, groups: _Rows | None = None) -> Tensor:
+        """Turns ``scores (..., [H,] L, S)`` into weights of the same shape.
+
+        Args:
+            scores: rows along the last axis, or with ``groups`` along the first: ``(total, H, L)``.
+            masked: False skips handling of fully masked rows.
+            groups: reductions over groups along the first axis, such as :class:`ahop_layers.packed.Bags`.
+        """
+        if groups is not None:
+            return self._within(groups, scores)
         if self.alpha_logit is not None:
             return entmax(scores, self.alpha, masked=masked)
         if self.name == "polynomial":
             return polynomial(scores, self.degree, masked=masked)
         return _PLAIN[self.name](scores, masked=masked)
 
+    def _within(self, groups: _Rows, scores: Tensor) -> Tensor:
+        """Separates each group by reductions alone: its scores are not an axis that could be sorted."""
+        if self.name == "softmax":
+            return _softmax_within(groups, scores)
+        if self.name == "argmax":
+            return _argmax_within(groups, scores)
+        if self.name in ("sparsemax", "entmax15", "entmax"):
+            alpha = self.alpha
+            # (H, 1, 1) belongs to scores (..., H, L, S), and (H, 1) to (total, H, L).
+            return _entmax(scores, alpha.squeeze(-1) if isinstance(alpha, Tensor) and alpha.ndim else alpha, groups)
+        return self.forward(scores, masked=False)  # elementwise: the axis does not matter
+
     def extra_repr(self) -> str:
-        """Give the constructor back."""
+        """Constructor arguments, for ``repr``."""
         return f"{self.name!r}" + (f", degree={self.degree}" if self.name == "polynomial" else "")

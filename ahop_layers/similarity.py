@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ INITS = ("dot", "dis", "uniform")
 
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
 """A similarity module, or a factory ``f(dim, num_heads)`` that returns one."""
+
+
+def refuse_script(module: nn.Module) -> NoReturn:
+    """Raise an AHopError; as ``__prepare_scriptable__`` of a module, ``torch.jit.script`` calls it."""
+    name = type(module).__name__
+    raise AHopError(f"torch.jit.script does not support {name}: use torch.compile or torch.export instead")
 
 
 class AdaptiveSimilarity(nn.Module):
@@ -57,6 +63,8 @@ class AdaptiveSimilarity(nn.Module):
     >>> similarity
     AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False)
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -175,6 +183,7 @@ class Associator(nn.Module):
     does not have.
     """
 
+    __prepare_scriptable__ = refuse_script
     similarity: Any
     _added: ClassVar[tuple[str, ...]] = ()
 

@@ -1,6 +1,6 @@
 """AdaptivePool: adaptive Hopfield pooling with the interface of torchmil's ``AttentionPool``.
 
-torchmil itself is not imported. Its masks are 1 where an instance is real, the opposite of those of hflayers.
+torchmil itself is not imported. Its masks are 1 for an instance and 0 for padding, the opposite of those of hflayers.
 """
 
 import math
@@ -9,23 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.errors import AHopError, check_floating, check_sizes, describe
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 
 
 class AdaptivePool(nn.Module):
-    """Pools the real instances of padded bags; takes the place of ``pool`` in a torchmil ABMIL.
+    """Pools the instances of padded bags; replaces ``pool`` in a torchmil ABMIL.
 
     Args:
         in_dim: number of features of an instance.
-        att_dim: width of the association, all heads together.
-        num_heads: how many there are.
-        keywords: further arguments of :class:`AdaptiveHopfieldPooling`, such as ``scaling``, ``dropout``, ``debias``.
+        att_dim: width of the association, over all heads.
+        num_heads: number of heads.
+        keywords: further arguments of :class:`AdaptiveHopfieldPooling`, such as ``scaling``, ``dropout``,
+            ``similarity`` or ``device``.
 
     Shapes: input ``(batch, bag, in_dim)``, mask ``(batch, bag)``; output ``(batch, in_dim)``.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> pool = AdaptivePool(16, att_dim=32, num_heads=4)
     >>> bags, mask = torch.randn(3, 7, 16), torch.ones(3, 7)
@@ -37,8 +38,9 @@ class AdaptivePool(nn.Module):
 
     def __init__(self, in_dim: int, att_dim: int = 128, num_heads: int = 1, **keywords: Any) -> None:
         super().__init__()
-        if att_dim < 1 or num_heads < 1 or att_dim % num_heads:
-            raise AHopError(f"att_dim must be a multiple of num_heads, both at least 1, got {att_dim} and {num_heads}")
+        check_sizes(in_dim=in_dim, att_dim=att_dim, num_heads=num_heads)
+        if att_dim % num_heads:
+            raise AHopError(f"att_dim must be a multiple of num_heads, got {att_dim} and {num_heads}")
         for name in ("quantity", "output_size", "batch_first"):
             if name in keywords:
                 raise AHopError(f"{name} is fixed by the interface of torchmil, got {name}={keywords[name]!r}")
@@ -52,12 +54,17 @@ class AdaptivePool(nn.Module):
 
         Args:
             X: padded bags.
-            mask: ``(batch, bag)`` of any dtype, not 0 where an instance is real; None: all are. A bag without real
-                instances is pooled to what reads nothing, the bias of the output projection.
-            return_att: also return attention values before normalisation, as torchmil does: their softmax over the real
-                instances of a bag is the mean weight over the heads. ``(batch, bag)``.
+            mask: ``(batch, bag)`` of any dtype, 0 for padding; None if there is no padding. An empty bag is pooled to
+                the bias of the output projection.
+            return_att: also return unnormalized attention values ``(batch, bag)``, as torchmil does: their softmax over
+                the instances of a bag is the mean weight over the heads.
+
+        Returns:
+            The pooled bags ``(batch, in_dim)``, and on request the attention values.
         """
         check_floating(X=X)
+        if mask is not None and not isinstance(mask, Tensor):
+            raise AHopError(f"mask must be a tensor or None, got {type(mask).__name__}")
         if X.ndim != 3 or X.shape[-1] != self.in_dim:
             raise AHopError(f"X must be (batch, bag, in_dim) with in_dim = {self.in_dim}, got {describe(X)}")
         if mask is not None and mask.shape != X.shape[:2]:
@@ -66,7 +73,7 @@ class AdaptivePool(nn.Module):
         pooled, weights = self.pooling.pool_packed(X[real], real.sum(1), return_association=True)
         if not return_att:
             return pooled
-        lowest = torch.finfo(X.dtype).tiny  # a padded instance, or one that a sparse separation leaves out
+        lowest = torch.finfo(X.dtype).tiny  # for padding, and for a weight of zero from a sparse separation
         mean = weights.mean((1, 2)).clamp(min=lowest).log()
         att = mean.new_full(real.shape, math.log(lowest))
         return pooled, att.masked_scatter(real, mean)

@@ -1,11 +1,11 @@
-"""The association path on (N, H, L, d) tensors, away from any layer."""
+"""associate on padded batches, without layers."""
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ahop_layers import AdaptiveSimilarity, AHopError
-from ahop_layers.association import Mask, associate, combine_masks
+from ahop_layers.association import Mask, Padded, associate, combine_masks
 from ahop_layers.separation import Separation
 
 N, H, L, S, D, E = 2, 3, 4, 5, 6, 7
@@ -15,22 +15,22 @@ def tensors(dtype=torch.float32):
     return tuple(torch.randn(N, H, rows, size, dtype=dtype) for rows, size in ((L, D), (S, D), (S, E)))
 
 
-def test_is_attention_with_any_mask():
+def test_equals_attention_with_both_masks():
     query, key, value = tensors()
     padding = torch.tensor([[False, False, False, True, True], [False, True, False, False, True]])
     added = torch.randn(N * H, L, S)
     mask = combine_masks(padding, added, (N, H, L, S))
-    output, weights = associate(query, key, value, separation=Separation(), scaling=D**-0.5, mask=mask)
+    output, weights = associate(query, Padded(key, value, mask), separation=Separation(), scaling=D**-0.5)
     bias = added.view(N, H, L, S).masked_fill(padding[:, None, None], -torch.inf)
     torch.testing.assert_close(output, scaled_dot_product_attention(query, key, value, attn_mask=bias))
     torch.testing.assert_close(weights.sum(-1), torch.ones(N, H, L))
 
 
-def test_an_adaptive_score_starts_as_the_dot_product():
+def test_an_adaptive_similarity_initially_equals_the_dot_product():
     query, key, value = tensors()
     similarity = AdaptiveSimilarity(D, H)
-    adaptive = associate(query, key, value, score=similarity, separation=Separation(), scaling=0.3, steps=2)
-    plain = associate(query, key, value, separation=Separation(), scaling=0.3, steps=2)
+    adaptive = associate(query, Padded(key, value), score=similarity, separation=Separation(), scaling=0.3, steps=2)
+    plain = associate(query, Padded(key, value), separation=Separation(), scaling=0.3, steps=2)
     for ours, theirs in zip(adaptive, plain, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -42,15 +42,15 @@ def test_float64_gradients_through_steps_and_masks():
 
     def read(query, key, value):
         mask = Mask(blocked)
-        return associate(query, key, value, separation=Separation("sparsemax"), mask=mask, steps=2, eps=0.0)[0]
+        return associate(query, Padded(key, value, mask), separation=Separation("sparsemax"), steps=2, eps=0.0)[0]
 
     assert torch.autograd.gradcheck(read, (query, key, value))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, None, -1, [0, 2, -1]])
-def test_steps_follow_what_was_read(steps):
+def test_each_step_reads_the_next_state_from_the_keys(steps):
     query, key, value = tensors()
-    _, weights = associate(query, key, value, separation=Separation(), steps=steps, eps=1e-6)
+    _, weights = associate(query, Padded(key, value), separation=Separation(), steps=steps, eps=1e-6)
     limits = steps if isinstance(steps, list) else [steps] * H
     for head, limit in enumerate(limits):
         state = query[:, head]
@@ -59,37 +59,39 @@ def test_steps_follow_what_was_read(steps):
         torch.testing.assert_close(weights[:, head], (state @ key[:, head].mT).softmax(-1), atol=1e-3, rtol=1e-3)
 
 
-def test_a_head_stops_once_its_weights_rest():
+def test_a_head_stops_when_its_weights_converge():
     query, key, value = tensors()
-    _, once = associate(query, key, value, separation=Separation(), steps=1)
-    _, stopped = associate(query, key, value, separation=Separation(), steps=9, eps=torch.tensor([1e9, 1e9, 0.0]))
+    _, once = associate(query, Padded(key, value), separation=Separation(), steps=1)
+    _, stopped = associate(
+        query, Padded(key, value), separation=Separation(), steps=9, eps=torch.tensor([1e9, 1e9, 0.0])
+    )
     torch.testing.assert_close(stopped[:, :2], once[:, :2])
     assert not torch.allclose(stopped[:, 2], once[:, 2])
 
 
-def test_a_search_that_cycles_comes_to_an_end(monkeypatch):
-    monkeypatch.setattr("ahop_layers.association.LONGEST_SEARCH", 7)
+def test_a_search_that_cycles_ends_after_the_maximal_number_of_steps(monkeypatch):
+    monkeypatch.setattr("ahop_layers.association.MAX_SEARCH_STEPS", 7)
     calls = []
 
     def swap(query, key):
         calls.append(1)
-        return -query @ key.mT  # argmax then jumps between the two opposite patterns for ever
+        return -query @ key.mT  # argmax then alternates between the two opposite patterns
 
     key = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])[None, None]
-    associate(key[:, :, :1], key, key, score=swap, separation=Separation("argmax"), steps=None)
+    associate(key[:, :, :1], Padded(key, key), score=swap, separation=Separation("argmax"), steps=None)
     assert len(calls) == 8
 
 
 def test_a_shared_query_broadcasts():
     query, key, value = tensors()
-    shared, _ = associate(query[:1], key, value, separation=Separation(), steps=2)
-    repeated, _ = associate(query[:1].expand(N, -1, -1, -1), key, value, separation=Separation(), steps=2)
+    shared, _ = associate(query[:1], Padded(key, value), separation=Separation(), steps=2)
+    repeated, _ = associate(query[:1].expand(N, -1, -1, -1), Padded(key, value), separation=Separation(), steps=2)
     torch.testing.assert_close(shared, repeated)
 
 
 @pytest.mark.parametrize("masked_by", ["padding", "bool", "float"])
 @pytest.mark.parametrize("separation", ["softmax", "sparsemax", "entmax"])
-def test_a_query_without_keys_reads_zeros(masked_by, separation):
+def test_a_fully_masked_query_reads_zeros(masked_by, separation):
     query, key, value = (x.requires_grad_() for x in tensors())
     padding = association = None
     if masked_by == "padding":
@@ -101,7 +103,7 @@ def test_a_query_without_keys_reads_zeros(masked_by, separation):
             association = torch.zeros(L, S).masked_fill(association, -torch.inf)
     mask = combine_masks(padding, association, (N, H, L, S))
     similarity = AdaptiveSimilarity(D, H)
-    output, _ = associate(query, key, value, score=similarity, separation=Separation(separation), mask=mask, steps=1)
+    output, _ = associate(query, Padded(key, value, mask), score=similarity, separation=Separation(separation), steps=1)
     empty = output[0] if masked_by == "padding" else output[:, :, 0]
     assert (empty == 0).all()
     output.square().sum().backward()
@@ -109,7 +111,7 @@ def test_a_query_without_keys_reads_zeros(masked_by, separation):
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bool, torch.bool), (torch.float, torch.float), (torch.float, torch.bool)])
-def test_two_masks_in_one(dtypes):
+def test_two_masks_are_combined(dtypes):
     chosen = torch.rand(N, S) < 0.3, torch.rand(N * H, L, S) < 0.3
     masks = [
         m if t is torch.bool else torch.zeros(m.shape).masked_fill(m, -9.0) for m, t in zip(chosen, dtypes, strict=True)
@@ -120,14 +122,19 @@ def test_two_masks_in_one(dtypes):
     assert torch.equal(combine_masks(*masks, (N, H, L, S)).apply(torch.zeros(N, H, L, S)), expected)
 
 
-def test_masks_that_do_not_fit():
+def test_wrong_masks_raise():
     shape = (N, H, L, S)
     with pytest.raises(AHopError, match=r"must be \(N, S\) = \(2, 5\), got \(5, 2\)"):
         combine_masks(torch.zeros(S, N, dtype=torch.bool), None, shape)
     with pytest.raises(AHopError, match=r"\(L, S\) = \(4, 5\) or \(N \* heads, L, S\) = \(6, 4, 5\), got \(2, 4, 5\)"):
         combine_masks(None, torch.zeros(N, L, S), shape)
-    with pytest.raises(AHopError, match=r"padding_mask must be bool or of a float dtype, got torch\.int32"):
+    with pytest.raises(
+        AHopError, match=r"padding_mask must have dtype bool or a floating-point dtype, got torch\.int32"
+    ):
         combine_masks(torch.zeros(N, S, dtype=torch.int), None, shape)
-    with pytest.raises(AHopError, match=r"bool or of a float dtype, got torch.int64"):
+    with pytest.raises(AHopError, match=r"dtype bool or a floating-point dtype, got torch.int64"):
         combine_masks(None, torch.zeros(L, S, dtype=torch.long), shape)
+    for masks, name in (((5, None), "stored_pattern_padding_mask"), ((None, [[True]]), "association_mask")):
+        with pytest.raises(AHopError, match=rf"{name} must be a tensor or None, got (int|list)"):
+            combine_masks(*masks, shape)
     assert combine_masks(None, None, shape) is None

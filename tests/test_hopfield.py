@@ -1,4 +1,4 @@
-"""Hopfield, HopfieldLayer, HopfieldPooling: what hflayers computes, then what it gets wrong and ours do not."""
+"""Hopfield, HopfieldLayer, HopfieldPooling: equal to hflayers, except where hflayers is wrong."""
 
 import inspect
 import os
@@ -44,7 +44,7 @@ def test_recorded_case(name, source):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_initialisation(name):
+def test_initialization(name):
     layer = OWN[name](200, num_heads=2, **({} if name == "Hopfield" else {"quantity": 50}))
     for key, parameter in layer.named_parameters():
         if "norm" in key:
@@ -56,7 +56,7 @@ def test_initialisation(name):
             assert abs(parameter.mean()) < 1e-3, key
 
 
-def test_sizes_and_switches_can_be_read():
+def test_properties_return_the_constructor_arguments():
     layer = hopfield.OwnHopfieldPooling(12, 4, 6, 5, 2, quantity=3, stored_pattern_size=8, update_steps_max=2)
     assert (layer.input_size, layer.hidden_size, layer.output_size, layer.pattern_size) == (12, 4, 6, 5)
     assert (layer.stored_pattern_dim, layer.state_pattern_dim, layer.pattern_projection_dim) == (8, 12, 12)
@@ -73,16 +73,16 @@ def test_signature_is_that_of_hflayers(name, hflayers):
     assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
 
 
-def test_public_names_come_from_hflayers(hflayers):
+def test_public_classes_are_those_of_hflayers(hflayers):
     if os.environ.get("AHOP_OWN_HOPFIELD", "0") not in ("", "0"):
-        pytest.skip("AHOP_OWN_HOPFIELD forces our own")
+        pytest.skip("AHOP_OWN_HOPFIELD selects our own")
     assert hopfield.Hopfield is hflayers.Hopfield
     assert hopfield.HopfieldLayer is hflayers.HopfieldLayer
     assert hopfield.HopfieldPooling is hflayers.HopfieldPooling
 
 
 @pytest.mark.slow
-def test_the_environment_can_force_our_own():
+def test_an_environment_variable_selects_our_own():
     code = "from ahop_layers import hopfield as h; assert h.Hopfield is h.OwnHopfield"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "AHOP_OWN_HOPFIELD": "1"}, check=True)
 
@@ -101,7 +101,7 @@ FLAGS = ("normalize_hopfield_space", "pattern_projection_as_connected", "input_b
     mask=st.booleans(),
     seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_any_arguments_agree_with_hflayers(hflayers, name, sizes, mask, seed):
+def test_random_arguments_agree_with_hflayers(hflayers, name, sizes, mask, seed):
     torch.manual_seed(seed)
     extra = {} if name == "Hopfield" else {"quantity": 4}
     theirs, ours = getattr(hflayers, name)(12, **sizes, **extra).eval(), OWN[name](12, **sizes, **extra).eval()
@@ -201,14 +201,14 @@ def test_a_float_mask_of_any_dtype(dtype):
     torch.testing.assert_close(layer(x, association_mask=mask.to(dtype)), expected)
 
 
-def test_a_parameter_as_input():
+def test_a_parameter_is_a_valid_input():
     layer, x = hopfield.OwnHopfield(12), torch.nn.Parameter(torch.randn(2, 4, 12))
     layer(x).sum().backward()
     layer([x, x, x])
     assert x.grad is not None
 
 
-def test_tensor_scaling_is_a_buffer_and_survives_update_steps():
+def test_tensor_scaling_is_a_buffer_and_works_with_update_steps():
     layer = hopfield.OwnHopfield(12, 4, num_heads=2, scaling=torch.tensor([0.5, 3.0]), update_steps_max=3)
     assert "association_core.scaling" in dict(layer.named_buffers())
     assert layer.double().scaling.dtype == torch.double
@@ -222,7 +222,7 @@ def test_tensor_scaling_is_a_buffer_and_survives_update_steps():
 
 
 @pytest.mark.parametrize("affine", [False, True])
-def test_the_hopfield_space_switches_can_be_read(affine):
+def test_properties_of_normalization_in_hopfield_space(affine):
     switches = {"normalize_hopfield_space": True, "normalize_hopfield_space_affine": affine}
     for layer in (hopfield.OwnHopfield(12, **switches), hopfield.OwnHopfieldPooling(12, **switches)):
         assert layer.normalize_hopfield_space
@@ -230,7 +230,7 @@ def test_the_hopfield_space_switches_can_be_read(affine):
     assert not hopfield.OwnHopfield(12).normalize_hopfield_space
 
 
-def test_pooling_with_the_batch_second():
+def test_pooling_with_batch_first_false():
     first, second = (hopfield.OwnHopfieldPooling(12, quantity=2, batch_first=flag) for flag in (True, False))
     second.hopfield.load_state_dict(first.hopfield.state_dict())
     second.pooling_weights.data = first.pooling_weights.data.transpose(0, 1)

@@ -1,9 +1,10 @@
-"""The adaptive layers: one import changed, nothing lost."""
+"""The adaptive Hopfield layers: drop-in replacements of the plain ones."""
 
 import copy
 import inspect
 import io
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,21 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ahop_layers import AdaptiveSimilarity, AHopError, hopfield, similarity_parameters
+from ahop_layers import (
+    AdaptiveAttention,
+    AdaptiveSimilarity,
+    AHopError,
+    AssociativeMemory,
+    hopfield,
+    similarity_parameters,
+)
 from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfield,
     AdaptiveHopfieldLayer,
     AdaptiveHopfieldPooling,
 )
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilaritySource
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
 OWN = {
@@ -38,7 +47,7 @@ SMALL = [
 
 
 def trained(layer: nn.Module) -> nn.Module:
-    """Move every parameter away from where it starts."""
+    """Moves every parameter away from its initial value."""
     for parameter in layer.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return layer
@@ -76,18 +85,153 @@ def test_recorded_case_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
-def test_is_a_subclass_with_the_same_arguments_first(name):
+def test_arguments_are_those_of_the_base_class_then_keywords(name):
     adaptive, base = ADAPTIVE[name], getattr(hopfield, name)
     assert issubclass(adaptive, base)
     ours, theirs = (list(inspect.signature(c).parameters.values()) for c in (adaptive, base))
     plain = [(p.name, p.default, p.kind) for p in ours if p.kind != p.KEYWORD_ONLY]
     assert plain == [(p.name, p.default, p.kind) for p in theirs]
     keywords = {p.name: p.default for p in ours if p.kind == p.KEYWORD_ONLY}
-    assert keywords == {"bases": ("dis", "dot"), "init": "dot", "debias": False, "separation": "softmax"}
+    built = {"bases": ("dis", "dot"), "init": "dot", "debias": False, "separation": "softmax", "similarity": None}
+    assert keywords == {**built, "device": None, "dtype": None}
+
+
+def test_subclasses_and_errors_show_the_right_signature():
+    class Mine(AdaptiveHopfieldPooling):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, quantity=3, separation="sparsemax")
+
+    assert list(inspect.signature(Mine).parameters) == ["width"]
+    assert Mine(8)(torch.randn(2, 4, 8)).shape == (2, 24)
+    for adaptive in OWN:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'head'"):
+            adaptive(8, head=2)
+    assert inspect.signature(AdaptiveHopfield.make_adaptive) == inspect.signature(reference_make_adaptive)
+
+
+def reference_make_adaptive(
+    self,
+    bases: Sequence[str] = ("dis", "dot"),
+    init: str | torch.Tensor = "dot",
+    debias: bool = False,
+    separation: str | Separation = "softmax",
+    similarity: SimilaritySource | None = None,
+) -> None: ...
+
+
+class Distance(nn.Module):
+    """A similarity without reset_parameters."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((num_heads, 1, dim), 0.5))
+
+    def forward(self, query, key):
+        return -torch.cdist(query * self.scale, key * self.scale)
+
+
+@pytest.mark.parametrize("adaptive", OWN)
+def test_similarity_is_a_module_or_a_factory(adaptive):
+    x, module = torch.randn(3, 5, 8), Distance(4, 2)
+    sizes = {"num_heads": 2} if adaptive is AdaptiveHopfield else {"num_heads": 2, "quantity": 3}
+    given = adaptive(8, similarity=module, **sizes)
+    core = getattr(given, "hopfield", given).association_core
+    assert core.similarity is module
+    assert similarity_parameters(given) == [module.scale]
+    made = adaptive(8, similarity=Distance, **sizes)
+    made.load_state_dict(given.state_dict(), strict=True)
+    torch.testing.assert_close(made(x), given(x))
+    given(x).square().sum().backward()
+    assert module.scale.grad.abs().sum() > 0
+    given.reset_parameters()
+    used, core.similarity = given.get_association_matrix(x), None
+    assert not torch.allclose(given.get_association_matrix(x), used, atol=1e-4)
+    for bad, message in (
+        ({"similarity": "cosine"}, "similarity must be a module or .* got 'cosine'"),
+        ({"similarity": module, "debias": True}, "similarity replaces bases, init and debias"),
+    ):
+        with pytest.raises(AHopError, match=message):
+            adaptive(8, num_heads=2, **bad)
+
+
+@pytest.mark.parametrize("adaptive", OWN)
+def test_device_and_dtype(adaptive):
+    scaling = torch.tensor(0.7)
+    layer = adaptive(8, device="cpu", dtype=torch.float64, separation="entmax", debias=True, scaling=scaling)
+    assert {tensor.dtype for tensor in (*layer.parameters(), *layer.buffers())} == {torch.float64}
+    assert layer(torch.randn(2, 3, 8, dtype=torch.float64)).dtype == torch.float64
+    assert all(parameter.is_meta for parameter in adaptive(8, device="meta").parameters())
+    with pytest.raises(TypeError, match="positional argument"):
+        adaptive(*[None] * 40)
+
+
+def test_a_new_similarity_has_the_mode_dtype_and_width_of_its_layer():
+    layer = AdaptiveHopfield(8, num_heads=2, dtype=torch.float64).eval()
+    layer.make_adaptive(bases=("dot",), separation="entmax")
+    core = layer.association_core
+    assert (core.similarity.dim, core.similarity.w.dtype, core.separation.alpha_logit.dtype) == (
+        4,
+        *[torch.float64] * 2,
+    )
+    assert not core.similarity.training
+    assert not core.separation.training
+    static = {"stored_pattern_as_static": True, "state_pattern_as_static": True}
+    assert AdaptiveHopfield(8, num_heads=2, **static).association_core.similarity.dim == 8
+    everything = {**static, "pattern_projection_as_static": True, "disable_out_projection": True}
+    assert AdaptiveHopfield(8, num_heads=2, **everything).association_core.similarity.dim == 8
+
+
+@pytest.mark.parametrize("adaptive", OWN)
+def test_errors_name_an_argument_of_the_wrong_type(adaptive):
+    x = torch.randn(2, 3, 8)
+    for keywords, message in (
+        ({"num_heads": None}, "num_heads must be .*got None"),
+        ({"dropout": None}, "dropout must be .*between 0 and 1, got None"),
+        ({"dropout": "a"}, "dropout must be .*between 0 and 1, got 'a'"),
+        ({"scaling": "a"}, "scaling must be a number or a tensor, got 'a'"),
+        ({"update_steps_max": "a"}, "update_steps_max must be a number or a tensor, got 'a'"),
+        ({"update_steps_max": 1.5}, "update_steps_max must be an integer, .*got 1.5"),
+        ({"update_steps_max": torch.ones(1)}, "update_steps_max must be an integer, .*got tensor"),
+        ({"update_steps_eps": None}, "update_steps_eps must be a number or a tensor, got None"),
+        ({"association_activation": 5}, "association_activation must name a function of torch, got 5"),
+        ({"separation": None}, "separation must be one of .*got None"),
+        ({"init": None}, "init must be .*got None"),
+        ({"similarity": 5}, "similarity must be a module or .* got 5"),
+    ):
+        with pytest.raises(AHopError, match=message):
+            adaptive(8, **keywords)
+    with pytest.raises(AHopError, match=r"got input_size=None|input_size must be"):
+        adaptive(None)
+    layer = adaptive(8)
+    for bad, message in ((None, "NoneType"), (5, "int"), ("ab", "(str|2)")):
+        with pytest.raises(AHopError, match=f"input must be a tensor.* got {message}"):
+            layer(bad)
+        with pytest.raises(AHopError, match=f"input must be a tensor.* got {message}"):
+            layer.get_association_matrix(bad)
+    for name in ("stored_pattern_padding_mask", "association_mask"):
+        with pytest.raises(AHopError, match=f"{name} must be a tensor or None, got list"):
+            layer(x, **{name: [[True]]})
+
+
+@pytest.mark.parametrize("make", [
+    lambda: AdaptiveSimilarity(8),
+    lambda: AdaptiveHopfield(8),
+    lambda: AdaptiveHopfieldPooling(8),
+    lambda: hopfield.OwnHopfieldLayer(8),
+    lambda: AdaptiveAttention(8, 2),
+    lambda: AssociativeMemory(torch.randn(4, 8)),
+    lambda: nn.Sequential(nn.Linear(8, 8), AdaptiveHopfieldLayer(8)),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_torch_jit_script_raises(make):
+    with pytest.raises(
+        AHopError, match=r"torch\.jit\.script does not support \w+: use torch\.compile or torch\.export"
+    ):
+        torch.jit.script(make())
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
-def test_hflayers_knows_them(name):
+def test_instances_of_hflayers_classes(name):
     hflayers = pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")
     if hopfield.Hopfield is hopfield.OwnHopfield:
         pytest.skip("AHOP_OWN_HOPFIELD forces our own")
@@ -100,7 +244,7 @@ def test_hflayers_knows_them(name):
     torch.testing.assert_close(layer(x), theirs(x), atol=1e-5, rtol=1e-5)
 
 
-def test_a_plain_checkpoint_takes_a_trained_similarity_back_to_its_warm_start():
+def test_a_plain_checkpoint_resets_a_trained_similarity():
     plain = trained(hopfield.OwnHopfieldPooling(8, num_heads=2))
     adaptive = trained(AdaptiveHopfieldPooling(8, num_heads=2, debias=True, separation="entmax"))
     adaptive.load_state_dict(plain.state_dict(), strict=True)
@@ -110,14 +254,14 @@ def test_a_plain_checkpoint_takes_a_trained_similarity_back_to_its_warm_start():
     assert (adaptive.hopfield.association_core.separation.alpha_logit == 0).all()
 
 
-def test_a_partial_checkpoint_leaves_the_similarity_alone():
+def test_a_partial_checkpoint_does_not_change_the_similarity():
     model = nn.ModuleDict({"head": nn.Linear(2, 2), "pool": trained(AdaptiveHopfieldPooling(8))})
     before = [p.clone() for p in similarity_parameters(model)]
     model.load_state_dict({f"head.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()}, strict=False)
     assert all(torch.equal(p, q) for p, q in zip(before, similarity_parameters(model), strict=True))
 
 
-def test_half_a_similarity_is_an_error():
+def test_an_incomplete_similarity_in_a_checkpoint_raises():
     state = AdaptiveHopfield(8).state_dict()
     del state["association_core.similarity.w"]
     with pytest.raises(RuntimeError, match=r"Missing key.*similarity\.w"):
@@ -153,7 +297,7 @@ def test_update_steps_work_with_every_separation(separation, steps):
     assert all(p.grad.isfinite().all() for p in (x, *layer.parameters()))
 
 
-def test_scaling_may_be_learned():
+def test_scaling_can_be_a_trained_parameter():
     x = torch.randn(3, 5, 8)
     for start in (torch.tensor(0.7), torch.full((2, 1, 1), 0.7)):
         layer = AdaptiveHopfield(8, num_heads=2, scaling=nn.Parameter(start))
@@ -170,7 +314,7 @@ def test_scaling_multiplies_the_score_of_any_base():
     torch.testing.assert_close(layer.get_association_matrix(x), torch.full((2, 1, 4, 4), 0.25))
 
 
-def test_without_sizes_the_first_patterns_decide():
+def test_without_sizes_the_first_input_determines_them():
     flags = ("stored_pattern", "state_pattern", "pattern_projection")
     static = {f"{flag}_as_static": True for flag in flags} | {"disable_out_projection": True}
     for flag in flags:
@@ -187,7 +331,7 @@ def test_without_sizes_the_first_patterns_decide():
     assert AdaptiveHopfield(**static, init=torch.ones(1, 2, 6)).association_core.similarity.dim == 6
 
 
-def test_a_separation_of_ones_own():
+def test_separation_is_a_name_or_a_module():
     layer = AdaptiveHopfield(8, separation=Separation("polynomial", degree=2))
     assert layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
     for bad in ({"separation": "hardmax"}, {"bases": ("cosine",)}, {"init": "dis", "bases": ("dot",)}):
@@ -220,7 +364,7 @@ def test_masked_equals_shorter(layer, separation, steps, seed):
 @pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
 def test_one_graph_and_export(layer_class, keywords):
     if torch.__version__ < (2, 7) and keywords.get("separation") == "entmax":
-        pytest.skip("torch 2.6 looks at every path through a graph with gradients, and that of entmax has too many")
+        pytest.skip("torch 2.6 visits every path through a graph with gradients, and entmax has too many")
     layer, x = trained(layer_class(8, **keywords)).eval(), torch.randn(3, 5, 8)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x))
@@ -247,7 +391,7 @@ def test_autocast_and_half_precision(layer_class, keywords):
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(x)
     output.sum().backward()
-    if "steps" not in str(keywords):  # steps may carry a rounded state to another pattern
+    if "steps" not in str(keywords):  # rounding may lead update steps to another pattern
         torch.testing.assert_close(output.float(), expected, atol=0.1, rtol=0.1)
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
@@ -272,7 +416,7 @@ def test_ddp_finds_no_unused_parameter(tmp_path):
         layers = AdaptiveHopfieldLayer(8, quantity=3, debias=True), AdaptiveHopfieldPooling(8, num_heads=2)
         model = nn.Sequential(*layers)
         parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=False)
-        for _ in range(2):  # the second forward complains if the first left a gradient out
+        for _ in range(2):  # the second forward raises if the first left a parameter without gradient
             parallel(torch.randn(3, 5, 8)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
     finally:

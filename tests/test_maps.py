@@ -79,10 +79,16 @@ def test_each_layer_has_its_own_copy_of_a_separation():
         assert torch.equal(maps[name], weights)
 
 
-def test_packed_bags_say_where_their_weights_are():
-    pooling = ah.torchmil.AdaptivePool(16, separation="sparsemax")
-    with pytest.raises(ah.AHopError, match="pool_packed and AdaptivePool return the weights themselves"):
-        ah.association_maps(pooling, torch.randn(3, 9, 16))
+@pytest.mark.parametrize("separation", ["softmax", "sparsemax", "entmax15", "entmax", "argmax", "identity"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_packed_bags(separation, steps):
+    pool = ah.torchmil.AdaptivePool(16, 16, 2, separation=separation, update_steps_max=steps)
+    x, mask = torch.randn(3, 9, 16), torch.arange(9) < torch.tensor([[4], [9], [0]])
+    maps = ah.association_maps(pool, x, mask)
+    assert list(maps) == ["pooling"]
+    weights = pool.pooling.pool_packed(x[mask], mask.sum(1), return_association=True)[1]
+    assert weights.shape == (13, 2, 1)
+    assert torch.equal(maps["pooling"], weights)
 
 
 def test_a_model_without_adaptive_layers():

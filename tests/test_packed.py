@@ -1,16 +1,20 @@
-"""Bags without padding: equal to the padded call, in less memory."""
+"""Packed bags: equal to the padded call, with less memory, and one graph for all sizes."""
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahop_layers import AHopError
-from ahop_layers.hopfield import adaptive as layers
+from ahop_layers import packed as layout
+from ahop_layers.association import associate, dot_product
+from ahop_layers.hopfield import core
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 from benchmarks import packed as benchmark
 
@@ -23,7 +27,7 @@ def pad(instances, sizes):
 
 
 def both(pooling, instances, sizes):
-    """Outputs, weights and all gradients of the packed and of the padded call."""
+    """Outputs, weights and all gradients of the packed and the padded call."""
     results = []
     for packed in (True, False):
         x = instances.clone().requires_grad_()
@@ -68,22 +72,97 @@ def test_packed_equals_padded(keywords):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
+    sizes=st.lists(st.integers(0, 9) | st.integers(15, 33), min_size=1, max_size=12).filter(any),
     room=st.sampled_from([1, 6, 48, 2**22]),
     separation=st.sampled_from(["softmax", "entmax15"]),
+    steps=st.sampled_from([0, 0, 1]),
 )
-def test_packed_equals_padded_for_any_bags_and_slices(sizes, room, separation):
-    kept, layers.ROOM = layers.ROOM, (room, room)
+def test_packed_equals_padded_for_any_bags_and_slices(sizes, room, separation, steps):
+    kept, layout.SLICE_ELEMENTS = layout.SLICE_ELEMENTS, {"cpu": room}
     try:
-        pooling = AdaptiveHopfieldPooling(6, num_heads=2, separation=separation)
+        pooling = AdaptiveHopfieldPooling(6, num_heads=2, separation=separation, update_steps_max=steps)
         for packed, padded in both(pooling, torch.randn(sum(sizes), 6), sizes):
             torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-4)
     finally:
-        layers.ROOM = kept
+        layout.SLICE_ELEMENTS = kept
+
+
+@pytest.mark.parametrize("sizes", [[1], [16], [17], [0, 15, 16, 0, 33, 1], [0, 0, 40]])
+def test_scores_against_one_state_per_bag(sizes):
+    total, count = sum(sizes), len(sizes)
+    state, key = torch.randn(count, 2, 3, 5, dtype=torch.double), torch.randn(total, 2, 5, dtype=torch.double)
+    each = zip(state, key.split(sizes), strict=True)
+    expected = torch.cat([torch.einsum("hqd,shd->shq", query, keys) for query, keys in each])
+    for given_sizes in (sizes, torch.tensor(sizes)):  # the number of blocks, or an upper bound of it
+        bags = layout.Bags(given_sizes, key.device, total)
+        torch.testing.assert_close(bags.score(state, key, dot_product), expected)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"add_zero_association": True, "separation": "sparsemax"}])
+def test_hooks_of_the_separation_see_the_weights_of_all_bags(keywords):
+    pooling, seen = AdaptiveHopfieldPooling(8, num_heads=2, quantity=3, **keywords), []
+    separation = pooling.hopfield.association_core.separation
+    separation.register_forward_hook(lambda module, args, weights: seen.append(weights))
+    _, weights = pooling.pool_packed(torch.randn(sum(SIZES), 8), SIZES, return_association=True)
+    assert weights.shape == (sum(SIZES), 2, 3)
+    (hooked,) = seen
+    if keywords:  # as in a padded map, the zero pattern follows the instances of each bag
+        assert hooked.shape == (sum(SIZES) + len(SIZES), 2, 3)
+        ends = torch.tensor(SIZES).cumsum(0) + torch.arange(len(SIZES))
+        kept = torch.ones(len(hooked), dtype=torch.bool).index_fill(0, ends, False)
+        hooked = hooked[kept]
+    assert torch.equal(hooked, weights)
+
+
+def test_padded_and_packed_layers_share_one_path(monkeypatch):
+    calls = []
+    monkeypatch.setattr(core, "associate", lambda *args, **keywords: calls.append(1) or associate(*args, **keywords))
+    pooling, x = AdaptiveHopfieldPooling(8), torch.randn(2, 4, 8)
+    torch.testing.assert_close(pooling.pool_packed(x.flatten(0, 1), [4, 4]), pooling(x))
+    assert len(calls) == 2
+
+
+STEPS = {"quantity": 2, "num_heads": 2, "update_steps_max": 1, "add_zero_association": True, "separation": "argmax"}
+
+
+@pytest.mark.parametrize(("backend", "keywords"), [("aot_eager", {}), ("eager", STEPS)])
+def test_one_graph_for_all_sizes(backend, keywords):
+    torch.compiler.reset()
+    pooling, counter = AdaptiveHopfieldPooling(8, **keywords), CompileCounterWithBackend(backend)
+    compiled = torch.compile(pooling.pool_packed, fullgraph=True, backend=counter)
+    for sizes in ([3, 0, 7], [9, 1, 0], [2, 5, 1, 1], [40, 2], [3, 3, 3, 3, 3], [0, 0, 9, 1, 20, 4]):
+        x = torch.randn(sum(sizes), 8, requires_grad=True)
+        results = []
+        for pool in (compiled, pooling.pool_packed):
+            output, weights = pool(x, torch.tensor(sizes), return_association=True)
+            results.append((output, weights, *torch.autograd.grad(output.square().sum(), x)))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert counter.frame_count == 2  # one for the first shape, one for all others
+    for sizes in ([3, 6], [11, -1]):
+        with pytest.raises(RuntimeError, match="bag_sizes must be integers >= 0 that add up"):
+            compiled(torch.randn(10, 8), torch.tensor(sizes))
+
+
+def test_export():
+    pooling = AdaptiveHopfieldPooling(8, num_heads=2)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pooling = pooling
+
+        def forward(self, instances, sizes):
+            return self.pooling.pool_packed(instances, sizes)
+
+    shapes = ({0: torch.export.Dim("total", min=2)}, {0: torch.export.Dim("bags", min=2)})
+    exported = torch.export.export(Model(), (torch.randn(10, 8), torch.tensor([3, 7])), dynamic_shapes=shapes).module()
+    x, sizes = torch.randn(14, 8), torch.tensor([5, 0, 9])
+    torch.testing.assert_close(exported(x, sizes), pooling.pool_packed(x, sizes))
 
 
 class LargestResult(TorchDispatchMode):
-    """Remembers how many numbers the largest new tensor has."""
+    """Records the number of elements of the largest new tensor."""
 
     numbers = 0
 
@@ -96,12 +175,12 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-def test_nothing_as_large_as_a_large_bag_is_made(monkeypatch):
-    monkeypatch.setattr(layers, "ROOM", (640, 640))
+def test_no_intermediate_tensor_grows_with_a_large_bag(monkeypatch):
+    monkeypatch.setattr(layout, "SLICE_ELEMENTS", {"cpu": 640})
     pooling, instances = AdaptiveHopfieldPooling(16, num_heads=2), torch.randn(1000, 16)
     with LargestResult() as largest:
         pooling.pool_packed(instances, [990, 10]).sum().backward()
-    assert 640 <= largest.numbers <= 2000  # a slice, or the scores (1000, 2, 1) of all; the instances have 16,000
+    assert 640 <= largest.numbers <= 2000  # a slice, or all scores (1000, 2, 1); the instances have 16,000
 
 
 def test_empty_bags_read_zeros():
@@ -124,11 +203,11 @@ def test_nested_tensors(layout):
     torch.testing.assert_close(pooling.pool_packed(nested), pooling.pool_packed(torch.cat(bags), [3, 5, 1]))
     pooling.pool_packed(nested).sum().backward()
     assert nested.grad is not None
-    with pytest.raises(AHopError, match="got bag_sizes as well"):
+    with pytest.raises(AHopError, match="bag_sizes must be None for a nested tensor"):
         pooling.pool_packed(nested, [3, 5, 1])
 
 
-def test_sizes_as_a_tensor_dropout_and_the_batch_second():
+def test_sizes_as_a_tensor_dropout_and_batch_first_false():
     pooling, instances = AdaptiveHopfieldPooling(8, dropout=0.5, batch_first=False), torch.randn(9, 8)
     dropped = pooling.pool_packed(instances, torch.tensor([4, 5]))
     kept = pooling.eval().pool_packed(instances, [4, 5])
@@ -146,17 +225,49 @@ def test_half_precision_and_autocast():
     assert pooling.bfloat16().pool_packed(instances.bfloat16(), SIZES).dtype == torch.bfloat16
 
 
-def test_what_does_not_fit():
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_sizes_are_any_sequence_or_array_of_integers(dtype):
+    pooling, instances = AdaptiveHopfieldPooling(8), torch.randn(9, 8)
+    expected = pooling.pool_packed(instances, [4, 0, 5])
+    array = np.array([4, 0, 5], dtype=dtype)
+    for sizes in (array, list(array), tuple(array), torch.from_numpy(array), list(torch.from_numpy(array))):
+        assert torch.equal(pooling.pool_packed(instances, sizes), expected)
+    assert torch.equal(pooling.pool_packed(instances[:3], range(3)), pooling.pool_packed(instances[:3], [0, 1, 2]))
+
+
+INTEGERS = "bag_sizes must be a sequence of integers >= 0, "
+
+
+def test_wrong_arguments_raise():
     pooling, instances = AdaptiveHopfieldPooling(8), torch.randn(4, 8)
     for sizes, message in (
-        ([1, 2], "add up to the 4 instances, got 3"),
-        ([5, -1], "whole numbers of at least 0, got"),
-        ([1.5, 2.5], "whole numbers of at least 0, got"),
-        (None, "whole numbers of at least 0, got None"),
+        ([1, 2], "add up to the number of instances, 4, got 3"),
+        (np.array([1, 2]), "add up to the number of instances, 4, got 3"),
+        ([5, -1], INTEGERS + r"got \[5, -1\]"),
+        (torch.tensor([5, -1]), INTEGERS),
+        ([1.5, 2.5], INTEGERS + r"got \[1.5, 2.5\]"),
+        ([2.0, 2.0], INTEGERS),
+        (torch.tensor([2.0, 2.0]), INTEGERS + r"got tensor"),
+        (np.array([2.0, 2.0]), INTEGERS + "got array"),
+        ([True] * 4, INTEGERS),
+        (torch.ones(4, dtype=torch.bool), INTEGERS),
+        (np.ones(4, dtype=bool), INTEGERS),
+        ([np.True_] * 4, INTEGERS),
+        ([torch.tensor(True)] * 4, INTEGERS),
+        (np.array([[2, 2]]), INTEGERS),
+        (torch.tensor(4), INTEGERS),
+        (4, INTEGERS + "got 4"),
+        ("4", INTEGERS),
+        ({4: "four"}, INTEGERS),
+        ({1, 3}, INTEGERS),
+        (None, INTEGERS + "got None"),
     ):
         with pytest.raises(AHopError, match=message):
             pooling.pool_packed(instances, sizes)
-    with pytest.raises(AHopError, match=r"must be \(total, input_size\) or nested, got \(1, 4, 8\)"):
+    for bad in (None, [[1.0]], np.zeros((4, 8))):
+        with pytest.raises(AHopError, match=f"instances must be a tensor, got {type(bad).__name__}"):
+            pooling.pool_packed(bad, [4])
+    with pytest.raises(AHopError, match=r"must be \(total, input_size\) or a nested tensor, got \(1, 4, 8\)"):
         pooling.pool_packed(instances[None], [4])
     with pytest.raises(AHopError, match=r"8\), got \(1, 4, 7\)"):
         pooling.pool_packed(instances[:, :7], [4])
@@ -164,7 +275,7 @@ def test_what_does_not_fit():
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
-    """Run the benchmark at a small size, with rows into a file, and return what the file holds."""
+    """Runs the benchmark at a small size, writes its rows to a file, and returns the lines of the file."""
     monkeypatch.setattr(benchmark, "in_own_process", lambda measure, *job: measure(*job))
 
     def main(bags: int) -> list[str]:
@@ -178,19 +289,19 @@ def measure(tmp_path, monkeypatch):
 
 def test_the_benchmark_runs(measure, capsys):
     measure(5)
-    header, *rows = measure(5)  # its rows take the place of the first ones
+    header, *rows = measure(5)  # replaces the rows of the first run
     assert "log-uniform" in capsys.readouterr().out
     assert {"device", "torch", "commit", "faster", "less_memory"} <= set(header.split(","))
     assert len(rows) == 4
 
 
-def test_a_trial_of_another_size_replaces_nothing(measure):
+def test_rows_of_another_size_are_kept(measure):
     before, after = measure(5), measure(6)
     assert after[:5] == before
     assert len(after) == 9
 
 
-def test_an_interrupted_measurement_leaves_the_rows_as_they_were(measure, tmp_path, monkeypatch):
+def test_an_interrupted_measurement_writes_nothing(measure, tmp_path, monkeypatch):
     before, calls = measure(5), iter(range(5))
 
     def interrupted(*job):

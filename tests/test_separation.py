@@ -1,4 +1,4 @@
-"""Separations: known values, gradients, masks, compile."""
+"""Separations: known values, gradients, masks, groups, compile."""
 
 import pytest
 import torch
@@ -7,25 +7,26 @@ from hypothesis import strategies as st
 
 from ahop_layers import AHopError
 from ahop_layers import separation as sep
+from ahop_layers.packed import Bags
 
-NORMALISED = ("softmax", "sparsemax", "entmax15", "entmax", "argmax")
+NORMALIZED = ("softmax", "sparsemax", "entmax15", "entmax", "argmax")
 
 
 @pytest.mark.parametrize("name", sep.SEPARATIONS)
 def test_float64_gradients(name):
     if name == "argmax":
-        pytest.skip("its gradient is that of softmax by design; see the straight-through test")
+        pytest.skip("its gradient is that of softmax by design, see test_argmax_is_hard_with_the_gradient_of_softmax")
     module = sep.Separation(name).double()
     scores = 2 * torch.randn(4, 7, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(module, scores)
 
 
-def test_alpha_has_the_right_gradient():
+def test_float64_gradients_of_alpha():
     scores, alpha = torch.randn(3, 6, dtype=torch.double), torch.tensor([[1.2], [1.5], [1.9]], dtype=torch.double)
     assert torch.autograd.gradcheck(sep.entmax, (scores.requires_grad_(), alpha.requires_grad_()))
 
 
-def test_entmax_contains_its_relatives():
+def test_entmax_includes_entmax15_sparsemax_and_softmax():
     scores = 3 * torch.randn(5, 9, dtype=torch.double)
     for alpha, relative in ((1.5, sep.entmax15), (2.0, sep.sparsemax)):
         torch.testing.assert_close(sep.entmax(scores, torch.tensor(alpha, dtype=torch.double)), relative(scores))
@@ -52,12 +53,43 @@ def test_masked_equals_shorter(seed, size, name):
     weights = module(scores.masked_fill(~keep, -torch.inf))
     torch.testing.assert_close(weights[:, keep], module(scores[:, keep]))
     assert (weights[:, ~keep] == 0).all()
-    if name in NORMALISED:
+    if name in NORMALIZED:
         torch.testing.assert_close(weights.sum(-1), torch.ones(3))
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any),
+    name=st.sampled_from(sep.SEPARATIONS),
+)
+def test_groups_equal_rows(seed, sizes, name):
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn(sum(sizes), 2, 3, generator=generator, dtype=torch.double)
+    module, bags = sep.Separation(name, num_heads=2).double(), Bags(sizes, scores.device)
+    cotangent, results = torch.randn(scores.shape, generator=generator, dtype=torch.double), []
+    for separate in (
+        lambda scores: module(scores, groups=bags),
+        lambda scores: torch.cat([module(part.permute(1, 2, 0)).permute(2, 0, 1) for part in scores.split(sizes)]),
+    ):
+        given_scores = scores.clone().requires_grad_()
+        module.zero_grad()
+        weights = separate(given_scores)
+        weights.backward(cotangent)
+        grads = [parameter.grad for parameter in module.parameters()]
+        results.append([weights.detach(), given_scores.grad, *grads])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_argmax_of_a_group_selects_one_of_equal_scores():
+    scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 2.0, 2.0])[:, None, None]
+    weights = sep.Separation("argmax")(scores, groups=Bags([3, 0, 3], scores.device))
+    assert weights.flatten().tolist() == [1, 0, 0, 1, 0, 0]
+
+
 @pytest.mark.parametrize("name", sep.SEPARATIONS)
-def test_an_empty_row_gives_zeros_and_finite_gradients(name):
+def test_a_fully_masked_row_gets_zeros_and_finite_gradients(name):
     scores = torch.randn(3, 4)
     scores[1], scores[2, 1:] = -torch.inf, -torch.inf
     scores.requires_grad_()
@@ -71,7 +103,7 @@ def test_an_empty_row_gives_zeros_and_finite_gradients(name):
 
 @pytest.mark.parametrize("name", ["softmax", "sparsemax", "entmax15", "entmax"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_bad_score_spoils_its_row_only(name, bad):
+def test_a_non_finite_score_affects_its_row_only(name, bad):
     scores = torch.randn(3, 5)
     good = sep.Separation(name)(scores)
     scores[1, 2] = bad
@@ -91,7 +123,7 @@ def test_argmax_is_hard_with_the_gradient_of_softmax():
 
 @pytest.mark.parametrize("name", sep.SEPARATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtype_and_no_keys(name, dtype):
+def test_the_dtype_is_kept_and_rows_may_be_empty(name, dtype):
     module = sep.Separation(name).to(dtype)
     assert module(torch.randn(2, 5).to(dtype)).dtype == dtype
     assert module(torch.randn(2, 0).to(dtype)).shape == (2, 0)
@@ -115,9 +147,11 @@ def test_alpha_per_head_can_be_trained_and_reset():
     assert (module.alpha_logit == 0).all()
 
 
-def test_errors_say_what_was_expected_and_got():
+def test_errors_state_what_was_expected_and_given():
     with pytest.raises(AHopError, match=r"separation must be one of softmax.*got 'hardmax'"):
         sep.Separation("hardmax")
+    with pytest.raises(AHopError, match=r"num_heads must be .* got 0"):
+        sep.Separation("entmax", num_heads=0)
     with pytest.raises(AHopError, match="at least 1, got 0"):
         sep.Separation("polynomial", degree=0)
     with pytest.raises(AHopError, match=r"floating-point dtype, got torch\.int64"):

@@ -1,4 +1,4 @@
-"""The pooling adapter: torchmil's interface and masks, and a place in the real torchmil's ABMIL."""
+"""AdaptivePool: the interface and masks of torchmil, and training inside its ABMIL."""
 
 import inspect
 
@@ -7,13 +7,13 @@ import torch
 from frameworks import make_torchvision_importable
 from torch.nn.utils.rnn import pad_sequence
 
-from ahop_layers import AHopError
+from ahop_layers import AdaptiveSimilarity, AHopError
 from ahop_layers.torchmil import AdaptivePool
 
 
 @pytest.fixture
 def torchmil():
-    make_torchvision_importable()  # adds the folder of packages that come without their dependencies
+    make_torchvision_importable()  # adds the folder of packages installed without their dependencies
     reason = "torchmil is not installed (pip install --no-deps torchmil tensordict pyvers)"
     pytest.importorskip("torchmil.models", reason=reason, exc_type=ImportError)
     import torchmil.models
@@ -41,7 +41,7 @@ def test_masked_equals_shorter(separation):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.int64])
-def test_any_dtype_of_mask_says_which_instances_are_real(dtype):
+def test_a_mask_of_any_dtype(dtype):
     pool = AdaptivePool(8, att_dim=8)
     _, padded, mask = some_bags()
     expected = pool(padded, mask)
@@ -49,7 +49,7 @@ def test_any_dtype_of_mask_says_which_instances_are_real(dtype):
     assert not torch.allclose(pool(padded, 1 - mask), expected)
 
 
-def test_attention_values_are_normalised_by_a_softmax():
+def test_attention_values_are_normalized_by_a_softmax():
     pool = AdaptivePool(8, att_dim=8, num_heads=2)
     bags, padded, mask = some_bags()
     _, att = pool(padded, mask, return_att=True)
@@ -58,7 +58,7 @@ def test_attention_values_are_normalised_by_a_softmax():
     torch.testing.assert_close(weights[mask != 0], expected)
 
 
-def test_a_bag_without_real_instances_has_a_result_and_gradients():
+def test_an_empty_bag_has_an_output_and_gradients():
     pool = AdaptivePool(8, att_dim=8)
     bags = torch.randn(2, 3, 8, requires_grad=True)
     pooled = pool(bags, torch.tensor([[1, 1, 1], [0, 0, 0]]))
@@ -68,6 +68,14 @@ def test_a_bag_without_real_instances_has_a_result_and_gradients():
     assert bags.grad[1].abs().sum() == 0
 
 
+def test_keywords_are_passed_to_the_layer():
+    similarity = AdaptiveSimilarity(4, 2, bases=("dot",))
+    pool = AdaptivePool(8, att_dim=8, num_heads=2, similarity=similarity, dtype=torch.float64, device="cpu")
+    assert pool.pooling.hopfield.association_core.similarity is similarity
+    assert {parameter.dtype for parameter in pool.parameters()} == {torch.float64}
+    assert pool(torch.randn(2, 3, 8, dtype=torch.float64)).shape == (2, 8)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -75,6 +83,10 @@ def test_a_bag_without_real_instances_has_a_result_and_gradients():
         (lambda: AdaptivePool(8, quantity=2), "quantity is fixed.*got quantity=2"),
         (lambda: AdaptivePool(8)(torch.randn(2, 3, 7)), r"in_dim = 8, got \(2, 3, 7\)"),
         (lambda: AdaptivePool(8)(torch.randn(2, 3, 8), torch.ones(2, 4)), r"\(2, 3\), got \(2, 4\)"),
+        (lambda: AdaptivePool(8)(torch.randn(2, 3, 8), [[1, 1, 0]]), "mask must be a tensor or None, got list"),
+        (lambda: AdaptivePool(8)(None), "X must be a tensor, got NoneType"),
+        (lambda: AdaptivePool(None), "in_dim must be .* got None"),
+        (lambda: AdaptivePool(8, att_dim="16"), "att_dim must be .* got '16'"),
     ],
 )
 def test_errors(call, message):

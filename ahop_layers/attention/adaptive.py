@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Mask, associate, combine_masks, dot_product
+from ahop_layers.association import Mask, Padded, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator, SimilaritySource, make_similarity
@@ -81,12 +81,10 @@ class Adaptive(Associator):
         """
         output, weights = associate(
             query,
-            key,
-            value,
+            Padded(key, value, mask),
             score=dot_product if self.similarity is None else self.similarity,
             separation=self.separation,
             scaling=scaling,
-            mask=mask,
             dropout=dropout if self.training else 0.0,
         )
         return rearrange(output, "n h l e -> n l (h e)"), weights

@@ -22,8 +22,8 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
         inputs, keywords: arguments of the forward pass.
 
     Returns:
-        The matrix ``(N, H, L, S)`` of each called layer, by name. With update steps or repeated calls it is the last
-        one.
+        The matrix of each called layer, by name: ``(N, H, L, S)``, or ``(total, H, L)`` for packed bags. With update
+        steps or repeated calls it is the last one.
 
     Raises:
         AHopError: ``model`` is not a module, or no adaptive layer was called.
@@ -53,8 +53,5 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         model(*inputs, **keywords)
     if not maps:
-        raise AHopError(
-            f"expected a model that calls adaptive layers, got {type(model).__name__} that called none;"
-            " of packed bags, pool_packed and AdaptivePool return the weights themselves"
-        )
+        raise AHopError(f"expected a model that calls adaptive layers, got {type(model).__name__} that called none")
     return maps

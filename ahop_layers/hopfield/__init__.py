@@ -1,4 +1,4 @@
-"""Hopfield layers with the interface of hopfield-layers: plain ones, and adaptive ones."""
+"""Hopfield layers with the interface of hopfield-layers, plain and adaptive."""
 
 from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.hopfield.base import OwnHopfield

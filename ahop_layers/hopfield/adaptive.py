@@ -1,72 +1,96 @@
 """AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling: the layers of hflayers with a learned similarity.
 
-Each takes every argument of the class it replaces, and the keywords that :class:`AdaptiveHopfield` explains.
+Each takes every argument of the class it replaces, followed by the keyword-only arguments of :class:`_AdaptiveFace`.
 """
 
-from collections.abc import Sequence
-from functools import cache
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from ahop_layers.association import settle
-from ahop_layers.hopfield.base import arguments
-from ahop_layers.hopfield.layers import LAYER_ONLY, HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase
-from ahop_layers.packed import Bags, Slices, end_to_end
+from ahop_layers.hopfield.base import Face, OwnHopfield
+from ahop_layers.hopfield.layers import (
+    HopfieldBase,
+    HopfieldLayerBase,
+    HopfieldPoolingBase,
+    OwnHopfieldLayer,
+    OwnHopfieldPooling,
+)
+from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import SimilaritySource, make_similarity
 
 
-class AdaptiveHopfield(HopfieldBase):
-    """``hflayers.Hopfield`` with a learned similarity: state patterns look up what they need among stored ones.
+class _AdaptiveFace(Face):
+    """The constructor of the adaptive layers: positional arguments and other keywords go to the plain layer."""
 
-    It takes every argument of the class it replaces, in the same order with the same defaults, and more by keyword.
+    def __init__(
+        self,
+        *args: Any,
+        bases: Sequence[str] = ("dis", "dot"),
+        init: str | Tensor = "dot",
+        debias: bool = False,
+        separation: str | Separation = "softmax",
+        similarity: SimilaritySource | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*args, **keywords)
+        hopfield: Any = self._inner
+        hopfield.make_adaptive(bases, init, debias, separation, similarity)
+        self.to(device=device, dtype=dtype)
+
+
+def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a constructor the signature of a plain layer, followed by the keywords of the adaptive layers."""
+
+    def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
+        own = [*inspect.signature(plain.__init__).parameters.values()]  # type: ignore[misc]
+        added = inspect.signature(_AdaptiveFace.__init__).parameters.values()
+        signature = inspect.Signature([*own, *(each for each in added if each.kind == each.KEYWORD_ONLY)])
+        constructor.__signature__ = signature  # type: ignore[attr-defined]
+        return constructor
+
+    return decorate
+
+
+class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
+    """``hflayers.Hopfield`` with a learned similarity: associates state patterns with stored patterns.
+
+    It takes every argument of the class it replaces, in the same order and with the same defaults, then by keyword:
 
     Args:
-        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has weights of its own. With the
-            default ``init="dot"`` the layer computes what the one it replaces computes, until it is trained.
-        separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (alpha is learned), ``"argmax"``, or a
+        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has its own weights. With the
+            default ``init="dot"`` the layer initially computes the same outputs as the layer it replaces.
+        separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.separation.Separation`.
-        scaling: multiplies the score. A tensor is a buffer, a parameter is learned; the shape ``()`` means one factor
-            and ``(heads, 1, 1)`` one per head, while ``(heads,)`` means what it means in hflayers.
+        similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
+            ``(dim, num_heads)`` that returns one. It replaces ``bases``, ``init`` and ``debias``.
+        device, dtype: of all parameters and buffers.
+        scaling: factor of the scores. A tensor becomes a buffer, a parameter is trained. The shape ``()`` is one
+            factor, ``(heads, 1, 1)`` one per head; ``(heads,)`` has the meaning it has in hflayers.
 
     Shapes:
         input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
         projection ``(N, S, pattern_projection_size)`` patterns; output ``(N, L, output_size)``.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> layer = AdaptiveHopfield(input_size=8, num_heads=2, separation="sparsemax")
     >>> layer(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    # fmt: off
-    def __init__(
-        self, input_size: int | None = None, hidden_size: int | None = None, output_size: int | None = None,
-        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
-        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
-        normalize_stored_pattern_eps: float = 1e-5, normalize_state_pattern: bool = True,
-        normalize_state_pattern_affine: bool = True, normalize_state_pattern_eps: float = 1e-5,
-        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
-        normalize_pattern_projection_eps: float = 1e-5, normalize_hopfield_space: bool = False,
-        normalize_hopfield_space_affine: bool = False, normalize_hopfield_space_eps: float = 1e-5,
-        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
-        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
-        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
-        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
-        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
-        *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
-        separation: str | Separation = "softmax",
-    ) -> None:
-        # fmt: on
-        super().__init__(**arguments(locals(), *KEYWORDS))
-        self._input_size = input_size
-        self.make_adaptive(bases, init, debias, separation)
+    @_extends(OwnHopfield)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
 
     def make_adaptive(
         self,
@@ -76,65 +100,47 @@ class AdaptiveHopfield(HopfieldBase):
         separation: str | Separation = "softmax",
         similarity: SimilaritySource | None = None,
     ) -> None:
-        """Adds the similarity and the separation to the core."""
+        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
         core = self.association_core
-        like = next(self.parameters(), torch.empty(0))
         dim = self._input_size if core.key_as_static and core.query_as_static else core.head_dim
-        similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity)
+        like = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
         separation = separation if isinstance(separation, Separation) else Separation(separation, core.num_heads)
-        core.similarity, core.separation = similarity.to(like), separation.to(like)
+        similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity)
+        core.similarity = similarity.to(like).train(self.training)
+        core.separation = separation.to(like).train(self.training)
 
 
-class AdaptiveHopfieldLayer(HopfieldLayerBase):
-    """``hflayers.HopfieldLayer`` with a learned similarity: patterns look up what they need among learned ones.
+class AdaptiveHopfieldLayer(_AdaptiveFace, HopfieldLayerBase):
+    """``hflayers.HopfieldLayer`` with a learned similarity: associates its input with learned patterns.
 
     It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> AdaptiveHopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    # fmt: off
-    def __init__(
-        self, input_size: int, hidden_size: int | None = None, output_size: int | None = None,
-        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
-        lookup_weights_as_separated: bool = False, lookup_targets_as_trainable: bool = True,
-        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
-        normalize_state_pattern: bool = True, normalize_state_pattern_affine: bool = True,
-        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
-        normalize_hopfield_space: bool = False, normalize_hopfield_space_affine: bool = False,
-        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
-        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
-        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
-        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
-        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
-        quantity: int = 1, trainable: bool = True,
-        *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
-        separation: str | Separation = "softmax",
-    ) -> None:
-        # fmt: on
-        given = arguments(locals(), *LAYER_ONLY)
-        nn.Module.__init__(self)
-        self._assemble(AdaptiveHopfield(**given), given, quantity, trainable, lookup_weights_as_separated,
-                       lookup_targets_as_trainable)
+    _hopfield_class = AdaptiveHopfield
+
+    @_extends(OwnHopfieldLayer)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
 
 
-class AdaptiveHopfieldPooling(HopfieldPoolingBase):
-    """``hflayers.HopfieldPooling`` with a learned similarity: learned queries pool bags of patterns.
+class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
+    """``hflayers.HopfieldPooling`` with a learned similarity: pools bags of patterns with learned queries.
 
     It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
 
-    Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``; :meth:`pool_packed` takes bags without
+    Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``. :meth:`pool_packed` takes bags without
     padding.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
     >>> pooling(torch.randn(3, 5, 8)).shape
@@ -143,99 +149,55 @@ class AdaptiveHopfieldPooling(HopfieldPoolingBase):
     torch.Size([3, 8])
     """
 
-    # fmt: off
-    def __init__(
-        self, input_size: int, hidden_size: int | None = None, output_size: int | None = None,
-        pattern_size: int | None = None, num_heads: int = 1, scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
-        normalize_stored_pattern: bool = True, normalize_stored_pattern_affine: bool = True,
-        normalize_state_pattern: bool = True, normalize_state_pattern_affine: bool = True,
-        normalize_pattern_projection: bool = True, normalize_pattern_projection_affine: bool = True,
-        normalize_hopfield_space: bool = False, normalize_hopfield_space_affine: bool = False,
-        stored_pattern_as_static: bool = False, state_pattern_as_static: bool = False,
-        pattern_projection_as_static: bool = False, pattern_projection_as_connected: bool = False,
-        stored_pattern_size: int | None = None, pattern_projection_size: int | None = None, batch_first: bool = True,
-        association_activation: str | None = None, dropout: float = 0.0, input_bias: bool = True,
-        concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
-        quantity: int = 1, trainable: bool = True,
-        *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
-        separation: str | Separation = "softmax",
-    ) -> None:
-        # fmt: on
-        given = arguments(locals(), "quantity", "trainable")
-        nn.Module.__init__(self)
-        self._assemble(AdaptiveHopfield(**given), given, quantity, trainable)
+    _hopfield_class = AdaptiveHopfield
+
+    @_extends(OwnHopfieldPooling)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
 
     def pool_packed(
         self, instances: Tensor, bag_sizes: Sequence[int] | Tensor | None = None, return_association: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Pool bags that lie end to end, in memory that grows with their instances and not with the longest bag.
+        """Pools packed bags. Memory grows with the number of instances, not with the size of the largest bag.
 
-        Without update steps, instances are worked on in slices, however large a bag is, and in training each slice is
-        computed again for its gradients: what stays in memory is little more than the instances.
+        Without update steps, keys and values are computed in slices to bound memory, and in training recomputed for
+        their gradients: little more than the instances stays in memory. Under ``torch.compile``, pass ``bag_sizes`` as
+        a tensor: one graph then serves all sizes, without slices.
 
         Args:
-            instances: ``(total, input_size)``, or a nested tensor ``(N, bag, input_size)``.
-            bag_sizes: how many instances belong to each of the N bags, zero allowed; not for a nested tensor.
+            instances: ``(total, input_size)``, those of all N bags, or a nested tensor ``(N, bag, input_size)``.
+            bag_sizes: number of instances of each bag, possibly zero: integers in a sequence, array or tensor. None for
+                a nested tensor.
             return_association: also return the weights of the instances.
 
         Returns:
-            What the padded call gives, ``(N, quantity * output_size)``, and on request ``(total, heads, quantity)``.
+            The result of the padded call, ``(N, quantity * output_size)``, and on request the weights
+            ``(total, heads, quantity)``.
 
         Raises:
-            AHopError: sizes that do not add up to the instances, or another argument that does not fit.
+            AHopError: the sizes do not add up to the number of instances, or an argument has the wrong type or shape.
 
         >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
         >>> pooled, weights = pooling.pool_packed(torch.randn(10, 8), [3, 0, 7], return_association=True)
         >>> pooled.shape, weights.shape
         (torch.Size([3, 8]), torch.Size([10, 2, 1]))
         """
-        instances, sizes = end_to_end(instances, bag_sizes)
-        hopfield, core, device = self.hopfield, self.hopfield.association_core, instances.device
-        scaling: float | Tensor = 1.0 if core.scales_query else core.scaling
-        slices = Slices(instances, sizes, max(1, ROOM[device.type == "cuda"] // instances.shape[-1]))
-        bags, places = Bags(sizes, device), torch.arange(len(instances), device=device)
-        bags_and_zeros = Bags([size + 1 for size in sizes], device) if core.add_zero_attn else bags
+        hopfield, core = self.hopfield, self.hopfield.association_core
 
-        def key(rows: Tensor) -> Tensor:
-            return rearrange(core.heads(hopfield.normalize(rows[None], 1), 1), "1 h t d -> t h d")
+        def project(part: int, rows: Tensor) -> Tensor:
+            return rearrange(hopfield.heads(rows[None], part), "1 h t d -> t h d")
 
-        @cache
-        def keys() -> Tensor:  # a state that moves reads all of them again and again
-            return key(instances)
-
-        def value(rows: Tensor) -> Tensor:
-            return rearrange(core.heads(hopfield.normalize(rows[None], 2), 2), "1 h t e -> t h e")
-
-        def score(query: Tensor, key: Tensor) -> Tensor:
-            return core.score(query, key) * scaling
-
-        def attend(state: Tensor) -> Tensor:
-            moves = core.steps != 0
-            scores = bags.score(state, keys(), score) if moves else slices.score(state, key, score)
-            if core.add_zero_attn:  # one more pattern after each bag
-                zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1)
-                scores = bags_and_zeros.spread(zero.expand(len(sizes), -1, -1)).index_copy(0, places, scores)
-            return bags_and_zeros.separate(scores, core.separation)
-
-        def follow(weights: Tensor) -> Tensor:
-            return bags.read(weights.index_select(0, places), keys())
-
-        if core.add_zero_attn:
-            places = places + bags.bag
-        queries = self.pooling_weights if self.batch_first else self.pooling_weights.transpose(0, 1)
-        state = core.heads(hopfield.normalize(queries, 0), 0)
-        weights = settle(state, attend, follow, bags_and_zeros.change, core.steps, core.update_steps_eps)
-        weights = weights.index_select(0, places)
-        dropped = functional.dropout(weights, core.dropout if self.training else 0.0)
-        output = core.read_out(slices.read(dropped, value))
-        if hopfield.association_activation is not None:
-            output = hopfield.association_activation(output)
-        return (output.flatten(1), weights) if return_association else output.flatten(1)
+        packed = Packed(
+            *check_bags(instances, bag_sizes),
+            partial(project, 1),
+            partial(project, 2),
+            zero_association=core.add_zero_attn,
+            keep_keys=core.steps != 0,
+        )
+        queries = self.pooling_weights if hopfield._batch_first else self.pooling_weights.transpose(0, 1)
+        output, weights = core.retrieve(hopfield.heads(queries, 0), packed)
+        output = hopfield.activate(output).flatten(1)
+        return (output, packed.of_instances(weights)) if return_association else output
 
 
 KEYWORDS = ("bases", "init", "debias", "separation")
-
-# How many numbers of an input to work on at a time, on a CPU and on a GPU: few enough to bound the memory of what is
-# computed from them, enough to keep the device busy.
-ROOM = (2**22, 2**24)

@@ -1,6 +1,6 @@
-"""OwnHopfield, our own ``hflayers.Hopfield``, and what the three layers share."""
+"""OwnHopfield, an implementation of ``hflayers.Hopfield``, and the interface common to the three layers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,17 +14,17 @@ Patterns = Tensor | Sequence[Tensor]
 
 
 def arguments(scope: dict[str, Any], *without: str) -> dict[str, Any]:
-    """The arguments of a constructor, from the ``locals()`` of its first line."""
+    """Returns the arguments of a constructor, given the ``locals()`` at its first line."""
     return {name: value for name, value in scope.items() if name not in ("self", "__class__", *without)}
 
 
 def reads(path: str) -> Any:
-    """A read-only property that follows a dotted path."""
+    """Returns a read-only property for the attribute at a dotted path."""
     return property(attrgetter(path), doc=f"The value of ``{path}``.")
 
 
 def _norm_flags(path: str) -> tuple[Any, Any]:
-    """Properties that tell whether there is a norm at a dotted path, and whether it is affine."""
+    """Returns two properties: whether there is a norm at a dotted path, and whether it is affine."""
     norm = attrgetter(path)
     affine = property(lambda self: getattr(norm(self), "elementwise_affine", False))
     return property(lambda self: norm(self) is not None), affine
@@ -38,8 +38,20 @@ def _norm(name: str, size: int | None, wanted: bool, affine: bool, eps: float) -
     return nn.LayerNorm(size, eps=eps, elementwise_affine=affine) if wanted and size is not None else None
 
 
+def as_patterns(input: object, names: str, count: int) -> tuple[Tensor, ...]:
+    """Returns a tensor ``count`` times, or the tensors of an iterable of that length."""
+    if not isinstance(input, (Tensor, Iterable)):
+        raise AHopError(f"input must be a tensor, or {names} patterns, got {type(input).__name__}")
+    patterns = (input,) * count if isinstance(input, Tensor) else tuple(input)
+    if len(patterns) != count:
+        raise AHopError(f"input must be a tensor, or {names} patterns, got {len(patterns)}")
+    for pattern in patterns:
+        check_floating(input=pattern)
+    return patterns
+
+
 class Face(nn.Module):
-    """The methods and properties that all three layers have."""
+    """Methods and properties common to the three layers."""
 
     @property
     def _inner(self) -> "OwnHopfield":
@@ -55,7 +67,7 @@ class Face(nn.Module):
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Tensor:
-        """The weights ``(N, heads, L, S)`` of a call, without gradient."""
+        """Computes the weights ``(N, heads, L, S)`` of a call, without gradient."""
         return self._associate(input, stored_pattern_padding_mask, association_mask).weights
 
     @torch.no_grad()
@@ -65,7 +77,7 @@ class Face(nn.Module):
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Tensor:
-        """The projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
+        """Computes the projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
         return self._associate(input, stored_pattern_padding_mask, association_mask).projected
 
     batch_first = reads("_inner._batch_first")
@@ -91,15 +103,15 @@ class Face(nn.Module):
 class OwnHopfield(Face):
     """Associates state patterns with stored patterns and reads their pattern projections.
 
-    The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, to be learned.
+    The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
 
     Shapes:
         stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
-        ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. ``batch_first=False``: N second. A batch of
-        1 is shared by all samples.
+        ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
+        dimension. A batch of 1 broadcasts.
 
     Raises:
-        AHopError: an argument that does not fit.
+        AHopError: an argument has the wrong type, size or shape.
 
     >>> layer = OwnHopfield(input_size=8, num_heads=2)
     >>> layer((torch.randn(3, 5, 8), torch.randn(3, 4, 8), torch.randn(3, 5, 8))).shape
@@ -124,18 +136,20 @@ class OwnHopfield(Face):
         concat_bias_pattern: bool = False, add_zero_association: bool = False, disable_out_projection: bool = False,
     ) -> None:
         # fmt: on
-        nn.Module.__init__(self)  # and not the next class in line, which may be that of hflayers
+        nn.Module.__init__(self)  # not super(), which may be the constructor of hflayers
         check_sizes(num_heads=num_heads)
         check_given_sizes(
             input_size=input_size, hidden_size=hidden_size, output_size=output_size, pattern_size=pattern_size,
             stored_pattern_size=stored_pattern_size, pattern_projection_size=pattern_projection_size,
         )  # fmt: skip
-        if not 0 <= dropout <= 1:
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
             raise AHopError(f"dropout must be between 0 and 1, got {dropout!r}")
-        activation = None if association_activation is None else getattr(torch, association_activation, None)
+        named = association_activation if isinstance(association_activation, str) else ""
+        activation: Any = getattr(torch, named, None)
         if association_activation is not None and not callable(activation):
             raise AHopError(f"association_activation must name a function of torch, got {association_activation!r}")
         self.association_activation, self._batch_first = activation, batch_first
+        self._input_size = input_size  # the core has none if all patterns are static
         stored_size, projection_size = stored_pattern_size or input_size, pattern_projection_size or input_size
         self.association_core = AssociationCore(
             input_size, num_heads, kdim=stored_size, vdim=projection_size, head_dim=hidden_size,
@@ -159,14 +173,14 @@ class OwnHopfield(Face):
         return self
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters anew."""
+        """Resets all parameters."""
         for module in (self.association_core, self.norm_stored_pattern, self.norm_state_pattern,
                        self.norm_pattern_projection):
             if module is not None:
                 module.reset_parameters()
 
     def normalize(self, pattern: Tensor, part: int) -> Tensor:
-        """Apply the input norm, if there is one, of part 0, 1, 2 (state, stored, projection) to ``(N, rows, size)``."""
+        """Applies the input norm of part 0, 1 or 2 (state, stored, projection), if any, to ``(N, rows, size)``."""
         norm = (self.norm_state_pattern, self.norm_stored_pattern, self.norm_pattern_projection)[part]
         core = self.association_core
         size = (core.embed_dim, core.kdim, core.vdim)[part]
@@ -176,17 +190,18 @@ class OwnHopfield(Face):
             raise AHopError(f"a pattern must be (N, rows, {expected}), got {describe(pattern)}")
         return pattern if norm is None else norm(pattern)
 
+    def heads(self, pattern: Tensor, part: int) -> Tensor:
+        """Normalizes and projects part 0, 1 or 2 (state, stored, projection): ``(N, rows, E) -> (N, H, rows, d)``."""
+        return self.association_core.heads(self.normalize(pattern, part), part)
+
     def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
-        patterns = (input,) * 3 if isinstance(input, Tensor) else tuple(input)
-        if len(patterns) != 3:
-            raise AHopError(f"input must be a tensor, or stored, state and projection patterns, got {len(patterns)}")
+        patterns = as_patterns(input, "stored, state and projection", 3)
         for pattern in patterns:
-            check_floating(input=pattern)
             if pattern.ndim != 3:
                 raise AHopError(f"a pattern must have 3 dimensions, (N, rows, size), got {describe(pattern)}")
         if not self._batch_first:
             patterns = tuple(pattern.transpose(0, 1) for pattern in patterns)
-        # Shapes are compared one by one, which keeps a dynamic batch dynamic under export.
+        # Comparing one shape at a time keeps a dynamic batch dimension dynamic under export.
         sizes = [pattern.shape[0] for pattern in patterns if pattern.shape[0] != 1]
         batch = sizes[0] if sizes else 1
         one_batch = all(pattern.shape[0] in (1, batch) for pattern in patterns)
@@ -204,13 +219,16 @@ class OwnHopfield(Face):
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Tensor:
-        """Retrieve for one tensor that is all three patterns, or for (stored, state, projection) patterns.
+        """Retrieves the pattern projections that the state patterns are associated with.
 
         Args:
-            input: see the shapes above.
+            input: (stored, state, projection) patterns, or one tensor that is all three.
             stored_pattern_padding_mask: ``(N, S)``, True = ignore.
             association_mask: ``(L, S)`` or ``(N * heads, L, S)``; bool, True = ignore, or a float to add to the scores.
         """
         output = self._associate(input, stored_pattern_padding_mask, association_mask).output
-        output = output if self._batch_first else output.transpose(0, 1)
+        return self.activate(output if self._batch_first else output.transpose(0, 1))
+
+    def activate(self, output: Tensor) -> Tensor:
+        """Applies the association activation, if any."""
         return output if self.association_activation is None else self.association_activation(output)

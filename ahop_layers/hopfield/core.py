@@ -1,4 +1,4 @@
-"""AssociationCore: the projections of a Hopfield layer around :func:`~ahop_layers.association.associate`."""
+"""AssociationCore: the projections of a Hopfield layer, and :func:`~ahop_layers.association.associate` between them."""
 
 from math import prod, sqrt
 from typing import Any, NamedTuple
@@ -8,14 +8,14 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Steps, associate, combine_masks, dot_product
+from ahop_layers.association import Padded, Steps, Stored, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator
 
 
 class Retrieval(NamedTuple):
-    """What a core gives: output ``(N, L, out)``, weights ``(N, H, L, S)``, projected values ``(N, H, S, e)``."""
+    """The result of a core: output ``(N, L, out)``, weights ``(N, H, L, S)``, projected values ``(N, H, S, e)``."""
 
     output: Tensor
     weights: Tensor
@@ -23,11 +23,11 @@ class Retrieval(NamedTuple):
 
 
 class AssociationCore(Associator):
-    """Projections around :func:`associate`, with the argument and parameter names of hflayers' core.
+    """Input and output projections of an association, with the argument and parameter names of hflayers' core.
 
-    A static query or key is not projected: it is as wide as a head, and every head sees all of it. Where both are
-    static their width is free, and with ``embed_dim=None`` only the data knows any size. ``similarity`` is None for the
-    dot product.
+    A static query or key is not projected: it has the width of a head, and every head receives all of it. If both are
+    static, any width is accepted, and with ``embed_dim=None`` the data determines every size. ``similarity`` is None
+    for the dot product.
     """
 
     _added = ("similarity", "separation", "scaling")
@@ -53,7 +53,7 @@ class AssociationCore(Associator):
         self.normalize_pattern_affine, self.normalize_pattern_eps = normalize_pattern_affine, normalize_pattern_eps
         statics = (query_as_static, key_as_static, value_as_static)
         if all(statics) and disable_out_projection and not normalize_pattern:
-            embed_dim = kdim = vdim = head_dim = out_dim = None  # nothing is projected: the data has the sizes
+            embed_dim = kdim = vdim = head_dim = out_dim = None  # without projections, the data determines the sizes
         elif embed_dim is None:
             raise AHopError("input_size must be given unless all patterns are static and not projected, got None")
         elif head_dim is None and embed_dim % num_heads:
@@ -69,7 +69,7 @@ class AssociationCore(Associator):
         if value_as_connected and value_as_static and self.pattern_dim != self.head_dim:
             raise AHopError(f"a connected, static projection needs pattern_size={self.head_dim}, got {pattern_dim}")
         if value_as_connected and key_as_static and not value_as_static and vdim != num_heads * (self.head_dim or 0):
-            raise AHopError(f"a connected projection of static patterns must be as wide as all heads, got {vdim}")
+            raise AHopError(f"a connected projection of static patterns must have the width of all heads, got {vdim}")
         if add_bias_kv and key_as_static and value_as_static:
             raise AHopError("concat_bias_pattern needs a projected pattern, got static ones only")
 
@@ -77,7 +77,7 @@ class AssociationCore(Associator):
         self.separation = Separation()
         wide, out = num_heads * (self.head_dim or 0), num_heads * (self.pattern_dim or 0)
         rows = self._rows
-        # hflayers keeps room for the bias of a static value, which is never added.
+        # hflayers allocates a bias for a static value, which is never added.
         biases = 0 if all(statics) or not bias else sum(rows[:2]) + out
         shapes: dict[str, tuple[int, ...]] = {
             "p_norm_weight": ((self.head_dim or 0) * normalize_pattern_affine,),
@@ -97,7 +97,7 @@ class AssociationCore(Associator):
 
     @property
     def _rows(self) -> tuple[int, int, int]:
-        """How many rows of the projections make query, key and value; a static part has none."""
+        """Number of rows of the query, key and value projections; 0 for a static one."""
         wide, out = ((size or 0) * self.num_heads for size in (self.head_dim, self.pattern_dim))
         return (
             0 if self.query_as_static else wide,
@@ -106,10 +106,10 @@ class AssociationCore(Associator):
         )
 
     def configure(self, scaling: float | Tensor | None, steps: int | Tensor | None, eps: float | Tensor) -> None:
-        """Set how scores are scaled and how often states are updated.
+        """Sets the scaling of the scores, and the number of update steps and their convergence threshold.
 
-        A number, or a tensor ``()`` or ``(H, 1, 1)``, multiplies the scores. Of a tensor ``(H,)`` the entry ``j mod H``
-        multiplies dimension ``j`` of the joined heads of the query, which is what hflayers makes of it.
+        A scaling that is a number, or a tensor ``()`` or ``(H, 1, 1)``, multiplies the scores. A tensor ``(H,)`` has
+        the meaning it has in hflayers: entry ``j mod H`` multiplies dimension ``j`` of the concatenated query heads.
         """
         if scaling is None:
             scaling = 1.0 if self.head_dim is None else 1 / sqrt(self.head_dim)
@@ -123,18 +123,20 @@ class AssociationCore(Associator):
                 raise AHopError(f"{name} must be a number or a tensor, got {value!r}")
             if isinstance(value, Tensor) and tuple(value.shape) not in shapes:
                 raise AHopError(f"{name} must be a number or have a shape of {shapes}, got {describe(value)}")
+        if isinstance(steps, float) or (isinstance(steps, Tensor) and steps.is_floating_point()):
+            raise AHopError(f"update_steps_max must be an integer, an integer tensor or None, got {steps!r}")
         for name, value in (("scaling", scaling), ("update_steps_eps", eps)):
             if isinstance(value, nn.Parameter):
                 self.register_parameter(name, value)
             elif isinstance(value, Tensor):
-                self.register_buffer(name, value, persistent=False)  # hflayers' checkpoints do not have it
+                self.register_buffer(name, value, persistent=False)  # hflayers' checkpoints do not contain it
             else:
                 setattr(self, name, value)
         self.update_steps_max = steps
         self.steps: Steps = steps.tolist() if isinstance(steps, Tensor) else steps
 
     def reset_parameters(self) -> None:
-        """Small normal weights, no biases, and the warm start of the similarity."""
+        """Resets weights to a normal distribution, biases to zero, and similarity and separation to their init."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.endswith("_bias"):
                 nn.init.zeros_(parameter)
@@ -152,27 +154,27 @@ class AssociationCore(Associator):
         self.separation.reset_parameters()
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Patterns ``(N, L, E)``, ``(N, S, E)``, ``(N, S, E)`` to heads: ``(N, H, L, d)`` and so on."""
+        """Projects patterns ``(N, L, E)``, ``(N, S, E)``, ``(N, S, E)`` to heads ``(N, H, L, d)`` and so on."""
         q, k, v = (self.heads(pattern, part) for part, pattern in enumerate((query, key, value)))
         if q.shape[-1] != k.shape[-1]:
-            raise AHopError(f"static patterns must be equally wide, got {describe(query)} and {describe(key)}")
+            raise AHopError(f"static patterns must have the same width, got {describe(query)} and {describe(key)}")
         return q, k, v
 
     def heads(self, pattern: Tensor, part: int) -> Tensor:
-        """Part 0, 1, 2 (query, key, value) of :meth:`project`: ``(N, rows, E) -> (N, H, rows, d)``."""
+        """Projects part 0, 1 or 2 (query, key, value) to heads: ``(N, rows, E) -> (N, H, rows, d)``."""
         if part == 2 and self.value_as_connected:
             pattern = self._linear(pattern, 1)
         split = self._split(self._linear(pattern, part), part)
         return self.normalize(split) if self.normalize_pattern and part < 2 else split
 
     def normalize(self, state: Tensor) -> Tensor:
-        """Layer normalisation in the association space."""
+        """Applies layer normalization in the association space."""
         return functional.layer_norm(
             state, state.shape[-1:], self.p_norm_weight, self.p_norm_bias, self.normalize_pattern_eps
         )
 
     def _linear(self, pattern: Tensor, part: int) -> Tensor:
-        """Project by part 0, 1, 2 (query, key, value) of the weights; a static part leaves the pattern alone."""
+        """Applies the linear projection of part 0, 1 or 2 (query, key, value); a static part has none."""
         rows, start = self._rows[part], sum(self._rows[:part])
         if not rows:
             return pattern
@@ -189,11 +191,11 @@ class AssociationCore(Associator):
         free = self.head_dim is None or (alone and not (part < 2 and self.normalize_pattern_affine))
         if not free and pattern.shape[-1] != width:
             name = ("state pattern", "stored pattern", "pattern projection")[part]
-            raise AHopError(f"a static {name} must be as wide as a head, (..., {width}), got {describe(pattern)}")
+            raise AHopError(f"a static {name} must have the width of a head, (..., {width}), got {describe(pattern)}")
         return repeat(pattern, "n l d -> n h l d", h=self.num_heads)
 
     def score(self, query: Tensor, key: Tensor) -> Tensor:
-        """``(N, H, L, d)``, ``(N, H, S, d)`` -> ``(N, H, L, S)``, before scaling."""
+        """Scores queries ``(N, H, L, d)`` against keys ``(N, H, S, d)``, before scaling: ``(N, H, L, S)``."""
         if self.scales_query:
             tiled = self.scaling.repeat(query.shape[-1])  # type: ignore[union-attr]
             query = query * rearrange(tiled, "(h d) -> h 1 d", h=self.num_heads)
@@ -201,13 +203,23 @@ class AssociationCore(Associator):
 
     @property
     def scales_query(self) -> bool:
-        """Whether ``scaling`` acts on the query, inside :meth:`score`, and not on its result."""
+        """Whether :meth:`score` applies ``scaling`` to the query; otherwise it multiplies the scores."""
         return isinstance(self.scaling, Tensor) and self.scaling.ndim == 1
 
-    def read_out(self, output: Tensor) -> Tensor:
-        """Join the heads of ``(N, H, L, e)`` and project them: ``(N, L, out)``."""
+    def retrieve(self, query: Tensor, stored: Stored) -> tuple[Tensor, Tensor]:
+        """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)`` and weights."""
+        output, weights = associate(
+            query,
+            stored,
+            score=self.score,
+            separation=self.separation,
+            scaling=1.0 if self.scales_query else self.scaling,
+            dropout=self.dropout if self.training else 0.0,
+            steps=self.steps,
+            eps=self.update_steps_eps,
+        )
         output = rearrange(output, "n h l d -> n l (h d)")
-        return output if self.out_proj is None else self.out_proj(output)
+        return output if self.out_proj is None else self.out_proj(output), weights
 
     def forward(
         self,
@@ -217,23 +229,10 @@ class AssociationCore(Associator):
         padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Retrieval:
-        """Associate ``query (N, L, E)`` with ``key (N, S, E)`` and read from ``value (N, S, E)``; N may be 1."""
+        """Associates ``query (N, L, E)`` with ``key (N, S, E)`` and reads ``value (N, S, E)``; N may be 1 for each."""
         q, k, v = self.project(query, key, value)
         batch, length, stored = (k if q.shape[0] == 1 else q).shape[0], q.shape[2], k.shape[2]
         mask = combine_masks(padding_mask, association_mask, (batch, self.num_heads, length, stored))
-        if self.add_zero_attn:
-            k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
-            mask = None if mask is None else mask.grow()
-        output, weights = associate(
-            q,
-            k,
-            v,
-            score=self.score,
-            separation=self.separation,
-            scaling=1.0 if self.scales_query else self.scaling,
-            mask=mask,
-            dropout=self.dropout if self.training else 0.0,
-            steps=self.steps,
-            eps=self.update_steps_eps,
-        )
-        return Retrieval(self.read_out(output), weights, v.expand(batch, -1, -1, -1))
+        padded = Padded(k, v, mask, self.add_zero_attn)
+        output, weights = self.retrieve(q, padded)
+        return Retrieval(output, weights, padded.value.expand(batch, -1, -1, -1))

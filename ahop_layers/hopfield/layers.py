@@ -1,10 +1,10 @@
-"""Hopfield, HopfieldLayer and HopfieldPooling: those of ``hflayers`` where it is installed, else our own.
+"""Hopfield, HopfieldLayer and HopfieldPooling: the classes of ``hflayers`` if it is installed, else our own.
 
-``AHOP_OWN_HOPFIELD=1`` in the environment chooses our own in any case. Ours have the constructors, methods, properties,
-parameter names and outputs of ``hflayers`` 1.0.2. They differ in that they compile and export, raise
-:class:`~ahop_layers.AHopError`, read zeros where everything is masked, and repeat a static pattern over heads without
-mixing samples. ``concat_bias_pattern`` only creates its parameters, for the sake of checkpoints: no output of
-``hflayers`` depends on them.
+``AHOP_OWN_HOPFIELD=1`` in the environment always selects our own. They have the constructors, methods, properties,
+parameter names and outputs of ``hflayers`` 1.0.2. In addition they compile and export, raise
+:class:`~ahop_layers.AHopError`, return zeros for fully masked rows, and repeat a static pattern over heads without
+mixing samples. ``concat_bias_pattern`` only creates its parameters, so that checkpoints load: no output of ``hflayers``
+depends on them.
 """
 
 import os
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_sizes
-from ahop_layers.hopfield.base import Face, OwnHopfield, Patterns, arguments, reads
+from ahop_layers.hopfield.base import Face, OwnHopfield, Patterns, arguments, as_patterns, reads
 from ahop_layers.hopfield.core import Retrieval
 
 
 class _WithWeights(Face):
-    """What a layer with learned patterns shares: it completes its input to three patterns for ``self.hopfield``."""
+    """A layer with learned patterns, which it passes to ``self.hopfield`` together with its input."""
 
+    _hopfield_class: type[OwnHopfield] = OwnHopfield
     hopfield: OwnHopfield
 
     @property
@@ -41,7 +42,7 @@ class _WithWeights(Face):
         return nn.Parameter(torch.empty(shape), requires_grad=trainable)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters anew."""
+        """Resets all parameters."""
         self.hopfield.reset_parameters()
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=0.02)
@@ -52,7 +53,7 @@ class _WithWeights(Face):
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Tensor:
-        """Retrieve; masks as in :class:`OwnHopfield`."""
+        """Retrieves patterns; the masks are those of :class:`OwnHopfield`."""
         output: Tensor = self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
         return output
 
@@ -60,13 +61,16 @@ class _WithWeights(Face):
 
 
 class OwnHopfieldLayer(_WithWeights):
-    """Looks its input up among learned patterns; the arguments are those of ``hflayers.HopfieldLayer``.
+    """Associates its input with learned patterns; the arguments are those of ``hflayers.HopfieldLayer``.
 
-    Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``; ``batch_first=False``: N second.
+    Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
+    dimension.
 
     >>> OwnHopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 4, 8)).shape
     torch.Size([3, 4, 8])
     """
+
+    target_weights: nn.Parameter | None
 
     # fmt: off
     def __init__(
@@ -86,23 +90,18 @@ class OwnHopfieldLayer(_WithWeights):
         quantity: int = 1, trainable: bool = True,
     ) -> None:
         # fmt: on
-        given = arguments(locals(), *LAYER_ONLY)
+        given = arguments(locals(), "quantity", "trainable", "lookup_weights_as_separated",
+                          "lookup_targets_as_trainable")
         nn.Module.__init__(self)
-        self._assemble(OwnHopfield(**given), given, quantity, trainable, lookup_weights_as_separated,
-                       lookup_targets_as_trainable)
-
-    def _assemble(self, hopfield: OwnHopfield, given: dict[str, Any], quantity: int, trainable: bool, separated: bool,
-                  train_targets: bool) -> None:
-        self.hopfield, self._quantity = hopfield, quantity
-        core, size = hopfield.association_core, given["input_size"]
-        width = core.head_dim if core.key_as_static else None
-        width = width or given["stored_pattern_size"] or size
+        self.hopfield, self._quantity = self._hopfield_class(**given), quantity
+        core = self.hopfield.association_core
+        width = (core.head_dim if core.key_as_static else None) or stored_pattern_size or input_size
         self.lookup_weights = self._weights("lookup_weights", quantity, width, trainable)
-        if separated:
-            width = given["pattern_projection_size"] or width
-            self.target_weights: nn.Parameter | None = self._weights("target_weights", quantity, width, train_targets)
-        else:
-            self.register_parameter("target_weights", None)
+        targets = None
+        if lookup_weights_as_separated:
+            width = pattern_projection_size or width
+            targets = self._weights("target_weights", quantity, width, lookup_targets_as_trainable)
+        self.register_parameter("target_weights", targets)
         self.reset_parameters()
 
     def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,9 +111,9 @@ class OwnHopfieldLayer(_WithWeights):
 
 
 class OwnHopfieldPooling(_WithWeights):
-    """Pools bags of patterns by learned queries; the arguments are those of ``hflayers.HopfieldPooling``.
+    """Pools bags of patterns with learned queries; the arguments are those of ``hflayers.HopfieldPooling``.
 
-    Shapes: input ``(N, S, input_size)``, or the stored patterns and pattern projections of such bags; output
+    Shapes: input ``(N, S, input_size)``, or a pair of stored patterns and pattern projections of that shape; output
     ``(N, quantity * output_size)``. With ``batch_first=False`` the input is ``(S, N, input_size)`` and the output, as
     in hflayers, ``(quantity, N * output_size)``.
 
@@ -141,20 +140,15 @@ class OwnHopfieldPooling(_WithWeights):
         # fmt: on
         given = arguments(locals(), "quantity", "trainable")
         nn.Module.__init__(self)
-        self._assemble(OwnHopfield(**given), given, quantity, trainable)
-
-    def _assemble(self, hopfield: OwnHopfield, given: dict[str, Any], quantity: int, trainable: bool) -> None:
-        self.hopfield, self._quantity = hopfield, quantity
-        core = hopfield.association_core
+        self.hopfield, self._quantity = self._hopfield_class(**given), quantity
+        core = self.hopfield.association_core
         width = core.head_dim if core.query_as_static else None
-        self.pooling_weights = self._weights("pooling_weights", quantity, width or given["input_size"], trainable)
+        self.pooling_weights = self._weights("pooling_weights", quantity, width or input_size, trainable)
         self.reset_parameters()
 
     def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
-        patterns = (input, input) if isinstance(input, Tensor) else tuple(input)
-        if len(patterns) != 2:
-            raise AHopError(f"input must be a tensor, or stored and projection patterns, got {len(patterns)} tensors")
-        return patterns[0], self.pooling_weights, patterns[1]
+        stored, projection = as_patterns(input, "stored and projection", 2)
+        return stored, self.pooling_weights, projection
 
     def forward(
         self,
@@ -162,11 +156,8 @@ class OwnHopfieldPooling(_WithWeights):
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Tensor:
-        """Pool bags; masks as in :class:`OwnHopfield`."""
+        """Pools bags; the masks are those of :class:`OwnHopfield`."""
         return super().forward(input, stored_pattern_padding_mask, association_mask).flatten(1)
-
-
-LAYER_ONLY = ("quantity", "trainable", "lookup_weights_as_separated", "lookup_targets_as_trainable")
 
 
 def _public() -> tuple[Any, Any, Any]:
@@ -189,7 +180,7 @@ if TYPE_CHECKING:
 else:
 
     def _base(own: type, public: type) -> type:
-        """What an adaptive class inherits: our code, and the class of hflayers behind it, so that isinstance holds."""
+        """Returns the base of an adaptive class: ours, then that of hflayers, so that ``isinstance`` holds for both."""
         return own if public is own else type(own.__name__, (own, public), {"__doc__": own.__doc__})
 
     HopfieldBase = _base(OwnHopfield, Hopfield)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import change, dot_product, settle
+from ahop_layers.association import Similarity, change, dot_product, iterate
 from ahop_layers.errors import (
     AHopError,
     check_choice,
@@ -27,7 +27,7 @@ from ahop_layers.memory.fit import (
     unchanged_on_error,
 )
 from ahop_layers.memory.kernel import KernelModulation
-from ahop_layers.memory.presets import Similarity, named_similarity, preset_arguments
+from ahop_layers.memory.presets import named_similarity, preset_arguments
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator
 from ahop_layers.variants import Mixed
@@ -357,7 +357,7 @@ class AssociativeMemory(Associator):
             # The similarity subtracts the bias from its query, so it is added to a state made of patterns.
             return read(weights) if bias is None else read(weights) + bias
 
-        return read(settle(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]
+        return read(iterate(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]
 
     def _loss(self, batch: Pairs) -> Tensor:
         index, query = batch

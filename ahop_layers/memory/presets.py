@@ -1,20 +1,17 @@
 """The networks of the paper's first table."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ahop_layers.association import dot_product, negative_distance
+from ahop_layers.association import Similarity, dot_product, negative_distance
 from ahop_layers.errors import AHopError, check_choice, check_finite_rows, check_patterns
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
-
-Similarity = Callable[[Tensor, Tensor], Tensor]
 
 
 class Preset(NamedTuple):
