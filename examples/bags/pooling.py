@@ -20,7 +20,7 @@ import ahop_layers as ah
 from ahop_layers.packed import Bags
 from ahop_layers.separation import Separation
 from examples.common.kernel_similarity import KernelSimilarity
-from examples.common.similarities import Constant, DotProduct, replace_similarity
+from examples.common.similarities import Constant, DotProduct
 
 SEPARATIONS = {
     "adaptive": "softmax",
@@ -51,10 +51,14 @@ class HopfieldPool(nn.Module):
         super().__init__()
         self.padded = padded
         self.pooling = ah.AdaptiveHopfieldPooling(
-            width, head_width, num_heads=heads, scaling=scaling, dropout=dropout, separation=SEPARATIONS[name]
+            width,
+            head_width,
+            num_heads=heads,
+            scaling=scaling,
+            dropout=dropout,
+            separation=SEPARATIONS[name],
+            similarity=SIMILARITIES.get(name),
         )
-        if name != "adaptive":
-            replace_similarity(self.pooling, SIMILARITIES[name])
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
         """Pools ``instances (total, width)`` to ``(bags, width)``; also returns their weights ``(total,)``."""

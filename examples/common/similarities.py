@@ -1,10 +1,7 @@
 """Similarities of the baselines, without parameters, for the attention and the pooling of the examples."""
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
-import ahop_layers as ah
 from ahop_layers.association import dot_product
 
 
@@ -28,11 +25,3 @@ class Constant(nn.Module):
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Scores ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``."""
         return query.new_zeros(*key.shape[:-2], query.shape[-2], key.shape[-2])
-
-
-def replace_similarity(model: nn.Module, make: Callable[[int, int], nn.Module]) -> None:
-    """Replaces every ``AdaptiveSimilarity`` of the adaptive layers in a model by ``make(dim, num_heads)``, in place."""
-    for layer in model.modules():
-        old = getattr(layer, "similarity", None)
-        if isinstance(old, ah.AdaptiveSimilarity):
-            layer.similarity = make(old.dim, old.num_heads).to(old.w)

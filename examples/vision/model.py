@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ahop_layers as ah
 from examples.common.kernel_similarity import KernelSimilarity
-from examples.common.similarities import DotProduct, replace_similarity
+from examples.common.similarities import DotProduct
 
 # tiny: for a laptop. small: for a GPU. paper: the model of the paper's experiment.
 MODELS: dict[str, dict[str, Any]] = {
@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "paper": {"depth": 3, "width": 512, "heads": 4, "dropout": 0.3},
 }
 SEPARATIONS = {"adaptive": "softmax", "kernel": "entmax15", "sparse": "sparsemax"}
+SIMILARITIES = {"kernel": KernelSimilarity, "sparse": DotProduct}
 ATTENTIONS = ("dot", *SEPARATIONS)
 
 
@@ -101,9 +102,7 @@ def use_attention(model: nn.Module, name: str, **keywords: Any) -> None:
     """Replaces the dot-product attention of a model in place; keywords are those of ``ah.adapt_``."""
     if name == "dot":
         return
-    ah.adapt_(model, separation=SEPARATIONS[name], **keywords)
-    if name != "adaptive":
-        replace_similarity(model, KernelSimilarity if name == "kernel" else DotProduct)
+    ah.adapt_(model, separation=SEPARATIONS[name], similarity=SIMILARITIES.get(name), **keywords)
 
 
 def make_optimizer(

@@ -58,11 +58,15 @@ def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[f
     image = tuple(data.train.images.shape[1:])
     model = VisionTransformer(image, len(data.classes), setup.patch or data.patch, **MODELS[setup.model], **scale)
     eager = chosen.name == "eager"
-    use_attention(model, "adaptive" if eager else chosen.name, last=chosen.last, **keywords)
-    kind = ReferenceSimilarity if eager else ah.AdaptiveSimilarity
-    for layer in model.modules():
-        if isinstance(layer, ah.AdaptiveAttention) and (eager or chosen.shared):
-            layer.similarity = kind(layer.head_dim, None if chosen.shared else layer.num_heads, **keywords)
+
+    def similarity(dim: int, num_heads: int | None) -> nn.Module:
+        kind = ReferenceSimilarity if eager else ah.AdaptiveSimilarity
+        return kind(dim, None if chosen.shared else num_heads, **keywords)
+
+    if eager or chosen.shared:
+        ah.adapt_(model, last=chosen.last, similarity=similarity)
+    else:
+        use_attention(model, chosen.name, last=chosen.last, **keywords)
     return model, chosen.lr
 
 
