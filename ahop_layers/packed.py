@@ -72,22 +72,18 @@ class Bags:
             return torch.segment_reduce(rows.contiguous(), "sum", lengths=self.sizes, unsafe=True, initial=0.0)
         return rows.new_zeros(self.sizes.shape[0], *rows.shape[1:]).index_add(0, self.bag, rows)
 
+    def amax(self, rows: Tensor) -> Tensor:
+        """Computes the maximum of the rows of each bag, without gradient: ``(total, ...) -> (N, ...)``."""
+        place = self.bag.view(-1, *[1] * (rows.ndim - 1)).expand_as(rows)
+        lowest = -torch.inf if rows.is_floating_point() else torch.iinfo(rows.dtype).min
+        return rows.new_full((self.sizes.shape[0], *rows.shape[1:]), lowest).scatter_reduce(0, place, rows, "amax")
+
     def spread(self, rows: Tensor) -> Tensor:
         """Repeats the row of each bag for its instances: ``(N, ...) -> (total, ...)``."""
         if torch.compiler.is_compiling():  # which does not support dynamic shapes in an autograd.Function
             return rows.index_select(0, self.bag)
         spread: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
         return spread
-
-    def sum_within(self, rows: Tensor) -> Tensor:
-        """Computes the sum over the bag of each instance: ``(total, ...) -> (total, ...)``."""
-        return self.spread(self.sum(rows))
-
-    def max_within(self, rows: Tensor) -> Tensor:
-        """Computes the maximum over the bag of each instance, without gradient: ``(total, ...) -> (total, ...)``."""
-        place = self.bag.view(-1, *[1] * (rows.ndim - 1)).expand_as(rows)
-        zeros = rows.new_zeros(self.sizes.shape[0], *rows.shape[1:])
-        return zeros.scatter_reduce(0, place, rows, "amax", include_self=False).index_select(0, self.bag)
 
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Turns the scores ``(total, H, Q)`` of each bag into weights."""
@@ -149,12 +145,12 @@ class Packed:
         keep_keys: bool = False,
     ) -> None:
         total, device = instances.shape[0], instances.device
-        self.bags = self.grown = Bags(sizes, device, total)
+        self.bags = self.extended = Bags(sizes, device, total)
         self.project_key, self.project_value = key, value
         self.keys = key(instances) if keep_keys else None
         self.places: Tensor | None = None
         if zero_association:
-            self.grown = Bags(self.bags.sizes + 1, device, total + self.bags.sizes.shape[0])
+            self.extended = Bags(self.bags.sizes + 1, device, total + self.bags.sizes.shape[0])
             self.places = torch.arange(total, device=device) + self.bags.bag
         if isinstance(sizes, Tensor):
             self.slices: list[list[int]] = [[]]
@@ -178,11 +174,11 @@ class Packed:
         if self.places is None:
             return scores
         zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1)
-        return self.grown.spread(zero.expand(self.bags.sizes.shape[0], -1, -1)).index_copy(0, self.places, scores)
+        return self.extended.spread(zero.expand(self.bags.sizes.shape[0], -1, -1)).index_copy(0, self.places, scores)
 
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Turns the scores of each bag into weights."""
-        return self.grown.separate(scores, separation)
+        return self.extended.separate(scores, separation)
 
     def next_state(self, weights: Tensor) -> Tensor:
         """Sums the weighted keys of each bag: ``(N, H, Q, d)``."""
@@ -203,7 +199,7 @@ class Packed:
 
     def change(self, weights: Tensor, before: Tensor) -> Tensor:
         """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
-        return self.grown.change(weights, before)
+        return self.extended.change(weights, before)
 
     def of_instances(self, weights: Tensor) -> Tensor:
         """Returns the weights ``(total, H, Q)`` without those of the zero association."""
@@ -242,7 +238,7 @@ def cut(sizes: list[int], limit: int) -> tuple[list[list[int]], list[int]]:
     return slices, pieces
 
 
-def check_bags(instances: object, bag_sizes: object) -> tuple[Tensor, list[int] | Tensor]:
+def check_bags(instances: Any, bag_sizes: Any) -> tuple[Tensor, list[int] | Tensor]:
     """Returns instances ``(total, E)`` and the sizes of their bags.
 
     The sizes are a list, or under compilation a tensor whose values are checked when the graph runs.
@@ -251,8 +247,6 @@ def check_bags(instances: object, bag_sizes: object) -> tuple[Tensor, list[int] 
         AHopError: an argument has another type or shape, or the sizes do not add up to the number of instances.
     """
     check_floating(instances=instances)
-    if not isinstance(instances, Tensor):  # only narrows the type
-        raise AHopError("instances must be a tensor")
     if instances.is_nested:
         if bag_sizes is not None:
             raise AHopError("bag_sizes must be None for a nested tensor, which has sizes of its own, got bag_sizes")
@@ -265,6 +259,7 @@ def check_bags(instances: object, bag_sizes: object) -> tuple[Tensor, list[int] 
         if bag_sizes.ndim != 1 or bag_sizes.is_floating_point() or bag_sizes.dtype == torch.bool:
             raise AHopError(f"bag_sizes must be (N,) of integers, got {describe(bag_sizes)} of {bag_sizes.dtype}")
         fits = (bag_sizes.sum() == instances.shape[0]) & (bag_sizes >= 0).all()
+        # Reading the values would break the graph, so the check is part of it.
         torch._assert_async(fits, "bag_sizes must be integers >= 0 that add up to the number of instances")
         return instances, bag_sizes
     sizes = _integers(bag_sizes)

@@ -18,23 +18,29 @@ _Separate = Callable[..., Tensor]
 
 
 class _Rows(Protocol):
-    """The reductions over a row of scores that a separation needs; both results broadcast to the scores."""
+    """Rows of scores, as the operations on them that a separation needs."""
 
-    def sum_within(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Computes the sum of each row."""
 
-    def max_within(self, x: Tensor) -> Tensor:
+    def amax(self, x: Tensor) -> Tensor:
         """Computes the maximum of each row."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Repeats one value per row for each score of the row; broadcasting may do the same."""
 
 
 class _LastAxis:
     """Rows along the last axis."""
 
-    def sum_within(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True)
 
-    def max_within(self, x: Tensor) -> Tensor:
+    def amax(self, x: Tensor) -> Tensor:
         return x.amax(-1, keepdim=True)
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x
 
 
 _LAST_AXIS = _LastAxis()
@@ -61,7 +67,7 @@ def _below_largest(scores: Tensor, scale: Tensor | float = 1.0, rows: _Rows = _L
     makes ``-inf`` finite before the product, since the gradient of ``scale`` would otherwise be NaN.
     """
     wide = scores.to(accumulation_dtype(scores.dtype))
-    return ((wide - rows.max_within(wide.detach())).clamp(min=-1e4) * scale).clamp(min=-2.0)
+    return ((wide - rows.spread(rows.amax(wide.detach()))).clamp(min=-1e4) * scale).clamp(min=-2.0)
 
 
 @_zeros_for_masked_rows
@@ -77,8 +83,8 @@ def softmax(scores: Tensor) -> Tensor:
 
 def _softmax_within(groups: _Rows, scores: Tensor) -> Tensor:
     wide = scores.to(accumulation_dtype(scores.dtype))
-    powers = (wide - groups.max_within(wide.detach())).exp()
-    return (powers / groups.sum_within(powers)).to(scores.dtype)
+    powers = (wide - groups.spread(groups.amax(wide.detach()))).exp()
+    return (powers / groups.spread(groups.sum(powers))).to(scores.dtype)
 
 
 @_zeros_for_masked_rows
@@ -136,17 +142,22 @@ def _entmax(scores: Tensor, alpha: Tensor | float, rows: _Rows) -> Tensor:
     if isinstance(alpha, Tensor):
         alpha = alpha.to(accumulation_dtype(scores.dtype))
     z, power = _below_largest(scores, alpha - 1, rows), 1 / (alpha - 1)
+
+    def gap(threshold: Tensor) -> Tensor:
+        return (z - rows.spread(threshold)).clamp(min=0.0)
+
     with torch.no_grad():
-        low = torch.full_like(rows.sum_within(z), -1.0)
+        low = torch.full_like(rows.sum(z), -1.0)
         for step in range(25):
             middle = low + 0.5 ** (step + 1)
-            heavy = rows.sum_within((z - middle).clamp(min=0.0).pow(power)) >= 1
+            heavy = rows.sum(gap(middle).pow(power)) >= 1
             low = torch.where(heavy, middle, low)
-        gap = (z - low).clamp(min=0.0)
-        slope = rows.sum_within(power * gap.pow(power - 1) * (gap > 0))
+        above = gap(low)
+        slope = rows.sum(power * above.pow(power - 1) * (above > 0))
+        slope = slope.masked_fill(slope == 0, 1.0)  # a group without scores
     # One Newton step squares the error of the bisection and provides the implicit gradient of the threshold.
-    threshold = low + (rows.sum_within((z - low).clamp(min=0.0).pow(power)) - 1) / slope
-    return (z - threshold).clamp(min=0.0).pow(power).to(scores.dtype)
+    threshold = low + (rows.sum(gap(low).pow(power)) - 1) / slope
+    return gap(threshold).pow(power).to(scores.dtype)
 
 
 @_zeros_for_masked_rows
@@ -164,8 +175,8 @@ def argmax(scores: Tensor) -> Tensor:
 
 def _argmax_within(groups: _Rows, scores: Tensor) -> Tensor:
     member = torch.arange(scores.shape[0], device=scores.device)[:, None, None]
-    largest = scores == groups.max_within(scores.detach())
-    first = groups.max_within(torch.where(largest, -member, -scores.shape[0]))
+    largest = scores == groups.spread(groups.amax(scores.detach()))
+    first = groups.spread(groups.amax(torch.where(largest, -member, -scores.shape[0])))
     return _straight_through((first == -member).to(scores.dtype), scores, partial(_softmax_within, groups))
 
 

@@ -1,6 +1,6 @@
 """AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling: the layers of hflayers with a learned similarity.
 
-Each takes every argument of the class it replaces, followed by the keyword-only arguments of :class:`_AdaptiveFace`.
+Each takes every argument of the class it replaces, followed by the keywords that :class:`AdaptiveHopfield` documents.
 """
 
 import inspect
@@ -176,6 +176,7 @@ class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
 
         Raises:
             AHopError: the sizes do not add up to the number of instances, or an argument has the wrong type or shape.
+                A compiled graph raises a RuntimeError for wrong sizes when it runs.
 
         >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
         >>> pooled, weights = pooling.pool_packed(torch.randn(10, 8), [3, 0, 7], return_association=True)
