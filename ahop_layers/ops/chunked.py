@@ -76,7 +76,7 @@ def score_backward(
             for which, slope, pairs_axis in zip((0, 1), slopes(queries, keys), (-2, -3), strict=True):
                 if need[which]:
                     place = (n, h, rows) if which == 0 else (n, h, columns)
-                    slope = slope.unflatten(-1, (blocks, -1))
+                    slope = torch.unflatten(slope, -1, (blocks, -1))
                     grads[which][place] += (at_block * slope).flatten(-2).sum(pairs_axis)
     query_grad, key_grad, weight_grad = grads
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad

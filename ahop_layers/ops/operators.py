@@ -209,8 +209,8 @@ def _check(
     (n, heads, length, d), count, wide = query.shape, key.shape[-2], accumulation_dtype(query.dtype)
     blocks = weight.shape[-1] if weight.ndim else 0
     if not _divides(blocks, d):
-        shape = f"({heads}, {len(names)}, n) with n one of {divisors(d)}, the divisors of d"
-        raise AHopError(f"weight must be {shape}, got {describe(weight)}")
+        rule = f"({heads}, {len(names)}, n) with n one of {divisors(d)}, the divisors of d"
+        raise AHopError(f"weight must be {rule}, got {describe(weight)}")
     expected = [("key", key, (n, heads, count, d), query.dtype), ("weight", weight, (heads, len(names), blocks), wide)]
     if grad is not None:
         expected.append(("grad", grad, (n, heads, length, count), wide))

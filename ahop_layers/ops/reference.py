@@ -108,7 +108,7 @@ def block_sums(values: Tensor, n: int, blocks: Tensor | None = None) -> Tensor:
     """
     if blocks is not None:
         return values.new_zeros(*values.shape[:-1], n).index_add(-1, blocks.long(), values)
-    return values if values.shape[-1] == n else values.unflatten(-1, (n, -1)).sum(-1)
+    return values if values.shape[-1] == n else torch.unflatten(values, -1, (n, -1)).sum(-1)
 
 
 def sorted_similarities(
