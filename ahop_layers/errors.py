@@ -96,6 +96,30 @@ def check_pair(query: object, key: object) -> None:
     check_same_device(query=query, key=key)
 
 
+def divisors(number: int) -> str:
+    """Lists the divisors of a number for an error message, such as ``1, 2, 3, 6``."""
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def check_divides(blocks: int, d: int) -> None:
+    """Raises unless ``d`` dimensions can be cut into ``blocks`` blocks of equal width."""
+    if d % blocks:
+        raise AHopError(f"blocks must divide d = {d}: expected one of {divisors(d)}, got {blocks}")
+
+
+def check_block_numbers(blocks: Tensor, d: int) -> int:
+    """Returns the number n of blocks; raises unless ``blocks (d,)`` has all numbers from 0 to n - 1."""
+    if blocks.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        raise AHopError(f"blocks must have an integer dtype, got {blocks.dtype}")
+    if blocks.shape != (d,) or d == 0:
+        raise AHopError(f"blocks must name the block of each of the {d} dimensions, got shape {describe(blocks)}")
+    used = blocks.unique().tolist()
+    if used != list(range(len(used))):
+        got = ", ".join(map(str, used[:8])) + (", ..." if len(used) > 8 else "")
+        raise AHopError(f"blocks must use every number from 0 to n - 1, got the numbers {got}")
+    return len(used)
+
+
 def check_patterns(patterns: Tensor) -> None:
     """Raises unless ``patterns`` is a floating-point matrix with at least one row and one column."""
     check_floating(patterns=patterns)

@@ -26,7 +26,7 @@ BAD_CALLS = {
     "dtypes": (lambda: ah.adaptive_similarity(x, k.double(), w), "same dtype, got torch.float32 and torch.float64"),
     "devices": (lambda: ah.adaptive_similarity(x, k.to("meta"), w), "one device, got query on cpu, key on meta"),
     "weight device": (lambda: ah.adaptive_similarity(x, k, w.to("meta")), "one device, got query on cpu, weight on"),
-    "weight shape": (lambda: ah.adaptive_similarity(x, k, w[:1]), r"\(n_bases, d\) = \(2, 8\) .* got \(1, 8\)"),
+    "weight shape": (lambda: ah.adaptive_similarity(x, k, w[:1]), r"\(n_bases, n\) = \(2, n\) .* got \(1, 8\)"),
     "weight rank": (lambda: ah.adaptive_similarity(x, k, w[0]), r"got \(8,\)"),
     "weight dtype": (lambda: ah.adaptive_similarity(x, k, w.long()), "weight must have a floating-point dtype"),
     "heads": (lambda: ah.adaptive_similarity(x.expand(2, 3, 8), k, w.expand(5, 2, 8)), r"\(2,\) and \(\) and \(5,\)"),

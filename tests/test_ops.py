@@ -126,7 +126,7 @@ BAD_CALLS = {  # changed arguments and the error message
     "query without heads": ({"query": x[0]}, r"query and key must be .* got query \(3, 5, 8\)"),
     "no dimension": ({"query": x[..., :0], "key": y[..., :0]}, "with d >= 1"),
     "integers": ({"query": x.long(), "key": y.long()}, "query must have a floating-point dtype"),
-    "weight of another width": ({"weight": u[..., :7]}, r"weight must be \(3, 2, 8\) .* got \(3, 2, 7\)"),
+    "weight of another width": ({"weight": u[..., :7]}, r"weight must be \(3, 2, n\) .* 1, 2, 4, 8.* got \(3, 2, 7\)"),
     "weight of another number of heads": ({"weight": u[:2]}, r"weight must be \(3, 2, 8\) .* got \(2, 2, 8\)"),
     "weight of half precision": ({"weight": u.half()}, "weight must be .* of torch.float32 .* of torch.float16"),
     "too few weights": ({"bases": "dis,dot,l1"}, r"weight must be \(3, 3, 8\) .* got \(3, 2, 8\)"),
@@ -369,15 +369,15 @@ def test_a_kernel_serves_only_the_bases_it_implements(quartic, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # the GPU kernels then serve CPU tensors
     query = torch.randn(1, 1, 5, 8)
     for kernel in (cpu, gpu):
-        assert kernel.serves(query, BASES)
-        assert not kernel.serves(query, (*BASES, quartic))
-    assert chunked.serves(query, (*BASES, quartic))
+        assert kernel.serves(query, BASES, 8)
+        assert not kernel.serves(query, (*BASES, quartic), 8)
+    assert chunked.serves(query, (*BASES, quartic), 8)
 
 
 def test_a_new_base_is_scored_as_itself(quartic):
     query, key, weight = problem(2, bases=3, grad=True)
     bases = ("dis", quartic, "l1")
-    assert choose_kernel("auto", query, bases) is chunked
+    assert choose_kernel("auto", query, bases, 8) is chunked
     assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases), (query, key, weight))
     expected = ah.adaptive_similarity(query, key, weight, bases, backend="reference")
     torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, bases), expected)

@@ -28,12 +28,12 @@ class Kernel(Protocol):
         """Returns one line on how this kernel runs here."""
         ...
 
-    def serves(self, query: Tensor, bases: Sequence[str]) -> bool:
-        """Returns whether the kernel supports the device, dtype and dimension of ``query`` and implements ``bases``."""
+    def serves(self, query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+        """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks."""
         ...
 
     def score(self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
+        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
         ...
 
     def score_backward(
@@ -74,24 +74,25 @@ def backends() -> dict[str, Status]:
     return statuses
 
 
-def choose_kernel(backend: str, query: Tensor, bases: Sequence[str]) -> Kernel:
+def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int) -> Kernel:
     """Returns the kernel named ``backend``, or for ``"auto"`` the fastest one that supports the call."""
     if backend == "auto":
-        return _fastest(query, bases)
+        return _fastest(query, bases, blocks)
     module = KERNELS[backend]
     reason = module.unavailable()
     if reason is not None:
         raise AHopError(f"backend={backend!r} is not available here: {reason}")
-    if not module.serves(query, bases):
-        got = f"{query.dtype} on {query.device.type} with d = {query.shape[-1]} and bases {', '.join(bases)}"
+    if not module.serves(query, bases, blocks):
+        sizes = f"d = {query.shape[-1]}, {blocks} blocks"
+        got = f"{query.dtype} on {query.device.type} with {sizes} and bases {', '.join(bases)}"
         raise AHopError(f"backend={backend!r} does not support {got}")
     return module
 
 
-def _fastest(query: Tensor, bases: Sequence[str]) -> Kernel:
+def _fastest(query: Tensor, bases: Sequence[str], blocks: int) -> Kernel:
     device = query.device.type
     module = {"cpu": KERNELS["cpu"], "cuda": KERNELS["triton"]}.get(device)
-    if module is not None and module.unavailable() is None and module.serves(query, bases):
+    if module is not None and module.unavailable() is None and module.serves(query, bases, blocks):
         return module
     if device == "cuda" and gpu.unavailable() is not None:
         _warn_slow_gpu()

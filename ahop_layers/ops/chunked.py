@@ -1,6 +1,8 @@
-"""The chunked kernel: the reference computation in blocks of bounded memory, for calls that no faster kernel supports.
+"""The reference computed in tiles of bounded memory: the fallback where no faster kernel supports a call.
 
-It implements the interface :class:`ahop_layers.ops.backend.Kernel`.
+Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``key (N, H, S, d)`` and folded weights
+``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. Half-precision inputs are scored in
+float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,10 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import BASES, Slopes, accumulation_dtype, folded_similarity
+from ahop_layers.ops.reference import BASES, Slopes, accumulation_dtype, block_sums, folded_similarity
 
 SCRATCH_BYTES = 40 * 2**20
-"""Memory limit of one block. With the buffers of the sort, a call stays below 64 MB besides its results."""
+"""Memory of one tile: with the buffers of the sort a call uses less than 64 MB in addition to its results."""
 
 Need = tuple[bool, bool, bool]
 
@@ -25,21 +27,21 @@ def unavailable() -> str | None:
 
 def detail() -> str:
     """Returns one line on how this kernel runs here."""
-    return "plain PyTorch in blocks of bounded memory, any device"
+    return "plain PyTorch in tiles of bounded memory, any device"
 
 
-def serves(query: Tensor, bases: Sequence[str]) -> bool:
-    """Returns whether all bases have slopes; any tensor is supported."""
+def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+    """Returns whether the slopes of all bases are known; tensors and numbers of blocks are not restricted."""
     return all(BASES[base].slopes is not None for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)``."""
     dtype = accumulation_dtype(query.dtype)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype)
-    for n, h, rows, columns in _blocks(query, key):
-        block = folded_similarity(query[n, h, rows].to(dtype), key[n, h, columns].to(dtype), weight[h], bases)
-        scores[n, h, rows, columns] = block
+    for n, h, rows, columns in _tiles(query, key, weight.shape[-1]):
+        tile = folded_similarity(query[n, h, rows].to(dtype), key[n, h, columns].to(dtype), weight[h], bases)
+        scores[n, h, rows, columns] = tile
     return scores
 
 
@@ -48,40 +50,43 @@ def score_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
 
-    The derivative of a score with respect to a similarity is the weight at the similarity's rank. Ties are ranked in
-    the order of ``torch.sort``; any order is a valid subgradient.
+    The slope of a score with respect to the similarity of a dimension is the weight at the rank of its block. At a tie
+    any order gives a valid subgradient; this function uses the order of ``torch.sort``.
     """
-    dtype = accumulation_dtype(query.dtype)
+    dtype, blocks = accumulation_dtype(query.dtype), weight.shape[-1]
     grads = [
         torch.zeros(tensor.shape if wanted else 0, dtype=dtype, device=tensor.device)
         for tensor, wanted in zip((query, key, weight), need, strict=True)
     ]
-    for n, h, rows, columns in _blocks(query, key):
+    for n, h, rows, columns in _tiles(query, key, blocks):
         queries, keys = query[n, h, rows].to(dtype).unsqueeze(-2), key[n, h, columns].to(dtype).unsqueeze(-3)
-        block_grad = grad[n, h, rows, columns].unsqueeze(-1)
+        tile_grad = grad[n, h, rows, columns].unsqueeze(-1)
         for index, base in enumerate(bases):
-            similarities, order = BASES[base].value(queries, keys).sort(dim=-1, descending=True)
+            values = block_sums(BASES[base].value(queries, keys), blocks)
+            similarities, order = values.sort(dim=-1, descending=True)
+            del values
             if need[2]:
-                grads[2][h, index] += similarities.mul_(block_grad).sum((0, 2, 3))
+                grads[2][h, index] += similarities.mul_(tile_grad).sum((0, 2, 3))
             if not (need[0] or need[1]):
                 continue
             at_rank = weight[h, index][:, None, None].expand_as(similarities)
-            at_dimension = similarities.scatter_(-1, order, at_rank).mul_(block_grad)
+            at_block = similarities.scatter_(-1, order, at_rank).mul_(tile_grad).unsqueeze(-1)
             del order
             slopes = cast(Slopes, BASES[base].slopes)
             for which, slope, pairs_axis in zip((0, 1), slopes(queries, keys), (-2, -3), strict=True):
                 if need[which]:
                     place = (n, h, rows) if which == 0 else (n, h, columns)
-                    grads[which][place] += (at_dimension * slope).sum(pairs_axis)
+                    slope = torch.unflatten(slope, -1, (blocks, -1))
+                    grads[which][place] += (at_block * slope).flatten(-2).sum(pairs_axis)
     query_grad, key_grad, weight_grad = grads
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
 
 
-def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[slice, ...]]:
-    """Yields slices over (N, H, L, S) that fit in ``SCRATCH_BYTES``, filling the last axes first."""
+def _tiles(query: Tensor, key: Tensor, blocks: int) -> Iterator[tuple[slice, ...]]:
+    """Yields slices over (N, H, L, S), as large as the scratch memory allows, longest along the last axes."""
     (n, h, length, d), count = query.shape, key.shape[-2]
-    # Values, sorted values and two temporaries, plus the int64 indices of the sort and as much again inside the sort.
-    pair_bytes = d * (4 * accumulation_dtype(query.dtype).itemsize + 16)
+    # Values, sorted values and two temporaries; the sort's int64 indices, and the same amount inside the sort.
+    pair_bytes = d * 4 * accumulation_dtype(query.dtype).itemsize + blocks * 16
     room = max(1, SCRATCH_BYTES // pair_bytes)
     axes = []
     for size in (count, length, h, n):

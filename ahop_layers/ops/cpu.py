@@ -131,10 +131,10 @@ def detail() -> str:
     return f"native, {next(iter(instruction_sets()))}, {torch.get_num_threads()} threads"
 
 
-def serves(query: Tensor, bases: Sequence[str]) -> bool:
-    """Returns whether this kernel supports the tensor and implements the bases."""
+def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+    """Returns whether this kernel supports the tensor and implements the bases; every dimension must be a block."""
     fits = query.device.type == "cpu" and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in DTYPE_CODES
-    return fits and all(base in BASE_CODES for base in bases)
+    return fits and blocks == query.shape[-1] and all(base in BASE_CODES for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:

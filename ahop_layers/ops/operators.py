@@ -23,10 +23,11 @@ from ahop_layers.errors import (
     check_pair,
     check_same_device,
     describe,
+    divisors,
 )
 from ahop_layers.ops import reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
-from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, fold
+from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold
 
 
 def adaptive_similarity(
@@ -34,21 +35,28 @@ def adaptive_similarity(
     key: Tensor,
     weight: Tensor,
     bases: Sequence[str] = ("dis", "dot"),
+    blocks: int | Tensor | None = None,
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Scores every query against every key: the weighted sum of their similarity footprints.
+    """Scores every query against every key by a weighted sum of their similarity footprints.
 
-    Only ``backend="reference"`` allocates a tensor of size L x S x d, in the forward or the backward pass.
+    The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
+    consecutive blocks of width d / n and then sorted. With n = d every dimension is sorted by itself.
+
+    No tensor of size L x S x d or L x S x n is formed, forward or backward, except on the reference path.
 
     Args:
         query: ``(..., L, d)``.
         key: ``(..., S, d)``; batch dimensions broadcast.
-        weight: the footprint weights of each base, multiplied by its ``beta``: ``(n_bases, d)``, or
-            ``(H, n_bases, d)`` for a query ``(..., H, L, d)``.
+        weight: ``(n_bases, n)``, or ``(H, n_bases, n)`` for queries ``(..., H, L, d)``: the footprint weights of each
+            base, multiplied by the factor of that base. n divides d.
         bases: names of the base similarities, in the order of ``weight``.
-        backend: ``"auto"`` selects the fastest kernel for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and
-            ``"triton"`` force one. See :func:`ahop_layers.backends`.
+        blocks: None, or n, which must be that of ``weight``. An integer tensor ``(d,)`` names the block of each
+            dimension and takes the reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in
+            bases.
+        backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
+            force one. See :func:`ahop_layers.backends`.
 
     Returns:
         Scores ``(..., L, S)`` in the dtype of ``query``. Half-precision inputs are accumulated in float32. Under
@@ -72,11 +80,13 @@ def adaptive_similarity(
     """
     names = check_bases(bases)
     check_pair(query, key)
-    batch = _check_weight(query, key, weight, names)
+    batch = _check_weight(query, key, weight, names, any_width=isinstance(blocks, Tensor))
+    numbers = _check_blocks(blocks, query, weight)
     check_choice("backend", backend, ("auto", *BACKENDS))
-    custom = [name for name in names if BASES[name].slopes is None]
+    custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
+    custom += [] if numbers is None else ["a tensor of blocks"]
     if custom and backend not in ("auto", "reference"):
-        raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
+        raise AHopError(f"{custom[0]} runs on the reference path only, got backend={backend!r}")
 
     device = query.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)  # autocast is undefined on meta tensors
@@ -87,7 +97,7 @@ def adaptive_similarity(
     wide = accumulation_dtype(query.dtype)
     if custom or backend == "reference" or _is_transformed():
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
-            scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names)
+            scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names, numbers)
     else:
         scores = _canonical_score(query, key, weight.to(wide), batch, names, backend)
     return scores.to(wide if autocast else query.dtype)
@@ -108,17 +118,35 @@ def _is_transformed() -> bool:
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
-def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Checks the weight against query and key and returns the batch shape of the scores."""
+def _check_weight(
+    query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...], any_width: bool
+) -> tuple[int, ...]:
+    """Validates the weight for the pair and returns the batch shape of the scores."""
     check_floating(weight=weight)
     check_same_device(query=query, weight=weight)
-    expected = (len(names), query.shape[-1])
-    if weight.ndim not in (2, 3) or tuple(weight.shape[-2:]) != expected:
-        raise AHopError(
-            f"weight must be (n_bases, d) = {expected} or (H, n_bases, d) = (H, {expected[0]}, {expected[1]})"
-            f" for bases {names}, got {describe(weight)}"
-        )
+    fits = weight.ndim in (2, 3) and weight.shape[-2] == len(names)
+    if not fits or not (any_width or _divides(weight.shape[-1], query.shape[-1])):
+        shapes = f"(n_bases, n) = ({len(names)}, n) or (H, n_bases, n) = (H, {len(names)}, n) for bases {names}"
+        rule = f"n one of {divisors(query.shape[-1])}, the divisors of d"
+        raise AHopError(f"weight must be {shapes} with {rule}, got {describe(weight)}")
     return broadcast_batch(query.shape[:-2], key.shape[:-2], weight.shape[:-2])
+
+
+def _divides(n: int, d: int) -> bool:
+    """Returns whether ``d`` dimensions can be cut into ``n`` blocks of equal width."""
+    return n == d or (n > 0 and d % n == 0)
+
+
+def _check_blocks(blocks: int | Tensor | None, query: Tensor, weight: Tensor) -> Tensor | None:
+    """Validates ``blocks`` against the n of ``weight``; returns it if it is a tensor of block numbers."""
+    if blocks is None:
+        return None
+    if isinstance(blocks, Tensor) and torch.compiler.is_compiling():  # block numbers cannot be read while compiling
+        return blocks
+    n, numbers = check_blocks(blocks, query)
+    if n != weight.shape[-1]:
+        raise AHopError(f"blocks must be the n of weight (..., n_bases, n), got {n} blocks and {describe(weight)}")
+    return numbers
 
 
 def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Tensor]:
@@ -181,7 +209,11 @@ def _check(
         raise AHopError(f"query and key must be (N, H, L, d) and (N, H, S, d) with d >= 1, got {got}")
     check_floating(query=query)
     (n, heads, length, d), count, wide = query.shape, key.shape[-2], accumulation_dtype(query.dtype)
-    expected = [("key", key, (n, heads, count, d), query.dtype), ("weight", weight, (heads, len(names), d), wide)]
+    blocks = weight.shape[-1] if weight.ndim else 0
+    if not _divides(blocks, d):
+        rule = f"({heads}, {len(names)}, n) with n one of {divisors(d)}, the divisors of d"
+        raise AHopError(f"weight must be {rule}, got {describe(weight)}")
+    expected = [("key", key, (n, heads, count, d), query.dtype), ("weight", weight, (heads, len(names), blocks), wide)]
     if grad is not None:
         expected.append(("grad", grad, (n, heads, length, count), wide))
     for name, tensor, shape, dtype in expected:
@@ -203,9 +235,9 @@ def _kernel_bases(bases: str) -> tuple[str, ...]:
 
 
 def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
-    """Implements ``ahop::score``: ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
+    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
     names = _check(query, key, weight, bases, backend)
-    return choose_kernel(backend, query, names).score(query, key, fold(weight), names)
+    return choose_kernel(backend, query, names, weight.shape[-1]).score(query, key, fold(weight), names)
 
 
 def _score_backward(
@@ -213,7 +245,7 @@ def _score_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implements ``ahop::score_backward``: gradients of query, key and weight, empty where ``need`` is False."""
     names, wanted = _check(query, key, weight, bases, backend, grad, need), (need[0], need[1], need[2])
-    kernel = choose_kernel(backend, query, names)
+    kernel = choose_kernel(backend, query, names, weight.shape[-1])
     grads = kernel.score_backward(grad, query, key, fold(weight), names, wanted)
     return grads[0], grads[1], grads[2].cumsum(-1)  # the transpose of fold
 
@@ -273,7 +305,7 @@ def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[T
 
 
 def _heads(weight: Tensor, mapped: int | None) -> int:
-    """Returns the number of heads of a weight ``(H, n_bases, d)`` that has an additional mapped axis, or None."""
+    """Returns the number of heads of a weight ``(H, n_bases, n)``, one of whose axes may be mapped."""
     return weight.shape[1 if mapped == 0 else 0]
 
 

@@ -1,9 +1,9 @@
 """The reference implementation in plain PyTorch, which specifies what every kernel computes.
 
-A base similarity returns one number per dimension, ``q_i = base(query_i, key_i)``. The *footprint* of a query-key pair
-is the cumulative sum of these numbers in descending order: entry ``k`` is the sum of the ``k`` largest ones, which is
-the largest similarity of any ``k``-dimensional subspace. The *adaptive similarity* is a weighted sum of the footprints
-of several bases:
+A base similarity gives one number per dimension, ``base(query_i, key_i)``. The dimensions form n blocks, and ``q_j`` is
+the sum over block j; by default every dimension is a block. The *footprint* of a pair is the cumulative sum of the
+``q_j`` in descending order: its entry ``k`` is the largest sum that any ``k`` blocks reach. The *adaptive similarity*
+is a weighted sum of the footprints of several bases:
 
     score(query, key) = sum over bases of  weight_base . cumsum(sort(q_base))
 
@@ -17,7 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, broadcast_batch, check_choice, check_pair
+from ahop_layers.errors import (
+    AHopError,
+    broadcast_batch,
+    check_block_numbers,
+    check_choice,
+    check_divides,
+    check_pair,
+    check_sizes,
+)
 
 Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -93,47 +101,85 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def sorted_similarities(query: Tensor, key: Tensor, base: str) -> Tensor:
-    """Computes per-dimension similarities in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, d)``."""
-    similarities = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
-    return similarities.sort(dim=-1, descending=True).values
+def block_sums(values: Tensor, n: int, blocks: Tensor | None = None) -> Tensor:
+    """Sums values over blocks of dimensions: ``(..., d) -> (..., n)``.
+
+    ``blocks (d,)`` names the block of each dimension; None means consecutive blocks of width d / n.
+    """
+    if blocks is not None:
+        return values.new_zeros(*values.shape[:-1], n).index_add(-1, blocks.long(), values)
+    return values if values.shape[-1] == n else torch.unflatten(values, -1, (n, -1)).sum(-1)
 
 
-def footprint(query: Tensor, key: Tensor, base: str = "dis") -> Tensor:
+def sorted_similarities(
+    query: Tensor, key: Tensor, base: str, n: int | None = None, blocks: Tensor | None = None
+) -> Tensor:
+    """Similarities per block of every pair in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, n)``.
+
+    ``n`` is the number of blocks, by default d, and ``blocks`` is that of :func:`block_sums`.
+    """
+    values = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+    return block_sums(values, n or query.shape[-1], blocks).sort(dim=-1, descending=True).values
+
+
+def footprint(query: Tensor, key: Tensor, base: str = "dis", blocks: int | Tensor | None = None) -> Tensor:
     """Computes the similarity footprint of every query-key pair.
 
-    Entry ``k`` (counted from 1) is the sum of the ``k`` largest per-dimension similarities.
+    Entry ``k`` (counted from 1) is the sum of the ``k`` largest similarities, the largest sum that any ``k`` dimensions
+    reach. With ``blocks`` the similarities are first summed over blocks of dimensions, and ``k`` counts blocks.
 
     Args:
         query: ``(..., L, d)``.
         key: ``(..., S, d)``; batch dimensions broadcast.
         base: ``"dis"`` (negative squared distance), ``"dot"`` (product), ``"l1"`` (negative absolute difference) or a
             registered base.
+        blocks: None makes every dimension a block. An integer n, a divisor of d, means n consecutive blocks of equal
+            width. An integer tensor ``(d,)`` names the block of each dimension, from 0 to n - 1.
 
     Returns:
-        ``(..., L, S, d)``. :func:`ahop_layers.adaptive_similarity` computes scores without a tensor of this size.
+        ``(..., L, S, n)``, without ``blocks`` ``(..., L, S, d)``.
 
     Raises:
-        AHopError: an argument has an unsupported shape, dtype or device, or ``base`` is not registered.
+        AHopError: a shape, dtype, device, base or ``blocks`` is invalid.
 
     >>> import torch, ahop_layers as ah
     >>> query, key = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 4.0, 4.0]])
     >>> ah.footprint(query, key)
     tensor([[[ 0., -1., -5.]]])
+    >>> ah.footprint(query, key, blocks=torch.tensor([0, 0, 1]))
+    tensor([[[-1., -5.]]])
     """
     check_pair(query, key)
     broadcast_batch(query.shape[:-2], key.shape[:-2])
     check_choice("base", base, tuple(BASES))
-    return sorted_similarities(query, key, base).cumsum(-1)
+    n, numbers = check_blocks(blocks, query)
+    return sorted_similarities(query, key, base, n, numbers).cumsum(-1)
 
 
-def adaptive_similarity(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """Computes scores as the paper defines them: weighted footprints, summed over the bases, in the input dtype.
+def check_blocks(blocks: int | Tensor | None, query: Tensor) -> tuple[int, Tensor | None]:
+    """Validates ``blocks`` for ``query (..., d)``; returns n, and ``blocks`` if it is a tensor of block numbers."""
+    if blocks is None:
+        return query.shape[-1], None
+    if isinstance(blocks, Tensor):
+        return check_block_numbers(blocks, query.shape[-1]), blocks.to(query.device)
+    check_sizes(blocks=blocks)
+    check_divides(blocks, query.shape[-1])
+    return blocks, None
 
-    ``(..., L, d), (..., S, d), (n_bases, d) -> (..., L, S)``; with weights per head
-    ``(..., H, L, d), (..., H, S, d), (H, n_bases, d) -> (..., H, L, S)``.
+
+def adaptive_similarity(
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], blocks: Tensor | None = None
+) -> Tensor:
+    """Scores as the paper defines them: weighted footprints, summed over the bases, in the dtype of the inputs.
+
+    ``(..., L, d), (..., S, d), (n_bases, n) -> (..., L, S)``; with weights per head
+    ``(..., H, L, d), (..., H, S, d), (H, n_bases, n) -> (..., H, L, S)``. ``blocks`` is that of :func:`block_sums`.
     """
-    scores = [_weigh(footprint(query, key, base), weight[..., index, :]) for index, base in enumerate(bases)]
+    n = weight.shape[-1]
+    scores = [
+        _weigh(sorted_similarities(query, key, base, n, blocks).cumsum(-1), weight[..., index, :])
+        for index, base in enumerate(bases)
+    ]
     return torch.stack(scores).sum(0)
 
 
@@ -143,13 +189,16 @@ def fold(weight: Tensor) -> Tensor:
 
 
 def folded_similarity(query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str]) -> Tensor:
-    """Computes the scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
-    scores = [_weigh(sorted_similarities(query, key, base), folded[..., index, :]) for index, base in enumerate(bases)]
+    """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
+    n = folded.shape[-1]
+    scores = [
+        _weigh(sorted_similarities(query, key, base, n), folded[..., index, :]) for index, base in enumerate(bases)
+    ]
     return torch.stack(scores).sum(0)
 
 
 def _weigh(features: Tensor, weight: Tensor) -> Tensor:
-    """Computes ``(..., H, L, S, d) . (H, d) -> (..., H, L, S)``, or with a weight ``(d,)`` that all heads share."""
+    """``(..., H, L, S, n) . (H, n) -> (..., H, L, S)``, or with one weight ``(n,)`` for all."""
     if weight.ndim == 1:
         return features @ weight
-    return torch.einsum("...hlsd,hd->...hls", features, weight)
+    return torch.einsum("...hlsn,hn->...hls", features, weight)

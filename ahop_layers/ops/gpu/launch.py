@@ -49,11 +49,11 @@ def detail() -> str:
     return f"{torch.cuda.get_device_name()}, {body} kernels"
 
 
-def serves(query: Tensor, bases: Sequence[str]) -> bool:
-    """Returns whether this kernel supports the tensor and implements the bases."""
+def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+    """Returns whether this kernel supports the tensor and implements the bases; every dimension must be a block."""
     device = "cpu" if _interpreted() else "cuda"
     fits = query.device.type == device and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in PTX_NAMES
-    return fits and all(base in IMPLEMENTED_BASES for base in bases)
+    return fits and blocks == query.shape[-1] and all(base in IMPLEMENTED_BASES for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:

@@ -1,0 +1,307 @@
+"""Footprints of blocks: the mathematics, the operators, and the chunked kernel."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ahop_layers as ah
+from ahop_layers.ops import chunked, cpu
+from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.reference import BASES as FORMULAS
+from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
+
+BASES = ("dis", "dot", "l1")
+UNEQUAL = torch.tensor([2, 0, 1, 0, 2, 2, 1, 3, 0])
+
+
+def problem(*batch, length=5, count=7, d=12, n=4, heads=None, bases=2, dtype=torch.float64, grad=False):
+    shape = (heads,) if heads else ()
+    tensors = (
+        torch.randn(*batch, *shape, length, d, dtype=dtype),
+        torch.randn(*batch, *shape, count, d, dtype=dtype),
+        torch.randn(*shape, bases, n, dtype=dtype) / d,
+    )
+    return tuple(tensor.requires_grad_(grad) for tensor in tensors)
+
+
+def per_block(query, key, base, numbers):
+    """Similarities of each block by their definition: one masked sum for each block."""
+    values = FORMULAS[base].value(query[..., :, None, :], key[..., None, :, :])
+    return torch.stack([values[..., numbers == block].sum(-1) for block in range(int(numbers.max()) + 1)], -1)
+
+
+def consecutive(n, d):
+    return torch.arange(d) // (d // n)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 12, None, torch.tensor([0, 1, 1, 2, 0, 3, 3, 3, 3, 4, 2, 0])], ids=str)
+def test_footprint_is_the_best_sum_of_any_k_blocks(base, blocks):
+    query, key = torch.randn(3, 12, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
+    numbers = blocks if isinstance(blocks, torch.Tensor) else consecutive(blocks or 12, 12)
+    values = per_block(query, key, base, numbers)
+    n = values.shape[-1]
+    best = [
+        torch.stack([values[..., list(subset)].sum(-1) for subset in combinations(range(n), k)]).amax(0)
+        for k in range(1, n + 1)
+    ]
+    torch.testing.assert_close(ah.footprint(query, key, base, blocks), torch.stack(best, -1))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_as_many_blocks_as_dimensions_is_the_plain_footprint_bit_by_bit(base):
+    query, key = torch.randn(2, 3, 12), torch.randn(2, 4, 12)
+    plain = FORMULAS[base].value(query[:, :, None], key[:, None]).sort(-1, descending=True).values.cumsum(-1)
+    assert torch.equal(ah.footprint(query, key, base, 12), plain)
+    assert torch.equal(ah.footprint(query, key, base, torch.arange(12)), plain)
+    assert torch.equal(ah.footprint(query, key, base), plain)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("base", BASES)
+def test_one_block_is_the_base_similarity(base, backend):
+    query, key = torch.randn(2, 3, 12, dtype=torch.float64), torch.randn(2, 4, 12, dtype=torch.float64)
+    expected = FORMULAS[base].value(query[:, :, None], key[:, None]).sum(-1)
+    weight = torch.ones(1, 1, dtype=torch.float64)
+    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, (base,), backend=backend), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 12])
+def test_folded_weights_equal_the_cumulative_sum(n):
+    query, key, weight = problem(n=n)
+    paper = ah.adaptive_similarity(query, key, weight, backend="reference")
+    torch.testing.assert_close(folded_similarity(query, key, fold(weight), ("dis", "dot")), paper)
+
+
+@pytest.mark.parametrize("n", [1, 4, 16])
+def test_isotropic_noise_retrieves_the_maximum_likelihood_pattern(n):
+    """The last entry of a block footprint of ``dis`` ranks patterns by Gaussian likelihood, as that of dimensions."""
+    patterns = torch.rand(200, 16, dtype=torch.float64) * 2 - 1
+    query = patterns[torch.randint(200, (500,))] + 0.8 * torch.randn(500, 16, dtype=torch.float64)
+    weight = torch.zeros(1, n, dtype=torch.float64)
+    weight[0, -1] = 1.0
+    normal = torch.distributions.Normal(patterns[None], torch.tensor(0.8, dtype=torch.float64))
+    likelihood = normal.log_prob(query[:, None]).sum(-1)
+    assert torch.equal(ah.adaptive_similarity(query, patterns, weight, ("dis",)).argmax(-1), likelihood.argmax(-1))
+
+
+def test_masked_lemma_for_masks_that_are_unions_of_blocks():
+    """Counting equal blocks ranks patterns by likelihood if whole blocks are replaced, and not for other masks."""
+    d, n, masked = 24, 8, 0.5
+    patterns = torch.randint(0, 2, (50, d)).double()
+    index, mask = torch.randint(50, (400,)), torch.rand(400, n) < masked
+    noise = torch.randint(0, 2, (400, d)).double()
+    query = torch.where(mask.repeat_interleave(d // n, 1), noise, patterns[index])
+    scores = (sorted_similarities(query, patterns, "dis", n) == 0).double().sum(-1)
+    blocks = (query[:, None] == patterns[None]).unflatten(-1, (n, d // n)).all(-1)
+    alike = torch.tensor((1 - masked) + masked * 0.5 ** (d // n), dtype=torch.float64).log()
+    other = torch.tensor(masked * 0.5 ** (d // n), dtype=torch.float64).log()
+    likelihood = torch.where(blocks, alike, other).sum(-1)
+    best = likelihood >= likelihood.amax(-1, keepdim=True) - 1e-9
+    assert torch.equal(scores == scores.amax(-1, keepdim=True), best)
+    assert (scores.gather(-1, index[:, None]) >= (~mask).sum(-1, keepdim=True)).all()
+    # A mask that hits one dimension of every block leaves no block equal, although 16 of 24 dimensions are.
+    query = patterns[index].clone()
+    query[:, :: d // n] = 1 - query[:, :: d // n]
+    scores = (sorted_similarities(query, patterns, "dis", n) == 0).double().sum(-1)
+    assert (scores.gather(-1, index[:, None]) == 0).all()
+
+
+def restride(tensor, kind):
+    """The same values with other strides."""
+    if kind == "transposed":
+        return tensor.mT.contiguous().mT
+    if kind == "sliced":
+        wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), float("nan"), dtype=tensor.dtype)
+        wide[..., 1::2] = tensor
+        return wide[..., 1::2]
+    return tensor[..., :1, :].expand(tensor.shape) if kind == "expanded" else tensor
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    batch=st.sampled_from([(), (1,), (3,), (2, 3), (0,)]),
+    length=st.integers(0, 9),
+    count=st.integers(0, 9),
+    n=st.sampled_from([1, 2, 3, 5, 7, 16]),
+    width=st.sampled_from([1, 2, 3, 7, 16]),
+    heads=st.sampled_from([None, 1, 3]),
+    bases=st.permutations(BASES).flatmap(lambda names: st.integers(1, 3).map(lambda n: tuple(names[:n]))),
+    strides=st.tuples(*[st.sampled_from(["contiguous", "transposed", "sliced", "expanded"])] * 2),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    backend=st.sampled_from(["auto", "chunked"]),
+)
+def test_values_and_gradients_equal_the_reference(
+    batch, length, count, n, width, heads, bases, strides, dtype, backend
+):
+    query, key, weight = problem(*batch, length=length, count=count, d=n * width, n=n, heads=heads, bases=len(bases))
+    query, key = restride(query, strides[0]) if length else query, restride(key, strides[1]) if count else key
+    got, expected = [], []
+    for result, kind, name in ((got, dtype, backend), (expected, torch.float64, "reference")):
+        inputs = [tensor.detach().to(kind).requires_grad_() for tensor in (query, key, weight)]
+        scores = ah.adaptive_similarity(*inputs, bases, n, backend=name)
+        assert scores.dtype == kind
+        # A tie of two blocks has several subgradients; continuous random values have none.
+        result += [scores, *torch.autograd.grad(scores.sum(), inputs)]
+    for ours, theirs in zip(got, expected, strict=True):
+        scale = max(1.0, float(theirs.detach().abs().max())) if theirs.numel() else 1.0
+        tolerance = (1e-4 if dtype == torch.float32 else 1e-9) * scale
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=tolerance)
+
+
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("l1", "dot", "dis")], ids="-".join)
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_gradcheck(bases, backend, n):
+    inputs = problem(2, length=3, count=4, d=6, n=n, heads=2, bases=len(bases), grad=True)
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases, backend=backend), inputs)
+
+
+def test_gradcheck_of_unequal_blocks():
+    inputs = problem(2, length=3, count=4, d=9, n=4, bases=3, grad=True)
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, BASES, UNEQUAL), inputs)
+    query, key, weight = inputs
+    footprints = [ah.footprint(query, key, base, UNEQUAL) @ weight[i] for i, base in enumerate(BASES)]
+    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, BASES, UNEQUAL), sum(footprints))
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_the_needed_gradients(needed):
+    inputs = problem(2, heads=3)
+    for tensor, wanted in zip(inputs, needed, strict=True):
+        tensor.requires_grad_(wanted)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    expected = torch.autograd.grad(ah.adaptive_similarity(*inputs, backend="reference").sum(), wanted)
+    got = torch.autograd.grad(ah.adaptive_similarity(*inputs, backend="chunked").sum(), wanted)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 8])
+def test_half_precision_error_is_at_most_twice_pytorchs(dtype, n):
+    query, key, weight = (tensor.to(dtype) for tensor in problem(2, length=33, count=47, d=64, n=n))
+    exact = ah.adaptive_similarity(query.double(), key.double(), weight.double(), backend="reference")
+    theirs = (ah.adaptive_similarity(query, key, weight, backend="reference").double() - exact).abs().max()
+    ours = (ah.adaptive_similarity(query, key, weight).double() - exact).abs().max()
+    assert ours <= 2 * theirs + torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_every_element_is_written(n, poisoned_memory):
+    query, key, weight = problem(2, 3, length=7, count=65, d=35, n=n, dtype=torch.float32)
+    inputs = query, key, fold(weight).expand(3, -1, -1)
+    assert chunked.score(*inputs, ("dis", "dot")).isfinite().all()
+    grad = torch.ones(2, 3, 7, 65)
+    grads = chunked.score_backward(grad, *inputs, ("dis", "dot"), (True, True, True))
+    assert all(each.isfinite().all() for each in grads)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_opcheck(n):
+    query, key, weight = problem(2, n=n, heads=3, grad=True)
+    torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "auto"))
+    grad = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    inputs = [tensor.detach() for tensor in (query, key, weight)]
+    for need in ([True, True, True], [True, False, False], [False, True, True]):
+        torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "auto", need))
+
+
+def test_compile_with_dynamic_shapes():
+    compiled = torch.compile(ah.adaptive_similarity, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length, count, n in ((3, 4, 4), (5, 9, 4), (6, 11, 6)):
+        inputs = problem(2, length=length, count=count, n=n)
+        torch.testing.assert_close(compiled(*inputs), ah.adaptive_similarity(*inputs))
+
+
+def test_transformations_of_torch():
+    inputs = problem(3)
+    each = torch.stack([ah.adaptive_similarity(*pair, inputs[2]) for pair in zip(*inputs[:2], strict=True)])
+    torch.testing.assert_close(torch.func.vmap(ah.adaptive_similarity, in_dims=(0, 0, None))(*inputs), each)
+    learned = [tensor.clone().requires_grad_() for tensor in inputs]
+    expected = torch.autograd.grad(ah.adaptive_similarity(*learned).sum(), learned)
+    got = torch.func.grad(lambda *args: ah.adaptive_similarity(*args).sum(), argnums=(0, 1, 2))(*inputs)
+    torch.testing.assert_close(got, expected)
+    meta = [tensor.to("meta") for tensor in inputs]
+    assert ah.adaptive_similarity(*meta).shape == (3, 5, 7)
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_chunked_memory_is_bounded(n):
+    """Forward and backward use less than 64 MB in addition to inputs and results."""
+    query, key, weight = torch.randn(1, 1, 300, 64), torch.randn(1, 1, 700, 64), torch.randn(1, 2, n)
+    calls = (
+        lambda: (chunked.score(query, key, weight, ("dis", "dot")),),
+        lambda: chunked.score_backward(torch.randn(1, 1, 300, 700), query, key, weight, ("dis", "dot"), (True,) * 3),
+    )
+    for call in calls:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            results = call()
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        assert 0 < peak - sum(result.nbytes for result in results) <= 64e6
+
+
+def test_a_registered_base_sums_over_blocks():
+    ah.register_base("agreement_of_blocks", lambda query, key: torch.exp(-((query - key) ** 2)))
+    query, key, weight = problem(2, bases=1)
+    values = per_block(query, key, "agreement_of_blocks", consecutive(4, 12))
+    expected = values.sort(-1, descending=True).values.cumsum(-1) @ weight[0]
+    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, ("agreement_of_blocks",)), expected)
+
+
+def test_a_kernel_serves_only_the_blocks_it_implements(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the GPU kernels then serve CPU tensors
+    query = torch.randn(1, 1, 5, 12)
+    for kernel in (cpu, gpu):
+        assert kernel.serves(query, BASES, 12)
+    assert all(chunked.serves(query, BASES, n) for n in (1, 4, 12))
+
+
+def test_a_forced_kernel_that_does_not_serve_raises(monkeypatch):
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "serves", lambda query, bases, blocks: blocks == query.shape[-1])
+    with pytest.raises(ah.AHopError, match=r"backend='cpu' does not support .* with d = 12, 4 blocks and bases"):
+        ah.adaptive_similarity(*problem(), backend="cpu")
+
+
+q, k, w = torch.randn(2, 12), torch.randn(3, 12), torch.randn(2, 4)
+ERRORS = {
+    "footprint": (lambda: ah.footprint(q, k, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
+    "zero": (lambda: ah.footprint(q, k, blocks=0), "blocks must be an integer of at least 1, got 0"),
+    "bool": (lambda: ah.footprint(q, k, blocks=True), "blocks must be an integer of at least 1, got True"),
+    "list": (lambda: ah.footprint(q, k, blocks=[2, 4]), r"blocks must be an integer of at least 1, got \[2, 4\]"),
+    "float tensor": (lambda: ah.footprint(q, k, blocks=torch.ones(12)), "blocks must have an integer dtype"),
+    "short tensor": (lambda: ah.footprint(q, k, blocks=torch.arange(8)), r"the 12 dimensions, got shape \(8,\)"),
+    "gap": (lambda: ah.footprint(q, k, blocks=2 * torch.arange(12)), "from 0 to n - 1, got the numbers 0, 2"),
+    "negative": (lambda: ah.footprint(q, k, blocks=torch.arange(12) - 1), "every number from 0 .* numbers -1, 0"),
+    "weight": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 5)), r"n one of 1, 2, 3, 4, 6, 12, .* got \(2, 5\)"),
+    "no weight": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 0)), r"weight must be .* got \(2, 0\)"),
+    "too many": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 24)), r"weight must be .* got \(2, 24\)"),
+    "other n": (lambda: ah.adaptive_similarity(q, k, w, blocks=6), r"blocks must be the n of weight .* 6 blocks and"),
+    "other tensor": (
+        lambda: ah.adaptive_similarity(q, k, w, blocks=torch.arange(12)), r"the n of weight .* 12 blocks and \(2, 4\)"
+    ),
+    "tensor on a kernel": (
+        lambda: ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12), backend="chunked"),
+        "a tensor of blocks runs on the reference path only, got backend='chunked'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, message = ERRORS[name]
+    with pytest.raises(ah.AHopError, match=message):
+        call()
+
+
+def test_the_number_of_blocks_may_be_repeated():
+    expected = ah.adaptive_similarity(q, k, w)
+    assert torch.equal(ah.adaptive_similarity(q, k, w, blocks=4), expected)
+    torch.testing.assert_close(ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12)), expected)
