@@ -23,7 +23,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import BASES, check_bases
+from ahop_layers.ops.reference import BASES, block_sums, check_bases
 
 INITS = ("dot", "dis", "l1", "uniform")
 """Built-in values of ``init``; the name of a registered base is one as well."""
@@ -207,10 +207,7 @@ class AdaptiveSimilarity(nn.Module):
         Raises:
             AHopError: a shape, dtype or device is invalid.
         """
-        check_pair(query, key)
-        if query.shape[-1] != self.dim:
-            got = f"query {describe(query)} and key {describe(key)}"
-            raise AHopError(f"query and key must have the last dimension dim = {self.dim}, got {got}")
+        self._check_rows(query, key)
         query = self.unbiased(query)
         scores = self._score(0, query, key)
         for index in range(1, len(self.blocks)):
@@ -218,19 +215,49 @@ class AdaptiveSimilarity(nn.Module):
         return scores
 
     def _score(self, index: int, query: Tensor, key: Tensor) -> Tensor:
-        """Computes the scores of one resolution."""
-        weight, gather = self.weight(index), getattr(self, f"_gather_{index}", None)
+        """Computes the scores of one resolution for a query without bias."""
+        query, key, numbers = self._arranged(index, query, key)
+        return adaptive_similarity(query, key, self.weight(index), self.bases, numbers)
+
+    def _arranged(self, index: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
+
+        The third result is None, or the block of each dimension if the rows are not arranged.
+        """
+        gather = getattr(self, f"_gather_{index}", None)
         padded = padding(gather, self.dim)
         if gather is not None:
             query, key = arrange(query, gather), arrange(key, gather)
         if self.blocks[index].normalize:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
-            query, key = normalize(query, key, weight.shape[-1], getattr(self, f"norm_{index}"), padded)
+            n = getattr(self, self.parameter_names()[index][0]).shape[-1]
+            query, key = normalize(query, key, n, getattr(self, f"norm_{index}"), padded)
         if padded is None or all(BASES[base].slopes is not None for base in self.bases):
-            return adaptive_similarity(query, key, weight, self.bases)
+            return query, key, None
         # Zero padding is exact only for the built-in bases.
         query, key = restore(query, padded, self.dim), restore(key, padded, self.dim)
-        return adaptive_similarity(query, key, weight, self.bases, getattr(self, f"blocks_{index}"))
+        return query, key, getattr(self, f"blocks_{index}")
+
+    def block_similarities(self, query: Tensor, key: Tensor, base: str, resolution: int = 0) -> Tensor:
+        """Computes the similarity of every block, before sorting, ``(..., [H,] L, S, n)``.
+
+        It forms a tensor of size L x S x d: use it to inspect scores of a few pairs, not to train.
+
+        >>> similarity = AdaptiveSimilarity(4, blocks=2)
+        >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
+        tensor([[[3., 7.]]])
+        """
+        check_choice("base", base, self.bases)
+        self._check_rows(query, key)
+        query, key, numbers = self._arranged(resolution, self.unbiased(query), key)
+        values = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+        return block_sums(values, self.blocks[resolution].count(self.dim), numbers)
+
+    def _check_rows(self, query: Tensor, key: Tensor) -> None:
+        check_pair(query, key)
+        if query.shape[-1] != self.dim:
+            got = f"query {describe(query)} and key {describe(key)}"
+            raise AHopError(f"query and key must have the last dimension dim = {self.dim}, got {got}")
 
     @torch.no_grad()
     def fix_norms_(self, key: Tensor) -> "AdaptiveSimilarity":
