@@ -77,7 +77,11 @@ blocks=(Blocks(tensor(n=16), normalize=True), 8))
         return len(self.blocks) if isinstance(self.blocks, Tensor) else None
 
     def count(self, dim: int) -> int:
-        """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit."""
+        """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit.
+
+        >>> Blocks(None).count(6), Blocks(3).count(6), Blocks(patches(2, 3, 2)).count(6)
+        (6, 3, 2)
+        """
         if isinstance(self.blocks, Tensor):
             if len(self.blocks) != dim:
                 raise AHopError(f"blocks must name the block of each of the {dim} dimensions, got {len(self.blocks)}")
@@ -90,7 +94,11 @@ blocks=(Blocks(tensor(n=16), normalize=True), 8))
         return n
 
     def short(self) -> str:
-        """Returns the ``blocks`` argument of a layer that makes this entry."""
+        """Returns the shortest ``blocks`` argument of a layer that means the same.
+
+        >>> Blocks(4).short(), Blocks(4, normalize=True).short()
+        ('4', 'Blocks(4, normalize=True)')
+        """
         entry = repr(self.blocks)
         if isinstance(self.blocks, Tensor):
             entry = f"tensor(n={int(self.blocks.max()) + 1})"

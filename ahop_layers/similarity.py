@@ -118,13 +118,22 @@ class AdaptiveSimilarity(nn.Module):
         self.reset_parameters()
 
     def parameter_names(self) -> list[tuple[str, str]]:
-        """Returns the names of the weights and of the factors of every resolution, by default ``[("w", "beta")]``."""
+        """Returns the names of the weights and of the factors of every resolution.
+
+        >>> AdaptiveSimilarity(6).parameter_names(), AdaptiveSimilarity(6, blocks=[2, 3]).parameter_names()
+        ([('w', 'beta')], [('w_0', 'beta_0'), ('w_1', 'beta_1')])
+        """
         if len(self.blocks) == 1:
             return [("w", "beta")]
         return [(f"w_{index}", f"beta_{index}") for index in range(len(self.blocks))]
 
     def weight(self, resolution: int = 0) -> Tensor:
-        """Returns ``beta * w`` of one resolution, ``([H,] n_bases, n)``."""
+        """Returns ``beta * w`` of one resolution, ``([H,] n_bases, n)``.
+
+        >>> AdaptiveSimilarity(6, blocks=2).weight()
+        tensor([[0., 0.],
+                [0., 1.]], grad_fn=<MulBackward0>)
+        """
         w, beta = (getattr(self, name) for name in self.parameter_names()[resolution])
         weight: Tensor = beta.unsqueeze(-1) * w
         return weight
@@ -239,9 +248,19 @@ class AdaptiveSimilarity(nn.Module):
         return query, key, getattr(self, f"blocks_{index}")
 
     def block_similarities(self, query: Tensor, key: Tensor, base: str, resolution: int = 0) -> Tensor:
-        """Computes the similarity of every block, before sorting, ``(..., [H,] L, S, n)``.
+        """Computes the similarity of every block before sorting, to inspect a few pairs.
 
-        It forms a tensor of size L x S x d: use it to inspect scores of a few pairs, not to train.
+        Args:
+            query: ``(..., [H,] L, d)``.
+            key: ``(..., [H,] S, d)``.
+            base: one of the bases of this similarity.
+            resolution: index of the resolution.
+
+        Returns:
+            ``(..., [H,] L, S, n)``, computed from a tensor of size L x S x d.
+
+        Raises:
+            AHopError: an argument is invalid.
 
         >>> similarity = AdaptiveSimilarity(4, blocks=2)
         >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
