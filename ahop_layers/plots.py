@@ -221,7 +221,7 @@ def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
 @torch.no_grad()
 def _weights(part: AdaptiveSimilarity, index: int, folded: bool) -> Tensor:
     """Returns the weights of one resolution of a similarity, ``(heads, n_bases, n)``."""
-    weight = part.weight(index).float().cpu()
+    weight = part.footprint_weight(index).float().cpu()
     weight = fold(weight) if folded else weight
     return weight if part.num_heads else weight.unsqueeze(0)
 

@@ -127,10 +127,10 @@ class AdaptiveSimilarity(nn.Module):
             return [("w", "beta")]
         return [(f"w_{index}", f"beta_{index}") for index in range(len(self.blocks))]
 
-    def weight(self, resolution: int = 0) -> Tensor:
+    def footprint_weight(self, resolution: int = 0) -> Tensor:
         """Returns ``beta * w`` of one resolution, ``([H,] n_bases, n)``.
 
-        >>> AdaptiveSimilarity(6, blocks=2).weight()
+        >>> AdaptiveSimilarity(6, blocks=2).footprint_weight()
         tensor([[0., 0.],
                 [0., 1.]], grad_fn=<MulBackward0>)
         """
@@ -226,7 +226,7 @@ class AdaptiveSimilarity(nn.Module):
     def _score(self, index: int, query: Tensor, key: Tensor) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
         query, key, numbers = self._arranged(index, query, key)
-        return adaptive_similarity(query, key, self.weight(index), self.bases, numbers)
+        return adaptive_similarity(query, key, self.footprint_weight(index), self.bases, numbers)
 
     def _arranged(self, index: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
@@ -290,7 +290,7 @@ class AdaptiveSimilarity(nn.Module):
         >>> similarity.fix_norms_(torch.arange(12.0).reshape(2, 6)).norm_0
         tensor(1.4142)
         """
-        check_floating(key=key)
+        self._check_rows(key, key)
         for index, entry in enumerate(self.blocks):
             if entry.normalize:
                 gather = getattr(self, f"_gather_{index}", None)

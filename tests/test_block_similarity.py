@@ -59,7 +59,7 @@ def by_hand(similarity, query, key):
         if entry.normalize:
             constant = 1e-3 * root_mean_square_norm(key, numbers)
             pair = (normalized_by_hand(rows, numbers, constant) for rows in pair)
-        scores = scores + ah.adaptive_similarity(*pair, similarity.weight(index), similarity.bases, numbers)
+        scores = scores + ah.adaptive_similarity(*pair, similarity.footprint_weight(index), similarity.bases, numbers)
     return scores
 
 
@@ -459,7 +459,11 @@ ERRORS = {
         lambda: ah.AdaptiveSimilarity(12, blocks=ah.Blocks(4, normalize=True))(x.expand(2, 4, 12), x.expand(3, 4, 12)),
         "batch dimensions must broadcast",
     ),
-    "fix_norms_": (lambda: ah.AdaptiveSimilarity(12).fix_norms_(None), "key must be a tensor, got NoneType"),
+    "norms of nothing": (lambda: ah.AdaptiveSimilarity(12).fix_norms_(None), "must be a tensor, got NoneType"),
+    "norms of others": (lambda: ah.AdaptiveSimilarity(6).fix_norms_(x), r"dimension dim = 6, got .* key \(4, 12\)"),
+    "another base": (
+        lambda: ah.AdaptiveSimilarity(12).block_similarities(x, x, "l1"), "base must be one of dis, dot, got 'l1'"
+    ),
     "patches": (lambda: ah.patches(8, 8, 0), "size must be an integer of at least 1, got 0"),
 }  # fmt: skip
 

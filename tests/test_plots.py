@@ -129,7 +129,7 @@ def test_weights_by_rank_of_block(blocks):
     axes = plots.footprint_weights(similarity, folded=False).axes
     assert len(axes) == 2 * count  # a column for each resolution
     for index in range(count):
-        expected = similarity.weight(index).detach()
+        expected = similarity.footprint_weight(index).detach()
         for head in range(2):
             axis = axes[head * count + index]
             for base, line in zip(expected[head], axis.lines, strict=False):
