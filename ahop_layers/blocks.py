@@ -93,6 +93,15 @@ blocks=(Blocks(tensor(n=16), normalize=True), 8))
             raise AHopError(f"normalize=True needs blocks of several dimensions, got {n} blocks of {dim} dimensions")
         return n
 
+    def numbers(self, dim: int) -> Tensor:
+        """Returns the block of each of ``dim`` dimensions.
+
+        >>> Blocks(2).numbers(6)
+        tensor([0, 0, 0, 1, 1, 1])
+        """
+        n = self.count(dim)
+        return self.blocks if isinstance(self.blocks, Tensor) else torch.arange(dim, device="cpu") // (dim // n)
+
     def short(self) -> str:
         """Returns the shortest ``blocks`` argument of a layer that means the same.
 

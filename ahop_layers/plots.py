@@ -1,4 +1,4 @@
-"""Plots of attention maps, of learned footprint weights, and of the steps that compute a score.
+"""Plots of attention maps, learned footprint weights, the steps that compute a score, and similarities of blocks.
 
 Matplotlib is imported by the first call. Figures follow its current style, and their colors are legible on light and
 dark backgrounds. They are not attached to a window: save them, or display them in a notebook.
@@ -180,10 +180,7 @@ def footprint_steps(
     8
     """
     check_floating(query=query, keys=keys)
-    if not isinstance(similarity, AdaptiveSimilarity):
-        raise AHopError(f"similarity must be an AdaptiveSimilarity, got {type(similarity).__name__}")
-    if similarity.num_heads is not None:
-        raise AHopError(f"similarity must have num_heads=None, got {similarity.num_heads}")
+    _check_headless(similarity)
     if query.shape != (similarity.dim,) or keys.ndim != 2 or keys.shape[1] != similarity.dim:
         expected = f"({similarity.dim},) and (S, {similarity.dim})"
         raise AHopError(f"query and keys must be {expected}, got {describe(query)} and {describe(keys)}")
@@ -210,6 +207,65 @@ def footprint_steps(
         row[0].set_ylabel(base + _blocks_of(similarity, index), fontsize="small")
     axes[0][0].legend(fontsize="x-small", frameon=False)
     return figure
+
+
+@torch.no_grad()
+def block_map(
+    similarity: AdaptiveSimilarity,
+    query: Tensor,
+    key: Tensor,
+    *,
+    base: str | None = None,
+    resolution: int = 0,
+    title: str = "",
+    ax: "Axes | None" = None,
+) -> "Figure":
+    """Plots how similar the blocks of two images are: the more similar a block, the lighter.
+
+    Args:
+        similarity: a similarity without heads for flattened images, with channels first.
+        query: ``(height, width)`` or ``(channels, height, width)``.
+        key: an image of the same shape.
+        base: base similarity to show; None means the first of ``similarity``.
+        resolution: index of the resolution to show.
+        title: title of the plot.
+        ax: axes to draw on; None creates a figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        AHopError: the similarity has heads, or an argument is invalid.
+
+    >>> import ahop_layers as ah
+    >>> similarity = ah.AdaptiveSimilarity(64, blocks=ah.Blocks(ah.patches(8, 8, 4), normalize=True))
+    >>> figure = block_map(similarity, torch.rand(8, 8), torch.rand(8, 8), base="dot", title="correlation")
+    >>> figure.axes[0].get_title()
+    'correlation'
+    """
+    check_floating(query=query, key=key)
+    _check_headless(similarity)
+    if query.ndim not in (2, 3) or query.shape != key.shape or query.numel() != similarity.dim:
+        expected = f"(height, width) or (channels, height, width) with {similarity.dim} values"
+        raise AHopError(f"query and key must be {expected}, got {describe(query)} and {describe(key)}")
+    if not isinstance(resolution, int) or not 0 <= resolution < len(similarity.blocks):
+        count = len(similarity.blocks)
+        raise AHopError(f"resolution must be an index of one of the {count} resolutions, got {resolution!r}")
+    rows = query.reshape(1, -1), key.reshape(1, -1)
+    values = similarity.block_similarities(*rows, base or similarity.bases[0], resolution)[0, 0].float().cpu()
+    pixels = values[similarity.blocks[resolution].numbers(similarity.dim)].reshape(-1, *query.shape[-2:]).mean(0)
+    figure, axis = _canvas(ax, (2.4, 2.6))
+    axis.imshow(pixels.numpy(), cmap="inferno")
+    axis.set(xticks=[], yticks=[])
+    axis.set_title(title, fontsize="small")
+    return figure
+
+
+def _check_headless(similarity: object) -> None:
+    if not isinstance(similarity, AdaptiveSimilarity):
+        raise AHopError(f"similarity must be an AdaptiveSimilarity, got {type(similarity).__name__}")
+    if similarity.num_heads is not None:
+        raise AHopError(f"similarity must have num_heads=None, got {similarity.num_heads}")
 
 
 def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:

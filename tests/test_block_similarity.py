@@ -55,6 +55,7 @@ def by_hand(similarity, query, key):
     for index, entry in enumerate(similarity.blocks):
         n = entry.count(12)
         numbers = entry.blocks if isinstance(entry.blocks, torch.Tensor) else torch.arange(12) // (12 // n)
+        assert torch.equal(entry.numbers(12), numbers)
         pair = (query, key)
         if entry.normalize:
             constant = 1e-3 * root_mean_square_norm(key, numbers)

@@ -197,6 +197,41 @@ def test_bad_arguments_of_footprint_steps(change, message):
         plots.footprint_steps(**arguments)
 
 
+@pytest.mark.parametrize("channels", [None, 2])
+def test_a_block_map_shows_which_blocks_agree(channels):
+    blocks = [None, ah.Blocks(ah.patches(4, 6, 2, channels or 1), normalize=True)]
+    similarity = ah.AdaptiveSimilarity(24 * (channels or 1), blocks=blocks)
+    query = torch.randn(*([] if channels is None else [channels]), 4, 6)
+    key = torch.randn_like(query)
+    key[..., 2:, 4:] = 3 * query[..., 2:, 4:] + 1  # the last patch, with another gain and offset
+    axis = plots.block_map(similarity, query, key, base="dot", resolution=1, title="blocks").axes[0]
+    shown = axis.images[0].get_array()
+    assert shown.shape == (4, 6)
+    assert (shown == np.kron(shown[::2, ::2], np.ones((2, 2)))).all()  # one value for each patch
+    np.testing.assert_allclose(shown[2:, 4:], 1.0, rtol=0.01)  # the correlation
+    assert shown[:2].max() < 0.99
+    single = plots.block_map(similarity, query, key).axes[0].images[0].get_array()
+    distance = -(query - key).square().reshape(-1, 4, 6).mean(0)
+    np.testing.assert_allclose(single, distance, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"similarity": ah.AdaptiveSimilarity(12, num_heads=2)}, "similarity must have num_heads=None, got 2"),
+        ({"similarity": None}, "similarity must be an AdaptiveSimilarity, got NoneType"),
+        ({"query": torch.zeros(12)}, r"\(channels, height, width\) with 12 values, got \(12,\) and \(3, 4\)"),
+        ({"key": torch.zeros(4, 3)}, r"got \(3, 4\) and \(4, 3\)"),
+        ({"resolution": 1}, "one of the 1 resolutions, got 1"),
+        ({"base": "l1"}, "base must be one of dis, dot, got 'l1'"),
+    ],
+)
+def test_bad_arguments_of_a_block_map(change, message):
+    arguments = {"similarity": ah.AdaptiveSimilarity(12), "query": torch.zeros(3, 4), "key": torch.zeros(3, 4)} | change
+    with pytest.raises(ah.AHopError, match=message):
+        plots.block_map(**arguments)
+
+
 @pytest.mark.parametrize("style", ["default", "dark_background"])
 def test_text_and_lines_contrast_with_light_and_dark_backgrounds(model, style, tmp_path):
     with matplotlib.style.context(style):
