@@ -5,6 +5,7 @@ from types import ModuleType
 
 from ahop_layers import variants as variants
 from ahop_layers.attention import Adaptive, AdaptiveAttention
+from ahop_layers.blocks import Blocks, patches
 from ahop_layers.convert import Report, adapt_, association_maps, register_converter, revert_
 from ahop_layers.errors import AHopError
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
@@ -25,6 +26,7 @@ __all__ = [
     "AdaptiveHopfieldPooling",
     "AdaptiveSimilarity",
     "AssociativeMemory",
+    "Blocks",
     "Report",
     "Separation",
     "adapt_",
@@ -33,6 +35,7 @@ __all__ = [
     "backends",
     "footprint",
     "parameter_groups",
+    "patches",
     "register_base",
     "register_converter",
     "revert_",

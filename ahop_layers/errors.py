@@ -113,7 +113,7 @@ def check_block_numbers(blocks: Tensor, d: int) -> int:
         raise AHopError(f"blocks must have an integer dtype, got {blocks.dtype}")
     if blocks.shape != (d,) or d == 0:
         raise AHopError(f"blocks must name the block of each of the {d} dimensions, got shape {describe(blocks)}")
-    used = blocks.unique().tolist()
+    used = sorted(set(blocks.tolist()))
     if used != list(range(len(used))):
         got = ", ".join(map(str, used[:8])) + (", ..." if len(used) > 8 else "")
         raise AHopError(f"blocks must use every number from 0 to n - 1, got the numbers {got}")

@@ -1,4 +1,4 @@
-"""Plots of attention maps, of learned footprint weights, and of the steps that compute a score.
+"""Plots of attention maps, learned footprint weights, the steps that compute a score, and similarities of blocks.
 
 Matplotlib is imported by the first call. Figures follow its current style, and their colors are legible on light and
 dark backgrounds. They are not attached to a window: save them, or display them in a notebook.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_module, describe
-from ahop_layers.ops.reference import BASES, fold
+from ahop_layers.ops.reference import fold
 from ahop_layers.similarity import AdaptiveSimilarity, named_similarities
 
 if TYPE_CHECKING:
@@ -99,12 +99,14 @@ def _as_pixels(image: Tensor) -> Tensor:
 
 
 def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | None" = None) -> "Figure":
-    """Plots the learned weights of every similarity: one column per layer, one row per head, one line per base.
+    """Plots the learned weights of every similarity: one row per head, one line per base.
+
+    A column is a layer, or for several resolutions of blocks a resolution of a layer.
 
     Args:
         source: an :class:`~ahop_layers.AdaptiveSimilarity`, or a model that contains some.
-        folded: True plots ``u``, the weight of the k-th largest per-dimension similarity; a constant line is the base
-            similarity itself. False plots ``beta * w``, the weight of the k-th footprint entry.
+        folded: True plots ``u``, the weight of the k-th largest similarity of a dimension or block; a constant line is
+            the base similarity itself. False plots ``beta * w``, the weight of the k-th footprint entry.
         ax: axes to draw on, for one layer with one head; None creates a figure.
 
     Returns:
@@ -123,11 +125,13 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
     if not found:
         raise AHopError(f"source must contain an AdaptiveSimilarity, got {type(source).__name__} without one")
     heads = max(part.num_heads or 1 for part in found.values())
-    if ax is not None and (len(found), heads) != (1, 1):
-        raise AHopError(f"ax needs one layer with one head, got {len(found)} layers with up to {heads} heads")
-    figure, axes = _panels(ax, heads, len(found))
-    for column, (name, part) in enumerate(found.items()):
-        lines = _weights(part, folded)
+    columns = [(name, part, index) for name, part in found.items() for index in range(len(part.blocks))]
+    if ax is not None and (len(columns), heads) != (1, 1):
+        got = f"{len(found)} layers with up to {heads} heads and {len(columns)} resolutions in all"
+        raise AHopError(f"ax needs one layer with one head and one resolution, got {got}")
+    figure, axes = _panels(ax, heads, len(columns))
+    for column, (name, part, index) in enumerate(columns):
+        lines = _weights(part, index, folded)
         for row in range(heads):
             panel = axes[row][column]
             if row >= len(lines):
@@ -137,7 +141,8 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
                 panel.plot(range(1, len(line) + 1), line.numpy(), label=base, color=COLORS.get(base), linewidth=1.5)
             panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             if row == 0:
-                panel.set_title(name.removesuffix("similarity").removesuffix(".") or "similarity", fontsize="small")
+                title = name.removesuffix("similarity").removesuffix(".") or "similarity"
+                panel.set_title(title + _blocks_of(part, index), fontsize="small")
             if column == 0:
                 panel.set_ylabel(f"head {row + 1}", fontsize="small")
             if row == len(lines) - 1:
@@ -151,11 +156,11 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
 def footprint_steps(
     similarity: AdaptiveSimilarity, query: Tensor, keys: Tensor, names: Sequence[str] | None = None
 ) -> "Figure":
-    """Plots the steps that compute the score of a query with each key, one row per base.
+    """Plots the steps that compute the score of a query with each key, one row per base, for each resolution of blocks.
 
-    The steps are the per-dimension similarities, these sorted, their cumulative sum, which is the footprint, and the
-    cumulative sum of the sorted similarities times their weights ``u`` (see :func:`footprint_weights`). The last value
-    of the last step is the base's contribution to the score.
+    The steps are the similarities of dimensions or blocks, these sorted, their cumulative sum, which is the footprint,
+    and the cumulative sum of the sorted similarities times their weights ``u`` (see :func:`footprint_weights`). The
+    last value of the last step is the contribution of that row to the score.
 
     Args:
         similarity: a similarity without heads.
@@ -175,39 +180,104 @@ def footprint_steps(
     8
     """
     check_floating(query=query, keys=keys)
-    if not isinstance(similarity, AdaptiveSimilarity):
-        raise AHopError(f"similarity must be an AdaptiveSimilarity, got {type(similarity).__name__}")
-    if similarity.num_heads is not None:
-        raise AHopError(f"similarity must have num_heads=None, got {similarity.num_heads}")
+    _check_headless(similarity)
     if query.shape != (similarity.dim,) or keys.ndim != 2 or keys.shape[1] != similarity.dim:
         expected = f"({similarity.dim},) and (S, {similarity.dim})"
         raise AHopError(f"query and keys must be {expected}, got {describe(query)} and {describe(keys)}")
     names = [f"key {number}" for number in range(len(keys))] if names is None else list(names)
     if len(names) != len(keys):
         raise AHopError(f"names must have one entry for each of the {len(keys)} keys, got {len(names)}")
-    titles = ("similarity per dimension", "sorted", "footprint", "weighted cumulative sum")
-    figure, axes = _panels(None, len(similarity.bases), len(titles), sharey=False)
-    query = similarity.unbiased(query[None])
-    for row, base, weight in zip(axes, similarity.bases, _weights(similarity, folded=True)[0], strict=True):
-        similarities = BASES[base].value(query, keys).float().cpu()
+    by_dimension = similarity.blocks[0].blocks is None and len(similarity.blocks) == 1
+    first = "similarity per dimension" if by_dimension else "similarity per block"
+    titles = (first, "sorted", "footprint", "weighted cumulative sum")
+    kinds = [(index, base) for index in range(len(similarity.blocks)) for base in range(len(similarity.bases))]
+    figure, axes = _panels(None, len(kinds), len(titles), sharey=False)
+    for place, (row, (index, number)) in enumerate(zip(axes, kinds, strict=True)):
+        base, weight = similarity.bases[number], _weights(similarity, index, folded=True)[0][number]
+        similarities = similarity.block_similarities(query[None], keys, base, index)[0].float().cpu()
         ordered = similarities.sort(descending=True).values
         steps = (similarities, ordered, ordered.cumsum(-1), (weight * ordered).cumsum(-1))
         for panel, lines, title in zip(row, steps, titles, strict=True):
             for name, line in zip(names, lines, strict=True):
-                panel.plot(range(1, similarity.dim + 1), line.numpy(), label=name, linewidth=1.5)
+                panel.plot(range(1, len(line) + 1), line.numpy(), label=name, linewidth=1.5)
             panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             panel.tick_params(labelsize="x-small")
-            if base == similarity.bases[0]:
+            if place == 0:
                 panel.set_title(title, fontsize="small")
-        row[0].set_ylabel(base, fontsize="small")
+        row[0].set_ylabel(base + _blocks_of(similarity, index), fontsize="small")
     axes[0][0].legend(fontsize="x-small", frameon=False)
     return figure
 
 
 @torch.no_grad()
-def _weights(part: AdaptiveSimilarity, folded: bool) -> Tensor:
-    """Returns the weights of a similarity, ``(heads, n_bases, d)``."""
-    weight = (part.beta.unsqueeze(-1) * part.w).float().cpu()
+def block_map(
+    similarity: AdaptiveSimilarity,
+    query: Tensor,
+    key: Tensor,
+    *,
+    base: str | None = None,
+    resolution: int = 0,
+    title: str = "",
+    ax: "Axes | None" = None,
+) -> "Figure":
+    """Plots how similar the blocks of two images are: the more similar a block, the lighter.
+
+    Args:
+        similarity: a similarity without heads for flattened images, with channels first.
+        query: ``(height, width)`` or ``(channels, height, width)``.
+        key: an image of the same shape.
+        base: base similarity to show; None means the first of ``similarity``.
+        resolution: index of the resolution to show.
+        title: title of the plot.
+        ax: axes to draw on; None creates a figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        AHopError: the similarity has heads, or an argument is invalid.
+
+    >>> import ahop_layers as ah
+    >>> similarity = ah.AdaptiveSimilarity(64, blocks=ah.Blocks(ah.patches(8, 8, 4), normalize=True))
+    >>> figure = block_map(similarity, torch.rand(8, 8), torch.rand(8, 8), base="dot", title="correlation")
+    >>> figure.axes[0].get_title()
+    'correlation'
+    """
+    check_floating(query=query, key=key)
+    _check_headless(similarity)
+    if query.ndim not in (2, 3) or query.shape != key.shape or query.numel() != similarity.dim:
+        expected = f"(height, width) or (channels, height, width) with {similarity.dim} values"
+        raise AHopError(f"query and key must be {expected}, got {describe(query)} and {describe(key)}")
+    if not isinstance(resolution, int) or not 0 <= resolution < len(similarity.blocks):
+        count = len(similarity.blocks)
+        raise AHopError(f"resolution must be an index of one of the {count} resolutions, got {resolution!r}")
+    rows = query.reshape(1, -1), key.reshape(1, -1)
+    values = similarity.block_similarities(*rows, base or similarity.bases[0], resolution)[0, 0].float().cpu()
+    pixels = values[similarity.blocks[resolution].numbers(similarity.dim)].reshape(-1, *query.shape[-2:]).mean(0)
+    figure, axis = _canvas(ax, (2.4, 2.6))
+    axis.imshow(pixels.numpy(), cmap="inferno")
+    axis.set(xticks=[], yticks=[])
+    axis.set_title(title, fontsize="small")
+    return figure
+
+
+def _check_headless(similarity: object) -> None:
+    if not isinstance(similarity, AdaptiveSimilarity):
+        raise AHopError(f"similarity must be an AdaptiveSimilarity, got {type(similarity).__name__}")
+    if similarity.num_heads is not None:
+        raise AHopError(f"similarity must have num_heads=None, got {similarity.num_heads}")
+
+
+def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
+    """Returns a suffix with the number of blocks of a resolution, empty where every dimension is a block."""
+    blocks = part.blocks[index]
+    return "" if blocks.blocks is None else f", {blocks.count(part.dim)} blocks"
+
+
+@torch.no_grad()
+def _weights(part: AdaptiveSimilarity, index: int, folded: bool) -> Tensor:
+    """Returns the weights of one resolution of a similarity, ``(heads, n_bases, n)``."""
+    weight = part.footprint_weight(index).float().cpu()
     weight = fold(weight) if folded else weight
     return weight if part.num_heads else weight.unsqueeze(0)
 

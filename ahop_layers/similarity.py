@@ -2,26 +2,35 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from math import lcm
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
+from ahop_layers.blocks import Blocks, arrange, gather_index, normalize, padding, resolutions, restore, stored_norm
 from ahop_layers.errors import (
     AHopError,
+    broadcast_batch,
     check_choice,
     check_floating,
     check_given_sizes,
     check_module,
+    check_pair,
     check_sizes,
     describe,
 )
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import check_bases
+from ahop_layers.ops.reference import BASES, block_sums, check_bases
 
-INITS = ("dot", "dis", "uniform")
+INITS = ("dot", "dis", "l1", "uniform")
+"""Built-in values of ``init``; the name of a registered base is one as well."""
+
+Init = str | Tensor | Sequence[Tensor]
+BlocksArgument = Any
+"""None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these."""
 
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
 """A similarity module, or a factory ``f(dim, num_heads)`` that returns one."""
@@ -42,15 +51,23 @@ class AdaptiveSimilarity(nn.Module):
         dim: dimension ``d`` of a query or key; with heads, the dimension of one head.
         num_heads: ``None`` for one set of weights, or ``H`` for one set per head.
         bases: names of the base similarities to combine.
-        init: ``"dot"`` (the score equals the dot product), ``"dis"`` (it equals the negative squared distance),
-            ``"uniform"`` (every footprint entry has weight 1/d), or a tensor with the shape of ``w``.
+        init: the name of one of the bases (the score equals that base similarity, for ``"dot"`` the dot product),
+            ``"uniform"`` (every footprint entry has weight 1/n), a tensor with the shape of ``w``, or for several
+            resolutions a list of such tensors.
         debias: whether to subtract a learned vector from every query. It is initialized to zero.
+        blocks: the blocks of dimensions over which similarities are summed before they are sorted. None makes every
+            dimension a block. An integer n, a divisor of d, means n consecutive blocks of equal width. An integer
+            tensor or array ``(dim,)`` names the block of each dimension, from 0 to n - 1; see
+            :func:`~ahop_layers.patches`. :class:`~ahop_layers.Blocks` has further options. A list or tuple of these
+            means several resolutions: their scores are added, and each has its own weights. The name of a base as
+            ``init`` then applies to the first one, and the others have ``beta`` 0.
         device, dtype: device and dtype of the parameters.
 
     Attributes:
-        w: learned weights of the footprint entries, ``([H,] n_bases, d)``.
-        beta: learned factors of the bases, ``([H,] n_bases)``.
+        w: learned weights of the footprint entries, ``([H,] n_bases, n)``; for several resolutions ``w_0``, ``w_1``, …
+        beta: learned factors of the bases, ``([H,] n_bases)``; for several resolutions ``beta_0``, ``beta_1``, …
         bias: with ``debias``, the learned vector ``([H,] d)``; otherwise None.
+        blocks: one :class:`~ahop_layers.Blocks` for each resolution.
 
     Raises:
         AHopError: an argument is invalid.
@@ -62,17 +79,23 @@ class AdaptiveSimilarity(nn.Module):
     True
     >>> similarity
     AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False)
+    >>> ah.AdaptiveSimilarity(16, blocks=4).w.shape
+    torch.Size([2, 4])
     """
 
     __prepare_scriptable__ = refuse_script
+    w: nn.Parameter
+    beta: nn.Parameter
+    blocks: tuple[Blocks, ...] = (Blocks(None),)  # the value of instances that were pickled before blocks existed
 
     def __init__(
         self,
         dim: int,
         num_heads: int | None = None,
         bases: Sequence[str] = ("dis", "dot"),
-        init: str | Tensor = "dot",
+        init: Init = "dot",
         debias: bool = False,
+        blocks: BlocksArgument = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,46 +104,118 @@ class AdaptiveSimilarity(nn.Module):
         check_sizes(dim=dim)
         check_given_sizes(num_heads=num_heads)
         self.dim, self.num_heads, self.bases = dim, num_heads, check_bases(bases)
-        # A copy, because assigning another module's parameter would register it here as well.
-        self.init = init.detach().clone() if isinstance(init, Tensor) else init
+        self.blocks = resolutions(blocks)
+        # Copies, because assigning another module's parameter would register it here as well.
+        self.init = _map_tensors(lambda tensor: tensor.detach().clone(), init)
         heads = () if num_heads is None else (num_heads,)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.w = nn.Parameter(torch.empty(*heads, len(self.bases), dim, **factory))
-        self.beta = nn.Parameter(torch.empty(*heads, len(self.bases), **factory))
+        for index, (w, beta) in enumerate(self.parameter_names()):
+            n = self.blocks[index].count(dim)
+            self.register_parameter(w, nn.Parameter(torch.empty(*heads, len(self.bases), n, **factory)))
+            self.register_parameter(beta, nn.Parameter(torch.empty(*heads, len(self.bases), **factory)))
         self.bias = nn.Parameter(torch.empty(*heads, dim, **factory)) if debias else None
+        for index, entry in enumerate(self.blocks):
+            if isinstance(entry.blocks, Tensor):
+                device = getattr(self, self.parameter_names()[index][0]).device
+                self.register_buffer(f"blocks_{index}", torch.empty_like(entry.blocks, device=device))
+                self.register_buffer(f"_gather_{index}", None, persistent=False)
+            if entry.normalize:
+                self.register_buffer(f"norm_{index}", torch.zeros((), **factory))
         self._check_init()
         self.reset_parameters()
 
+    def parameter_names(self) -> list[tuple[str, str]]:
+        """Returns the names of the weights and of the factors of every resolution.
+
+        >>> AdaptiveSimilarity(6).parameter_names(), AdaptiveSimilarity(6, blocks=[2, 3]).parameter_names()
+        ([('w', 'beta')], [('w_0', 'beta_0'), ('w_1', 'beta_1')])
+        """
+        if len(self.blocks) == 1:
+            return [("w", "beta")]
+        return [(f"w_{index}", f"beta_{index}") for index in range(len(self.blocks))]
+
+    def footprint_weight(self, resolution: int = 0) -> Tensor:
+        """Returns ``beta * w`` of one resolution, ``([H,] n_bases, n)``.
+
+        >>> AdaptiveSimilarity(6, blocks=2).footprint_weight()
+        tensor([[0., 0.],
+                [0., 1.]], grad_fn=<MulBackward0>)
+        """
+        w, beta = (getattr(self, name) for name in self.parameter_names()[resolution])
+        weight: Tensor = beta.unsqueeze(-1) * w
+        return weight
+
     def _check_init(self) -> None:
-        if isinstance(self.init, Tensor):
-            check_floating(init=self.init)
-            if self.init.shape != self.w.shape:
-                raise AHopError(f"init must have the shape of w, {describe(self.w)}, got {describe(self.init)}")
+        shapes = [tuple(getattr(self, w).shape) for w, _ in self.parameter_names()]
+        if isinstance(self.init, (Tensor, list, tuple)):
+            tensors = [self.init] if isinstance(self.init, Tensor) else self.init
+            if len(tensors) != len(shapes):
+                raise AHopError(f"init must have one tensor for each of {len(shapes)} resolutions, got {len(tensors)}")
+            for (name, _), tensor, shape in zip(self.parameter_names(), tensors, shapes, strict=True):
+                check_floating(init=tensor)
+                if tensor.shape != shape:
+                    raise AHopError(f"init must have the shape of {name}, {shape}, got {describe(tensor)}")
         elif not isinstance(self.init, str):
             raise AHopError(f"init must be a string or a tensor, got {type(self.init).__name__}")
         else:
-            check_choice("init", self.init, INITS)
+            check_choice("init", self.init, tuple(dict.fromkeys((*INITS, *BASES))))
             if self.init != "uniform" and self.init not in self.bases:
                 raise AHopError(f"init={self.init!r} needs {self.init!r} among the bases, got {self.bases}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Resets all parameters to their initial values."""
+        """Resets all parameters and buffers to their initial values."""
         if self.bias is not None:
             self.bias.zero_()
-        if isinstance(self.init, Tensor):
-            self.w.copy_(self.init)
-            self.beta.fill_(1.0)
-        elif self.init == "uniform":
-            self.w.fill_(1.0 / self.dim)
-            self.beta.fill_(1.0)
-        else:
-            # The last entry of a footprint is the base similarity itself, and beta selects one base. The weights of
-            # the other bases are initialized alike, so that their beta has a gradient from the first step.
-            self.w.zero_()
-            self.w[..., -1] = 1.0
-            self.beta.zero_()
-            self.beta[..., self.bases.index(self.init)] = 1.0
+        for index, names in enumerate(self.parameter_names()):
+            w, beta = (getattr(self, name) for name in names)
+            if isinstance(self.init, str) and self.init != "uniform":
+                # The last entry of a footprint is the base similarity itself, and beta selects one base of the first
+                # resolution. The weights of the others are initialized alike, so that their beta has a gradient from
+                # the first step.
+                w.zero_()
+                w[..., -1] = 1.0
+                beta.zero_()
+                beta[..., self.bases.index(self.init)] = float(index == 0)
+                continue
+            if self.init == "uniform":
+                w.fill_(1.0 / w.shape[-1])
+            else:
+                w.copy_(self.init if isinstance(self.init, Tensor) else self.init[index])
+            beta.fill_(1.0)
+        for index, entry in enumerate(self.blocks):
+            if isinstance(entry.blocks, Tensor):
+                getattr(self, f"blocks_{index}").copy_(entry.blocks)
+                self._set_gather(index)
+            if entry.normalize:
+                getattr(self, f"norm_{index}").zero_()
+
+    def _set_gather(self, index: int) -> None:
+        """Derives the index that arranges dimensions as consecutive blocks from the blocks of a resolution."""
+        gather = gather_index(self.blocks[index].blocks)
+        device = getattr(self, f"blocks_{index}").device
+        setattr(self, f"_gather_{index}", None if gather is None else gather.to(device))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Loads a state dict; raises for another number of blocks, and takes over other blocks of the same number."""
+        for w, _ in self.parameter_names():
+            given, own = state_dict.get(prefix + w), getattr(self, w)
+            if given is None or given.ndim == 0 or is_lazy(given) or is_lazy(own):
+                continue
+            if given.shape[-1] != own.shape[-1]:
+                got = f"{prefix}{w} with {given.shape[-1]}"
+                raise AHopError(f"the state dict must have {own.shape[-1]} blocks, as the similarity, got {got}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for index, entry in enumerate(self.blocks):
+            if isinstance(entry.blocks, Tensor):
+                loaded = getattr(self, f"blocks_{index}")
+                if not loaded.is_meta and prefix + f"blocks_{index}" in state_dict:
+                    changed = Blocks(loaded, entry.normalize)
+                    if changed.count(self.dim) != entry.count(self.dim):
+                        got = f"{prefix}blocks_{index} with {changed.count(self.dim)}"
+                        raise AHopError(f"the state dict must have {entry.count(self.dim)} blocks, got {got}")
+                    self.blocks = (*self.blocks[:index], changed, *self.blocks[index + 1 :])
+                    self._set_gather(index)
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Computes the scores ``(..., [H,] L, S)`` of ``query (..., [H,] L, d)`` and ``key (..., [H,] S, d)``.
@@ -128,7 +223,88 @@ class AdaptiveSimilarity(nn.Module):
         Raises:
             AHopError: a shape, dtype or device is invalid.
         """
-        return adaptive_similarity(self.unbiased(query), key, self.beta.unsqueeze(-1) * self.w, self.bases)
+        self._check_rows(query, key)
+        query = self.unbiased(query)
+        scores = self._score(0, query, key)
+        for index in range(1, len(self.blocks)):
+            scores = scores + self._score(index, query, key)
+        return scores
+
+    def _score(self, index: int, query: Tensor, key: Tensor) -> Tensor:
+        """Computes the scores of one resolution for a query without bias."""
+        query, key, numbers = self._arranged(index, query, key)
+        return adaptive_similarity(query, key, self.footprint_weight(index), self.bases, numbers)
+
+    def _arranged(self, index: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
+
+        The third result is None, or the block of each dimension if the rows are not arranged.
+        """
+        gather = getattr(self, f"_gather_{index}", None)
+        padded = padding(gather, self.dim)
+        if gather is not None:
+            query, key = arrange(query, gather), arrange(key, gather)
+        if self.blocks[index].normalize:
+            broadcast_batch(query.shape[:-2], key.shape[:-2])
+            n = getattr(self, self.parameter_names()[index][0]).shape[-1]
+            query, key = normalize(query, key, n, getattr(self, f"norm_{index}"), padded)
+        if padded is None or all(BASES[base].slopes is not None for base in self.bases):
+            return query, key, None
+        # Zero padding is exact only for the built-in bases.
+        query, key = restore(query, padded, self.dim), restore(key, padded, self.dim)
+        return query, key, getattr(self, f"blocks_{index}")
+
+    def block_similarities(self, query: Tensor, key: Tensor, base: str, resolution: int = 0) -> Tensor:
+        """Computes the similarity of every block before sorting, to inspect a few pairs.
+
+        Args:
+            query: ``(..., [H,] L, d)``.
+            key: ``(..., [H,] S, d)``.
+            base: one of the bases of this similarity.
+            resolution: index of the resolution.
+
+        Returns:
+            ``(..., [H,] L, S, n)``, computed from a tensor of size L x S x d.
+
+        Raises:
+            AHopError: an argument is invalid.
+
+        >>> similarity = AdaptiveSimilarity(4, blocks=2)
+        >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
+        tensor([[[3., 7.]]])
+        """
+        check_choice("base", base, self.bases)
+        self._check_rows(query, key)
+        query, key, numbers = self._arranged(resolution, self.unbiased(query), key)
+        values = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+        return block_sums(values, self.blocks[resolution].count(self.dim), numbers)
+
+    def _check_rows(self, query: Tensor, key: Tensor) -> None:
+        check_pair(query, key)
+        if query.shape[-1] != self.dim:
+            got = f"query {describe(query)} and key {describe(key)}"
+            raise AHopError(f"query and key must have the last dimension dim = {self.dim}, got {got}")
+
+    @torch.no_grad()
+    def fix_norms_(self, key: Tensor) -> "AdaptiveSimilarity":
+        """Computes the constant of normalized blocks from ``key (..., S, d)``, and keeps it for all further calls.
+
+        Until then each call computes it from its own keys, for each batch entry. A score then depends slightly on the
+        other keys, masked ones included; with a fixed constant it depends on its query and key alone.
+
+        >>> import ahop_layers as ah
+        >>> similarity = AdaptiveSimilarity(6, blocks=ah.Blocks(2, normalize=True))
+        >>> similarity.fix_norms_(torch.arange(12.0).reshape(2, 6)).norm_0
+        tensor(1.4142)
+        """
+        self._check_rows(key, key)
+        for index, entry in enumerate(self.blocks):
+            if entry.normalize:
+                gather = getattr(self, f"_gather_{index}", None)
+                rows = key if gather is None else arrange(key, gather)
+                norm = stored_norm(rows, entry.count(self.dim), padding(gather, self.dim))
+                getattr(self, f"norm_{index}").copy_(norm)
+        return self
 
     def unbiased(self, query: Tensor) -> Tensor:
         """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``.
@@ -141,9 +317,19 @@ class AdaptiveSimilarity(nn.Module):
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""
-        init = "tensor" if isinstance(self.init, Tensor) else repr(self.init)
-        debias = self.bias is not None
-        return f"{self.dim}, num_heads={self.num_heads}, bases={self.bases}, init={init}, debias={debias}"
+        init = self.init if isinstance(self.init, str) else _map_tensors(lambda tensor: "tensor", self.init)
+        shown = repr(init) if isinstance(self.init, str) else str(init).replace("'", "")
+        text = f"{self.dim}, num_heads={self.num_heads}, bases={self.bases}, init={shown}"
+        entries = [entry.short() for entry in self.blocks]
+        blocks = entries[0] if len(entries) == 1 else f"({', '.join(entries)})"
+        return f"{text}, debias={self.bias is not None}" + ("" if blocks == "None" else f", blocks={blocks}")
+
+
+def _map_tensors(function: Callable[[Tensor], Any], init: Any) -> Any:
+    """Applies a function to a tensor, or to the tensors of a list or tuple; other values are returned unchanged."""
+    if isinstance(init, (list, tuple)):
+        return [_map_tensors(function, entry) for entry in init]
+    return function(init) if isinstance(init, Tensor) else init
 
 
 def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:
@@ -156,9 +342,14 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
 
     cls_to_become = AdaptiveSimilarity
 
-    def __init__(self, num_heads: int, bases: Sequence[str], init: str | Tensor, debias: bool) -> None:
-        super().__init__(1, num_heads, bases, init, debias)
-        for name in ("w", "bias") if debias else ("w",):
+    def __init__(
+        self, num_heads: int, bases: Sequence[str], init: Init, debias: bool, blocks: BlocksArgument = None
+    ) -> None:
+        # A dimension that every number of blocks divides stands in for the unknown one.
+        counts = [entry.blocks for entry in resolutions(blocks) if entry.blocks is not None]
+        super().__init__(2 * lcm(*counts) if counts else 1, num_heads, bases, init, debias, blocks)
+        unknown = [w for (w, _), entry in zip(self.parameter_names(), self.blocks, strict=True) if entry.blocks is None]
+        for name in [*unknown, "bias"] if debias else unknown:
             self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
 
     def reset_parameters(self) -> None:
@@ -168,11 +359,15 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
 
     def initialize_parameters(self, query: Tensor, key: Tensor) -> None:
         """Infers ``dim`` from ``query (..., d)`` and initializes the parameters."""
-        self.dim = query.shape[-1]
+        check_pair(query, key)
+        for entry in self.blocks:
+            entry.count(query.shape[-1])  # raises if the blocks do not fit
+        self.dim, heads = query.shape[-1], (self.num_heads or 1,)
         if self.has_uninitialized_params():
-            for parameter, middle in ((self.w, (len(self.bases),)), (self.bias, ())):
+            for name, parameter in list(self.named_parameters(recurse=False)):
                 if isinstance(parameter, UninitializedParameter):
-                    parameter.materialize((self.num_heads, *middle, self.dim))
+                    middle = () if name == "bias" else (len(self.bases),)
+                    parameter.materialize((*heads, *middle, self.dim))
             self.reset_parameters()
 
 
@@ -223,36 +418,37 @@ def make_similarity(
     dim: int | None,
     num_heads: int,
     bases: Sequence[str] = ("dis", "dot"),
-    init: str | Tensor = "dot",
+    init: Init = "dot",
     debias: bool = False,
     similarity: SimilaritySource | None = None,
+    blocks: BlocksArgument = None,
 ) -> nn.Module:
     """Builds the similarity of a layer.
 
     Args:
         dim: dimension of a head, or None to infer it from the first query.
         num_heads: number of heads.
-        bases, init, debias: see :class:`AdaptiveSimilarity`.
+        bases, init, debias, blocks: see :class:`AdaptiveSimilarity`.
         similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
             returns one.
 
     Raises:
-        AHopError: ``similarity`` is neither, or is given together with ``bases``, ``init`` or ``debias``.
+        AHopError: ``similarity`` is neither, or is given together with ``bases``, ``init``, ``debias`` or ``blocks``.
 
     >>> make_similarity(8, 2)
     AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False)
     """
     if similarity is None:
-        if dim is None and isinstance(init, Tensor) and init.ndim:
-            dim = init.shape[-1]
+        dim = _known_dim(init, blocks) if dim is None else dim
         if dim is None:
-            return LazyAdaptiveSimilarity(num_heads, bases, init, debias)
-        return AdaptiveSimilarity(dim, num_heads, bases, init, debias)
+            return LazyAdaptiveSimilarity(num_heads, bases, init, debias, blocks)
+        return AdaptiveSimilarity(dim, num_heads, bases, init, debias, blocks)
     if not isinstance(similarity, nn.Module) and not callable(similarity):
         raise AHopError(f"similarity must be a module or a factory f(dim, num_heads), got {similarity!r}")
-    if check_bases(bases) != ("dis", "dot") or not isinstance(init, str) or init != "dot" or debias:
-        given = f"bases={bases!r}, init={init!r}, debias={debias!r}"
-        raise AHopError(f"similarity replaces bases, init and debias, got similarity together with {given}")
+    changed = check_bases(bases) != ("dis", "dot") or not isinstance(init, str) or init != "dot" or debias
+    if changed or blocks is not None:
+        given = f"bases={bases!r}, init={init!r}, debias={debias!r}, blocks={blocks!r}"
+        raise AHopError(f"similarity replaces bases, init, debias and blocks, got similarity together with {given}")
     if isinstance(similarity, nn.Module):
         return similarity
     if dim is None:
@@ -261,6 +457,17 @@ def make_similarity(
     if not isinstance(built, nn.Module):
         raise AHopError(f"the similarity factory must return a module, got {type(built).__name__}")
     return built
+
+
+def _known_dim(init: Init, blocks: BlocksArgument) -> int | None:
+    """Returns the dimension that a tensor of blocks, or a tensor of initial weights for all dimensions, determines."""
+    entries = resolutions(blocks)
+    tensors = list(init) if isinstance(init, (list, tuple)) else [init]
+    dims = [entry.dim for entry in entries]
+    for entry, tensor in zip(entries, tensors, strict=False):
+        if entry.blocks is None and isinstance(tensor, Tensor) and tensor.ndim:
+            dims.append(tensor.shape[-1])
+    return next((dim for dim in dims if dim is not None), None)
 
 
 def named_similarities(module: nn.Module) -> dict[str, nn.Module]:

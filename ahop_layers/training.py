@@ -1,7 +1,7 @@
 """Training: parameter groups, folded weights, and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -52,6 +52,9 @@ def parameter_groups(
 class _Folded(nn.Module):
     """Parametrizes ``w`` by the folded weight ``u``: ``w`` is the difference of consecutive entries of ``u``."""
 
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+
     def forward(self, folded: Tensor) -> Tensor:
         return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
 
@@ -62,10 +65,12 @@ class _Folded(nn.Module):
 class _FoldedAndPlain(nn.Module):
     """Parametrizes ``w`` as the sum of a folded weight's differences and a second, unfolded weight."""
 
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
     def forward(self, folded: Tensor, weight: Tensor) -> Tensor:
-        # A step on all of w changes a score in proportion to d squared; limit the change to that at d = 64.
-        scale = min(1.0, (64 / weight.shape[-1]) ** 2)
-        return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1)) + scale * weight
+        return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1)) + self.scale * weight
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return fold(weight), torch.zeros_like(weight)
@@ -90,27 +95,42 @@ def trainable_forms(module: nn.Module) -> AbstractContextManager[None]:
     return _reparametrized(module, _FoldedAndPlain)
 
 
+def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
+    """Returns a factor that limits the effect of a step on all of ``w`` to that of a footprint of 64 dimensions.
+
+    Such a step changes the folded weights in proportion to the number n of blocks, and a score is their product with n
+    sums. A sum grows with the d / n dimensions of its block, unless blocks are normalized.
+    """
+    blocks = part.blocks[resolution]
+    n = blocks.count(part.dim)
+    return min(1.0, 64**2 / (n * (n if blocks.normalize else part.dim)))
+
+
 @contextmanager
-def _reparametrized(module: nn.Module, form: type[nn.Module]) -> Iterator[None]:
-    """Trains ``w`` of every adaptive similarity through a parametrization inside the context."""
-    found = named_similarities(module).values()
-    adaptive = [part for part in found if isinstance(part, AdaptiveSimilarity) and part.w.requires_grad]
-    original = [(part, part.w, part.beta.requires_grad) for part in adaptive]
+def _reparametrized(module: nn.Module, form: Callable[[float], nn.Module]) -> Iterator[None]:
+    """Trains the weights of every adaptive similarity through a parametrization inside the context."""
+    original = []
+    adaptive = [part for part in named_similarities(module).values() if isinstance(part, AdaptiveSimilarity)]
     for part in adaptive:
+        for resolution, (w, beta) in enumerate(part.parameter_names()):
+            weight, factor = getattr(part, w), getattr(part, beta)
+            if weight.requires_grad:
+                original.append((part, resolution, w, weight, factor, factor.requires_grad))
+    for part, resolution, w, weight, factor, _ in original:
         with torch.no_grad():
-            part.w.mul_(part.beta.unsqueeze(-1))
-            part.beta.fill_(1.0)
-        part.beta.requires_grad_(False)
-        parametrize.register_parametrization(part, "w", form())
+            weight.mul_(factor.unsqueeze(-1))
+            factor.fill_(1.0)
+        factor.requires_grad_(False)
+        parametrize.register_parametrization(part, w, form(_scale(part, resolution)))
     try:
         yield
     finally:
-        for part, weight, trains_beta in original:
-            parametrize.remove_parametrizations(part, "w")
+        for part, _, w, weight, factor, trains_beta in original:
+            parametrize.remove_parametrizations(part, w)
             with torch.no_grad():
-                weight.copy_(part.w)
-            part.w = weight  # the same parameter object as before, which an optimizer may reference
-            part.beta.requires_grad_(trains_beta)
+                weight.copy_(getattr(part, w))
+            setattr(part, w, weight)  # the same parameter object as before, which an optimizer may reference
+            factor.requires_grad_(trains_beta)
 
 
 def rise_and_fall(step: int, count: int) -> float:

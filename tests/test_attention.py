@@ -248,7 +248,10 @@ def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():
     [
         ({"similarity": 5}, r"similarity must be a module or a factory f\(dim, num_heads\), got 5"),
         ({"similarity": lambda dim, heads: None}, "factory must return a module, got NoneType"),
-        ({"similarity": Bilinear, "debias": True}, "similarity replaces bases, init and debias, .* debias=True"),
+        (
+            {"similarity": Bilinear, "debias": True},
+            "similarity replaces bases, .* and blocks, .* debias=True",
+        ),
         ({"similarity": Bilinear, "init": torch.ones(2)}, "got similarity together with bases"),
         ({"similarity": Bilinear, "bases": ("dot",)}, r"bases=\('dot',\)"),
     ],

@@ -45,7 +45,7 @@ BAD_CALLS = {
     "triton on cpu": (lambda: ah.adaptive_similarity(x, k, w, backend="triton"), "triton"),
     "dim": (lambda: ah.AdaptiveSimilarity(0), "dim must be an integer of at least 1, got 0"),
     "num_heads": (lambda: ah.AdaptiveSimilarity(8, 2.5), "num_heads must be an integer of at least 1, got 2.5"),
-    "init": (lambda: ah.AdaptiveSimilarity(8, init="cos"), "init must be one of dot, dis, uniform, got 'cos'"),
+    "init": (lambda: ah.AdaptiveSimilarity(8, init="cos"), "init must be one of dot, dis, l1, uniform.* got 'cos'"),
     "init base": (lambda: ah.AdaptiveSimilarity(8, bases=("l1",)), r"init='dot' needs 'dot' among .* got \('l1',\)"),
     "init shape": (lambda: ah.AdaptiveSimilarity(8, init=torch.ones(8)), r"shape of w, \(2, 8\), got \(8,\)"),
     "init dtype": (lambda: ah.AdaptiveSimilarity(8, init=torch.ones(2, 8).int()), "init must have a floating"),

@@ -14,8 +14,8 @@ PACKAGE = Path(ah.__file__).parent
 
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
-    version errors ops similarity separation association packed training variants memory hopfield attention convert
-    tabular plots torchmil
+    version errors ops blocks similarity separation association packed training variants memory hopfield attention
+    convert tabular plots torchmil
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -77,6 +77,7 @@ def test_public_names():
         "AdaptiveHopfieldPooling",
         "AdaptiveSimilarity",
         "AssociativeMemory",
+        "Blocks",
         "Report",
         "Separation",
         "adapt_",
@@ -85,6 +86,7 @@ def test_public_names():
         "backends",
         "footprint",
         "parameter_groups",
+        "patches",
         "register_base",
         "register_converter",
         "revert_",

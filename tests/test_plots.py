@@ -117,12 +117,46 @@ def test_the_initial_weights_are_constant():
     np.testing.assert_array_equal(curves["dis"], np.zeros(6))
 
 
+BLOCKS = [3, torch.tensor([0, 0, 1, 2, 2, 2]), ah.Blocks(2, normalize=True), [None, ah.Blocks(3, normalize=True)]]
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=["3", "unequal", "normalized", "several"])
+def test_weights_by_rank_of_block(blocks):
+    similarity = ah.AdaptiveSimilarity(6, num_heads=2, blocks=blocks)
+    for parameter in similarity.parameters():
+        nn.init.normal_(parameter)
+    count = len(similarity.blocks)
+    axes = plots.footprint_weights(similarity, folded=False).axes
+    assert len(axes) == 2 * count  # a column for each resolution
+    for index in range(count):
+        expected = similarity.footprint_weight(index).detach()
+        for head in range(2):
+            axis = axes[head * count + index]
+            for base, line in zip(expected[head], axis.lines, strict=False):
+                np.testing.assert_allclose(line.get_ydata(), base, rtol=1e-6)
+    assert axes[count - 1].get_title() == f"similarity, {similarity.blocks[-1].count(6)} blocks"
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=["3", "unequal", "normalized", "several"])
+def test_steps_of_blocks_lead_to_the_score(blocks):
+    similarity = ah.AdaptiveSimilarity(6, bases=("dis", "l1"), init="uniform", debias=True, blocks=blocks)
+    for parameter in similarity.parameters():
+        nn.init.normal_(parameter)
+    query, keys = torch.randn(6), torch.randn(3, 6)
+    axes = plots.footprint_steps(similarity, query, keys).axes
+    last = [[line.get_ydata()[-1] for line in axis.lines[:3]] for axis in axes[3::4]]
+    assert len(last) == 2 * len(similarity.blocks)
+    np.testing.assert_allclose(np.sum(last, 0), similarity(query[None], keys)[0].detach(), rtol=1e-4, atol=1e-4)
+    assert axes[0].get_title() == "similarity per block"
+    assert len(axes[-1].lines[0].get_ydata()) == similarity.blocks[-1].count(6)
+
+
 def test_bad_arguments_of_footprint_weights(model):
     with pytest.raises(ah.AHopError, match="source must contain an AdaptiveSimilarity, got Linear without one"):
         plots.footprint_weights(nn.Linear(2, 2))
     with pytest.raises(ah.AHopError, match="source must be a module, got NoneType"):
         plots.footprint_weights(None)
-    with pytest.raises(ah.AHopError, match="one layer with one head, got 2 layers with up to 3 heads"):
+    with pytest.raises(ah.AHopError, match="one layer with one head and one resolution, got 2 layers with up to 3"):
         plots.footprint_weights(model, ax=Figure().subplots())
 
 
@@ -161,6 +195,41 @@ def test_bad_arguments_of_footprint_steps(change, message):
     arguments = {"similarity": ah.AdaptiveSimilarity(7), "query": torch.zeros(7), "keys": torch.zeros(3, 7)} | change
     with pytest.raises(ah.AHopError, match=message):
         plots.footprint_steps(**arguments)
+
+
+@pytest.mark.parametrize("channels", [None, 2])
+def test_a_block_map_shows_which_blocks_agree(channels):
+    blocks = [None, ah.Blocks(ah.patches(4, 6, 2, channels or 1), normalize=True)]
+    similarity = ah.AdaptiveSimilarity(24 * (channels or 1), blocks=blocks)
+    query = torch.randn(*([] if channels is None else [channels]), 4, 6)
+    key = torch.randn_like(query)
+    key[..., 2:, 4:] = 3 * query[..., 2:, 4:] + 1  # the last patch, with another gain and offset
+    axis = plots.block_map(similarity, query, key, base="dot", resolution=1, title="blocks").axes[0]
+    shown = axis.images[0].get_array()
+    assert shown.shape == (4, 6)
+    assert (shown == np.kron(shown[::2, ::2], np.ones((2, 2)))).all()  # one value for each patch
+    np.testing.assert_allclose(shown[2:, 4:], 1.0, rtol=0.01)  # the correlation
+    assert shown[:2].max() < 0.99
+    single = plots.block_map(similarity, query, key).axes[0].images[0].get_array()
+    distance = -(query - key).square().reshape(-1, 4, 6).mean(0)
+    np.testing.assert_allclose(single, distance, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"similarity": ah.AdaptiveSimilarity(12, num_heads=2)}, "similarity must have num_heads=None, got 2"),
+        ({"similarity": None}, "similarity must be an AdaptiveSimilarity, got NoneType"),
+        ({"query": torch.zeros(12)}, r"\(channels, height, width\) with 12 values, got \(12,\) and \(3, 4\)"),
+        ({"key": torch.zeros(4, 3)}, r"got \(3, 4\) and \(4, 3\)"),
+        ({"resolution": 1}, "one of the 1 resolutions, got 1"),
+        ({"base": "l1"}, "base must be one of dis, dot, got 'l1'"),
+    ],
+)
+def test_bad_arguments_of_a_block_map(change, message):
+    arguments = {"similarity": ah.AdaptiveSimilarity(12), "query": torch.zeros(3, 4), "key": torch.zeros(3, 4)} | change
+    with pytest.raises(ah.AHopError, match=message):
+        plots.block_map(**arguments)
 
 
 @pytest.mark.parametrize("style", ["default", "dark_background"])

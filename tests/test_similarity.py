@@ -107,7 +107,7 @@ def test_device_and_dtype():
     assert (similarity.w.dtype, similarity.beta.dtype) == (torch.bfloat16, torch.bfloat16)
     assert (similarity.w == 1).all()
     with pytest.raises(TypeError, match="positional"):
-        ah.AdaptiveSimilarity(8, 3, ("dot",), "dot", False, "meta")
+        ah.AdaptiveSimilarity(8, 3, ("dot",), "dot", False, None, "meta")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,12 @@ def test_an_unknown_dimension_is_inferred_or_an_error():
         ({"similarity": 5}, r"similarity must be a module or a factory f\(dim, num_heads\), got 5"),
         ({"similarity": "dot"}, "similarity must be a module or a factory .* got 'dot'"),
         ({"similarity": lambda dim, heads: torch.ones(1)}, "factory must return a module, got Tensor"),
-        ({"similarity": Scaled, "bases": ("dot",)}, r"similarity replaces bases, init and debias, .* bases=\('dot',\)"),
+        ({"similarity": Scaled, "bases": ("dot",)}, r"similarity replaces bases, init, .* bases=\('dot',\)"),
         ({"similarity": Scaled, "bases": 5}, r"bases must be .* got 5"),
         ({"similarity": Scaled, "init": "dis"}, "init='dis'"),
-        ({"similarity": Scaled, "init": torch.ones(2, 2, 8)}, "similarity replaces bases, init and debias"),
+        ({"similarity": Scaled, "init": torch.ones(2, 2, 8)}, "similarity replaces bases, init, debias and blocks"),
         ({"similarity": Scaled, "debias": True}, "debias=True"),
+        ({"similarity": Scaled, "blocks": 4}, "blocks=4"),
     ],
 )
 def test_bad_similarities(keywords, message):

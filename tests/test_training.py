@@ -98,6 +98,56 @@ def test_a_step_on_a_folded_weight_changes_one_rank():
         torch.testing.assert_close(after - before, torch.tensor([[0.0, 0.5, 0.0, 0.0]]))
 
 
+RESOLUTIONS = [4, torch.tensor([0, 0, 1, 0, 2, 2, 2, 3]), [None, ah.Blocks(2, normalize=True), 4]]
+
+
+@pytest.mark.parametrize("blocks", RESOLUTIONS, ids=["4", "unequal", "several"])
+@pytest.mark.parametrize("context", [folded_weights, trainable_forms])
+def test_every_resolution_is_reparametrized(context, blocks):
+    similarity = ah.AdaptiveSimilarity(8, blocks=blocks, debias=True)
+    for parameter in similarity.parameters():
+        nn.init.normal_(parameter)
+    query, key = torch.randn(5, 8), torch.randn(6, 8)
+    expected, names = similarity(query, key), list(similarity.state_dict())
+    parameters = dict(similarity.named_parameters())
+    with context(similarity):
+        torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
+        trained = [p for p in similarity.parameters() if p.requires_grad]
+        assert len(trained) == 1 + len(similarity.blocks) * (1 if context is folded_weights else 2)
+        similarity(query, key).square().sum().backward()
+        assert all(p.grad.abs().sum() > 0 for p in trained)
+    torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
+    assert sorted(similarity.state_dict()) == sorted(names)
+    assert all(p is parameters[name] and p.requires_grad for name, p in similarity.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("dim", "blocks", "scale"),
+    [
+        (64, None, 1.0),
+        (128, None, (64 / 128) ** 2),
+        (128, 32, 1.0),  # 32 * 128 = 64 * 64
+        (1024, 64, 64 / 1024),
+        (1024, ah.Blocks(64, normalize=True), 1.0),
+        (1024, ah.Blocks(128, normalize=True), (64 / 128) ** 2),
+    ],
+)
+def test_a_step_on_all_weights_changes_a_score_as_much_as_with_64_dimensions(dim, blocks, scale):
+    similarity = ah.AdaptiveSimilarity(dim, bases=("dot",), blocks=blocks).double()
+    ones = torch.ones(1, dim, dtype=torch.float64)
+    with trainable_forms(similarity):
+        _, plain = (p for p in similarity.parameters() if p.requires_grad)
+        before = similarity.w.detach().clone()
+        with torch.no_grad():
+            plain += 1.0
+        torch.testing.assert_close(similarity.w.detach() - before, torch.full_like(before, scale))
+        if blocks is None or isinstance(blocks, int):  # the sum of all footprint entries, for similarities of 1
+            n = similarity.blocks[0].count(dim)
+            change = similarity(ones, ones).item() - dim
+            assert change == pytest.approx(scale * dim * (n + 1) / 2)
+            assert change <= 64**2 / 2 * (1 + 1 / n) + 1e-9
+
+
 def test_frozen_weights_are_not_reparametrized():
     similarity = ah.AdaptiveSimilarity(4)
     similarity.w.requires_grad_(False)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from ahop_layers.association import Mask, Padded, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import Associator, SimilaritySource, make_similarity
+from ahop_layers.similarity import Associator, BlocksArgument, Init, SimilaritySource, make_similarity
 
 
 class Adaptive(Associator):
@@ -43,15 +43,16 @@ class Adaptive(Associator):
     def make_adaptive(
         self,
         bases: Sequence[str] = ("dis", "dot"),
-        init: str | Tensor = "dot",
+        init: Init = "dot",
         debias: bool = False,
         separation: str | Separation = "softmax",
         similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = None,
     ) -> None:
         """Adds the similarity and the separation, with the device, dtype and training mode of the module.
 
         Args:
-            bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`.
+            bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`.
             separation: the name of a separation, or a :class:`~ahop_layers.Separation`.
             similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)``.
 
@@ -60,7 +61,7 @@ class Adaptive(Associator):
         """
         heads, dim = self.head_shape()
         like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
-        similarity = make_similarity(dim, heads, bases, init, debias, similarity)
+        similarity = make_similarity(dim, heads, bases, init, debias, similarity, blocks)
         separation = separation if isinstance(separation, Separation) else Separation(separation, heads)
         self.similarity = similarity.to(like).train(self.training)
         self.separation = separation.to(like).train(self.training)
@@ -103,7 +104,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
             ``nn.MultiheadAttention``.
-        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights.
+        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights, and
+            blocks are those of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`.
         similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)`` that
             returns one. It scores ``(N, H, L, d)`` against ``(N, H, S, d)``.
@@ -128,8 +130,9 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        *, bases: Sequence[str] = ("dis", "dot"), init: str | Tensor = "dot", debias: bool = False,
+        *, bases: Sequence[str] = ("dis", "dot"), init: Init = "dot", debias: bool = False,
         separation: str | Separation = "softmax", similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = None,
     ) -> None:
         # fmt: on
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
@@ -139,7 +142,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.make_adaptive(bases, init, debias, separation, similarity)
+        self.make_adaptive(bases, init, debias, separation, similarity, blocks)
 
     def head_shape(self) -> tuple[int, int]:
         """Returns the number of heads and the dimension of one head."""
@@ -148,13 +151,14 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     def make_adaptive(
         self,
         bases: Sequence[str] = ("dis", "dot"),
-        init: str | Tensor = "dot",
+        init: Init = "dot",
         debias: bool = False,
         separation: str | Separation = "softmax",
         similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = None,
     ) -> None:
         """Adds the similarity and the separation; see :meth:`Adaptive.make_adaptive`."""
-        super().make_adaptive(bases, init, debias, separation, similarity)
+        super().make_adaptive(bases, init, debias, separation, similarity, blocks)
         # In eval mode, nn.TransformerEncoderLayer has a fast path that uses the projections and never calls the
         # attention module. It takes that path only if this flag is set.
         self._qkv_same_embed_dim = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.convert.class_swap import turn_back
@@ -15,7 +15,7 @@ from ahop_layers.convert.registry import Converter, converter_for
 from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilaritySource, similarity_parameters
+from ahop_layers.similarity import BlocksArgument, Init, SimilaritySource, similarity_parameters
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 
@@ -93,9 +93,10 @@ def adapt_(
     freeze_rest: bool = False,
     dry_run: bool = False,
     bases: Sequence[str] = ("dis", "dot"),
-    init: str | Tensor = "dot",
+    init: Init = "dot",
     debias: bool = False,
     separation: str | Separation | None = None,
+    blocks: BlocksArgument = None,
     similarity: SimilaritySource | None = None,
 ) -> Report:
     """Makes the attention of a model adaptive, in place.
@@ -118,7 +119,7 @@ def adapt_(
         last: adapt only those selected modules that are in the last ``last`` blocks.
         freeze_rest: set ``requires_grad=False`` for all parameters except those of the similarities.
         dry_run: only report what would be adapted.
-        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`.
+        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. Blocks are those of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention.
         similarity: a module to use instead of an ``AdaptiveSimilarity``, which is copied for each layer, or a factory
@@ -129,7 +130,8 @@ def adapt_(
 
     Raises:
         AHopError: no module can be adapted, the model is already adapted, wrapped or compiled, or an argument is
-            invalid.
+            invalid, for example a number of blocks that does not divide the dimension of a head. The model is then
+            unchanged.
 
     >>> import ahop_layers as ah
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2)
@@ -153,8 +155,8 @@ def adapt_(
         else:
             chosen[name] = (module, found)
     if last is not None:
-        blocks = list(dict.fromkeys(map(_block, chosen)))
-        for name in [name for name in chosen if _block(name) not in blocks[-last:]]:
+        parts = list(dict.fromkeys(map(_block, chosen)))
+        for name in [name for name in chosen if _block(name) not in parts[-last:]]:
             del chosen[name]
             passed[name] = f"not in the last {last} blocks"
     if not chosen:
@@ -167,11 +169,15 @@ def adapt_(
     options: dict[str, Any] = {"bases": bases, "init": init, "debias": debias}
     options |= {} if separation is None else {"separation": separation}
     options |= {} if similarity is None else {"similarity": similarity}
+    options |= {} if blocks is None else {"blocks": blocks}
     try:
-        for module, convert in chosen.values():
-            convert(module, {k: deepcopy(v) if isinstance(v, nn.Module) else v for k, v in options.items()})
+        for name, (module, convert) in chosen.items():
+            try:
+                convert(module, {k: deepcopy(v) if isinstance(v, nn.Module) else v for k, v in options.items()})
+            except AHopError as error:
+                raise AHopError(f"{name}: {error}" if name else str(error)) from error
     except BaseException:
-        for module in _adapted(model).values():  # an invalid argument raises at the first module
+        for module in _adapted(model).values():
             turn_back(module)
         raise
     if freeze_rest:

@@ -1,0 +1,486 @@
+"""AdaptiveSimilarity with blocks: initial values, resolutions, unequal and normalized blocks, checkpoints, errors."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ahop_layers as ah
+from ahop_layers.blocks import arrange, gather_index, restore
+from ahop_layers.similarity import LazyAdaptiveSimilarity, make_similarity
+
+BASES = ("dis", "dot", "l1")
+UNEQUAL = torch.tensor([2, 0, 1, 0, 2, 2, 1, 3, 0, 3, 3, 3])
+PERMUTED = torch.tensor([2, 0, 1, 3, 2, 2, 1, 3, 0, 1, 0, 3])
+SEVERAL = [4, ah.Blocks(UNEQUAL, normalize=True), None, ah.Blocks(2, normalize=True), PERMUTED]
+EVERY = [None, 1, 3, 12, UNEQUAL, PERMUTED, ah.Blocks(3, normalize=True), ah.Blocks(UNEQUAL, normalize=True), SEVERAL]
+NAMES = ["none", "1", "3", "d", "unequal", "permuted", "normalized", "normalized unequal", "several"]
+every_kind = pytest.mark.parametrize("blocks", EVERY, ids=NAMES)
+
+
+def pair(*batch, d=12, dtype=torch.float64, length=4, count=5):
+    return torch.randn(*batch, length, d, dtype=dtype), torch.randn(*batch, count, d, dtype=dtype)
+
+
+def randomized(similarity):
+    for parameter in similarity.parameters():
+        nn.init.normal_(parameter)
+    return similarity
+
+
+def normalized_by_hand(rows, numbers, constant):
+    result = torch.zeros_like(rows)
+    for block in range(int(numbers.max()) + 1):
+        part = rows[..., numbers == block]
+        part = part - part.mean(-1, keepdim=True)
+        result[..., numbers == block] = part / (part.square().sum(-1, keepdim=True).sqrt() + constant)
+    return result
+
+
+def root_mean_square_norm(key, numbers):
+    norms = []
+    for block in range(int(numbers.max()) + 1):
+        part = key[..., numbers == block]
+        norms.append((part - part.mean(-1, keepdim=True)).square().sum(-1))
+    return torch.stack(norms, -1).mean((-2, -1), keepdim=True).sqrt()
+
+
+def by_hand(similarity, query, key):
+    """The score of every resolution by the public function on normalized rows, with block numbers."""
+    scores = 0
+    for index, entry in enumerate(similarity.blocks):
+        n = entry.count(12)
+        numbers = entry.blocks if isinstance(entry.blocks, torch.Tensor) else torch.arange(12) // (12 // n)
+        assert torch.equal(entry.numbers(12), numbers)
+        pair = (query, key)
+        if entry.normalize:
+            constant = 1e-3 * root_mean_square_norm(key, numbers)
+            pair = (normalized_by_hand(rows, numbers, constant) for rows in pair)
+        scores = scores + ah.adaptive_similarity(*pair, similarity.footprint_weight(index), similarity.bases, numbers)
+    return scores
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+@every_kind
+def test_scores_equal_the_definition(blocks, heads):
+    similarity = randomized(ah.AdaptiveSimilarity(12, heads, BASES, blocks=blocks, debias=True).double())
+    query, key = pair(2, *(() if heads is None else (heads,)))
+    torch.testing.assert_close(similarity(query, key), by_hand(similarity, similarity.unbiased(query), key))
+
+
+@pytest.mark.parametrize("init", ["dot", "dis", "l1"])
+@pytest.mark.parametrize("blocks", [None, 1, 3, 12, UNEQUAL, PERMUTED, [3, 12, UNEQUAL], [None, 2]], ids=str)
+def test_exact_warm_start(init, blocks):
+    query, key = pair(2, 3)
+    similarity = ah.AdaptiveSimilarity(12, 3, BASES, init, blocks=blocks, debias=True).double()
+    difference = query.unsqueeze(-2) - key.unsqueeze(-3)
+    exact = {"dot": query @ key.mT, "dis": -difference.square().sum(-1), "l1": -difference.abs().sum(-1)}[init]
+    torch.testing.assert_close(similarity(query, key), exact)
+    grads = torch.autograd.grad(similarity(query, key).square().sum(), list(similarity.parameters()))
+    betas = [grad for (name, _), grad in zip(similarity.named_parameters(), grads, strict=True) if "beta" in name]
+    assert betas
+    assert all(grad.abs().min() > 0 for grad in betas)  # every base of every resolution can be learned
+
+
+def test_initial_values():
+    uniform = ah.AdaptiveSimilarity(12, init="uniform", blocks=[4, 6])
+    assert torch.equal(uniform.w_0, torch.full((2, 4), 1 / 4))
+    assert torch.equal(uniform.w_1, torch.full((2, 6), 1 / 6))
+    assert torch.equal(uniform.beta_1, torch.ones(2))
+    weights = [torch.randn(2, 4), torch.randn(2, 6)]
+    given = ah.AdaptiveSimilarity(12, init=weights, blocks=(4, 6))
+    with torch.no_grad():
+        given.w_0.zero_()
+    weights[1].zero_()
+    given.reset_parameters()
+    assert torch.equal(given.w_0, weights[0])
+    assert given.w_1.any()
+    assert torch.equal(ah.AdaptiveSimilarity(12, init=weights[0], blocks=4).w, weights[0])
+    assert torch.equal(ah.AdaptiveSimilarity(12, init=[weights[0]], blocks=[4]).w, weights[0])
+
+
+def test_a_registered_base_can_be_the_initial_one():
+    ah.register_base("overlap_of_blocks", torch.minimum)
+    query, key = pair(2)
+    similarity = ah.AdaptiveSimilarity(12, bases=("overlap_of_blocks",), init="overlap_of_blocks", blocks=UNEQUAL)
+    exact = torch.minimum(query.unsqueeze(-2), key.unsqueeze(-3)).sum(-1)
+    torch.testing.assert_close(similarity.double()(query, key), exact)
+
+
+@pytest.mark.parametrize("blocks", [UNEQUAL, ah.Blocks(UNEQUAL, normalize=True), PERMUTED], ids=str)
+def test_a_registered_base_never_sees_padding(blocks):
+    """This base is 1 for a pair of zeros, so that zero padding would count."""
+    ah.register_base(f"agreement_{id(blocks)}", lambda query, key: torch.exp(-((query - key) ** 2)))
+    bases = ("dot", f"agreement_{id(blocks)}")
+    similarity = randomized(ah.AdaptiveSimilarity(12, bases=bases, blocks=blocks).double())
+    query, key = (rows.requires_grad_() for rows in pair(2))
+    torch.testing.assert_close(similarity(query, key), by_hand(similarity, query, key))
+    assert torch.autograd.gradcheck(similarity, (query, key))
+
+
+def test_built_in_bases_do_not_take_the_reference_path(monkeypatch):
+    from ahop_layers.ops import reference
+
+    monkeypatch.setattr(reference, "adaptive_similarity", lambda *_: pytest.fail("took the reference path"))
+    for blocks in EVERY:
+        ah.AdaptiveSimilarity(12, blocks=blocks)(*pair(2, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("blocks", [UNEQUAL, PERMUTED, torch.arange(12).flip(0)], ids=str)
+def test_arrangement_is_undone(blocks):
+    rows, index = torch.randn(3, 12), gather_index(blocks)
+    assert torch.equal(restore(arrange(rows, index), index, 12), rows)
+    n, width = int(blocks.max()) + 1, int(torch.bincount(blocks).max())
+    sums = arrange(rows, index).unflatten(-1, (n, width)).sum(-1)
+    torch.testing.assert_close(sums, torch.stack([rows[:, blocks == block].sum(-1) for block in range(n)], -1))
+    assert gather_index(torch.arange(12) // 3) is None
+
+
+@every_kind
+def test_gradcheck(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, 2, BASES, blocks=blocks, debias=True).double())
+    inputs = [rows.requires_grad_() for rows in pair(2, length=2, count=3)]
+    names = [name for name, _ in similarity.named_parameters()]
+
+    def score(query, key, *values):
+        return torch.func.functional_call(similarity, dict(zip(names, values, strict=True)), (query, key))
+
+    assert torch.autograd.gradcheck(score, (*inputs, *similarity.parameters()))
+
+
+@pytest.mark.parametrize("blocks", [4, UNEQUAL], ids=["equal", "unequal"])
+def test_gain_and_offset_of_a_normalized_block_drop_out(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, bases=BASES, blocks=ah.Blocks(blocks, normalize=True)).double())
+    query, key = pair()
+    numbers = similarity.blocks[0].blocks if isinstance(blocks, torch.Tensor) else torch.arange(12) // 3
+    gain, offset = 1 + torch.rand(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    expected = similarity(query, key)
+    changed = similarity(gain[:, numbers] * query + offset[:, numbers], key)
+    assert (changed - expected).abs().max() < 0.01 * expected.abs().max()  # the constant is a thousandth
+    torch.testing.assert_close(similarity(query + offset[:, numbers], key), expected)
+    plain = randomized(ah.AdaptiveSimilarity(12, bases=BASES, blocks=blocks).double())
+    difference = plain(gain[:, numbers] * query + offset[:, numbers], key) - plain(query, key)
+    assert difference.abs().max() > 0.1 * plain(query, key).abs().max()
+
+
+def test_units_of_normalized_blocks_do_not_matter():
+    similarity = ah.AdaptiveSimilarity(12, bases=BASES, blocks=ah.Blocks(4, normalize=True)).double()
+    query, key = pair(2, 3)
+    for unit in (1e-6, 1e6):
+        torch.testing.assert_close(similarity(unit * query, unit * key), similarity(query, key))
+
+
+def test_dot_of_normalized_blocks_is_their_correlation():
+    similarity = ah.AdaptiveSimilarity(12, blocks=ah.Blocks(1, normalize=True)).double()
+    query, key = pair(length=1, count=1)
+    correlation = torch.corrcoef(torch.cat([query, key]))[0, 1]
+    torch.testing.assert_close(similarity(query, key).squeeze(), correlation, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("blocks", [4, UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("zero", ["one block", "queries", "keys", "all"])
+def test_normalized_blocks_are_finite_where_blocks_are_constant(blocks, zero):
+    similarity = ah.AdaptiveSimilarity(12, bases=BASES, blocks=ah.Blocks(blocks, normalize=True)).double()
+    query, key = pair()
+    query = torch.full_like(query, 3.0) if zero in ("queries", "all") else query
+    key = torch.zeros_like(key) if zero in ("keys", "all") else key
+    if zero == "one block":
+        query[:, :3] = 0
+    inputs = (query.requires_grad_(), key.requires_grad_(), *similarity.parameters())
+    scores = similarity(*inputs[:2])
+    assert scores.isfinite().all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(scores.square().sum(), inputs))
+    assert similarity(query, key[:0]).shape == (4, 0)
+    assert similarity(query[:0], key).shape == (0, 5)
+
+
+def test_fixed_norms_make_scores_independent_of_other_keys():
+    entries = [ah.Blocks(UNEQUAL, normalize=True), 4, ah.Blocks(2, normalize=True)]
+    similarity = randomized(ah.AdaptiveSimilarity(12, blocks=entries).double())
+    query, key = pair(count=40)
+    expected = similarity(query, key)
+    parts = torch.cat([similarity(query, part) for part in key.split(7)], -1)
+    assert not torch.allclose(parts, expected, rtol=1e-7)
+    assert similarity.fix_norms_(key) is similarity
+    torch.testing.assert_close(similarity.norm_2, root_mean_square_norm(key, torch.arange(12) // 6).squeeze())
+    torch.testing.assert_close(similarity(query, key), expected)
+    torch.testing.assert_close(torch.cat([similarity(query, part) for part in key.split(7)], -1), expected)
+    assert {"norm_0", "norm_2"} < similarity.state_dict().keys()
+    similarity.reset_parameters()
+    assert not similarity.norm_2.any()
+
+
+def test_a_batch_entry_is_normalized_by_its_own_keys():
+    similarity = ah.AdaptiveSimilarity(12, blocks=ah.Blocks(4, normalize=True)).double()
+    query, key = pair(3, 2)
+    key[1] *= 1000
+    each = torch.stack([similarity(*rows) for rows in zip(query, key, strict=True)])
+    torch.testing.assert_close(similarity(query, key), each)
+    torch.testing.assert_close(similarity(query, key[0]), similarity(query, key[:1]))  # batches broadcast
+    torch.testing.assert_close(similarity(query[0], key), similarity(query[:1], key))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_kind
+def test_half_precision(blocks, dtype):
+    similarity = ah.AdaptiveSimilarity(12, blocks=blocks).to(dtype)
+    query, key = pair(2, dtype=dtype)
+    scores = similarity(query, key)
+    exact = copy.deepcopy(similarity).double()(query.double(), key.double())
+    assert scores.dtype == dtype
+    # Two roundings of the normalized rows and one of the score.
+    assert (scores.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * max(1, exact.abs().max())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert similarity(query, key).dtype == torch.float32
+
+
+@every_kind
+def test_copies_and_checkpoints(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
+    query, key = pair(3, dtype=torch.float32)
+    similarity.fix_norms_(key)
+    buffer = io.BytesIO()
+    torch.save(similarity.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    fresh = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
+    fresh.load_state_dict(state)
+    empty = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks, device="meta").to_empty(device="cpu")
+    empty.load_state_dict(state)
+    assigned = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks, device="meta")
+    assigned.load_state_dict(state, assign=True)
+    for other in (fresh, empty, assigned, copy.deepcopy(similarity), pickle.loads(pickle.dumps(similarity))):
+        assert torch.equal(other(query, key), similarity(query, key))
+        assert repr(other) == repr(similarity)
+
+
+@every_kind
+def test_reset_restores_everything_on_a_new_device(blocks):
+    expected = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
+    similarity = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks, device="meta").to_empty(device="cpu")
+    for tensor in (*similarity.parameters(), *similarity.buffers()):
+        tensor.data.fill_(1)
+    similarity.reset_parameters()
+    query, key = pair(3, dtype=torch.float32)
+    assert torch.equal(similarity(query, key), expected(query, key))
+    with torch.device("meta"):
+        assert ah.AdaptiveSimilarity(12, 3, blocks=blocks)(query.to("meta"), key.to("meta")).shape == (3, 4, 5)
+
+
+def test_names_in_the_state_dict():
+    def names(blocks):
+        return set(ah.AdaptiveSimilarity(12, debias=True, blocks=blocks).state_dict())
+
+    assert names(None) == names(4) == names([4]) == {"w", "beta", "bias"}
+    assert names(UNEQUAL) == {"w", "beta", "bias", "blocks_0"}
+    assert names(ah.Blocks(4, normalize=True)) == {"w", "beta", "bias", "norm_0"}
+    several = [4, UNEQUAL, ah.Blocks(2, normalize=True)]
+    weights = {f"{name}_{index}" for name in ("w", "beta") for index in range(3)}
+    assert names(several) == weights | {"bias", "blocks_1", "norm_2"}
+
+
+def test_old_checkpoints_load():
+    """One weight for each dimension, under the names that a similarity without blocks has."""
+    old = {"w": torch.randn(2, 12), "beta": torch.randn(2), "bias": torch.randn(12)}
+    for blocks in (None, 12):
+        similarity = ah.AdaptiveSimilarity(12, debias=True, blocks=blocks)
+        assert not any(similarity.load_state_dict(old))
+        assert torch.equal(similarity.w, old["w"])
+
+
+def test_a_similarity_pickled_before_blocks_existed_scores_as_before():
+    similarity = randomized(ah.AdaptiveSimilarity(12))
+    query, key = pair(dtype=torch.float32)
+    expected = similarity(query, key)
+    del similarity.__dict__["blocks"]
+    assert torch.equal(similarity(query, key), expected)
+    assert repr(similarity) == repr(ah.AdaptiveSimilarity(12))
+
+
+def test_another_number_of_blocks_in_a_checkpoint():
+    state = ah.AdaptiveSimilarity(12, blocks=6).state_dict()
+    for blocks, given, message in (
+        (4, state, "must have 4 blocks, as the similarity, got w with 6"),
+        (None, state, "must have 12 blocks, as the similarity, got w with 6"),
+        ([6, 4], {"w_0": state["w"], "w_1": state["w"]}, "must have 4 blocks, as the similarity, got w_1 with 6"),
+    ):
+        with pytest.raises(ah.AHopError, match=message):
+            ah.AdaptiveSimilarity(12, blocks=blocks).load_state_dict(given, strict=False)
+    layer = ah.AdaptiveAttention(24, 2)
+    with pytest.raises(ah.AHopError, match=r"got similarity\.w with 6"):
+        layer.load_state_dict(layer.state_dict() | {"similarity.w": torch.ones(2, 2, 6)})
+
+
+def test_other_blocks_of_the_same_number_are_loaded():
+    source = randomized(ah.AdaptiveSimilarity(12, blocks=UNEQUAL))
+    similarity = ah.AdaptiveSimilarity(12, blocks=torch.arange(12) // 3)
+    similarity.load_state_dict(source.state_dict())
+    query, key = pair(dtype=torch.float32)
+    assert torch.equal(similarity(query, key), source(query, key))
+    broken = source.state_dict() | {"blocks_0": torch.arange(12) // 4}
+    with pytest.raises(ah.AHopError, match=r"the state dict must have 4 blocks, got blocks_0 with 3"):
+        similarity.load_state_dict(broken)
+
+
+@every_kind
+def test_compile_without_a_graph_break(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
+    query, key = pair(2, 3, dtype=torch.float32)
+    torch.compiler.reset()  # the similarities of earlier tests count as recompilations
+    compiled = torch.compile(similarity, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key), similarity(query, key))
+    expected = torch.autograd.grad(similarity(query, key).square().sum(), list(similarity.parameters()))
+    got = torch.autograd.grad(compiled(query, key).square().sum(), list(similarity.parameters()))
+    torch.testing.assert_close(got, expected)
+
+
+def test_export():
+    similarity = ah.AdaptiveSimilarity(12, blocks=SEVERAL)
+    inputs = pair(2, dtype=torch.float32)
+    torch.testing.assert_close(torch.export.export(similarity, inputs).module()(*inputs), similarity(*inputs))
+
+
+def test_repr():
+    assert repr(ah.AdaptiveSimilarity(12, blocks=4)).endswith("debias=False, blocks=4)")
+    assert repr(ah.AdaptiveSimilarity(12)).endswith("debias=False)")
+    several = ah.AdaptiveSimilarity(12, init=[torch.ones(2, 12), torch.ones(2, 4)], blocks=[None, UNEQUAL])
+    assert repr(several).endswith("init=[tensor, tensor], debias=False, blocks=(None, tensor(n=4)))")
+    assert repr(ah.Blocks(3)) == "Blocks(3, normalize=False)"
+    for blocks in (3, ah.Blocks(3, normalize=True), (None, 3)):
+        similarity = ah.AdaptiveSimilarity(12, blocks=blocks)
+        names = {"AdaptiveSimilarity": ah.AdaptiveSimilarity, "Blocks": ah.Blocks}
+        assert repr(eval(repr(similarity), names)) == repr(similarity)
+
+
+def test_blocks_are_frozen_copies():
+    numbers = UNEQUAL.clone()
+    blocks = ah.Blocks(numbers)
+    numbers.zero_()
+    assert torch.equal(blocks.blocks, UNEQUAL)
+    with pytest.raises(AttributeError):
+        blocks.normalize = True
+
+
+def test_arrays_and_numpy_integers():
+    query, key = pair(dtype=torch.float32)
+    for blocks in (UNEQUAL, UNEQUAL.numpy(), UNEQUAL.to(torch.uint8), UNEQUAL.numpy().astype(np.int16)):
+        assert ah.AdaptiveSimilarity(12, blocks=blocks, init="uniform")(query, key).shape == (4, 5)
+    assert ah.AdaptiveSimilarity(12, blocks=np.int64(4)).w.shape == (2, 4)
+
+
+def test_patches():
+    expected = torch.tensor([[0, 0, 1, 1, 2], [0, 0, 1, 1, 2], [3, 3, 4, 4, 5]])
+    assert torch.equal(ah.patches(3, 5, 2), expected.flatten())
+    assert torch.equal(ah.patches(3, 5, 2, channels=3), expected.flatten().repeat(3))
+    assert ah.patches(4, 4, 9).unique().tolist() == [0]
+    image = torch.randn(1, 3, 8, 6)
+    unfolded = nn.functional.unfold(image, 2, stride=2).mT  # (1, patches, channels * size * size)
+    numbers = ah.patches(8, 6, 2, channels=3)
+    for patch in range(12):
+        torch.testing.assert_close(image.flatten()[numbers == patch].sort().values, unfolded[0, patch].sort().values)
+    with torch.device("meta"):
+        assert not ah.patches(2, 2, 1).is_meta
+
+
+def test_lazy_similarities():
+    query, key = pair(2, 3, dtype=torch.float32)
+    for blocks in (4, [None, 4], ah.Blocks(4, normalize=True), [ah.Blocks(4, normalize=True), 6]):
+        lazy = make_similarity(None, 3, debias=True, blocks=blocks)
+        assert isinstance(lazy, LazyAdaptiveSimilarity)
+        expected = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
+        assert torch.equal(lazy(query, key), expected(query, key))
+        assert type(lazy) is ah.AdaptiveSimilarity
+        assert repr(lazy) == repr(expected)
+        assert lazy.state_dict().keys() == expected.state_dict().keys()
+    assert make_similarity(None, 3, blocks=UNEQUAL).dim == 12
+    assert make_similarity(None, 3, blocks=[4, UNEQUAL]).dim == 12
+    assert make_similarity(None, 3, blocks=[4, None], init=[torch.ones(3, 2, 4), torch.ones(3, 2, 12)]).dim == 12
+    weights = torch.randn(3, 2, 4)
+    lazy = make_similarity(None, 3, init=weights, blocks=4)
+    assert isinstance(lazy, LazyAdaptiveSimilarity)  # the last dimension of init is n
+    lazy(query, key)
+    assert torch.equal(lazy.w, weights)
+
+
+def test_a_lazy_similarity_checks_the_blocks_at_the_first_call():
+    lazy = make_similarity(None, 3, blocks=5)
+    with pytest.raises(ah.AHopError, match="blocks must divide d = 12: expected one of 1, 2, 3, 4, 6, 12, got 5"):
+        lazy(*pair(2, 3, dtype=torch.float32))
+
+
+def test_lazy_similarities_load_checkpoints():
+    source = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=[None, 4]))
+    lazy = make_similarity(None, 3, debias=True, blocks=[None, 4])
+    lazy.load_state_dict(source.state_dict())
+    query, key = pair(2, 3, dtype=torch.float32)
+    assert torch.equal(lazy(query, key), source(query, key))
+    with pytest.raises(ah.AHopError, match="must have 3 blocks"):
+        make_similarity(None, 3, debias=True, blocks=[None, 3]).load_state_dict(source.state_dict())
+
+
+x = torch.randn(4, 12)
+ERRORS = {
+    "divisor": (lambda: ah.AdaptiveSimilarity(12, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
+    "second divisor": (lambda: ah.AdaptiveSimilarity(12, blocks=[4, 8]), "blocks must divide d = 12.* got 8"),
+    "too many": (lambda: ah.AdaptiveSimilarity(12, blocks=24), "blocks must divide d = 12.* got 24"),
+    "zero": (lambda: ah.AdaptiveSimilarity(12, blocks=0), "blocks must be an integer of at least 1, got 0"),
+    "bool": (lambda: ah.AdaptiveSimilarity(12, blocks=True), "blocks must be an integer of at least 1, got True"),
+    "string": (lambda: ah.AdaptiveSimilarity(12, blocks="4"), "an entry of blocks must be None, .* got '4'"),
+    "float": (lambda: ah.AdaptiveSimilarity(12, blocks=4.0), "an entry of blocks must be .* got 4.0"),
+    "nested": (lambda: ah.AdaptiveSimilarity(12, blocks=[[4]]), r"an entry of blocks must be .* got \[4\]"),
+    "empty": (lambda: ah.AdaptiveSimilarity(12, blocks=[]), r"blocks must have at least one entry, got \[\]"),
+    "length": (lambda: ah.AdaptiveSimilarity(12, blocks=torch.arange(6)), "each of the 12 dimensions, got 6"),
+    "floats": (lambda: ah.Blocks(torch.ones(12)), "blocks must have an integer dtype, got torch.float32"),
+    "strings": (lambda: ah.Blocks(np.array(["a", "b"])), "blocks must have an integer dtype"),
+    "matrix": (lambda: ah.Blocks(torch.zeros(3, 4, dtype=torch.long)), r"blocks must be \(d,\), .* got shape \(3, 4\)"),
+    "scalar": (lambda: ah.Blocks(torch.tensor(4)), r"blocks must be \(d,\), .* got shape \(\)"),
+    "meta": (lambda: ah.Blocks(torch.arange(4, device="meta")), "blocks must be a tensor with values"),
+    "gap": (lambda: ah.Blocks(torch.tensor([0, 2])), "from 0 to n - 1, got the numbers 0, 2"),
+    "normalize": (lambda: ah.Blocks(4, normalize=1), "normalize must be True or False, got 1"),
+    "single dimensions": (
+        lambda: ah.AdaptiveSimilarity(12, blocks=ah.Blocks(None, normalize=True)),
+        "normalize=True needs blocks of several dimensions, got 12 blocks of 12 dimensions",
+    ),
+    "dim": (lambda: ah.AdaptiveSimilarity(24, blocks=4)(x, x), r"last dimension dim = 24, got query \(4, 12\)"),
+    "init": (lambda: ah.AdaptiveSimilarity(12, init=torch.ones(2, 12), blocks=4), r"shape of w, \(2, 4\), got"),
+    "init count": (
+        lambda: ah.AdaptiveSimilarity(12, init=torch.ones(2, 4), blocks=[4, 6]),
+        "one tensor for each of 2 resolutions, got 1",
+    ),
+    "init of the second": (
+        lambda: ah.AdaptiveSimilarity(12, init=[torch.ones(2, 4)] * 2, blocks=[4, 6]),
+        r"init must have the shape of w_1, \(2, 6\), got \(2, 4\)",
+    ),
+    "init entry": (lambda: ah.AdaptiveSimilarity(12, init=["dot"], blocks=4), "init must be a tensor, got str"),
+    "batches": (
+        lambda: ah.AdaptiveSimilarity(12, blocks=ah.Blocks(4, normalize=True))(x.expand(2, 4, 12), x.expand(3, 4, 12)),
+        "batch dimensions must broadcast",
+    ),
+    "norms of nothing": (lambda: ah.AdaptiveSimilarity(12).fix_norms_(None), "must be a tensor, got NoneType"),
+    "norms of others": (lambda: ah.AdaptiveSimilarity(6).fix_norms_(x), r"dimension dim = 6, got .* key \(4, 12\)"),
+    "another base": (
+        lambda: ah.AdaptiveSimilarity(12).block_similarities(x, x, "l1"), "base must be one of dis, dot, got 'l1'"
+    ),
+    "patches": (lambda: ah.patches(8, 8, 0), "size must be an integer of at least 1, got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, message = ERRORS[name]
+    with pytest.raises(ah.AHopError, match=message):
+        call()
+
+
+@every_kind
+def test_compile_with_dynamic_shapes(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, blocks=blocks).double())
+    torch.compiler.reset()  # the similarities of earlier tests count as recompilations
+    compiled = torch.compile(similarity, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length, count in ((3, 4), (5, 9)):
+        inputs = pair(2, length=length, count=count)
+        torch.testing.assert_close(compiled(*inputs), similarity(*inputs))
