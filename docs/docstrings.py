@@ -29,3 +29,15 @@ class Docstrings(griffe.Extension):
         """Called for each loaded object."""
         if obj.docstring:
             obj.docstring.value = to_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Shows the signature that ``_extends(plain)`` gives to the constructor of an adaptive Hopfield layer."""
+        adaptive = pkg["hopfield.adaptive"]
+        added = [each for each in adaptive["_AdaptiveFace.__init__"].parameters if each.kind.name == "keyword_only"]
+        for layer in adaptive.classes.values():
+            constructor = layer.members.get("__init__")
+            for decorator in constructor.decorators if constructor else ():
+                name = re.fullmatch(r"_extends\((\w+)\)", str(decorator.value))
+                if name:
+                    plain = adaptive[name[1]].members["__init__"].parameters
+                    constructor.parameters = griffe.Parameters(*plain, *added)

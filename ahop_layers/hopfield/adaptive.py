@@ -199,6 +199,3 @@ class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
         output, weights = core.retrieve(hopfield.heads(queries, 0), packed)
         output = hopfield.activate(output).flatten(1)
         return (output, packed.of_instances(weights)) if return_association else output
-
-
-KEYWORDS = ("bases", "init", "debias", "separation")
