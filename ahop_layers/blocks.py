@@ -15,6 +15,9 @@ from ahop_layers.ops.reference import accumulation_dtype
 EPSILON = 1e-3
 """Added to the norm of a block before the division, relative to the root mean square norm of the stored blocks."""
 
+SLICE_ELEMENTS = 2**21
+"""Number of elements of stored patterns that are processed at once."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Blocks:
@@ -210,9 +213,17 @@ def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, padded: Tensor |
     )
 
 
-def stored_norm(key: Tensor, n: int, padded: Tensor | None) -> Tensor:
-    """Returns the root mean square norm of all blocks of ``key (..., S, n * width)`` after centering, a scalar."""
-    return root_mean_square(torch.linalg.vector_norm(_center(key, n, padded), dim=-1), dim=None).squeeze()
+def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
+    """Returns the root mean square norm of all blocks of ``key (..., S, d)`` after centering, a scalar.
+
+    ``gather`` is the index of :func:`gather_index`. Rows are processed in slices to bound memory.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=key.device)
+    rows = key.reshape(-1, key.shape[-1])
+    for part in torch.split(rows, max(1, SLICE_ELEMENTS // key.shape[-1])):
+        arranged = part if gather is None else arrange(part, gather)
+        total += _center(arranged, n, padding(gather, key.shape[-1])).square().sum(dtype=torch.float64)
+    return (total / max(1, rows.shape[0] * n)).sqrt()
 
 
 def root_mean_square(values: Tensor, dim: tuple[int, ...] | None) -> Tensor:

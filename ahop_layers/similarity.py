@@ -289,8 +289,9 @@ class AdaptiveSimilarity(nn.Module):
     def fix_norms_(self, key: Tensor) -> "AdaptiveSimilarity":
         """Computes the constant of normalized blocks from ``key (..., S, d)``, and keeps it for all further calls.
 
-        Until then each call computes it from its own keys, for each batch entry. A score then depends slightly on the
-        other keys, masked ones included; with a fixed constant it depends on its query and key alone.
+        A constant that is set already stays. Until it is set, each call computes it from its own keys, for each
+        batch entry. A score then depends slightly on the other keys, masked ones included; with a fixed constant it
+        depends on its query and key alone.
 
         >>> import ahop_layers as ah
         >>> similarity = AdaptiveSimilarity(6, blocks=ah.Blocks(2, normalize=True))
@@ -300,10 +301,9 @@ class AdaptiveSimilarity(nn.Module):
         self._check_rows(key, key)
         for index, entry in enumerate(self.blocks):
             if entry.normalize:
-                gather = getattr(self, f"_gather_{index}", None)
-                rows = key if gather is None else arrange(key, gather)
-                norm = stored_norm(rows, entry.count(self.dim), padding(gather, self.dim))
-                getattr(self, f"norm_{index}").copy_(norm)
+                norm, gather = getattr(self, f"norm_{index}"), getattr(self, f"_gather_{index}", None)
+                if not norm.any():
+                    norm.copy_(stored_norm(key, entry.count(self.dim), gather))
         return self
 
     def unbiased(self, query: Tensor) -> Tensor:

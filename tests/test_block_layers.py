@@ -105,3 +105,59 @@ def test_compiled_attention():
     x = torch.randn(3, 5, 16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, x, x), layer(x, x, x))
+
+
+@pytest.mark.parametrize("name", ["Hopfield", "HopfieldLayer", "HopfieldPooling"])
+@pytest.mark.parametrize("blocks", [1, 4, NUMBERS, [None, 2]], ids=["1", "4", "unequal", "several"])
+def test_hopfield_layers_start_as_the_original(name, blocks):
+    options = {} if name == "Hopfield" else {"quantity": 3}
+    plain = getattr(ah.hopfield, f"Own{name}")(16, num_heads=2, **options)
+    built = getattr(ah, f"Adaptive{name}")(16, num_heads=2, **options, blocks=blocks)
+    built.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 5, 16)
+    expected = plain(x)
+    torch.testing.assert_close(built(x), expected, rtol=1e-5, atol=1e-6)
+    ah.adapt_(plain, blocks=blocks)
+    torch.testing.assert_close(plain(x), expected, rtol=1e-5, atol=1e-6)
+    assert all(
+        torch.equal(a, b) for a, b in zip(ah.similarity_parameters(plain), ah.similarity_parameters(built), strict=True)
+    )
+
+
+def test_blocks_of_static_patterns_are_those_of_a_pattern():
+    static = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}
+    layer = ah.AdaptiveHopfield(12, num_heads=1, **static, disable_out_projection=True, blocks=3)
+    assert layer.association_core.similarity.w.shape == (1, 2, 3)
+    assert layer(torch.randn(2, 5, 12)).shape == (2, 5, 12)
+
+
+def test_packed_bags_with_blocks_equal_padded_ones():
+    pooling = ah.AdaptiveHopfieldPooling(16, num_heads=2, blocks=4)
+    with torch.no_grad():
+        for parameter in ah.similarity_parameters(pooling):
+            parameter.normal_()
+    bags = torch.randn(2, 5, 16)
+    packed = pooling.pool_packed(bags.flatten(0, 1), [5, 5])
+    torch.testing.assert_close(packed, pooling(bags), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", [4, NUMBERS, [None, 2]], ids=["4", "unequal", "several"])
+@pytest.mark.parametrize("table", [False, True])
+def test_a_memory_starts_as_the_dot_product(blocks, table):
+    patterns, query = torch.randn(20, 8), torch.randn(5, 8)
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=blocks, table=table)
+    torch.testing.assert_close(memory.scores(query), query @ patterns.T, rtol=1e-5, atol=1e-5)
+    losses = memory.fit(ah.variants.Noisy(0.5), epochs=3, batch=16, progress=False)
+    assert losses.isfinite().all()
+
+
+def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(monkeypatch):
+    patterns, query = torch.randn(40, 8) * torch.linspace(0.1, 10, 40)[:, None], torch.randn(5, 8)
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
+    expected = memory.scores(query)
+    assert memory.similarity.norm_0 > 0
+    monkeypatch.setattr("ahop_layers.memory.memory.BLOCK_ELEMENTS", 24)
+    assert torch.equal(memory.scores(query), expected)
+    monkeypatch.setattr("ahop_layers.blocks.SLICE_ELEMENTS", 24)
+    again = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
+    torch.testing.assert_close(again.similarity.norm_0, memory.similarity.norm_0)

@@ -23,7 +23,7 @@ from ahop_layers.hopfield.layers import (
 )
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilaritySource, make_similarity
+from ahop_layers.similarity import BlocksArgument, Init, SimilaritySource, make_similarity
 
 
 class _AdaptiveFace(Face):
@@ -33,17 +33,18 @@ class _AdaptiveFace(Face):
         self,
         *args: Any,
         bases: Sequence[str] = ("dis", "dot"),
-        init: str | Tensor = "dot",
+        init: Init = "dot",
         debias: bool = False,
         separation: str | Separation = "softmax",
         similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(*args, **keywords)
         hopfield: Any = self._inner
-        hopfield.make_adaptive(bases, init, debias, separation, similarity)
+        hopfield.make_adaptive(bases, init, debias, separation, similarity, blocks)
         self.to(device=device, dtype=dtype)
 
 
@@ -71,7 +72,9 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.separation.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
-            ``(dim, num_heads)`` that returns one. It replaces ``bases``, ``init`` and ``debias``.
+            ``(dim, num_heads)`` that returns one. It replaces ``bases``, ``init``, ``debias`` and ``blocks``.
+        blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head; for static
+            patterns, which are not split into heads, the blocks of a pattern.
         device, dtype: of all parameters and buffers.
         scaling: factor of the scores. A tensor becomes a buffer, a parameter is trained. The shape ``()`` is one
             factor, ``(heads, 1, 1)`` one per head; ``(heads,)`` has the meaning it has in hflayers.
@@ -95,17 +98,18 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
     def make_adaptive(
         self,
         bases: Sequence[str] = ("dis", "dot"),
-        init: str | Tensor = "dot",
+        init: Init = "dot",
         debias: bool = False,
         separation: str | Separation = "softmax",
         similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = None,
     ) -> None:
         """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
         core = self.association_core
         dim = self._input_size if core.key_as_static and core.query_as_static else core.head_dim
         like = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
         separation = separation if isinstance(separation, Separation) else Separation(separation, core.num_heads)
-        similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity)
+        similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity, blocks)
         core.similarity = similarity.to(like).train(self.training)
         core.separation = separation.to(like).train(self.training)
 

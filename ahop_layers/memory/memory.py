@@ -29,7 +29,7 @@ from ahop_layers.memory.fit import (
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.presets import named_similarity, preset_arguments
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import Associator
+from ahop_layers.similarity import AdaptiveSimilarity, Associator
 from ahop_layers.variants import Mixed
 
 BLOCK_ELEMENTS = 2**21
@@ -89,6 +89,8 @@ class AssociativeMemory(Associator):
             raise AHopError(f"objective='separation' needs a KernelModulation, got {type(modulation).__name__}")
         self.register_buffer("patterns", patterns.detach())
         self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
+        if isinstance(self.similarity, AdaptiveSimilarity):
+            self.similarity.fix_norms_(self.patterns)  # not per block of patterns
         self.separation = Separation(separation) if isinstance(separation, str) else separation
         self.modulation, self.activation, self.objective = modulation, activation, objective
         for name in ("similarity", "separation") if modulation is None else ("similarity", "separation", "modulation"):
@@ -105,8 +107,9 @@ class AssociativeMemory(Associator):
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
             patterns: ``(N, d)``.
             keywords: ``prior`` and ``check`` for all networks; ``degree`` for D-Hop, whose energy does not increase for
-                odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias`` and ``table`` for A-Hop.
-                ``table=True`` adds a learned base similarity to the footprints.
+                odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``, ``blocks`` (see
+                :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a learned base
+                similarity to the footprints.
 
         Raises:
             AHopError: the name is unknown, or the network does not have a keyword.

@@ -34,7 +34,7 @@ PRESETS = {
     "S-Hop": Preset("dot", "sparsemax"),
     "K-Hop": Preset("dot", "entmax15", kernel=True, objective="separation", keywords=("features",)),
     "K2-Hop": Preset("dot", "softmax", kernel=True, keywords=("features",)),
-    "A-Hop": Preset("adaptive", "softmax", keywords=("bases", "init", "debias", "table")),
+    "A-Hop": Preset("adaptive", "softmax", keywords=("bases", "init", "debias", "table", "blocks")),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
-from ahop_layers.similarity import AdaptiveSimilarity, without_bias
+from ahop_layers.similarity import AdaptiveSimilarity, BlocksArgument, Init, without_bias
 
 
 class TableSimilarity(nn.Module):
@@ -98,8 +98,8 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
     """An adaptive similarity plus a learned table.
 
     Args:
-        dim, bases, init, debias: as for :class:`AdaptiveSimilarity`.
-        key_range, knots: as for :class:`TableSimilarity`. The table is initialized to zero.
+        dim, bases, init, debias, blocks: as for :class:`AdaptiveSimilarity`.
+        key_range, knots: as for :class:`TableSimilarity`. The table has no blocks. It is initialized to zero.
 
     Raises:
         AHopError: an argument is invalid.
@@ -115,12 +115,13 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         self,
         dim: int,
         bases: Sequence[str] = ("dis", "dot"),
-        init: str | Tensor = "dot",
+        init: Init = "dot",
         debias: bool = False,
         key_range: float | Tensor = 1.0,
         knots: tuple[int, int] = (41, 9),
+        blocks: BlocksArgument = None,
     ) -> None:
-        super().__init__(dim, None, bases, init, debias)
+        super().__init__(dim, None, bases, init, debias, blocks)
         self.table = TableSimilarity(dim, key_range, knots, init="zero")
 
     def reset_parameters(self) -> None:
