@@ -21,7 +21,10 @@ from ahop_layers.errors import AHopError
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
-MAX_DIMENSIONS = 1024
+MAX_BLOCKS = 1024
+MAX_DIMENSIONS = 16384
+"""Bounds the scratch memory, which grows with d."""
+
 BASE_CODES = {"dis": 0, "dot": 1, "l1": 2}
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 = range(11)
@@ -29,16 +32,17 @@ SORTS = {2: SORT2, 4: SORT4, 8: SORT8, 16: SORT16}
 CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 
 SERIAL_WORK = 50_000
-"""Calls with fewer similarities run single-threaded: starting a thread would take longer."""
+"""Calls with less work run single-threaded: starting a thread would take longer. A sorted block counts as 1, a dimension
+that is summed as 1/8."""
 
 SLICE_NS = 100_000_000
 """A call into the library returns after about this time, to be continued, so that Python can handle signals."""
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Equal to that of footprint.c; increase both with every change of the interface."""
 
-CALL = struct.Struct("9P23q")
-"""``call_t`` of footprint.c: 9 pointers, 6 sizes, 3 x 4 strides, dtype, need, threads, slice, paired."""
+CALL = struct.Struct("9P24q")
+"""``call_t`` of footprint.c: 9 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired."""
 
 FAILED, DONE, MORE = range(-1, 2)
 
@@ -132,13 +136,14 @@ def detail() -> str:
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-    """Returns whether this kernel supports the tensor and implements the bases; every dimension must be a block."""
-    fits = query.device.type == "cpu" and query.shape[-1] <= MAX_DIMENSIONS and query.dtype in DTYPE_CODES
-    return fits and blocks == query.shape[-1] and all(base in BASE_CODES for base in bases)
+    """Returns whether this kernel supports the tensor and the number of blocks, and implements the bases."""
+    fits = query.shape[-1] <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS
+    supported = query.device.type == "cpu" and query.dtype in DTYPE_CODES
+    return fits and supported and all(base in BASE_CODES for base in bases)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, d) -> (N, H, L, S)``."""
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", query, key, weight, scores, bases)
     return scores
@@ -176,7 +181,7 @@ def _run(
     library = _library()
     if isinstance(library, str):
         raise RuntimeError(library)
-    length, d = query.shape[-2:]
+    (length, d), blocks = query.shape[-2:], weight.shape[-1]
     paired = length == key.shape[-2] == 1
     weight = weight.contiguous()
     pair_grads, weight_grads = list(grads[:2]), grads[2:]
@@ -188,10 +193,10 @@ def _run(
     pointers = [tensor.data_ptr() for tensor in (query, key, weight, scores, *pair_grads, *weight_grads)]
     pointers += [0] * (7 - len(pointers))
     need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
-    threads = torch.get_num_threads() if scores.numel() * d * len(bases) >= SERIAL_WORK else 1
+    threads = torch.get_num_threads() if scores.numel() * (blocks + d // 8) * len(bases) >= SERIAL_WORK else 1
     call = CALL.pack(
-        *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_network(d))),
-        *(*scores.shape, d, len(bases)),
+        *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_network(blocks))),
+        *(*scores.shape, d, blocks, len(bases)),
         *(*query.stride(), *key.stride(), *scores.stride()),
         *(DTYPE_CODES[query.dtype], need, threads, SLICE_NS, paired),
     )
@@ -226,25 +231,25 @@ class Step(NamedTuple):
     end: int
 
 
-def steps(d: int) -> Iterator[Step]:
-    """Yields a sorting network for ``d`` rows as steps on groups of rows that fit in vector registers.
+def steps(n: int) -> Iterator[Step]:
+    """Yields a sorting network for ``n`` rows as steps on groups of rows that fit in vector registers.
 
     The first steps sort runs of 32 rows, and the remaining rows at the end. The others merge runs as in Batcher's
     network: the comparators of the five largest distances form independent merges of 32 rows, and those of smaller
     distances form chains of up to four distances each.
     """
-    whole, rest = divmod(d, 32)
+    whole, rest = divmod(n, 32)
     if whole:
-        yield Step(SORT32, 0, 32, whole, 1, d)
-    for start in range(32 * whole, d - 1, 16):
-        code = next(code for size, code in SORTS.items() if size >= min(d - start, 16))
-        yield Step(code, start, 16, 1, 1, d)
+        yield Step(SORT32, 0, 32, whole, 1, n)
+    for start in range(32 * whole, n - 1, 16):
+        code = next(code for size, code in SORTS.items() if size >= min(n - start, 16))
+        yield Step(code, start, 16, 1, 1, n)
     if rest > 16:
-        yield Step(MERGE32, 32 * whole, 1, 1, 1, d)
+        yield Step(MERGE32, 32 * whole, 1, 1, 1, n)
     run = 32
-    while run < d:
-        for block in range(0, d - run, 2 * run):
-            end = min(block + 2 * run, d)
+    while run < n:
+        for block in range(0, n - run, 2 * run):
+            end = min(block + 2 * run, n)
             step = run // 16
             yield Step(MERGE32, block, 1, min(step, end - block - run), step, end)
             while step > 1:
@@ -255,6 +260,6 @@ def steps(d: int) -> Iterator[Step]:
 
 
 @lru_cache(maxsize=None)
-def _network(d: int) -> "ctypes.Array[ctypes.c_int32]":
-    words = [word for step in (*steps(d), Step(END, 0, 0, 0, 0, 0)) for word in step]
+def _network(n: int) -> "ctypes.Array[ctypes.c_int32]":
+    words = [word for step in (*steps(n), Step(END, 0, 0, 0, 0, 0)) for word in step]
     return (ctypes.c_int32 * len(words))(*words)

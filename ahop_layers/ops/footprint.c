@@ -1,10 +1,14 @@
-/* Scores of query-key pairs from their sorted per-dimension similarities, and the gradients of these scores.
+/* Scores of query-key pairs from their sorted similarities per block of dimensions, and the gradients of these scores.
  *
- * Vector lanes hold different keys, or different query-key pairs. A block has a few columns of d vectors each, and a
- * sorting network of row-wise minima and maxima sorts all lanes of a column at once. Python passes the network as data
- * (see cpu.py): each step sorts or merges a group of rows in registers, so memory is read and written once per group
- * and not once per comparator. Columns are d + 1 vectors apart, or more where they are sorted: at distances of a power
- * of two they would map to the same cache lines.
+ * Vector lanes hold different keys, or different query-key pairs. A panel has a few columns of d vectors each: the keys
+ * of all lanes. Similarities are summed over blocks in registers, for a tile of a few queries by a few columns. Each
+ * query-column combination of a tile then has a column of n vectors, one per block, and a sorting network of row-wise
+ * minima and maxima sorts all lanes of a column at once. Python passes the network as data (see cpu.py): each step sorts
+ * or merges a group of rows in registers, so memory is read and written once per group and not once per comparator.
+ * Columns have gaps between them: at distances of a power of two they would map to the same cache lines.
+ *
+ * If every dimension is a block, similarities are sorted as they are computed, one query at a time. If the weights of a
+ * base do not depend on the rank, its similarities are summed over all dimensions and not sorted.
  *
  * Similarities are sorted in ascending order: -(q-k)^2 and -|q-k| as their negatives, with the sign moved into the
  * weight, and q*k with the weights reversed.
@@ -24,16 +28,18 @@
 #include <arm_neon.h>
 #endif
 
-enum { ABI_VERSION = 1 }; /* equal to that of cpu.py; increase both with every change of the interface */
+enum { ABI_VERSION = 2 }; /* equal to that of cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE, MORE };
 enum { DIS, DOT, L1 };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
 enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, SPREAD = 13 };
+enum { RUN = 64 }; /* sums are added up in runs of this length, which limits the growth of rounding errors */
 /* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values. */
 enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
+enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 128 << 10 }; /* panels of wider blocks */
 /* Approximate limit of similarities per task. A call returns to Python only between two tasks, so tasks are short. */
 enum { TASK_WORK = 1 << 24 };
 
@@ -43,13 +49,15 @@ typedef struct {
     int32_t code, start, advance, groups, step, end;
 } step_t;
 
+static const step_t NOTHING[] = {{END, 0, 0, 0, 0, 0}}; /* sorts a single row */
+
 /* Mirrored field by field in cpu.py. Strides count elements; `scores` is the output or the incoming gradient. */
 typedef struct {
     const void *query, *key, *weight;
     void *scores, *query_grad, *key_grad, *weight_grad;
     const int32_t *bases;
     const step_t *network;
-    int64_t n, heads, length, count, d, n_bases;
+    int64_t n, heads, length, count, d, blocks, n_bases; /* `blocks` divides d; a block is d / blocks consecutive dimensions */
     int64_t query_stride[4], key_stride[4], score_stride[4];
     int64_t dtype, need, threads;
     int64_t slice;  /* nanoseconds after which a call returns, so that Python can handle signals */
@@ -60,14 +68,14 @@ typedef struct {
  * added in the same order for any number of threads. */
 typedef struct {
     const call_t *call;
-    int64_t vectors, blocks;  /* vectors of keys in a block; number of blocks */
+    int64_t vectors, panels;  /* vectors of keys in a panel; number of panels */
     int64_t groups;           /* parts of the batch */
     int64_t chunks;           /* forward: chunks of queries */
-    int64_t tiles;            /* backward: runs of blocks */
+    int64_t tiles;            /* backward: runs of panels */
     int64_t first, rows;      /* backward: the queries of this round */
     int64_t max_rows;         /* backward: queries of a full round */
     void *query_partial;      /* [n][head][tile][row][d], or NULL if one tile holds all keys */
-    double *weight_partial;   /* [head][group][tile][base][d] */
+    double *weight_partial;   /* [head][group][tile][base][block] */
     int64_t tasks, scratch_bytes;
     int64_t deadline;         /* nanoseconds; after it a thread finishes its task and starts no other */
     atomic_llong next;        /* next task */
@@ -138,10 +146,10 @@ static int run(body_t *body, plan_t *plan)
 
 /* Distance in rows from one sorted column to the next: a power of two, so no group of rows crosses the end of a column,
  * plus SPREAD. */
-static int64_t column_height(int64_t d)
+static int64_t column_height(int64_t blocks)
 {
     int64_t height = 1;
-    while (height < d)
+    while (height < blocks)
         height *= 2;
     return height + SPREAD;
 }
@@ -214,7 +222,7 @@ static inline double from_float64(double value) { return value; }
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 
-/* Call a function for the columns of a block: ABREAST columns at a time, then the remaining ones singly. */
+/* Call a function for the columns of a panel: ABREAST columns at a time, then the remaining ones singly. */
 #define ACROSS(function, ...)                                                   \
     {                                                                           \
         int64_t v = 0;                                                          \
@@ -223,6 +231,17 @@ static inline double from_float64(double value) { return value; }
         for (; v < vectors; v++)                                                \
             function(__VA_ARGS__, v, 1);                                        \
     }
+
+/* Call a function for the tiles of a panel: QUERIES queries by ABREAST columns, then smaller ones. */
+#define TILES(function, ...)                                                    \
+    if (at->query_pitch)                                                        \
+        for (int64_t v = 0; v < vectors; v++)                                   \
+            function(__VA_ARGS__, 0, 1, v, 1);                                  \
+    else if (rows == QUERIES)                                                   \
+        ACROSS(function, __VA_ARGS__, 0, QUERIES)                               \
+    else                                                                        \
+        for (int64_t row = 0; row < rows; row++)                                \
+            ACROSS(function, __VA_ARGS__, row, 1)
 
 #define JOIN_(a, b, c) a##_##b##_##c
 #define JOIN(a, b, c) JOIN_(a, b, c)
@@ -240,6 +259,7 @@ static inline double from_float64(double value) { return value; }
 #if defined(__x86_64__)
 #define ISA avx512
 #define BYTES 64
+#define REGISTERS 32
 #define X86(name) _mm512_##name
 BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,fma")
 #define DOUBLE 0
@@ -248,10 +268,12 @@ BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,fma")
 #include "footprint_impl.h"
 END_TARGET
 #undef X86
+#undef REGISTERS
 #undef BYTES
 #undef ISA
 #define ISA avx2
 #define BYTES 32
+#define REGISTERS 16
 #define X86(name) _mm256_##name
 BEGIN_TARGET("avx2,fma")
 #define DOUBLE 0
@@ -260,14 +282,18 @@ BEGIN_TARGET("avx2,fma")
 #include "footprint_impl.h"
 END_TARGET
 #undef X86
+#undef REGISTERS
 #undef BYTES
 #undef ISA
 #define ISA sse2
+#define REGISTERS 16
 #define X86(name) _mm_##name
 #elif defined(__aarch64__)
 #define ISA neon
+#define REGISTERS 32
 #else
 #define ISA generic
+#define REGISTERS 16
 #endif
 #define BYTES 16
 #define DOUBLE 0

@@ -1,5 +1,6 @@
 /* The kernels for one instruction set and one element type. footprint.c includes this file for each combination. It
- * defines ISA, BYTES (the size of a vector) and DOUBLE, and for x86 also X86, the prefix of intrinsics. */
+ * defines ISA, BYTES (the size of a vector), REGISTERS (the number of vector registers) and DOUBLE, and for x86 also
+ * X86, the prefix of intrinsics. */
 #if DOUBLE
 #define T double
 #define INT int64_t
@@ -9,7 +10,7 @@
 #define T float
 #define INT int32_t
 #define HUGE_T FLT_MAX
-#define LARGE_T 1e18f
+#define LARGE_T 1e16f
 #endif
 
 #define V FN(vector)
@@ -19,6 +20,7 @@ typedef T V __attribute__((vector_size(BYTES), may_alias));
 typedef INT I __attribute__((vector_size(BYTES), may_alias));
 typedef INT WORD __attribute__((may_alias));
 #define LANES ((int)(BYTES / sizeof(T)))
+#define QUERIES (REGISTERS / 8) /* the sums of a tile take half of the registers */
 
 /* If an operand is NaN, MIN and MAX return the second one, as on x86. MIN_NUMBER never returns a NaN of the first. */
 #if defined(X86) && DOUBLE
@@ -150,7 +152,7 @@ INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int
     }
 }
 
-/* Returns whether any of `count` numbers is NaN or so large that a similarity could overflow. Without the sign bit, bit
+/* Returns whether any of `count` numbers is NaN or so large that a sum of similarities could overflow. Without the sign bit, bit
  * patterns are ordered like the numbers, and NaN is larger than all of them. */
 static int FN(special)(const T *numbers, int64_t count)
 {
@@ -164,28 +166,34 @@ static int FN(special)(const T *numbers, int64_t count)
     return largest > *(const WORD *)&bound;
 }
 
+/* Keys, key_grad, query and query_grad have columns of d vectors; query and query_grad have one for each row (query of a
+ * tile), or one for each column of keys if queries are paired with keys. The other columns have `blocks` vectors. They
+ * belong to a row and a column of keys, at index row * vectors + column, as do sums and grad. */
 typedef struct {
     V *keys, *x, *query;
-    int64_t height;      /* rows from one column of x to the next; rows from d on hold infinity */
+    int64_t d, pitch;    /* rows of a column of keys, and from one to the next */
+    int64_t blocks;      /* rows of a sorted column; values and ordered have one more from one column to the next */
+    int64_t height;      /* rows from one column of x to the next; rows from `blocks` on hold infinity */
     int64_t query_pitch; /* from the query of one column to that of the next: 0 if they share one */
+    int64_t *ranks;      /* ranks that the weights of a base distinguish: 0 if all are zero, 1 if all are equal */
+    const step_t *network;
     T *numbers, *weights;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
 } FN(buffers);
 
-/* Copy the vectors from `first` on into the lanes of a block. Lanes past the last vector repeat it: zeros would create
+/* Copy the vectors from `first` on into the lanes of a panel. Lanes past the last vector repeat it: zeros would create
  * ties, which are slow to resolve. Returns whether a number is special. */
 static int FN(load_columns)(const call_t *call, const void *from, int64_t origin, const int64_t *stride, int64_t first,
-                            int64_t vectors, V *to)
+                            int64_t vectors, int64_t pitch, V *to)
 {
-    const int64_t d = call->d, pitch = d + 1;
     int special = 0;
     for (int64_t v = 0; v < vectors; v++) {
         int64_t offset[LANES];
         for (int lane = 0; lane < LANES; lane++)
             offset[lane] = origin + least(first + v * LANES + lane, call->count - 1) * stride[2];
-        FN(load)(from, call->dtype, offset, LANES, stride[3], d, (T *)(to + v * pitch));
-        special |= FN(special)((const T *)(to + v * pitch), d * LANES);
+        FN(load)(from, call->dtype, offset, LANES, stride[3], call->d, (T *)(to + v * pitch));
+        special |= FN(special)((const T *)(to + v * pitch), call->d * LANES);
     }
     return special;
 }
@@ -194,42 +202,59 @@ static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first
                          const FN(buffers) *at)
 {
     const int64_t *stride = call->key_stride;
-    return FN(load_columns)(call, call->key, n * stride[0] + h * stride[1], stride, first, vectors, at->keys);
+    return FN(load_columns)(call, call->key, n * stride[0] + h * stride[1], stride, first, vectors, at->pitch,
+                            at->keys);
 }
 
-/* Copy one query into all lanes, or queries that are paired with keys into the lanes of their keys. */
-static int FN(load_query)(const call_t *call, int64_t n, int64_t h, int64_t l, int64_t first, int64_t vectors,
-                          const FN(buffers) *at)
+/* Copy each of `rows` queries from l on into all lanes, or queries that are paired with keys into the lanes of their
+ * keys. */
+static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l, int64_t rows, int64_t first,
+                            int64_t vectors, const FN(buffers) *at)
 {
-    const int64_t *stride = call->query_stride, origin = n * stride[0] + h * stride[1] + l * stride[2];
-    if (call->paired)
-        return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->query);
-    FN(load)(call->query, call->dtype, &origin, 1, stride[3], call->d, at->numbers);
-    for (int64_t i = 0; i < call->d; i++)
-        at->query[i] = (V){0} + at->numbers[i];
-    return FN(special)(at->numbers, call->d);
-}
-
-/* Load the weights of head h in ascending order of similarity. */
-static void FN(load_weights)(const call_t *call, int64_t h, T *weights)
-{
-    for (int64_t b = 0; b < call->n_bases; b++) {
-        const T *folded = (const T *)call->weight + (h * call->n_bases + b) * call->d;
+    const int64_t *stride = call->query_stride;
+    int special = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t origin = n * stride[0] + h * stride[1] + (l + row) * stride[2];
+        if (call->paired)
+            return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->pitch, at->query);
+        FN(load)(call->query, call->dtype, &origin, 1, stride[3], call->d, at->numbers);
         for (int64_t i = 0; i < call->d; i++)
-            weights[b * call->d + i] = call->bases[b] == DOT ? folded[call->d - 1 - i] : -folded[i];
+            at->query[row * at->pitch + i] = (V){0} + at->numbers[i];
+        special |= FN(special)(at->numbers, call->d);
+    }
+    return special;
+}
+
+/* Load the weights of head h in ascending order of similarity, and count the ranks that they distinguish. */
+static void FN(load_weights)(const call_t *call, int64_t h, const FN(buffers) *at)
+{
+    const int64_t blocks = call->blocks;
+    for (int64_t b = 0; b < call->n_bases; b++) {
+        const T *folded = (const T *)call->weight + (h * call->n_bases + b) * blocks;
+        int equal = folded[0] - folded[0] == 0; /* finite */
+        for (int64_t i = 0; i < blocks; i++) {
+            at->weights[b * blocks + i] = call->bases[b] == DOT ? folded[blocks - 1 - i] : -folded[i];
+            equal &= folded[i] == folded[0];
+        }
+        at->ranks[b] = !equal ? blocks : folded[0] != 0;
     }
 }
 
-/* Compute the similarity of two rows. A tagged similarity carries its dimension in the lowest bits through the sort,
- * and `exact` keeps its value. A tagged infinity would be a NaN, so infinities and NaN are clamped where they occur. */
-INLINE V FN(similarity)(int32_t base, int mode, V q, V k, const I *tag, I mask, V *exact, V *sum)
+/* Compute the similarity of two rows. */
+INLINE V FN(compare)(int32_t base, V q, V k)
+{
+    if (base == DIS)
+        return (q - k) * (q - k);
+    if (base == L1)
+        return MAX(q - k, k - q);
+    return q * k;
+}
+
+/* Prepare a similarity for the network. A tagged similarity carries its block in the lowest bits through the sort, and
+ * `exact` keeps its value. A tagged infinity would be a NaN, so infinities and NaN are clamped where they occur. */
+INLINE V FN(enter)(int mode, V value, I tag, I mask, V *exact, V *sum)
 {
     const V huge = (V){0} + HUGE_T;
-    V value = q * k;
-    if (base == DIS)
-        value = (q - k) * (q - k);
-    if (base == L1)
-        value = MAX(q - k, k - q);
     if (mode == NAN_ASIDE) {
         const I number = value == value;
         *sum = (V)((I)*sum | ~number);
@@ -240,24 +265,24 @@ INLINE V FN(similarity)(int32_t base, int mode, V q, V k, const I *tag, I mask, 
     if (mode == BOUNDED)
         value = MAX(MIN_NUMBER(value, huge), -huge);
     if (mode == TAGGED || mode == BOUNDED)
-        value = (V)(((I)value & ~mask) | (*tag & mask));
+        value = (V)(((I)value & ~mask) | (tag & mask));
     return value;
 }
 
-#define SIMILARITY(i) FN(similarity)(base, mode, query[i], keys[i], tags + i, masks, values + i, sums)
+#define SIMILARITY(i) FN(enter)(mode, FN(compare)(base, query[i], keys[i]), tags[i], masks, values + i, sums)
 
-/* Fill the columns of a block with similarities. Full runs of 32 rows are sorted while they are in registers, which is
- * the first step of the network. Returns the step to continue with. */
-INLINE const step_t *FN(fill_by)(int32_t base, int mode, const call_t *call, const FN(buffers) *at, INT mask,
-                                 int64_t vectors)
+/* Fill the columns of one query with similarities of single dimensions. Full runs of 32 rows are sorted while they are
+ * in registers, which is the first step of the network. Returns the step to continue with. */
+INLINE const step_t *FN(fill_by)(int32_t base, int mode, const FN(buffers) *at, INT mask, int64_t vectors)
 {
-    const int64_t d = call->d, pitch = d + 1, height = at->height, step = at->query_pitch;
+    const int64_t d = at->d, pitch = at->pitch, rank_pitch = at->blocks + 1, height = at->height;
+    const int64_t step = at->query_pitch;
     const int64_t whole = mode == PLAIN || mode == TAGGED ? d / 32 : 0; /* other modes are rare, and the code is long */
     const I masks = (I){0} + mask, *tags = at->tags;
     for (int64_t run = 0; run < whole; run++, tags += 32) {
         const V *query = at->query + 32 * run, *keys = at->keys + 32 * run;
         V *x = at->x + 32 * run, *values = at->values + 32 * run, *sums = at->sums;
-        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += pitch, sums++) {
+        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++) {
             V r[32];
             UNROLL for (int i = 0; i < 16; i++) r[i] = SIMILARITY(i);
             APPLY(S16, ROWS16)
@@ -270,82 +295,172 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const call_t *call, con
     for (int64_t i = 32 * whole; i < d; i++, tags++) {
         const V *query = at->query + i, *keys = at->keys + i;
         V *x = at->x + i, *values = at->values + i, *sums = at->sums;
-        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += pitch, sums++)
+        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++)
             *x = SIMILARITY(0);
     }
-    return call->network + (whole > 0);
+    return at->network + (whole > 0);
 }
 
-#define FILL(base, mode) case 4 * base + mode: return FN(fill_by)(base, mode, call, at, mask, vectors);
+#define FILL(base, mode) case 4 * base + mode: return FN(fill_by)(base, mode, at, mask, vectors);
 #define FILLS(base) FILL(base, PLAIN) FILL(base, NAN_ASIDE) FILL(base, TAGGED) FILL(base, BOUNDED)
 
-static const step_t *FN(fill)(int32_t base, int mode, const call_t *call, const FN(buffers) *at, INT mask,
-                              int64_t vectors)
+static const step_t *FN(fill)(int32_t base, int mode, const FN(buffers) *at, INT mask, int64_t vectors)
 {
     switch (4 * base + mode) { FILLS(DIS) FILLS(DOT) FILLS(L1) }
-    return call->network;
+    return at->network;
 }
 
-/* Choose the vectors per block: as many as fit in `bytes`, enough to amortize the control flow of the network, and
- * about equal for all blocks. */
-static void FN(split_keys)(plan_t *plan, int64_t bytes)
+/* Add the similarities of some dimensions of `queries` rows and `columns` columns to sums in registers. */
+INLINE void FN(add_run)(int32_t base, const V *query, const V *keys, int64_t pitch, int64_t start, int64_t end,
+                        int64_t queries, int64_t columns, V *sum)
 {
-    const int64_t all = ceil_div(plan->call->count, LANES);
-    const int64_t rows = (plan->call->d + column_height(plan->call->d)) / 2; /* average of keys and sorted columns */
-    const int64_t fit = least(MAX_VECTORS, most(ABREAST, bytes / (rows * BYTES)));
+    for (int64_t i = start; i < end; i++)
+        UNROLL for (int j = 0; j < columns; j++) {
+            const V k = keys[j * pitch + i];
+            UNROLL for (int r = 0; r < queries; r++)
+                sum[r * ABREAST + j] += FN(compare)(base, query[r * pitch + i], k);
+        }
+}
+
+/* Compute the similarities of blocks `block` to `end` for `queries` rows by `columns` columns. */
+INLINE void FN(sum_tile)(int32_t base, int mode, const FN(buffers) *at, INT mask, int64_t vectors, int64_t block,
+                         int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
+{
+    const int64_t pitch = at->pitch, rank_pitch = at->blocks + 1, height = at->height, width = at->d / at->blocks;
+    const int64_t start = block * width, c = row * vectors + v;
+    const V *query = at->query + row * pitch + v * at->query_pitch + start, *keys = at->keys + v * pitch + start;
+    const I masks = (I){0} + mask;
+    V *x = at->x + c * height, *values = at->values + c * rank_pitch, *sums = at->sums + c;
+    for (; block < end; block++, query += width, keys += width) {
+        const I tag = (I){0} + (INT)block;
+        V sum[QUERIES * ABREAST] = {{0}};
+        FN(add_run)(base, query, keys, pitch, 0, least(RUN, width), queries, columns, sum);
+        for (int64_t i = RUN; i < width; i += RUN) {
+            V run[QUERIES * ABREAST] = {{0}};
+            FN(add_run)(base, query, keys, pitch, i, least(i + RUN, width), queries, columns, run);
+            UNROLL for (int i = 0; i < QUERIES * ABREAST; i++) sum[i] += run[i];
+        }
+#define ENTER(mode)                                                                                             \
+    UNROLL for (int r = 0; r < queries; r++)                                                                    \
+        UNROLL for (int j = 0; j < columns; j++)                                                                \
+            x[(r * vectors + j) * height + block] = FN(enter)(mode, sum[r * ABREAST + j], tag, masks,           \
+                values + (r * vectors + j) * rank_pitch + block, sums + r * vectors + j);
+        switch (mode) {
+        case PLAIN: ENTER(PLAIN) break;
+        case TAGGED: ENTER(TAGGED) break;
+        default: ENTER(mode)
+        }
+    }
+}
+
+/* Fill the columns of all rows with similarities of blocks. Tiles take about RUN dimensions at once, so that queries
+ * stay in the first cache. */
+static void FN(fill_blocks)(int32_t base, int mode, const FN(buffers) *at, INT mask, int64_t rows, int64_t vectors)
+{
+    const int64_t step = most(1, RUN * at->blocks / at->d);
+    for (int64_t block = 0; block < at->blocks; block += step) {
+        const int64_t end = least(block + step, at->blocks);
+        switch (base) {
+        case DIS: TILES(FN(sum_tile), DIS, mode, at, mask, vectors, block, end) break;
+        case DOT: TILES(FN(sum_tile), DOT, mode, at, mask, vectors, block, end) break;
+        case L1: TILES(FN(sum_tile), L1, mode, at, mask, vectors, block, end) break;
+        }
+    }
+}
+
+/* Returns the buffers of one row: its columns are sorted before those of the next row are filled. */
+static FN(buffers) FN(only_row)(const FN(buffers) *at, int64_t row, int64_t vectors)
+{
+    FN(buffers) one = *at;
+    one.query += row * at->pitch;
+    one.sums += row * vectors;
+    one.grad += at->grad ? row * vectors : 0;
+    one.query_grad += at->query_grad ? row * at->pitch : 0;
+    return one;
+}
+
+/* Returns the buffers from a column on. */
+static FN(buffers) FN(from_column)(const FN(buffers) *at, int64_t column)
+{
+    FN(buffers) rest = *at;
+    rest.x += column * at->height;
+    rest.values += column * (at->blocks + 1);
+    rest.sums += column;
+    rest.grad += at->grad ? column : 0;
+    return rest;
+}
+
+/* Returns the buffers for a single block of all dimensions. */
+static FN(buffers) FN(one_block)(const FN(buffers) *at)
+{
+    FN(buffers) whole = *at;
+    whole.blocks = whole.height = 1;
+    whole.network = NOTHING;
+    return whole;
+}
+
+/* Choose the vectors per panel: as many as fit in `bytes`, enough to amortize the control flow of the network, and
+ * about equal for all panels. */
+static void FN(split_keys)(plan_t *plan, int64_t bytes, int64_t block_bytes)
+{
+    const call_t *call = plan->call;
+    const int64_t all = ceil_div(call->count, LANES);
+    const int64_t rows = (call->d + column_height(call->d)) / 2; /* average of keys and sorted columns */
+    const int64_t room = call->blocks < call->d ? block_bytes : bytes;
+    const int64_t fit = least(MAX_VECTORS, most(ABREAST, room / (rows * BYTES)));
     plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
-    plan->blocks = ceil_div(all, plan->vectors);
+    plan->panels = ceil_div(all, plan->vectors);
 }
 
 /* Returns the number of tasks that keeps many threads busy and makes no task too large. */
 static int64_t FN(enough_tasks)(const plan_t *plan)
 {
     const call_t *call = plan->call;
-    const int64_t keys = plan->blocks * plan->vectors * LANES;
+    const int64_t keys = plan->panels * plan->vectors * LANES;
     return most(MIN_TASKS, call->n * call->heads * call->length * keys * call->d * call->n_bases / TASK_WORK);
 }
 
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
 static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(buffers) *buffers)
 {
-    const int64_t d = plan->call->d, vectors = plan->vectors, block = (d + 1) * vectors * BYTES;
-    const int64_t weights = plan->call->n_bases * d;
+    const call_t *call = plan->call;
+    const int64_t d = call->d, blocks = call->blocks, vectors = plan->vectors, weights = call->n_bases * blocks;
+    const int64_t rows = call->paired ? 1 : QUERIES, columns = blocks < d ? rows * vectors : vectors;
+    const int64_t pitch = d + SPREAD, panel = pitch * vectors * BYTES, queries = call->paired ? panel : rows * pitch * BYTES;
     arena_t arena = {scratch, 0};
-    *buffers = (FN(buffers)){0};
-    buffers->keys = take(&arena, block);
-    buffers->height = column_height(d);
-    buffers->x = take(&arena, buffers->height * vectors * BYTES);
-    for (int64_t v = 0; scratch && v < vectors; v++)
-        for (int64_t i = d; i <= buffers->height - SPREAD; i++)
-            buffers->x[v * buffers->height + i] = (V){0} + (T)__builtin_inf();
-    buffers->query_pitch = plan->call->paired ? d + 1 : 0;
-    buffers->query = take(&arena, plan->call->paired ? block : d * BYTES);
+    *buffers = (FN(buffers)){.d = d, .pitch = pitch, .blocks = blocks, .network = call->network};
+    buffers->keys = take(&arena, panel);
+    buffers->height = column_height(blocks);
+    buffers->x = take(&arena, buffers->height * columns * BYTES);
+    for (int64_t c = 0; scratch && c < columns; c++)
+        for (int64_t i = blocks; i <= buffers->height - SPREAD; i++)
+            buffers->x[c * buffers->height + i] = (V){0} + (T)__builtin_inf();
+    buffers->query_pitch = call->paired ? pitch : 0;
+    buffers->query = take(&arena, queries);
     buffers->numbers = take(&arena, d * (int64_t)sizeof(T));
     buffers->weights = take(&arena, weights * (int64_t)sizeof(T));
-    buffers->sums = take(&arena, vectors * BYTES);
-    buffers->tags = take(&arena, d * BYTES); /* tags and values are used by the backward pass only */
-    buffers->values = take(&arena, block);
+    buffers->ranks = take(&arena, call->n_bases * (int64_t)sizeof(int64_t));
+    buffers->sums = take(&arena, rows * vectors * BYTES);
+    buffers->tags = take(&arena, blocks * BYTES); /* tags and values are used by the backward pass only */
+    buffers->values = take(&arena, most((blocks + 1) * columns, 2 * rows * vectors) * BYTES);
     if (backward) {
-        buffers->grad = take(&arena, vectors * BYTES);
-        buffers->ordered = take(&arena, (d + 1) * ABREAST * BYTES);
-        buffers->key_grad = take(&arena, block);
-        buffers->query_grad = take(&arena, plan->call->paired ? block : d * BYTES);
+        buffers->grad = take(&arena, rows * vectors * BYTES);
+        buffers->ordered = take(&arena, (blocks + 1) * ABREAST * BYTES);
+        buffers->key_grad = take(&arena, panel);
+        buffers->query_grad = take(&arena, queries);
         buffers->weight_grad = take(&arena, weights * BYTES);
     }
     return arena.used;
 }
 
-/* Add weights times rows to the sums, in runs of rows, which limits the growth of rounding errors. With `neighbors`,
- * run the comparators that the sort skipped. */
-INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int64_t d, int neighbors, int64_t first,
-                      int64_t columns)
+/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped. */
+INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int neighbors, int64_t first, int64_t columns)
 {
-    enum { RUN = 64 };
-    const int64_t height = at->height;
+    const int64_t blocks = at->blocks, height = at->height;
     const V *x = at->x + first * height;
     V *sums = at->sums + first;
-    for (int64_t i = 0; i < d;) {
-        const int64_t end = least(i - i % RUN + RUN + neighbors, d);
+    for (int64_t i = 0; i < blocks;) {
+        const int64_t end = least(i - i % RUN + RUN + neighbors, blocks);
         V sum[ABREAST] = {{0}};
         if (neighbors && i == 0) {
             UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[i] * x[j * height + i];
@@ -364,32 +479,62 @@ INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int64_t d, int ne
     }
 }
 
+static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, const T *weights, int64_t vectors)
+{
+    if (FN(sort)(network, at->x, at->blocks, at->height, vectors, 1))
+        ACROSS(FN(weigh), at, weights, 1)
+    else
+        ACROSS(FN(weigh), at, weights, 0)
+}
+
+/* Compute the scores of a few queries for one panel of keys. Special numbers always pass the network: zero weights must
+ * turn infinity and NaN into NaN. */
+static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors, int special)
+{
+    const int mode = special ? NAN_ASIDE : PLAIN;
+    memset(at->sums, 0, (size_t)(rows * vectors * BYTES));
+    for (int64_t b = 0; b < call->n_bases; b++) {
+        const int64_t ranks = special ? at->blocks : at->ranks[b];
+        const T *weights = at->weights + b * at->blocks;
+        if (!ranks)
+            continue;
+        if (ranks == at->d) {
+            for (int64_t row = 0; row < rows; row++) {
+                const FN(buffers) one = FN(only_row)(at, row, vectors);
+                FN(sort_and_weigh)(FN(fill)(call->bases[b], mode, &one, 0, vectors), &one, weights, vectors);
+            }
+            continue;
+        }
+        const FN(buffers) all = ranks == 1 ? FN(one_block)(at) : *at;
+        FN(fill_blocks)(call->bases[b], mode, &all, 0, rows, vectors);
+        for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
+            const FN(buffers) some = FN(from_column)(&all, c);
+            FN(sort_and_weigh)(all.network, &some, weights, least(MAX_VECTORS, rows * vectors - c));
+        }
+    }
+}
+
 static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
 {
     const call_t *call = plan->call;
-    const int64_t chunk = task % plan->chunks, block = task / plan->chunks % plan->blocks;
-    const int64_t group = task / plan->chunks / plan->blocks % plan->groups;
-    const int64_t h = task / plan->chunks / plan->blocks / plan->groups, d = call->d, *stride = call->score_stride;
-    const int64_t first = block * plan->vectors * LANES, width = least(plan->vectors * LANES, call->count - first);
-    const int64_t vectors = ceil_div(width, LANES);
+    const int64_t chunk = task % plan->chunks, panel = task / plan->chunks % plan->panels;
+    const int64_t group = task / plan->chunks / plan->panels % plan->groups;
+    const int64_t h = task / plan->chunks / plan->panels / plan->groups, *stride = call->score_stride;
+    const int64_t first = panel * plan->vectors * LANES, width = least(plan->vectors * LANES, call->count - first);
+    const int64_t vectors = ceil_div(width, LANES), end = least((chunk + 1) * QUERY_CHUNK, call->length);
     FN(buffers) at;
     FN(layout)(plan, scratch, 0, &at);
-    FN(load_weights)(call, h, at.weights);
+    FN(load_weights)(call, h, &at);
     for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
         const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
         T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
-        for (int64_t l = chunk * QUERY_CHUNK; l < least((chunk + 1) * QUERY_CHUNK, call->length); l++) {
-            const int special = FN(load_query)(call, n, h, l, first, vectors, &at) | special_keys;
-            memset(at.sums, 0, (size_t)(vectors * BYTES));
-            for (int64_t b = 0; b < call->n_bases; b++) {
-                const step_t *step = FN(fill)(call->bases[b], special ? NAN_ASIDE : PLAIN, call, &at, 0, vectors);
-                if (FN(sort)(step, at.x, d, at.height, vectors, 1))
-                    ACROSS(FN(weigh), &at, at.weights + b * d, d, 1)
-                else
-                    ACROSS(FN(weigh), &at, at.weights + b * d, d, 0)
-            }
-            for (int64_t lane = 0; lane < width; lane++)
-                scores[l * stride[2] + lane * stride[3]] = ((const T *)at.sums)[lane];
+        for (int64_t l = chunk * QUERY_CHUNK; l < end; l += QUERIES) {
+            const int64_t rows = least(QUERIES, end - l);
+            const int special = FN(load_queries)(call, n, h, l, rows, first, vectors, &at) | special_keys;
+            FN(forward_rows)(call, &at, rows, vectors, special);
+            for (int64_t row = 0; row < rows; row++)
+                for (int64_t lane = 0; lane < width; lane++)
+                    scores[(l + row) * stride[2] + lane * stride[3]] = ((const T *)(at.sums + row * vectors))[lane];
         }
     }
 }
@@ -398,9 +543,9 @@ static int FN(forward)(plan_t *plan)
 {
     if (!plan->tasks) {
         const call_t *call = plan->call;
-        FN(split_keys)(plan, FORWARD_BYTES);
+        FN(split_keys)(plan, FORWARD_BYTES, BLOCK_FORWARD_BYTES);
         plan->chunks = ceil_div(call->length, QUERY_CHUNK);
-        const int64_t entry = call->heads * plan->blocks * plan->chunks; /* tasks of one batch entry */
+        const int64_t entry = call->heads * plan->panels * plan->chunks; /* tasks of one batch entry */
         plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), entry));
         plan->tasks = entry * plan->groups;
         FN(buffers) at;
@@ -409,8 +554,8 @@ static int FN(forward)(plan_t *plan)
     return run(FN(forward_task), plan);
 }
 
-/* For rows `start` to `end` of a sorted column: move each weight to the dimension that its position came from, in place
- * of the value there, and write the values in sorted order. Tags replaced some low bits, so values that agree in all
+/* For rows `start` to `end` of a sorted column: move each weight to the block that its position came from, in place of
+ * the value there, and write the values in sorted order. Tags replaced some low bits, so values that agree in all
  * other bits may be in the wrong order. Returns the lanes where that happened.
  *
  * Loads and stores limit the speed of this loop. It reads tags 64 bits at a time, computes an address in one
@@ -477,12 +622,12 @@ INLINE int FN(any)(I mask)
     return any != 0;
 }
 
-/* Move weights to dimensions and sort the values of one column. */
-static void FN(return_weights)(V *x, V *values, V *ordered, const T *weights, INT mask, int64_t d)
+/* Move weights to blocks and sort the values of one column. */
+static void FN(return_weights)(V *x, V *values, V *ordered, const T *weights, INT mask, int64_t blocks)
 {
-    const int64_t run = d <= 128 ? 64 : 16; /* with more tag bits, more values agree in the other bits */
-    for (int64_t start = 0; start < d; start += run) {
-        const int64_t end = least(start + run, d);
+    const int64_t run = blocks <= 128 ? 64 : 16; /* with more tag bits, more values agree in the other bits */
+    for (int64_t start = 0; start < blocks; start += run) {
+        const int64_t end = least(start + run, blocks);
         const I misplaced = FN(untag)(x, values, ordered, weights, mask, start, end);
         for (int lane = 0; FN(any)(misplaced) && lane < LANES; lane++)
             if (misplaced[lane])
@@ -490,42 +635,133 @@ static void FN(return_weights)(V *x, V *values, V *ordered, const T *weights, IN
     }
 }
 
-INLINE void FN(add_sorted)(const V *sorted, const V *grads, V *weight_grad, int64_t d, int64_t columns)
+INLINE void FN(add_sorted)(const V *sorted, const V *grads, V *weight_grad, int64_t blocks, int64_t columns)
 {
     V grad[ABREAST];
     UNROLL for (int j = 0; j < columns; j++) grad[j] = grads[j];
-    for (int64_t i = 0; i < d; i++) {
+    for (int64_t i = 0; i < blocks; i++) {
         V sum = weight_grad[i];
-        UNROLL for (int j = 0; j < columns; j++) sum += grad[j] * sorted[j * (d + 1) + i];
+        UNROLL for (int j = 0; j < columns; j++) sum += grad[j] * sorted[j * (blocks + 1) + i];
         weight_grad[i] = sum;
     }
 }
 
-#define SLOPES(for_query, for_key)                                      \
-    for (int64_t i = 0; i < d; i++) {                                   \
-        const V q = query[i];                                           \
-        V sum = {0};                                                    \
-        UNROLL for (int j = 0; j < columns; j++) {                      \
-            const V k = keys[j * pitch + i], slope = slopes[j * pitch + i] * grad[j]; \
-            for_query;                                                  \
-            for_key;                                                    \
-        }                                                               \
-        query_grad[i] += sum;                                           \
-    }                                                                   \
-    break;
-
-INLINE void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t d, int64_t first, int64_t columns)
+/* Move weights to blocks and add to the gradients of the weights, for a few columns. */
+INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_grad, INT mask, int64_t first,
+                            int64_t columns)
 {
-    const int64_t pitch = d + 1;
-    const V *query = at->query + first * at->query_pitch;
-    const V *keys = at->keys + first * pitch, *slopes = at->values + first * pitch;
+    const int64_t blocks = at->blocks, pitch = blocks + 1;
+    for (int64_t j = 0; j < columns; j++)
+        FN(return_weights)(at->x + (first + j) * at->height, at->values + (first + j) * pitch, at->ordered + j * pitch,
+                           weights, mask, blocks);
+    FN(add_sorted)(at->ordered, at->grad + first, weight_grad, blocks, columns);
+}
+
+/* Sort columns and add to the gradients of the weights. `values` becomes the weight of each block if `by_rank`. */
+static void FN(sort_and_rank)(const step_t *network, const FN(buffers) *at, const T *weights, V *weight_grad, INT mask,
+                              int by_rank, int64_t vectors)
+{
+    FN(sort)(network, at->x, at->blocks, at->height, vectors, 0);
+    if (by_rank)
+        ACROSS(FN(add_weights), at, weights, weight_grad, mask)
+    else
+        for (int64_t v = 0; v < vectors; v++)
+            FN(add_sorted)(at->x + v * at->height, at->grad + v, weight_grad, at->blocks, 1);
+}
+
+/* Add what one dimension of one pair contributes to the gradients of query and key. */
+INLINE void FN(add_slope)(int32_t base, V q, V k, V slope, V *query_grad, V *key_grad)
+{
+    if (base == DIS) {
+        *query_grad += slope * (q - k);
+        *key_grad -= slope * (q - k);
+    }
+    if (base == DOT) {
+        *query_grad += slope * k;
+        *key_grad += slope * q;
+    }
+    if (base == L1) {
+        const V sign = (V)((I)slope & (q > k)) - (V)((I)slope & (q < k));
+        *query_grad += sign;
+        *key_grad -= sign;
+    }
+}
+
+/* Add to the gradients of a query and a few columns of keys, where every dimension is a block. */
+INLINE void FN(add_slopes_by)(int32_t base, const FN(buffers) *at, int64_t first, int64_t columns)
+{
+    const int64_t d = at->d, pitch = at->pitch;
+    const V *query = at->query + first * at->query_pitch, *keys = at->keys + first * pitch;
+    const V *slopes = at->values + first * (d + 1);
     V grad[ABREAST], *query_grad = at->query_grad + first * at->query_pitch, *key_grad = at->key_grad + first * pitch;
     UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j] * (T)(base == DIS ? 2 : 1);
+    for (int64_t i = 0; i < d; i++) {
+        V sum = {0};
+        UNROLL for (int j = 0; j < columns; j++)
+            FN(add_slope)(base, query[i], keys[j * pitch + i], slopes[j * (d + 1) + i] * grad[j], &sum,
+                          key_grad + j * pitch + i);
+        query_grad[i] += sum;
+    }
+}
+
+#define ONE_QUERY(base)                                                         \
+    if (at->query_pitch)                                                        \
+        for (int64_t v = 0; v < vectors; v++)                                   \
+            FN(add_slopes_by)(base, at, v, 1);                                  \
+    else                                                                        \
+        ACROSS(FN(add_slopes_by), base, at)                                     \
+    break;
+
+static void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t vectors)
+{
     switch (base) {
-    case DIS: SLOPES(sum += slope * (q - k), key_grad[j * pitch + i] -= slope * (q - k))
-    case DOT: SLOPES(sum += slope * k, key_grad[j * pitch + i] += slope * q)
-    case L1: SLOPES(const V sign = (V)((I)slope & (q > k)) - (V)((I)slope & (q < k)); sum += sign,
-                    key_grad[j * pitch + i] -= sign)
+    case DIS: ONE_QUERY(DIS)
+    case DOT: ONE_QUERY(DOT)
+    case L1: ONE_QUERY(L1)
+    }
+}
+
+/* Add to the gradients of queries and keys for blocks `block` to `end`, in tiles as FN(sum_tile). */
+INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors, int64_t block, int64_t end, int64_t row,
+                           int64_t queries, int64_t v, int64_t columns)
+{
+    const int64_t pitch = at->pitch, rank_pitch = at->blocks + 1, width = at->d / at->blocks;
+    const int64_t place = row * pitch + v * at->query_pitch, c = row * vectors + v;
+    const V *query = at->query + place, *keys = at->keys + v * pitch;
+    const V *weights = at->values + c * rank_pitch, *grads = at->grad + c;
+    V *query_grad = at->query_grad + place, *key_grad = at->key_grad + v * pitch;
+    for (; block < end; block++) {
+        V slope[QUERIES * ABREAST];
+        UNROLL for (int r = 0; r < queries; r++)
+            UNROLL for (int j = 0; j < columns; j++)
+                slope[r * ABREAST + j] = weights[(r * vectors + j) * rank_pitch + block] * grads[r * vectors + j]
+                                         * (T)(base == DIS ? 2 : 1);
+        for (int64_t i = block * width; i < (block + 1) * width; i++) {
+            V q[QUERIES], sum[QUERIES];
+            UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
+            UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
+            UNROLL for (int j = 0; j < columns; j++) {
+                const V k = keys[j * pitch + i];
+                V grad = key_grad[j * pitch + i];
+                UNROLL for (int r = 0; r < queries; r++)
+                    FN(add_slope)(base, q[r], k, slope[r * ABREAST + j], sum + r, &grad);
+                key_grad[j * pitch + i] = grad;
+            }
+            UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
+        }
+    }
+}
+
+static void FN(add_block_slopes)(int32_t base, const FN(buffers) *at, int64_t rows, int64_t vectors)
+{
+    const int64_t step = most(1, RUN * at->blocks / at->d);
+    for (int64_t block = 0; block < at->blocks; block += step) {
+        const int64_t end = least(block + step, at->blocks);
+        switch (base) {
+        case DIS: TILES(FN(slope_tile), DIS, at, vectors, block, end) break;
+        case DOT: TILES(FN(slope_tile), DOT, at, vectors, block, end) break;
+        case L1: TILES(FN(slope_tile), L1, at, vectors, block, end) break;
+        }
     }
 }
 
@@ -538,39 +774,41 @@ INLINE T FN(total)(const V *rows, int64_t i)
     return sum;
 }
 
-/* Move weights to dimensions and add to the gradients of the weights, for a few columns. */
-INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_grad, INT mask, int64_t d, int64_t first,
-                            int64_t columns)
+/* Add the gradients of a few queries, or of queries paired with keys, for one panel of keys. */
+static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors, int special)
 {
-    const int64_t pitch = d + 1;
-    for (int64_t j = 0; j < columns; j++)
-        FN(return_weights)(at->x + (first + j) * at->height, at->values + (first + j) * pitch, at->ordered + j * pitch,
-                           weights, mask, d);
-    FN(add_sorted)(at->ordered, at->grad + first, weight_grad, d, columns);
-}
-
-/* Add the gradients of one query, or of queries paired with keys, for one block of keys. */
-static void FN(backward_row)(const call_t *call, const FN(buffers) *at, int64_t vectors, int special)
-{
-    const int64_t d = call->d;
+    const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
+    const int mode = by_rank ? special ? BOUNDED : TAGGED : PLAIN;
     INT mask = 0;
-    while (mask < d - 1)
+    while (mask < at->blocks - 1)
         mask = 2 * mask + 1;
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int32_t base = call->bases[b];
-        const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
-        const int mode = by_rank ? special ? BOUNDED : TAGGED : PLAIN;
-        FN(sort)(FN(fill)(base, mode, call, at, mask, vectors), at->x, d, at->height, vectors, 0);
-        if (by_rank) {
-            ACROSS(FN(add_weights), at, at->weights + b * d, at->weight_grad + b * d, mask, d)
-            if (at->query_pitch)
-                for (int64_t v = 0; v < vectors; v++)
-                    FN(add_slopes)(base, at, d, v, 1);
-            else
-                ACROSS(FN(add_slopes), base, at, d)
+        const T *weights = at->weights + b * at->blocks;
+        V *weight_grad = at->weight_grad + b * at->blocks;
+        if (!special && !(call->need & NEED_WEIGHT) && at->ranks[b] <= 1) {
+            const FN(buffers) all = FN(one_block)(at);
+            for (int64_t c = 0; c < rows * vectors; c++)
+                all.values[2 * c] = (V){0} + weights[0];
+            if (at->ranks[b])
+                FN(add_block_slopes)(base, &all, rows, vectors);
+        } else if (at->blocks == at->d) {
+            for (int64_t row = 0; row < rows; row++) {
+                const FN(buffers) one = FN(only_row)(at, row, vectors);
+                const step_t *network = FN(fill)(base, mode, &one, mask, vectors);
+                FN(sort_and_rank)(network, &one, weights, weight_grad, mask, by_rank, vectors);
+                if (by_rank)
+                    FN(add_slopes)(base, &one, vectors);
+            }
         } else {
-            for (int64_t v = 0; v < vectors; v++)
-                FN(add_sorted)(at->x + v * at->height, at->grad + v, at->weight_grad + b * d, d, 1);
+            FN(fill_blocks)(base, mode, at, mask, rows, vectors);
+            for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
+                const FN(buffers) some = FN(from_column)(at, c);
+                FN(sort_and_rank)(at->network, &some, weights, weight_grad, mask, by_rank,
+                                  least(MAX_VECTORS, rows * vectors - c));
+            }
+            if (by_rank)
+                FN(add_block_slopes)(base, at, rows, vectors);
         }
     }
 }
@@ -585,9 +823,8 @@ INLINE void FN(flush_column)(V *sums, T *restrict grads, int64_t step, int64_t d
     }
 }
 
-static void FN(flush_lanes)(V *sums, T *grads, int64_t step, int64_t d, int64_t lanes, int again)
+static void FN(flush_lanes)(V *sums, int64_t pitch, T *grads, int64_t step, int64_t d, int64_t lanes, int again)
 {
-    const int64_t pitch = d + 1;
     for (int64_t v = 0; v * LANES < lanes; v++) {
         V *column = sums + v * pitch;
         T *to = grads + v * LANES * step;
@@ -613,49 +850,55 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     const call_t *call = plan->call;
     const int64_t groups = plan->groups, tiles = plan->tiles;
     const int64_t tile = task % tiles, group = task / tiles % groups, h = task / tiles / groups;
-    const int64_t d = call->d, *stride = call->score_stride;
-    double *weight_grad = plan->weight_partial + task * call->n_bases * d;
+    const int64_t d = call->d, weights = call->n_bases * call->blocks, *stride = call->score_stride;
+    double *weight_grad = plan->weight_partial + task * weights;
     int64_t since_flush = 0;
     FN(buffers) at;
     FN(layout)(plan, scratch, 1, &at);
-    FN(load_weights)(call, h, at.weights);
-    for (int64_t i = 0; i < d; i++)
+    FN(load_weights)(call, h, &at);
+    for (int64_t i = 0; i < at.blocks; i++)
         at.tags[i] = (I){0} + (INT)i;
-    memset(at.key_grad, 0, (size_t)((d + 1) * plan->vectors * BYTES));
-    memset(at.weight_grad, 0, (size_t)(call->n_bases * d * BYTES));
+    memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
+    memset(at.weight_grad, 0, (size_t)(weights * BYTES));
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
-        for (int64_t block = tile * plan->blocks / tiles; block < (tile + 1) * plan->blocks / tiles; block++) {
-            const int64_t pair = n * call->heads + h, first = block * plan->vectors * LANES;
+        for (int64_t panel = tile * plan->panels / tiles; panel < (tile + 1) * plan->panels / tiles; panel++) {
+            const int64_t pair = n * call->heads + h, first = panel * plan->vectors * LANES;
             const int64_t keys = least(plan->vectors * LANES, call->count - first), vectors = ceil_div(keys, LANES);
-            /* offset of the gradients of this block's keys, and of queries paired with them */
+            /* offset of the gradients of this panel's keys, and of queries paired with them */
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-            memset(at.grad, 0, (size_t)(vectors * BYTES));
-            for (int64_t row = 0; row < plan->rows; row++) {
-                const int64_t l = plan->first + row, origin = n * stride[0] + h * stride[1] + l * stride[2];
-                for (int64_t key = 0; key < keys; key++)
-                    ((T *)at.grad)[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
-                const int special = FN(load_query)(call, n, h, l, first, vectors, &at) | special_keys;
-                memset(at.query_grad, 0, (size_t)((call->paired ? vectors * (d + 1) : d) * BYTES));
-                FN(backward_row)(call, &at, vectors, special);
-                if (call->need & NEED_QUERY && call->paired) {
-                    FN(flush_lanes)(at.query_grad, (T *)call->query_grad + place, step, d, keys, 0);
-                } else if (call->need & NEED_QUERY) {
-                    T *query_grad = plan->query_partial
-                        ? (T *)plan->query_partial + ((pair * tiles + tile) * plan->rows + row) * d
-                        : (T *)call->query_grad + (pair * call->length + l) * d;
-                    for (int64_t i = 0; i < d; i++)
-                        query_grad[i] += FN(total)(at.query_grad, i);
+            memset(at.grad, 0, (size_t)((call->paired ? 1 : QUERIES) * vectors * BYTES));
+            for (int64_t row = 0; row < plan->rows; row += QUERIES) {
+                const int64_t rows = least(QUERIES, plan->rows - row), l = plan->first + row, end = row + rows;
+                const int special = FN(load_queries)(call, n, h, l, rows, first, vectors, &at) | special_keys;
+                for (int64_t r = 0; r < rows; r++) {
+                    const int64_t origin = n * stride[0] + h * stride[1] + (l + r) * stride[2];
+                    for (int64_t key = 0; key < keys; key++)
+                        ((T *)(at.grad + r * vectors))[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
                 }
-                if (call->need & NEED_KEY && (row % QUERY_CHUNK == QUERY_CHUNK - 1 || row == plan->rows - 1))
-                    FN(flush_lanes)(at.key_grad, (T *)call->key_grad + place, step, d, keys,
-                                    plan->first || row >= QUERY_CHUNK);
-                if (++since_flush % QUERY_CHUNK == 0)
-                    FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
+                memset(at.query_grad, 0, (size_t)((call->paired ? vectors : rows) * at.pitch * BYTES));
+                FN(backward_rows)(call, &at, rows, vectors, special);
+                if (call->need & NEED_QUERY && call->paired)
+                    FN(flush_lanes)(at.query_grad, at.pitch, (T *)call->query_grad + place, step, d, keys, 0);
+                for (int64_t r = 0; call->need & NEED_QUERY && !call->paired && r < rows; r++) {
+                    T *query_grad = plan->query_partial
+                        ? (T *)plan->query_partial + ((pair * tiles + tile) * plan->rows + row + r) * d
+                        : (T *)call->query_grad + (pair * call->length + l + r) * d;
+                    for (int64_t i = 0; i < d; i++)
+                        query_grad[i] += FN(total)(at.query_grad + r * at.pitch, i);
+                }
+                if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows))
+                    FN(flush_lanes)(at.key_grad, at.pitch, (T *)call->key_grad + place, step, d, keys,
+                                    plan->first || end > QUERY_CHUNK);
+                since_flush += rows;
+                if (since_flush >= QUERY_CHUNK) {
+                    FN(flush_weights)(at.weight_grad, weight_grad, weights);
+                    since_flush = 0;
+                }
             }
         }
-    FN(flush_weights)(at.weight_grad, weight_grad, call->n_bases * d);
+    FN(flush_weights)(at.weight_grad, weight_grad, weights);
 }
 
 /* Sum the partial gradients of all tiles for the queries of this round. */
@@ -676,16 +919,16 @@ static void FN(gather_queries)(const plan_t *plan)
 static void FN(gather_weights)(const plan_t *plan)
 {
     const call_t *call = plan->call;
-    const int64_t d = call->d, size = call->n_bases * d, parts = plan->groups * plan->tiles;
+    const int64_t blocks = call->blocks, size = call->n_bases * blocks, parts = plan->groups * plan->tiles;
     for (int64_t h = 0; h < call->heads; h++)
         for (int64_t i = 0; i < size; i++) {
             double sum = 0;
             for (int64_t part = 0; part < parts; part++)
                 sum += plan->weight_partial[(h * parts + part) * size + i];
-            const int64_t b = i / d, position = i % d;
-            T *folded = (T *)call->weight_grad + h * size + b * d;
+            const int64_t b = i / blocks, position = i % blocks;
+            T *folded = (T *)call->weight_grad + h * size + b * blocks;
             if (call->bases[b] == DOT)
-                folded[d - 1 - position] = (T)sum;
+                folded[blocks - 1 - position] = (T)sum;
             else
                 folded[position] = -(T)sum;
         }
@@ -695,13 +938,13 @@ static int FN(plan_backward)(plan_t *plan)
 {
     const call_t *call = plan->call;
     const int64_t pairs = call->n * call->heads, d = call->d;
-    FN(split_keys)(plan, BACKWARD_BYTES);
+    FN(split_keys)(plan, BACKWARD_BYTES, BLOCK_BACKWARD_BYTES);
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), call->heads));
     /* similarities of one query in one part of the batch, for all keys and for one tile */
-    const int64_t block_work = ceil_div(call->n, plan->groups) * plan->vectors * LANES * d * call->n_bases;
-    const int64_t chunk_work = least(call->length, QUERY_CHUNK) * plan->blocks * block_work;
+    const int64_t panel_work = ceil_div(call->n, plan->groups) * plan->vectors * LANES * d * call->n_bases;
+    const int64_t chunk_work = least(call->length, QUERY_CHUNK) * plan->panels * panel_work;
     const int64_t tiles = most(ceil_div(MIN_TASKS, plan->groups * call->heads), ceil_div(chunk_work, TASK_WORK));
-    plan->tiles = least(plan->blocks, tiles);
+    plan->tiles = least(plan->panels, tiles);
     plan->tasks = call->heads * plan->groups * plan->tiles;
     FN(buffers) at;
     plan->scratch_bytes = FN(layout)(plan, NULL, 1, &at);
@@ -709,12 +952,12 @@ static int FN(plan_backward)(plan_t *plan)
         memset(call->query_grad, 0, (size_t)(pairs * call->length * d) * sizeof(T));
     const int64_t row_bytes = pairs * plan->tiles * d * (int64_t)sizeof(T);
     const int partial = plan->tiles > 1 && call->need & NEED_QUERY && !call->paired;
-    plan->max_rows = least(call->length, most(1, TASK_WORK / (ceil_div(plan->blocks, plan->tiles) * block_work)));
+    plan->max_rows = least(call->length, most(1, TASK_WORK / (ceil_div(plan->panels, plan->tiles) * panel_work)));
     if (partial)
         plan->max_rows = least(plan->max_rows, most(1, PARTIAL_BYTES / row_bytes));
     plan->rows = plan->max_rows;
     plan->query_partial = partial ? calloc((size_t)plan->rows, (size_t)row_bytes) : NULL;
-    plan->weight_partial = calloc((size_t)(plan->tasks * call->n_bases * d), sizeof(double));
+    plan->weight_partial = calloc((size_t)(plan->tasks * call->n_bases * call->blocks), sizeof(double));
     return !plan->weight_partial || (partial && !plan->query_partial) ? FAILED : DONE;
 }
 
@@ -743,6 +986,8 @@ static int FN(backward)(plan_t *plan)
 #undef I
 #undef WORD
 #undef LANES
+#undef QUERIES
+#undef ENTER
 #undef MIN
 #undef MAX
 #undef MIN_NUMBER
