@@ -43,13 +43,14 @@ class Draw:
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normal values in a random memory layout: contiguous, transposed, or a slice of a larger tensor."""
         layout = self.choose.choice(("contiguous", "transposed", "slice"))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32  # float64 of float32 values would have ties
         if layout == "transposed" and len(shape) > 1:
             flipped = (*shape[:-2], shape[-1], shape[-2])
-            return torch.randn(flipped, generator=self.generator).to(dtype).mT
+            return torch.randn(flipped, generator=self.generator, dtype=wide).to(dtype).mT
         if layout == "slice":
-            wide = torch.randn(*shape[:-1], shape[-1] + 3, generator=self.generator).to(dtype)
-            return wide[..., 1:-2]
-        return torch.randn(shape, generator=self.generator).to(dtype)
+            larger = torch.randn(*shape[:-1], shape[-1] + 3, generator=self.generator, dtype=wide).to(dtype)
+            return larger[..., 1:-2]
+        return torch.randn(shape, generator=self.generator, dtype=wide).to(dtype)
 
     def mask(self, *shape: int) -> Tensor:
         """A bool mask, True = ignore, that may mask whole rows."""
