@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.gpu.networks import sorting_network
+from ahop_layers.ops.reference import block_sums
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 
@@ -23,6 +25,7 @@ SIXTEEN = [  # comparators of S16 in footprint.c, whose rows are named a to p
     (ord(low) - ord("a"), ord(high) - ord("a"))
     for low, high in re.findall(r"CE\((\w), (\w)\)", SOURCE.split("#define S16")[1].split("#define")[0])
 ]
+BLOCKS = ((1, 2), (1, 7), (2, 4), (3, 21), (7, 49), (8, 64), (33, 66), (16, 784), (64, 1024), (1, 1024), (5, 2500))
 SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9), (70, 2, 1, 1))
 
 
@@ -43,9 +46,9 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
 
 
-def inputs(n, heads, length, count, d, bases=ALL, dtype=torch.float32, seed=0):
+def inputs(n, heads, length, count, d, bases=ALL, dtype=torch.float32, seed=0, blocks=None):
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((n, heads, length, d), (n, heads, count, d), (heads, len(bases), d))
+    shapes = ((n, heads, length, d), (n, heads, count, d), (heads, len(bases), blocks or d))
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
@@ -60,6 +63,7 @@ def assert_as_good(got: Tensor, low: Tensor, exact: Tensor) -> None:
 
 def exact_grads(grad, query, key, weight, bases):
     """Computes gradients in float64, for the order that similarities have in the precision of the inputs."""
+    blocks = weight.shape[-1]
     double = [tensor.double() for tensor in (grad, query, key, weight)]
     if query.dtype == torch.float64:
         return chunked.score_backward(*double, bases, EVERY)
@@ -67,20 +71,30 @@ def exact_grads(grad, query, key, weight, bases):
     grad, query, key, weight = double[0].unsqueeze(-1), double[1].unsqueeze(-2), double[2].unsqueeze(-3), double[3]
     totals = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in double[1:]]
     for index, base in enumerate(bases):
-        order = chunked.BASES[base].value(queries, keys).argsort(dim=-1, descending=True)
+        order = block_sums(chunked.BASES[base].value(queries, keys), blocks).argsort(dim=-1, descending=True)
         at_rank = weight[:, index, None, None, :].expand(order.shape)
-        at_dimension = torch.zeros(order.shape, dtype=torch.float64).scatter(-1, order, at_rank) * grad
+        at_block = torch.zeros(order.shape, dtype=torch.float64).scatter(-1, order, at_rank) * grad
+        at_dimension = at_block.repeat_interleave(query.shape[-1] // blocks, -1)
         by_query, by_key = chunked.BASES[base].slopes(query, key)
         totals[0] += (at_dimension * by_query).sum(-2)
         totals[1] += (at_dimension * by_key).sum(-3)
-        totals[2][:, index] = (chunked.BASES[base].value(query, key).gather(-1, order) * grad).sum((0, 2, 3))
+        values = block_sums(chunked.BASES[base].value(query, key), blocks)
+        totals[2][:, index] = (values.gather(-1, order) * grad).sum((0, 2, 3))
     return totals
 
 
-def has_tie(query, key, bases):
-    """Returns which pairs have two equal similarities: the gradient depends on their order, and any order is valid."""
-    values = [chunked.BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3)).sort(dim=-1).values for base in bases]
-    return torch.stack([(value.diff(dim=-1) == 0).any(-1) for value in values]).any(0)
+def has_tie(query, key, bases, blocks):
+    """Returns which pairs have two equal similarities: the gradient depends on their order, and any order is valid.
+
+    Similarities of blocks are equal up to the rounding of their sums.
+    """
+    ties = torch.zeros(*query.shape[:-1], key.shape[-2], dtype=torch.bool)
+    room = 0.0 if blocks == query.shape[-1] else 16 * torch.finfo(chunked.accumulation_dtype(query.dtype)).eps
+    for base in bases:
+        values = chunked.BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3)).to(torch.float64)
+        scale = block_sums(values.abs(), blocks).amax(-1, keepdim=True)
+        ties |= (block_sums(values, blocks).sort(dim=-1).values.diff(dim=-1) <= room * scale).any(-1)
+    return ties
 
 
 def check(query, key, weight, bases):
@@ -91,7 +105,7 @@ def check(query, key, weight, bases):
     assert scores.dtype == chunked.accumulation_dtype(query.dtype)
     assert_as_good(scores, chunked.score(query, key, weight, bases), chunked.score(*double, bases))
     grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(scores.dtype)
-    grad[has_tie(query, key, bases)] = 0
+    grad[has_tie(query, key, bases, weight.shape[-1])] = 0
     got = cpu.score_backward(grad, query, key, weight, bases, EVERY)
     low = chunked.score_backward(grad, query, key, weight, bases, EVERY)
     exact = exact_grads(grad, query, key, weight, bases)
@@ -149,16 +163,25 @@ def test_against_reference(shape, d, dtype):
     check(*inputs(*shape, d, dtype=dtype), ALL)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "N{}-H{}-L{}-S{}".format(*shape))
+@pytest.mark.parametrize(("n", "d"), BLOCKS)
+def test_blocks_against_reference(shape, n, d, dtype):
+    check(*inputs(*shape, d, dtype=dtype, blocks=n), ALL)
+
+
 @pytest.mark.parametrize(
     "bases", [("dis",), ("dot",), ("l1",), ("dot", "dis"), ("l1", "dot"), ("dis", "l1")], ids=",".join
 )
-def test_subsets_of_bases(bases):
-    check(*inputs(2, 2, 4, 33, 24, bases), bases)
+@pytest.mark.parametrize("n", [24, 8])
+def test_subsets_of_bases(bases, n):
+    check(*inputs(2, 2, 4, 33, 24, bases, blocks=n), bases)
 
 
+@pytest.mark.parametrize("n", [20, 5, 1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(dtype):
-    query, key, weight = inputs(2, 2, 3, 37, 20)
+def test_half_precision(dtype, n):
+    query, key, weight = inputs(2, 2, 3, 37, 20, blocks=n)
     query, key = query.to(dtype), key.to(dtype)
     assert_as_good(
         cpu.score(query, key, weight, ALL),
@@ -180,14 +203,16 @@ def test_half_precision_converts_every_number(dtype):
     torch.testing.assert_close(scores.flatten(), key.flatten().float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_many_queries():
+@pytest.mark.parametrize("n", [9, 3])
+def test_many_queries(n):
     """Several chunks of queries and several tiles of keys."""
-    check(*inputs(1, 1, 150, 700, 9), ALL)
+    check(*inputs(1, 1, 150, 700, 9, blocks=n), ALL)
 
 
+@pytest.mark.parametrize("n", [12, 4])
 @pytest.mark.parametrize("shape", [(2, 3, 6, 10), (9, 3, 1, 1)], ids=str)
-def test_any_strides(shape):
-    query, key, weight = inputs(*shape, 12)
+def test_any_strides(shape, n):
+    query, key, weight = inputs(*shape, 12, blocks=n)
     strided = (query.mT.contiguous().mT, key.transpose(0, 1).contiguous().transpose(0, 1), weight)
     grad = torch.randn(*shape[:-1], 24)[..., ::2][..., : shape[-1]]
     dense = (query, key, weight)
@@ -201,10 +226,11 @@ def test_any_strides(shape):
         assert one.is_contiguous()
 
 
+@pytest.mark.parametrize("n", [12, 4])
 @pytest.mark.parametrize(("length", "count"), [(6, 10), (1, 1)])
-def test_expanded_inputs(length, count):
-    query, key, weight = inputs(1, 1, length, count, 12)
-    expanded = (query.expand(4, 2, length, 12), key.expand(4, 2, count, 12), weight.expand(2, 3, 12))
+def test_expanded_inputs(length, count, n):
+    query, key, weight = inputs(1, 1, length, count, 12, blocks=n)
+    expanded = (query.expand(4, 2, length, 12), key.expand(4, 2, count, 12), weight.expand(2, 3, n))
     dense = [tensor.contiguous() for tensor in expanded]
     grad = torch.ones(()).expand(4, 2, length, count)
     assert torch.equal(cpu.score(*expanded, ALL), cpu.score(*dense, ALL))
@@ -231,8 +257,9 @@ def test_empty(shape):
     "need", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)], ids=str
 )
 @pytest.mark.parametrize("shape", [(1, 2, 3, 40), (2, 1, 70, 5), (10, 2, 1, 1)], ids=str)
-def test_only_the_needed_gradients(shape, need):
-    query, key, weight = inputs(*shape, 11)
+@pytest.mark.parametrize("n", [12, 3])
+def test_only_the_needed_gradients(shape, need, n):
+    query, key, weight = inputs(*shape, 12, blocks=n)
     grad = torch.randn(shape)
     every = cpu.score_backward(grad, query, key, weight, ALL, EVERY)
     for got, whole, wanted in zip(cpu.score_backward(grad, query, key, weight, ALL, need), every, need, strict=True):
@@ -242,10 +269,12 @@ def test_only_the_needed_gradients(shape, need):
             assert got.numel() == 0
 
 
-@pytest.mark.parametrize("d", [1, 5, 33, 70])
+@pytest.mark.parametrize("scale", [1, 0], ids=["random weights", "zero weights"])
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (5, 5), (33, 33), (70, 70), (1, 5), (11, 33), (10, 70)])
 @pytest.mark.parametrize("base", ALL)
-def test_nan_stays_in_its_pairs(base, d):
-    query, key, weight = inputs(1, 1, 4, 70, d, (base,))
+def test_nan_stays_in_its_pairs(base, n, d, scale):
+    query, key, weight = inputs(1, 1, 4, 70, d, (base,), blocks=n)
+    weight *= scale
     clean = cpu.score(query, key, weight, (base,))
     query[0, 0, 1, d // 2] = torch.nan
     key[0, 0, 68, d - 1] = torch.nan
@@ -256,9 +285,13 @@ def test_nan_stays_in_its_pairs(base, d):
     assert torch.equal(scores[0, 0][~touched], clean[0, 0][~touched])
 
 
+@pytest.mark.parametrize("constant", [None, 0.0, 0.5])
+@pytest.mark.parametrize("n", [18, 6, 1])
 @pytest.mark.parametrize("base", ALL)
-def test_infinity_as_in_the_reference(base):
-    query, key, weight = inputs(1, 1, 3, 20, 18, (base,))
+def test_infinity_as_in_the_reference(base, n, constant):
+    query, key, weight = inputs(1, 1, 3, 20, 18, (base,), blocks=n)
+    if constant is not None:
+        weight.fill_(constant)
     query[0, 0, 0, 3] = torch.inf
     key[0, 0, 5, 3] = torch.inf
     key[0, 0, 6, 2] = -torch.inf
@@ -267,10 +300,10 @@ def test_infinity_as_in_the_reference(base):
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("d", [6, 70])
-def test_overflowing_similarities_keep_their_order(d):
+@pytest.mark.parametrize(("n", "d"), [(6, 6), (70, 70), (3, 6), (14, 70)])
+def test_overflowing_similarities_keep_their_order(n, d):
     """Squares of finite numbers can overflow; gradients still follow their order."""
-    query, key, weight = inputs(1, 1, 2, 9, d, ("dis",))
+    query, key, weight = inputs(1, 1, 2, 9, d, ("dis",), blocks=n)
     key[..., 2] = 1e30
     grad = torch.ones(1, 1, 2, 9)
     got = cpu.score_backward(grad, query, key, weight, ("dis",), (True, True, False))
@@ -300,8 +333,76 @@ def test_near_ties_are_distinguished(d):
     assert torch.equal(key_grad.flatten(), d - steps)
 
 
+@pytest.mark.parametrize("base", ALL)
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_close_pairs_of_blocks(base, offset):
+    """Differences of close numbers are computed before they are squared and summed."""
+    query, key, weight = inputs(1, 1, 9, 40, 64, (base,), blocks=8)
+    key[..., :9, :] = query + 1e-3 * key[..., :9, :]
+    check(query + offset, key + offset, weight, (base,))
+
+
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ALL], ids="-".join)
+@pytest.mark.parametrize(("n", "d"), [(1, 6), (3, 6), (4, 12), (6, 6)])
+def test_gradcheck(n, d, bases):
+    tensors = inputs(2, 2, 3, 4, d, bases, torch.float64, blocks=n)
+    for tensor in tensors:
+        tensor.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases, backend="cpu"), tensors)
+
+
+@pytest.mark.parametrize("constants", [(0.0, 0.7, -0.3), (0.0, 1.0, 0.0), (-2.0, 0.0, None), (0.0, 0.0, 0.0)], ids=str)
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (33, 33), (64, 64), (8, 64), (7, 49), (1, 130), (16, 784)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_constant_weights_equal_sorted_ones(shape, n, d, constants):
+    """Weights that do not depend on the rank give the values of the reference, and so does each pair of gradients.
+
+    The kernel does not sort for them, unless the weight has a gradient.
+    """
+    query, key, weight = inputs(*shape, d, blocks=n)
+    for index, constant in enumerate(constants):
+        if constant is not None:
+            weight[:, index] = constant
+    check(query, key, weight, ALL)
+    grad = torch.randn(shape)
+    grad[has_tie(query, key, ALL, n)] = 0
+    got = cpu.score_backward(grad, query, key, weight, ALL, (True, True, False))
+    low = chunked.score_backward(grad, query, key, weight, ALL, EVERY)
+    for mine, theirs, exact in zip(got, low, exact_grads(grad, query, key, weight, ALL)[:2], strict=False):
+        assert_as_good(mine, theirs, exact)
+
+
+def test_constant_weights_of_one_head():
+    """Each head is scored by its own weights, whether they depend on the rank or not."""
+    query, key, weight = inputs(2, 3, 5, 30, 24, blocks=6)
+    weight[1] = 0.5
+    weight[2, 1] = 0.0
+    check(query, key, weight, ALL)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_weights_that_are_not_finite(value):
+    query, key, weight = inputs(1, 1, 3, 20, 12, ("dot",), blocks=4)
+    weight.fill_(value)
+    got, expected = cpu.score(query, key, weight, ("dot",)), chunked.score(query, key, weight, ("dot",))
+    torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+def test_limits():
+    """The number of blocks is limited by the networks, d by the scratch memory."""
+    for n, d in ((1024, 1024), (1024, 2048), (1, 16384)):
+        assert cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
+    for n, d in ((1025, 1025), (1025, 2050), (1, 16385)):
+        assert not cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
+
+
 def test_threads_change_no_bit():
     cases = [inputs(1, 1, 130, 300, 20), inputs(3, 4, 9, 30, 33), inputs(1, 1, 1, 5000, 8), inputs(700, 2, 1, 1, 33)]
+    cases += [
+        inputs(1, 1, 130, 300, 20, blocks=5),
+        inputs(3, 4, 9, 30, 33, blocks=11),
+        inputs(700, 2, 1, 1, 33, blocks=3),
+    ]
     results = []
     for count in (1, 2, 3, 8):
         torch.set_num_threads(count)
@@ -314,13 +415,22 @@ def test_threads_change_no_bit():
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 130, 300, 20), (3, 4, 9, 30, 33), (700, 2, 1, 1, 33), (1, 1, 17, 2100, 1024)],  # the last one in two rounds
+    ("shape", "n"),
+    [
+        ((1, 1, 130, 300, 20), 20),
+        ((3, 4, 9, 30, 33), 33),
+        ((700, 2, 1, 1, 33), 33),
+        ((1, 1, 17, 2100, 1024), 1024),  # in two rounds
+        ((1, 1, 130, 300, 20), 5),
+        ((3, 4, 9, 30, 33), 11),
+        ((700, 2, 1, 1, 33), 3),
+        ((1, 1, 70, 2100, 1024), 16),
+    ],
     ids=str,
 )
-def test_slices_change_no_bit(shape, monkeypatch):
+def test_slices_change_no_bit(shape, n, monkeypatch):
     """Returning to Python after each task does not change the results."""
-    query, key, weight = inputs(*shape, ("dis",), torch.float64)
+    query, key, weight = inputs(*shape, ("dis",), torch.float64, blocks=n)
 
     def results():
         scores = cpu.score(query, key, weight, ("dis",))

@@ -32,8 +32,10 @@ SORTS = {2: SORT2, 4: SORT4, 8: SORT8, 16: SORT16}
 CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 
 SERIAL_WORK = 50_000
-"""Calls with less work run single-threaded: starting a thread would take longer. A sorted block counts as 1, a dimension
-that is summed as 1/8."""
+"""Calls with less work run single-threaded: starting a thread would take longer.
+
+The unit is a sorted similarity; summing 8 dimensions takes about as long.
+"""
 
 SLICE_NS = 100_000_000
 """A call into the library returns after about this time, to be continued, so that Python can handle signals."""

@@ -310,11 +310,14 @@ static const step_t *FN(fill)(int32_t base, int mode, const FN(buffers) *at, INT
     return at->network;
 }
 
-/* Add the similarities of some dimensions of `queries` rows and `columns` columns to sums in registers. */
-INLINE void FN(add_run)(int32_t base, const V *query, const V *keys, int64_t pitch, int64_t start, int64_t end,
+/* Sum the similarities of dimensions `start` to `end` in registers, for `queries` rows by `columns` columns. */
+INLINE void FN(sum_run)(int32_t base, const V *query, const V *keys, int64_t pitch, int64_t start, int64_t end,
                         int64_t queries, int64_t columns, V *sum)
 {
-    for (int64_t i = start; i < end; i++)
+    UNROLL for (int r = 0; r < queries; r++)
+        UNROLL for (int j = 0; j < columns; j++)
+            sum[r * ABREAST + j] = FN(compare)(base, query[r * pitch + start], keys[j * pitch + start]);
+    for (int64_t i = start + 1; i < end; i++)
         UNROLL for (int j = 0; j < columns; j++) {
             const V k = keys[j * pitch + i];
             UNROLL for (int r = 0; r < queries; r++)
@@ -333,12 +336,13 @@ INLINE void FN(sum_tile)(int32_t base, int mode, const FN(buffers) *at, INT mask
     V *x = at->x + c * height, *values = at->values + c * rank_pitch, *sums = at->sums + c;
     for (; block < end; block++, query += width, keys += width) {
         const I tag = (I){0} + (INT)block;
-        V sum[QUERIES * ABREAST] = {{0}};
-        FN(add_run)(base, query, keys, pitch, 0, least(RUN, width), queries, columns, sum);
+        V sum[QUERIES * ABREAST];
+        FN(sum_run)(base, query, keys, pitch, 0, least(RUN, width), queries, columns, sum);
         for (int64_t i = RUN; i < width; i += RUN) {
-            V run[QUERIES * ABREAST] = {{0}};
-            FN(add_run)(base, query, keys, pitch, i, least(i + RUN, width), queries, columns, run);
-            UNROLL for (int i = 0; i < QUERIES * ABREAST; i++) sum[i] += run[i];
+            V run[QUERIES * ABREAST];
+            FN(sum_run)(base, query, keys, pitch, i, least(i + RUN, width), queries, columns, run);
+            UNROLL for (int r = 0; r < queries; r++)
+                UNROLL for (int j = 0; j < columns; j++) sum[r * ABREAST + j] += run[r * ABREAST + j];
         }
 #define ENTER(mode)                                                                                             \
     UNROLL for (int r = 0; r < queries; r++)                                                                    \
@@ -406,8 +410,8 @@ static void FN(split_keys)(plan_t *plan, int64_t bytes, int64_t block_bytes)
     const call_t *call = plan->call;
     const int64_t all = ceil_div(call->count, LANES);
     const int64_t rows = (call->d + column_height(call->d)) / 2; /* average of keys and sorted columns */
-    const int64_t room = call->blocks < call->d ? block_bytes : bytes;
-    const int64_t fit = least(MAX_VECTORS, most(ABREAST, room / (rows * BYTES)));
+    const int64_t room = (call->blocks < call->d ? block_bytes : bytes) / (rows * BYTES);
+    const int64_t fit = least(MAX_VECTORS, most(ABREAST, room));
     plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
     plan->panels = ceil_div(all, plan->vectors);
 }
@@ -479,12 +483,35 @@ INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int neighbors, in
     }
 }
 
+/* Sort a few rows and weigh them while they are in registers. */
+#define SORT_AND_WEIGH(size, ...)                                               \
+    {                                                                           \
+        V w[size], *x = at->x, *sums = at->sums;                                \
+        UNROLL for (int i = 0; i < (size); i++) w[i] = (V){0} + weights[i];     \
+        for (int64_t v = 0; v < vectors; v++, x += height) {                    \
+            V r[size], sum = sums[v];                                           \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = x[i];                \
+            __VA_ARGS__                                                         \
+            UNROLL for (int i = 0; i < (size); i++) sum += w[i] * r[i];         \
+            sums[v] = sum;                                                      \
+        }                                                                       \
+        break;                                                                  \
+    }
+
 static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, const T *weights, int64_t vectors)
 {
-    if (FN(sort)(network, at->x, at->blocks, at->height, vectors, 1))
-        ACROSS(FN(weigh), at, weights, 1)
-    else
-        ACROSS(FN(weigh), at, weights, 0)
+    const int64_t height = at->height;
+    switch (network->code != END && network[1].code == END ? at->blocks : 0) {
+    case 2: SORT_AND_WEIGH(2, APPLY(S2, ROWS2))
+    case 4: SORT_AND_WEIGH(4, APPLY(S4, ROWS4))
+    case 8: SORT_AND_WEIGH(8, APPLY(S8, ROWS8))
+    case 16: SORT_AND_WEIGH(16, APPLY(S16, ROWS16))
+    default:
+        if (FN(sort)(network, at->x, at->blocks, height, vectors, 1))
+            ACROSS(FN(weigh), at, weights, 1)
+        else
+            ACROSS(FN(weigh), at, weights, 0)
+    }
 }
 
 /* Compute the scores of a few queries for one panel of keys. Special numbers always pass the network: zero weights must
@@ -532,9 +559,15 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t rows = least(QUERIES, end - l);
             const int special = FN(load_queries)(call, n, h, l, rows, first, vectors, &at) | special_keys;
             FN(forward_rows)(call, &at, rows, vectors, special);
-            for (int64_t row = 0; row < rows; row++)
-                for (int64_t lane = 0; lane < width; lane++)
-                    scores[(l + row) * stride[2] + lane * stride[3]] = ((const T *)(at.sums + row * vectors))[lane];
+            for (int64_t row = 0; row < rows; row++) {
+                const T *sums = (const T *)(at.sums + row * vectors);
+                T *to = scores + (l + row) * stride[2];
+                if (stride[3] == 1)
+                    memcpy(to, sums, (size_t)width * sizeof(T));
+                else
+                    for (int64_t lane = 0; lane < width; lane++)
+                        to[lane * stride[3]] = sums[lane];
+            }
         }
     }
 }
@@ -891,8 +924,8 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                 if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows))
                     FN(flush_lanes)(at.key_grad, at.pitch, (T *)call->key_grad + place, step, d, keys,
                                     plan->first || end > QUERY_CHUNK);
-                since_flush += rows;
-                if (since_flush >= QUERY_CHUNK) {
+                since_flush += rows * vectors;
+                if (since_flush >= RUN) {
                     FN(flush_weights)(at.weight_grad, weight_grad, weights);
                     since_flush = 0;
                 }
