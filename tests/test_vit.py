@@ -523,7 +523,7 @@ def test_corruptions_are_as_strong_as_they_say():
     noisy, masked, biased = (corrupt(pixels, 0.25, generator) - 0.5 for corrupt in images_training.CORRUPTIONS)
     assert noisy.std() == pytest.approx(0.25, rel=0.01)
     patches = (masked != 0).float().unfold(2, 4, 4).unfold(3, 4, 4).mean((1, 4, 5))
-    assert set(patches.unique().tolist()) == {0, 1}  # a patch goes as a whole, in all colours
+    assert set(patches.unique().tolist()) == {0, 1}  # a patch goes as a whole, in all channels
     assert patches.mean() == pytest.approx(0.25, abs=0.02)
     assert biased[:, :, 0, 0].unique(dim=0).tolist() == [[0.25, -0.25, 0.25]]
 
