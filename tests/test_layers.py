@@ -4,7 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ahop_layers import (
+    Adaptive,
     AdaptiveAttention,
     AdaptiveSimilarity,
     AHopError,
@@ -28,7 +28,6 @@ from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfieldPooling,
 )
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilaritySource
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
 OWN = {
@@ -93,7 +92,7 @@ def test_arguments_are_those_of_the_base_class_then_keywords(name):
     assert plain == [(p.name, p.default, p.kind) for p in theirs]
     keywords = {p.name: p.default for p in ours if p.kind == p.KEYWORD_ONLY}
     built = {"bases": ("dis", "dot"), "init": "dot", "debias": False, "separation": "softmax", "similarity": None}
-    assert keywords == {**built, "device": None, "dtype": None}
+    assert keywords == {**built, "blocks": None, "device": None, "dtype": None}
 
 
 def test_subclasses_and_errors_show_the_right_signature():
@@ -106,17 +105,7 @@ def test_subclasses_and_errors_show_the_right_signature():
     for adaptive in OWN:
         with pytest.raises(TypeError, match="unexpected keyword argument 'head'"):
             adaptive(8, head=2)
-    assert inspect.signature(AdaptiveHopfield.make_adaptive) == inspect.signature(reference_make_adaptive)
-
-
-def reference_make_adaptive(
-    self,
-    bases: Sequence[str] = ("dis", "dot"),
-    init: str | torch.Tensor = "dot",
-    debias: bool = False,
-    separation: str | Separation = "softmax",
-    similarity: SimilaritySource | None = None,
-) -> None: ...
+    assert inspect.signature(AdaptiveHopfield.make_adaptive) == inspect.signature(Adaptive.make_adaptive)
 
 
 class Distance(nn.Module):
@@ -148,7 +137,7 @@ def test_similarity_is_a_module_or_a_factory(adaptive):
     assert not torch.allclose(given.get_association_matrix(x), used, atol=1e-4)
     for bad, message in (
         ({"similarity": "cosine"}, "similarity must be a module or .* got 'cosine'"),
-        ({"similarity": module, "debias": True}, "similarity replaces bases, init and debias"),
+        ({"similarity": module, "debias": True}, "similarity replaces bases, init, debias and blocks"),
     ):
         with pytest.raises(AHopError, match=message):
             adaptive(8, num_heads=2, **bad)

@@ -507,7 +507,11 @@ def broken_state_dicts(memory):
     yield AHopError, "patterns must be finite, got NaN or infinity in row 1", good | {"patterns": nan}
     yield AHopError, r"prior must be \(N,\) = \(20,\), got \(3,\)", good | {"prior": torch.zeros(3)}
     yield RuntimeError, "size mismatch for patterns", good | {"patterns": torch.zeros(20, 9)}
-    yield RuntimeError, "size mismatch for similarity.w", good | {"similarity.w": torch.zeros(2, 9)}
+    yield (
+        AHopError,
+        "must have 8 blocks, as the similarity, got similarity.w with 9",
+        good | {"similarity.w": torch.zeros(2, 9)},
+    )
     yield RuntimeError, "Unexpected key", good | {"other": torch.zeros(3)}
     yield RuntimeError, "Missing key", {key: value for key, value in good.items() if key != "similarity.bias"}
     yield RuntimeError, "patterns", good | {"patterns": "patterns"}

@@ -500,7 +500,7 @@ def test_missing_images_are_named(tmp_path):
         (["--attentions", "kernel:shared"], "options of kernel must be among last"),
         (["--attentions", "sparse:shared"], "options of sparse must be among last"),
         (["--attentions", "adaptive:debias=False"], "debias must have no value"),
-        (["--attentions", "adaptive:init=dist"], "init must be one of dot, dis, uniform"),
+        (["--attentions", "adaptive:init=dist"], "init must be one of dot, dis, l1, uniform"),
         (["--attentions", "adaptive:last=all"], "last must be a positive integer"),
         (["--attentions", "adaptive:lr"], "lr must be a positive number"),
     ],
