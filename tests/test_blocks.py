@@ -1,4 +1,4 @@
-"""Footprints of blocks: the mathematics, the operators, and the chunked kernel."""
+"""Footprints of blocks: the mathematics, the operators, and the kernels for CPU tensors."""
 
 from itertools import combinations
 
@@ -14,6 +14,7 @@ from ahop_layers.ops.reference import BASES as FORMULAS
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
 
 BASES = ("dis", "dot", "l1")
+native = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 UNEQUAL = torch.tensor([2, 0, 1, 0, 2, 2, 1, 3, 0])
 
 
@@ -60,7 +61,7 @@ def test_as_many_blocks_as_dimensions_is_the_plain_footprint_bit_by_bit(base):
     assert torch.equal(ah.footprint(query, key, base), plain)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("cpu", marks=native)])
 @pytest.mark.parametrize("base", BASES)
 def test_one_block_is_the_base_similarity(base, backend):
     query, key = torch.randn(2, 3, 12, dtype=torch.float64), torch.randn(2, 4, 12, dtype=torch.float64)
@@ -189,13 +190,14 @@ def test_half_precision_error_is_at_most_twice_pytorchs(dtype, n):
     assert ours <= 2 * theirs + torch.finfo(dtype).eps * exact.abs().max()
 
 
+@pytest.mark.parametrize("kernel", [chunked, pytest.param(cpu, marks=native)], ids=["chunked", "cpu"])
 @pytest.mark.parametrize("n", [1, 5])
-def test_every_element_is_written(n, poisoned_memory):
+def test_every_element_is_written(n, kernel, poisoned_memory):
     query, key, weight = problem(2, 3, length=7, count=65, d=35, n=n, dtype=torch.float32)
     inputs = query, key, fold(weight).expand(3, -1, -1)
-    assert chunked.score(*inputs, ("dis", "dot")).isfinite().all()
+    assert kernel.score(*inputs, ("dis", "dot")).isfinite().all()
     grad = torch.ones(2, 3, 7, 65)
-    grads = chunked.score_backward(grad, *inputs, ("dis", "dot"), (True, True, True))
+    grads = kernel.score_backward(grad, *inputs, ("dis", "dot"), (True, True, True))
     assert all(each.isfinite().all() for each in grads)
 
 
@@ -260,7 +262,7 @@ def test_a_kernel_serves_only_the_blocks_it_implements(monkeypatch):
     query = torch.randn(1, 1, 5, 12)
     for kernel in (cpu, gpu):
         assert kernel.serves(query, BASES, 12)
-    assert all(chunked.serves(query, BASES, n) for n in (1, 4, 12))
+    assert all(kernel.serves(query, BASES, n) for kernel in (chunked, cpu) for n in (1, 4, 12))
 
 
 def test_a_forced_kernel_that_does_not_serve_raises(monkeypatch):

@@ -2,10 +2,10 @@
  *
  * Vector lanes hold different keys, or different query-key pairs. A panel has a few columns of d vectors each: the keys
  * of all lanes. Similarities are summed over blocks in registers, for a tile of a few queries by a few columns. Each
- * query-column combination of a tile then has a column of n vectors, one per block, and a sorting network of row-wise
- * minima and maxima sorts all lanes of a column at once. Python passes the network as data (see cpu.py): each step sorts
- * or merges a group of rows in registers, so memory is read and written once per group and not once per comparator.
- * Columns have gaps between them: at distances of a power of two they would map to the same cache lines.
+ * query and column of keys then have a column of n vectors, one per block, and a sorting network of row-wise minima and
+ * maxima sorts all lanes of a column at once. Python passes the network as data (see cpu.py): each step sorts or merges
+ * a group of rows in registers, so memory is read and written once per group and not once per comparator. Columns have
+ * gaps between them: at distances of a power of two they would map to the same cache lines.
  *
  * If every dimension is a block, similarities are sorted as they are computed, one query at a time. If the weights of a
  * base do not depend on the rank, its similarities are summed over all dimensions and not sorted.
@@ -57,7 +57,9 @@ typedef struct {
     void *scores, *query_grad, *key_grad, *weight_grad;
     const int32_t *bases;
     const step_t *network;
-    int64_t n, heads, length, count, d, blocks, n_bases; /* `blocks` divides d; a block is d / blocks consecutive dimensions */
+    int64_t n, heads, length, count, d;
+    int64_t blocks; /* divides d; a block is d / blocks consecutive dimensions */
+    int64_t n_bases;
     int64_t query_stride[4], key_stride[4], score_stride[4];
     int64_t dtype, need, threads;
     int64_t slice;  /* nanoseconds after which a call returns, so that Python can handle signals */

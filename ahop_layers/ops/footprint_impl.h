@@ -152,8 +152,8 @@ INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int
     }
 }
 
-/* Returns whether any of `count` numbers is NaN or so large that a sum of similarities could overflow. Without the sign bit, bit
- * patterns are ordered like the numbers, and NaN is larger than all of them. */
+/* Returns whether any of `count` numbers is NaN or so large that a sum of similarities could overflow. Without the sign
+ * bit, bit patterns are ordered like the numbers, and NaN is larger than all of them. */
 static int FN(special)(const T *numbers, int64_t count)
 {
     const T bound = LARGE_T;
@@ -166,9 +166,9 @@ static int FN(special)(const T *numbers, int64_t count)
     return largest > *(const WORD *)&bound;
 }
 
-/* Keys, key_grad, query and query_grad have columns of d vectors; query and query_grad have one for each row (query of a
- * tile), or one for each column of keys if queries are paired with keys. The other columns have `blocks` vectors. They
- * belong to a row and a column of keys, at index row * vectors + column, as do sums and grad. */
+/* Columns of keys, key_grad, query and query_grad have d vectors. There is one query for each row of a tile, or for
+ * each column of keys if they are paired. Columns of x, values and ordered have `blocks` vectors. A row and a column of
+ * keys have column row * vectors + column of x and values, and this entry of sums and grad. */
 typedef struct {
     V *keys, *x, *query;
     int64_t d, pitch;    /* rows of a column of keys, and from one to the next */
@@ -211,16 +211,21 @@ static int FN(load_keys)(const call_t *call, int64_t n, int64_t h, int64_t first
 static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l, int64_t rows, int64_t first,
                             int64_t vectors, const FN(buffers) *at)
 {
-    const int64_t *stride = call->query_stride;
+    const int64_t *stride = call->query_stride, d = call->d;
     int special = 0;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t origin = n * stride[0] + h * stride[1] + (l + row) * stride[2];
         if (call->paired)
             return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->pitch, at->query);
-        FN(load)(call->query, call->dtype, &origin, 1, stride[3], call->d, at->numbers);
-        for (int64_t i = 0; i < call->d; i++)
-            at->query[row * at->pitch + i] = (V){0} + at->numbers[i];
-        special |= FN(special)(at->numbers, call->d);
+        T *numbers = at->numbers;
+        V *query = at->query + row * at->pitch;
+        if (stride[3] == 1)
+            FN(load)(call->query, call->dtype, &origin, 1, 1, d, numbers);
+        else
+            FN(load)(call->query, call->dtype, &origin, 1, stride[3], d, numbers);
+        for (int64_t i = 0; i < d; i++)
+            query[i] = (V){0} + numbers[i];
+        special |= FN(special)(numbers, d);
     }
     return special;
 }
@@ -325,6 +330,15 @@ INLINE void FN(sum_run)(int32_t base, const V *query, const V *keys, int64_t pit
         }
 }
 
+#define ENTER(mode)                                                             \
+    UNROLL for (int r = 0; r < queries; r++)                                    \
+        UNROLL for (int j = 0; j < columns; j++) {                              \
+            V *exact = values + (r * vectors + j) * rank_pitch + block;         \
+            x[(r * vectors + j) * height + block] = FN(enter)(mode, sum[r * ABREAST + j], tag, masks, exact, \
+                                                              sums + r * vectors + j); \
+        }                                                                       \
+    break;
+
 /* Compute the similarities of blocks `block` to `end` for `queries` rows by `columns` columns. */
 INLINE void FN(sum_tile)(int32_t base, int mode, const FN(buffers) *at, INT mask, int64_t vectors, int64_t block,
                          int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
@@ -344,14 +358,9 @@ INLINE void FN(sum_tile)(int32_t base, int mode, const FN(buffers) *at, INT mask
             UNROLL for (int r = 0; r < queries; r++)
                 UNROLL for (int j = 0; j < columns; j++) sum[r * ABREAST + j] += run[r * ABREAST + j];
         }
-#define ENTER(mode)                                                                                             \
-    UNROLL for (int r = 0; r < queries; r++)                                                                    \
-        UNROLL for (int j = 0; j < columns; j++)                                                                \
-            x[(r * vectors + j) * height + block] = FN(enter)(mode, sum[r * ABREAST + j], tag, masks,           \
-                values + (r * vectors + j) * rank_pitch + block, sums + r * vectors + j);
         switch (mode) {
-        case PLAIN: ENTER(PLAIN) break;
-        case TAGGED: ENTER(TAGGED) break;
+        case PLAIN: ENTER(PLAIN)
+        case TAGGED: ENTER(TAGGED)
         default: ENTER(mode)
         }
     }
@@ -394,11 +403,12 @@ static FN(buffers) FN(from_column)(const FN(buffers) *at, int64_t column)
     return rest;
 }
 
-/* Returns the buffers for a single block of all dimensions. */
+/* Returns the buffers for a single block of all dimensions. Its columns must not overwrite the infinities of x. */
 static FN(buffers) FN(one_block)(const FN(buffers) *at)
 {
     FN(buffers) whole = *at;
     whole.blocks = whole.height = 1;
+    whole.x = at->values;
     whole.network = NOTHING;
     return whole;
 }
@@ -430,7 +440,8 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     const call_t *call = plan->call;
     const int64_t d = call->d, blocks = call->blocks, vectors = plan->vectors, weights = call->n_bases * blocks;
     const int64_t rows = call->paired ? 1 : QUERIES, columns = blocks < d ? rows * vectors : vectors;
-    const int64_t pitch = d + SPREAD, panel = pitch * vectors * BYTES, queries = call->paired ? panel : rows * pitch * BYTES;
+    const int64_t pitch = d + SPREAD, panel = pitch * vectors * BYTES;
+    const int64_t queries = call->paired ? panel : rows * pitch * BYTES;
     arena_t arena = {scratch, 0};
     *buffers = (FN(buffers)){.d = d, .pitch = pitch, .blocks = blocks, .network = call->network};
     buffers->keys = take(&arena, panel);
@@ -445,7 +456,7 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     buffers->weights = take(&arena, weights * (int64_t)sizeof(T));
     buffers->ranks = take(&arena, call->n_bases * (int64_t)sizeof(int64_t));
     buffers->sums = take(&arena, rows * vectors * BYTES);
-    buffers->tags = take(&arena, blocks * BYTES); /* tags and values are used by the backward pass only */
+    buffers->tags = take(&arena, blocks * BYTES); /* used by the backward pass only */
     buffers->values = take(&arena, most((blocks + 1) * columns, 2 * rows * vectors) * BYTES);
     if (backward) {
         buffers->grad = take(&arena, rows * vectors * BYTES);
@@ -755,8 +766,8 @@ static void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t vectors)
 }
 
 /* Add to the gradients of queries and keys for blocks `block` to `end`, in tiles as FN(sum_tile). */
-INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors, int64_t block, int64_t end, int64_t row,
-                           int64_t queries, int64_t v, int64_t columns)
+INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors, int64_t block, int64_t end,
+                           int64_t row, int64_t queries, int64_t v, int64_t columns)
 {
     const int64_t pitch = at->pitch, rank_pitch = at->blocks + 1, width = at->d / at->blocks;
     const int64_t place = row * pitch + v * at->query_pitch, c = row * vectors + v;
@@ -907,8 +918,9 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                 const int special = FN(load_queries)(call, n, h, l, rows, first, vectors, &at) | special_keys;
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t origin = n * stride[0] + h * stride[1] + (l + r) * stride[2];
+                    T *grad = (T *)(at.grad + r * vectors);
                     for (int64_t key = 0; key < keys; key++)
-                        ((T *)(at.grad + r * vectors))[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
+                        grad[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
                 }
                 memset(at.query_grad, 0, (size_t)((call->paired ? vectors : rows) * at.pitch * BYTES));
                 FN(backward_rows)(call, &at, rows, vectors, special);
