@@ -6,17 +6,22 @@ import torch
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.reference import folded_similarity
 
+CASES = {
+    "N2-L2-S3-d4": ((2, 1, 2, 3, 4, 4), ("dis", "dot")),
+    "H2-L3-S2-d5": ((1, 2, 3, 2, 5, 5), ("dot", "l1", "dis")),
+    "L2-S70-d2": ((1, 1, 2, 70, 2, 2), ("l1",)),
+    "L3-S5-d12-n3": ((2, 2, 3, 5, 12, 3), ("dis", "dot")),
+    "L2-S3-d6-n1": ((1, 1, 2, 3, 6, 1), ("dis", "dot", "l1")),
+}
 
-@pytest.mark.parametrize(
-    ("shape", "bases"),
-    [((2, 1, 2, 3, 4), ("dis", "dot")), ((1, 2, 3, 2, 5), ("dot", "l1", "dis")), ((1, 1, 2, 70, 2), ("l1",))],
-    ids=["N2-L2-S3-d4", "H2-L3-S2-d5", "L2-S70-d2"],
-)
+
+@pytest.mark.parametrize(("shape", "bases"), CASES.values(), ids=CASES)
 def test_portable_kernels(shape, bases, monkeypatch):
     monkeypatch.setattr(gpu, "_slots", lambda device: 1)
     monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", 1)  # several tiles of keys per program
-    n, h, length, count, d = shape
-    query, key, weight = torch.randn(n, h, length, d), torch.randn(n, h, count, d), torch.randn(h, len(bases), d)
+    n, h, length, count, d, blocks = shape
+    query, key, weight = torch.randn(n, h, length, d), torch.randn(n, h, count, d), torch.randn(h, len(bases), blocks)
+    assert gpu.serves(query, bases, blocks)
     grad = torch.randn(n, h, length, count)
     inputs = [tensor.clone().requires_grad_() for tensor in (query, key, weight)]
     scores = folded_similarity(*inputs, bases)

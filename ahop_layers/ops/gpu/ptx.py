@@ -1,12 +1,13 @@
 """Sorting in the registers of an NVIDIA GPU: the layout of values over lanes, and the PTX that sorts them.
 
-A *group* of lanes processes one query-key pair at a time, and each lane holds a *chunk* of its dimensions: a small
-``d`` fits in one lane, a large one is spread over the warp. A lane sorts its chunk with a network, and shuffles merge
-the chunks. Registers are untyped (``.b32``), so a value can be read as float or integer.
+A *group* of lanes processes one query-key pair at a time, and each lane sorts a *chunk* of its blocks: few blocks fit
+in one lane, many are spread over the warp. A lane sorts its chunk with a network, and shuffles merge the chunks.
+Registers are untyped (``.b32``), so a value can be read as float or integer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from math import gcd
 from typing import NamedTuple
 
@@ -16,41 +17,122 @@ WARP = 32
 
 
 class Layout(NamedTuple):
-    """``group`` lanes share a pair, each with ``chunk`` dimensions; ``group * chunk >= d``."""
+    """The part of a query-key pair that each lane processes.
+
+    A block is summed by ``split * copies`` lanes, each of which reads ``width`` dimensions of it. Lanes with adjacent
+    indices read adjacent addresses.
+
+    Attributes:
+        group: lanes that sort the blocks of a pair.
+        chunk: blocks per lane that it sorts; ``group * chunk >= n``.
+        width: dimensions per block that a lane reads.
+        split: lanes of a group that share the dimensions of a block, and share out its sum with those of others.
+        copies: groups that share the dimensions of a block. They exchange their sums and sort the same values.
+    """
 
     group: int
     chunk: int
+    width: int = 1
+    split: int = 1
+    copies: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks the kernel processes; inputs are padded to this number."""
+        return self.group * self.chunk
+
+    @property
+    def block_size(self) -> int:
+        """Dimensions of a block the kernel processes; blocks are padded to this number."""
+        return self.width * self.parts
 
     @property
     def dims(self) -> int:
-        """Dimensions the kernel processes; inputs are padded to this number."""
-        return self.group * self.chunk
+        """Dimensions the kernel processes."""
+        return self.blocks * self.block_size
+
+    @property
+    def held(self) -> int:
+        """Blocks of which a lane reads dimensions."""
+        return self.chunk * self.split
+
+    @property
+    def per_lane(self) -> int:
+        """Dimensions that a lane reads."""
+        return self.held * self.width
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that process one pair."""
+        return self.group * self.copies
 
     @property
     def pairs(self) -> int:
         """Pairs a warp processes at once."""
-        return WARP // self.group
+        return WARP // self.lanes
+
+    @property
+    def readers(self) -> int:
+        """Lanes of a group that read different blocks."""
+        return self.group // self.split
+
+    @property
+    def parts(self) -> int:
+        """Lanes that share the dimensions of a block."""
+        return self.split * self.copies
+
+    @property
+    def run(self) -> int:
+        """Adjacent blocks that a lane reads: reader ``r`` reads runs ``r``, ``r + readers``, ``r + 2 * readers``..."""
+        if self.parts > 1:
+            return 1
+        return self.held if self.readers == 1 else gcd(self.held, max(1, 4 // self.width))
+
+    @property
+    def stretch(self) -> int:
+        """Adjacent dimensions that a lane reads. Lanes that share a block read its stretches in turns."""
+        return self.run * self.width if self.parts == 1 else gcd(self.width, 4)
 
 
 @lru_cache(maxsize=None)
-def choose_layout(d: int, alone: int, shared: int) -> Layout:
-    """Returns the cheapest layout of up to ``alone`` registers for a single lane or ``shared`` per lane of a group."""
-    if d <= alone:
-        return Layout(1, d)
-    layouts = []
-    for levels in range(1, 6):
-        group = 2**levels
-        smallest = -(-d // group)
-        layouts += [Layout(group, chunk) for chunk in range(smallest, min(smallest + 8, shared + 1))]
-    return min(layouts, key=_cost)
+def choose_layout(n: int, size: int, alone: int, shared: int, step: int = 1) -> Layout:
+    """Returns the cheapest layout for ``n`` blocks of ``size`` dimensions.
+
+    A lane holds up to ``alone`` dimensions of a pair that it processes by itself, or up to ``shared`` of one that
+    several lanes process (more if a warp has no room otherwise). ``step`` divides the chunks that lanes share.
+    """
+    if n * size <= alone:
+        return Layout(1, n, size)
+    layouts = list(_layouts(n, size, step))
+    room = max(shared, min(layout.per_lane for layout in layouts))
+    return min((layout for layout in layouts if layout.per_lane <= room), key=_cost)
+
+
+def _layouts(n: int, size: int, step: int) -> Iterator[Layout]:
+    for levels, splits, halvings in product(range(6), repeat=3):
+        group, split, copies = 2**levels, 2**splits, 2**halvings
+        chunk, width = step * -(-n // (step * group)), -(-size // (split * copies))
+        fits = 1 < group * copies <= WARP and split <= group
+        if fits and group // 2 * chunk < n and split * copies // 2 * width < size:
+            # Some larger chunks have cheaper merges.
+            larger = range(chunk, chunk + 8, step) if group > 1 else (chunk,)
+            yield from (Layout(group, each, width, split, copies) for each in larger)
 
 
 def _cost(layout: Layout) -> float:
-    """Returns instructions per pair: two per comparator, four per value exchanged between lanes."""
-    group, chunk = layout
-    levels = group.bit_length() - 1
+    """Returns instructions per pair and base: two per comparator and dimension, four per value exchanged by lanes.
+
+    A lane reads up to four words at a time. A warp reads 128 adjacent bytes in the time of four instructions, for all
+    of its pairs, and what it reads serves two bases.
+    """
+    chunk, levels = layout.chunk, layout.group.bit_length() - 1
     own = 2 * len(sorting_network(chunk).comparators) + levels * 2 * len(bitonic_merge(chunk).comparators)
-    return group * (own + 4 * chunk * levels * (levels + 1) / 2)
+    exchanged = layout.held - chunk + chunk * (layout.copies.bit_length() - 1) + chunk * levels * (levels + 1) / 2
+    sums = 2 * layout.per_lane if layout.block_size > 1 else 0
+    word = gcd(layout.stretch, 4)
+    lines = max(1, layout.lanes * min(layout.stretch, WARP) / WARP)
+    reads = layout.per_lane / word * lines * 4 * WARP / layout.pairs / 2
+    return layout.lanes * (own + sums + 4 * exchanged) + reads
 
 
 class Program:
@@ -82,6 +164,10 @@ class Program:
         if shared_bytes:
             declared.append(f".shared .align 16 .b8 scratch[{shared_bytes}];")
         return "\n".join(["{", *declared, *self.lines, "}"])
+
+    def vector(self, words: Sequence[str]) -> str:
+        """Returns the operand of an access to 1, 2 or 4 words."""
+        return words[0] if len(words) == 1 else f"{{{', '.join(words)}}}"
 
     def label(self, name: str) -> None:
         """Emits a label."""
@@ -122,6 +208,16 @@ class Program:
             self.label(f"{name}_{number}")
         self.label(name)
 
+    def either(self, predicate: str, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Emits two alternatives: ``first`` runs where the predicate, equal in all lanes, holds, else ``second``."""
+        name = f"EITHER_{len(self.lines)}"
+        self.lines.append(f"@{predicate} bra.uni {name}_FIRST;")
+        second()
+        self.lines.append(f"bra.uni {name};")
+        self.label(f"{name}_FIRST")
+        first()
+        self.label(name)
+
     def lane_bit(self, lane: str, bit: int) -> str:
         """Returns a predicate: whether this bit of the lane index is set."""
         return self.op("setp.ne.u32", self.op("and.b32", lane, bit), 0, kind="pred")
@@ -130,45 +226,74 @@ class Program:
         """Returns the value of the lane whose index is this one's ``xor distance``."""
         return self.op("shfl.sync.bfly.b32", value, distance, WARP - 1, "0xffffffff")
 
+    def exchange_halves(self, values: Sequence[str], distance: int, upper: str) -> list[str]:
+        """Adds up the values of two lanes; each keeps one half of the sums, the lane with ``upper`` the second."""
+        half = len(values) // 2
+        pairs = list(zip(values[:half], values[half:], strict=True))
+        kept = [self.op("selp.b32", high, low, upper) for low, high in pairs]
+        sent = [self.op("selp.b32", low, high, upper) for low, high in pairs]
+        return [self.op("add.f32", a, self.shuffle(b, distance)) for a, b in zip(kept, sent, strict=True)]
+
     def load_words(self, address: str, count: int, offset: int = 0) -> list[str]:
         """Loads ``count`` consecutive 32-bit words, in accesses as wide as ``count`` allows."""
-        words = [self.new() for _ in range(count)]
         width = gcd(count, 4)
-        for start in range(0, count, width):
-            place = f"[{address}+{offset + 4 * start}]"
-            if width == 1:
-                self.do("ld.global.b32", words[start], place)
-            else:
-                self.do(f"ld.global.v{width}.b32", f"{{{', '.join(words[start : start + width])}}}", place)
+        return [
+            word
+            for start in range(0, count, width)
+            for word in self.load_vector(f"{address}+{offset + 4 * start}", [self.new() for _ in range(width)])
+        ]
+
+    def load_vector(
+        self, place: str, words: list[str], predicate: str | None = None, space: str = "global"
+    ) -> list[str]:
+        """Loads 1, 2 or 4 adjacent words into registers in one access, where the predicate holds."""
+        guard, kind = f"@{predicate} " if predicate else "", f".v{len(words)}" if len(words) > 1 else ""
+        self.do(f"{guard}ld.{space}{kind}.b32", self.vector(words), f"[{place}]")
         return words
 
-    def store_words(self, address: str, words: Sequence[str], predicate: str, offset: int = 0) -> None:
-        """Stores consecutive 32-bit words where the predicate holds."""
-        width = gcd(len(words), 4)
-        for start in range(0, len(words), width):
-            place = f"[{address}+{offset + 4 * start}]"
-            if width == 1:
-                self.do(f"@{predicate} st.global.b32", place, words[start])
-            else:
-                vector = f"{{{', '.join(words[start : start + width])}}}"
-                self.do(f"@{predicate} st.global.v{width}.b32", place, vector)
+    def store_words(
+        self,
+        address: str,
+        words: Sequence[str],
+        predicate: str,
+        unit: int,
+        step: int = 1,
+        offset: int = 0,
+        space: str = "global",
+    ) -> None:
+        """Stores words where the predicate holds.
 
-    def add_words(self, address: str, words: Sequence[str], predicate: str, again: str) -> None:
-        """Stores consecutive words where the predicate holds; adds to the stored values where ``again`` holds too."""
+        They form units of 1, 2 or 4 words. The words of a unit are adjacent; units lie ``step`` units apart.
+        """
+        kind = f".v{unit}" if unit > 1 else ""
+        for start in range(0, len(words), unit):
+            place = f"[{address}+{offset + 4 * start * step}]"
+            self.do(f"@{predicate} st.{space}{kind}.b32", place, self.vector(words[start : start + unit]))
+
+    def add_words(
+        self, address: str, words: Sequence[str], predicate: str, again: str, unit: int, step: int = 1
+    ) -> None:
+        """Stores words as :meth:`store_words`; adds them to the stored ones where ``again`` holds too."""
         both = self.op("and.pred", predicate, again, kind="pred")
         totals = []
-        for place, word in enumerate(words):
-            before = self.op("mov.b32", 0)
-            self.do(f"@{both} ld.global.b32", before, f"[{address}+{4 * place}]")
-            totals.append(self.op("add.f32", before, word))
-        self.store_words(address, totals, predicate)
+        for start in range(0, len(words), unit):
+            before = [self.op("mov.b32", 0) for _ in range(unit)]
+            self.load_vector(f"{address}+{4 * start * step}", before, both)
+            totals += [self.op("add.f32", a, b) for a, b in zip(before, words[start : start + unit], strict=True)]
+        self.store_words(address, totals, predicate, unit, step)
 
-    def load_floats(self, address: str, count: int, dtype: str) -> list[str]:
+    def load_floats(self, address: str, count: int, dtype: str, offset: int = 0) -> list[str]:
         """Loads ``count`` consecutive values as float32."""
         if dtype == "f32":
-            return self.load_words(address, count)
+            return self.load_words(address, count, offset)
         floats: list[str] = []
-        for word in self.load_words(address, count // 2):
+        if count % 2:
+            for index in range(count):
+                half = self.new("b16")
+                self.do("ld.global.b16", half, f"[{address}+{offset + 2 * index}]")
+                floats.append(self.widen(half, dtype))
+            return floats
+        for word in self.load_words(address, count // 2, offset):
             floats += self.unpack(word, dtype)
         return floats
 
@@ -178,7 +303,13 @@ class Program:
             return self.op("shl.b32", word, 16), self.op("and.b32", word, "0xffff0000")
         low, high = self.new("b16"), self.new("b16")
         self.do("mov.b32", f"{{{low}, {high}}}", word)
-        return self.op("cvt.f32.f16", low), self.op("cvt.f32.f16", high)
+        return self.widen(low, dtype), self.widen(high, dtype)
+
+    def widen(self, half: str, dtype: str) -> str:
+        """Returns a 16-bit value as float32."""
+        if dtype == "f16":
+            return self.op("cvt.f32.f16", half)
+        return self.op("shl.b32", self.op("cvt.u32.u16", half), 16)
 
 
 Item = tuple[str, ...]

@@ -1,27 +1,23 @@
 """PTX bodies of the NVIDIA kernels: forward and backward of the adaptive similarity.
 
-The kernels sort *dissimilarities*, the negatives of base similarities, in ascending order. The score is the negative
-dot product of the sorted dissimilarities and the weights.
+The kernels sort *dissimilarities* of blocks, the negatives of base similarities, in ascending order. The score is the
+negative dot product of the sorted dissimilarities and the weights.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from math import gcd
 
 from ahop_layers.ops.gpu.ptx import WARP, Item, Layout, Program, Tagged, Values, sort
 
 MAX_UNROLLED = 64
-"""Up to this number of dimensions the code has one network per base; beyond it, all bases share one in a loop."""
+"""Up to this number of blocks the code has one network per base; beyond it, all bases share one in a loop."""
+
+MIN_SKIPPED = 9
+"""From this number of blocks on, a branch skips the network where the weights make the order irrelevant."""
 
 TAG_BITS = 10
 """Low bits of a word that hold the origin of a half-precision similarity: 32 slots per lane, 32 lanes per group."""
-
-
-def dissimilarity(p: Program, base: str, query: str, key: str) -> str:
-    """Returns the dissimilarity in float32: the squared or absolute difference, or the negative product."""
-    if base == "dot":
-        return p.op("mul.f32", p.op("neg.f32", query), key)
-    difference = p.op("sub.f32", query, key)
-    return p.op("mul.f32", difference, difference) if base == "dis" else p.op("abs.f32", difference)
 
 
 SCORE_ARGUMENTS = ("key", "key2", "query", "query_stride", "weight", "out", "out2", "out_stride")
@@ -29,80 +25,217 @@ SCORE_CONSTRAINTS = "=r," + "l," * len(SCORE_ARGUMENTS) + "r,r,r"
 
 
 @lru_cache(maxsize=None)
-def score(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
-    """Scores one key per group (float32) or two packed keys (half precision) against ``rows`` consecutive queries."""
+def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bool = False) -> str:
+    """Scores one key per group of lanes, or two packed keys, against ``rows`` consecutive queries.
+
+    ``packed`` computes in half precision, two keys at a time, which only blocks of one dimension allow.
+    """
     p = Program()
-    arguments, (rows, valid, valid2) = _arguments(p, SCORE_ARGUMENTS, 3)
+    arguments, (rows, valid, valid2) = read_arguments(p, SCORE_ARGUMENTS, 3)
     keep = [p.op("setp.ne.u32", flag, 0, kind="pred") for flag in (valid, valid2)]
     lane = p.op("mov.u32", "%laneid")
-    chunk, packed = layout.chunk, dtype != "f32"
+    looped = n > MAX_UNROLLED
+    flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane) if n >= MIN_SKIPPED else None
     if packed:
-        both = (p.load_words(arguments[name], chunk // 2) for name in ("key", "key2"))
-        keys = [p.op("prmt.b32", a, b, pick) for a, b in zip(*both, strict=True) for pick in ("0x5410", "0x7632")]
+        both = zip(*(_load_words(p, layout, arguments[name]) for name in ("key", "key2")), strict=True)
+        keys = [p.op("prmt.b32", a, b, pick) for a, b in both for pick in ("0x5410", "0x7632")]
     else:
-        keys = p.load_words(arguments["key"], chunk)
-    values = [p.new() for _ in keys]
+        keys = _load(p, layout, arguments["key"], dtype)
+    values = [p.new() for _ in range(layout.chunk)]
     scores = [p.new() for _ in range(1 + packed)]
 
     p.label("ROW")
     for total in scores:
         p.do("mov.b32", total, 0)
+    query = arguments["query"]
     weight = p.op("mov.b64", arguments["weight"], kind="b64")
-    order = Values(f"NaN.{dtype}x2" if packed else "NaN.f32")
+    # Wide blocks need few registers for values and keep the query in registers for all bases.
+    row = _load(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
+
+    def compare(index: int) -> None:
+        if packed:
+            _packed_dissimilarities(p, bases[index], _load_words(p, layout, query), keys, dtype, values)
+        else:
+            _dissimilarities(p, layout, bases[index], row or _load(p, layout, query, dtype), keys, values, lane)
 
     def add_score(left: str, indices: range) -> None:
-        query = arguments["query"]
-        p.switch(left, [partial(_dissimilarities, p, bases[i], query, keys, dtype, values) for i in indices])
-        items = sort(p, [(value,) for value in values], layout, order, lane)
-        p.switch(left, [partial(_weigh, p, bases[i], items, weight, dtype, scores) for i in indices])
-        p.do("add.s64", weight, weight, 4 * layout.dims)
+        p.switch(left, [partial(compare, index) for index in indices])
+        kind = Values(f"NaN.{dtype}x2" if packed else "NaN.f32")
+        ordered = [value for (value,) in sort(p, [(value,) for value in values], layout, kind, lane)]
+        weigh = partial(_weigh, p, values=ordered, weight=weight, totals=scores, packed=dtype if packed else None)
+        p.switch(left, [partial(weigh, bases[index]) for index in indices])
+        p.do("add.s64", weight, weight, 4 * layout.blocks)
 
-    p.for_each_base(len(bases), layout.dims > MAX_UNROLLED, add_score)
+    def add_flat_score(flat: FlatWeights) -> None:
+        queries = row or _load(p, layout, query, dtype)
+        columns = zip(*(p.unpack(word, dtype) for word in keys), strict=True) if packed else (keys,)
+        for total, column in zip(scores, columns, strict=True):
+            for base, constant in zip(bases, flat.constants, strict=True):
+                chains: list[str | None] = [None] * 4
+                for slot, pair in enumerate(zip(queries, column, strict=True)):
+                    pair = flat.without_padding(slot, pair)
+                    chains[slot % 4] = _dissimilarity(p, base, *pair, chains[slot % 4])
+                sums = [chain for chain in chains if chain is not None]
+                while len(sums) > 1:
+                    sums.append(p.op("add.f32", sums.pop(0), sums.pop(0)))
+                p.do("fma.rn.f32", total, sums[0], constant, total)
+            for distance in _distances(layout.group, layout.lanes):
+                p.do("add.f32", total, total, p.shuffle(total, distance))
+
+    def add_sorted_score() -> None:
+        p.for_each_base(len(bases), looped, add_score)
+
+    if flat:
+        p.either(flat.holds, partial(add_flat_score, flat), add_sorted_score)
+    else:
+        add_sorted_score()
     for total, address, predicate in zip(scores, ("out", "out2"), keep, strict=False):
         result = p.op("neg.f32", total)
-        for distance in (2**level for level in range(layout.group.bit_length() - 1)):
+        for distance in _distances(1, layout.group):
             result = p.op("add.f32", result, p.shuffle(result, distance))
         p.do(f"@{predicate} st.global.b32", f"[{arguments[address]}]", result)
         p.do("add.s64", arguments[address], arguments[address], arguments["out_stride"])
-    p.repeat("ROW", rows, (arguments["query"], arguments["query_stride"]))
+    p.repeat("ROW", rows, (query, arguments["query_stride"]))
     p.do("mov.b32", "$0", 0)
     return p.text()
 
 
-def _arguments(p: Program, names: Sequence[str], numbers: int) -> tuple[dict[str, str], list[str]]:
+def _distances(first: int, end: int) -> list[int]:
+    """Returns the powers of two from ``first`` to below ``end``."""
+    return [1 << level for level in range(first.bit_length() - 1, end.bit_length() - 1)]
+
+
+def read_arguments(p: Program, names: Sequence[str], numbers: int) -> tuple[dict[str, str], list[str]]:
     """Returns registers for the operands of the block: 64-bit operands by name, then ``numbers`` 32-bit operands."""
     wide = {name: p.op("mov.b64", f"${index}", kind="b64") for index, name in enumerate(names, 1)}
     return wide, [p.op("mov.b32", f"${len(names) + 1 + index}") for index in range(numbers)]
 
 
+def _load(p: Program, layout: Layout, address: str, dtype: str) -> list[str]:
+    """Loads the dimensions of this lane, block by block, as float32."""
+    item = 4 if dtype == "f32" else 2
+    run_step = layout.readers * layout.run * layout.block_size * item
+    step = layout.parts * layout.stretch * item
+    return [
+        value
+        for run in range(layout.held // layout.run)
+        for stretch in range(layout.run * layout.width // layout.stretch)
+        for value in p.load_floats(address, layout.stretch, dtype, run * run_step + stretch * step)
+    ]
+
+
+def _load_words(p: Program, layout: Layout, address: str) -> list[str]:
+    """Loads the dimensions of this lane in half precision, two per word."""
+    runs = range(layout.held // layout.run)
+    step = 2 * layout.readers * layout.run
+    return [word for run in runs for word in p.load_words(address, layout.run // 2, run * step)]
+
+
+class FlatWeights:
+    """Finds weights that are constant for each base, as those of a dot product are: no order matters then.
+
+    Attributes:
+        holds: predicate, equal in all lanes of the warp: whether the weights of all bases are constant.
+        constants: the weight of each base.
+    """
+
+    def __init__(self, p: Program, layout: Layout, n: int, bases: int, weight: str, lane: str) -> None:
+        self.p, self.layout, self.n = p, layout, n
+        part = p.op("and.b32", lane, layout.group - 1)
+        first = p.op("mul.lo.u32", part, layout.chunk)
+        start = p.op("sub.s64", weight, p.op("mul.wide.u32", first, 4, kind="b64"), kind="b64")
+        equal = p.op("setp.eq.u32", 0, 0, kind="pred")
+        self.constants = []
+        for index in range(bases):
+            offset = 4 * layout.blocks * index
+            (constant,) = p.load_words(start, 1, offset)
+            self.constants.append(constant)
+            for place, word in enumerate(p.load_words(weight, layout.chunk, offset)):
+                same = p.op("setp.eq.f32", word, constant, kind="pred")
+                if layout.blocks > n:
+                    padding = p.op("setp.ge.u32", p.op("add.u32", first, place), n, kind="pred")
+                    same = p.op("or.pred", same, padding, kind="pred")
+                equal = p.op("and.pred", equal, same, kind="pred")
+        self.holds = p.op("vote.sync.all.pred", equal, "0xffffffff", kind="pred")
+        self.reader = p.op("shr.u32", part, layout.split.bit_length() - 1)
+
+    def without_padding(self, slot: int, pair: tuple[str, str]) -> tuple[str, str]:
+        """Returns query and key values of a slot of this lane, or zeros if its block is padding."""
+        p, layout = self.p, self.layout
+        run, place = divmod(slot // layout.width, layout.run)
+        block = run * layout.readers * layout.run + place
+        if block + (layout.readers - 1) * layout.run < self.n:
+            return pair
+        number = p.op("mad.lo.u32", self.reader, layout.run, block)
+        padding = p.op("setp.ge.u32", number, self.n, kind="pred")
+        first, second = (p.op("selp.b32", 0, value, padding) for value in pair)
+        return first, second
+
+
 def _dissimilarities(
-    p: Program, base: str, query: str, keys: Sequence[str], dtype: str, results: Sequence[str]
+    p: Program,
+    layout: Layout,
+    base: str,
+    queries: Sequence[str],
+    keys: Sequence[str],
+    results: Sequence[str],
+    lane: str,
 ) -> None:
-    """Computes dissimilarities to one key, or in half precision to two packed keys (``dis``: not yet squared)."""
-    if dtype == "f32":
-        queries = p.load_words(query, len(keys))
+    """Computes the dissimilarities of the blocks: sums of squared or absolute differences, or of negative products."""
+    totals = []
+    chains = 4 if layout.held == 1 else 2  # several partial sums hide latency and round better than one
+    for block in range(layout.held):
+        sums: list[str] = []
+        for slot in range(block * layout.width, (block + 1) * layout.width):
+            earlier = sums.pop(0) if len(sums) == chains else None
+            sums.append(_dissimilarity(p, base, queries[slot], keys[slot], earlier))
+        while len(sums) > 1:
+            sums.append(p.op("add.f32", sums.pop(0), sums.pop(0)))
+        totals += sums
+    for distance in reversed(_distances(1, layout.split)):
+        totals = p.exchange_halves(totals, distance, p.lane_bit(lane, distance))
+    for distance in _distances(layout.group, layout.lanes):
+        totals = [p.op("add.f32", total, p.shuffle(total, distance)) for total in totals]
+    for result, total in zip(results, totals, strict=True):
+        p.do("mov.b32", result, total)
+
+
+def _dissimilarity(p: Program, base: str, query: str, key: str, earlier: str | None = None) -> str:
+    """Returns the dissimilarity of one dimension, added to an earlier sum."""
+    if base == "dot":
+        factors = p.op("neg.f32", query), key
     else:
-        picks = [(word, pick) for word in p.load_words(query, len(keys) // 2) for pick in ("0x1010", "0x3232")]
-        queries = [p.op("prmt.b32", word, word, pick) for word, pick in picks]
+        difference = p.op("sub.f32", query, key)
+        if base == "l1":
+            distance = p.op("abs.f32", difference)
+            return distance if earlier is None else p.op("add.f32", distance, earlier)
+        factors = difference, difference
+    return p.op("mul.f32", *factors) if earlier is None else p.op("fma.rn.f32", *factors, earlier)
+
+
+def _packed_dissimilarities(
+    p: Program, base: str, words: Sequence[str], keys: Sequence[str], dtype: str, results: Sequence[str]
+) -> None:
+    """Computes dissimilarities of a query, two dimensions per word, to two packed keys (``dis``: not yet squared)."""
+    queries = [p.op("prmt.b32", word, word, pick) for word in words for pick in ("0x1010", "0x3232")]
     for x, k, result in zip(queries, keys, results, strict=True):
-        if dtype == "f32":
-            p.do("mov.b32", result, dissimilarity(p, base, x, k))
-        elif base == "dot":
+        if base == "dot":
             p.do(f"mul.{dtype}x2", result, p.op(f"neg.{dtype}x2", x), k)
         else:
             p.do(f"abs.{dtype}x2", result, p.op(f"sub.{dtype}x2", x, k))
 
 
-def _weigh(p: Program, base: str, items: Sequence[Item], weight: str, dtype: str, totals: Sequence[str]) -> None:
+def _weigh(
+    p: Program, base: str, values: Sequence[str], weight: str, totals: Sequence[str], packed: str | None
+) -> None:
     """Adds ``weights . values`` of each key. Two partial sums hide latency and round better than one."""
     sums = [["0f00000000"] * 2 for _ in totals]
-    weights = p.load_words(weight, len(items))
-    for position, (item, factor) in enumerate(zip(items, weights, strict=True)):
-        values = item if dtype == "f32" else p.unpack(item[0], dtype)
-        for chains, value in zip(sums, values, strict=True):
-            if base == "dis" and dtype != "f32":
-                value = p.op("mul.f32", value, value)
-            chains[position % 2] = p.op("fma.rn.f32", value, factor, chains[position % 2])
+    weights = p.load_words(weight, len(values))
+    for position, (value, factor) in enumerate(zip(values, weights, strict=True)):
+        for chains, each in zip(sums, p.unpack(value, packed) if packed else (value,), strict=True):
+            if base == "dis" and packed:
+                each = p.op("mul.f32", each, each)
+            chains[position % 2] = p.op("fma.rn.f32", each, factor, chains[position % 2])
     for total, chains in zip(totals, sums, strict=True):
         p.do("add.f32", total, total, p.op("add.f32", *chains))
 
@@ -115,24 +248,49 @@ BACKWARD_CONSTRAINTS = "=r," + "l," * len(BACKWARD_ARGUMENTS) + "r,r"
 
 
 @lru_cache(maxsize=None)
-def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
-    """Computes the gradients of one warp: it keeps a tile of keys in registers and loops over queries, then tiles.
+def score_backward(
+    layout: Layout,
+    n: int,
+    bases: tuple[str, ...],
+    dtype: str,
+    warps: int = 1,
+    tagged_words: bool = False,
+    may_skip: bool = False,
+) -> str:
+    """Computes gradients: a warp keeps a tile of keys in registers and loops over queries, then tiles.
 
     The derivative of a score with respect to a similarity is the weight at the similarity's rank. Each similarity
-    carries the shared-memory address where its dimension expects that weight; after the sort, position ``j`` writes
-    weight ``j`` to the address it carries. Each lane has its own bank, so accesses do not conflict. Float32 carries the
-    address in a second register; half precision carries it in the low bits of the value, which it does not use.
+    carries the shared-memory address where its block expects that weight; after the sort, position ``j`` writes weight
+    ``j`` to the address it carries. Each lane has its own bank, so accesses do not conflict. The address stands in a
+    second register or, with ``tagged_words``, in low bits of the value that half precision does not use.
+
+    Several ``warps`` process the same queries with different keys and add up the gradients of the queries in shared
+    memory. ``may_skip`` skips the sort where the weights are constant; the gradient of the weights is then undefined.
     """
     p = Program()
-    arguments, (all_rows, tiles) = _arguments(p, BACKWARD_ARGUMENTS, 2)
+    arguments, (all_rows, tiles) = read_arguments(p, BACKWARD_ARGUMENTS, 2)
     lane = p.op("mov.u32", "%laneid")
-    scratch = p.op("mov.u32", "scratch")
+    warp = p.op("shr.u32", p.op("mov.u32", "%tid.x"), 5)
+    slots_bytes = _slot(layout.chunk, len(bases), 0)
+    scratch = p.op("mad.lo.u32", warp, slots_bytes, p.op("mov.u32", "scratch"))
     column = p.op("mad.lo.u32", lane, 4, scratch)
-    chunk, row_bytes = layout.chunk, 4 * layout.dims
-    sums = GroupSums(p, layout, lane)
+    chunk, looped = layout.chunk, n > MAX_UNROLLED
+    row_bytes, weight_bytes = 4 * layout.dims, 4 * layout.blocks
+    flat = None
+    if may_skip and n >= MIN_SKIPPED:
+        flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane)
+    # Lanes that share blocks read the derivatives from the columns of all of them.
+    first_column = p.op("mad.lo.u32", p.op("and.b32", lane, WARP - layout.split), 4, scratch)
+    sums = WarpSums(p, layout.per_lane, layout.lanes, layout.lanes, lane, in_turns=True)
+    weight_sums = WarpSums(p, chunk, layout.group, layout.lanes, lane)
+    part = p.op("and.b32", lane, layout.lanes - 1)
+    key_grad_offset = p.op("mul.wide.u32", part, 4 * grad_unit(layout), kind="b64")
+    exchange = RowExchange(p, layout, warps, warp, lane, warps * slots_bytes)
     weight_grads = [[p.op("mov.b32", 0) for _ in range(chunk)] for _ in bases]
     values = [p.new() for _ in range(chunk)]
-    number = arguments["number"]  # index of this lane's key; lanes past the last key repeat it and store nothing
+    # Index of this lane's key; lanes past the last key repeat it and store nothing.
+    pair = p.op("shr.u32", p.op("mov.u32", "%tid.x"), layout.lanes.bit_length() - 1)
+    number = p.op("add.s64", arguments["number"], p.op("cvt.u64.u32", pair, kind="b64"), kind="b64")
     again = p.op("setp.ne.u32", 0, 0, kind="pred")
 
     p.label("TILE")
@@ -142,10 +300,10 @@ def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
         p.op("mad.lo.s64", own, arguments[stride], arguments[start], kind="b64")
         for start, stride in (("key", "key_stride"), ("grad", "grad_key_stride"))
     )
-    keys = p.load_floats(key, chunk, dtype)
+    keys = _load(p, layout, key, dtype)
     key_grads = [p.op("mov.b32", 0) for _ in keys]
     query = p.op("mov.b64", arguments["query"], kind="b64")
-    row_place = p.op("add.s64", arguments["query_grad"], sums.offset, kind="b64")
+    row_place = p.op("mov.b64", arguments["query_grad"], kind="b64")
     rows = p.op("mov.b32", all_rows)
 
     p.label("ROW")
@@ -153,53 +311,86 @@ def score_backward(layout: Layout, bases: tuple[str, ...], dtype: str) -> str:
     p.do(f"@{valid} ld.global.b32", grad, f"[{grad_place}]")
     against = p.op("neg.f32", grad)  # derivative of the loss with respect to a weighted dissimilarity
     weight, region = p.op("mov.b64", arguments["weight"], kind="b64"), p.op("mov.b32", 0)
+    row = _load(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
+
+    def compare(index: int) -> None:
+        _dissimilarities(p, layout, bases[index], row or _load(p, layout, query, dtype), keys, values, lane)
 
     def deliver_weights(left: str, indices: range) -> None:
-        p.switch(left, [partial(_exact_dissimilarities, p, bases[i], query, keys, dtype, values) for i in indices])
-        if dtype == "f32":
+        p.switch(left, [partial(compare, index) for index in indices])
+        if tagged_words:
+            items = _sort_words(p, values, layout, lane, p.op("add.u32", scratch, region))
+        else:
             own_column = p.op("add.u32", column, region)
             places = [p.op("add.u32", own_column, _slot(chunk, 0, slot)) for slot in range(chunk)]
             items = sort(p, list(zip(values, places, strict=True)), layout, Tagged(), lane)
-        else:
-            items = _sort_words(p, values, layout, lane, p.op("add.u32", scratch, region))
         for (_, place), word in zip(items, p.load_words(weight, chunk), strict=True):
             p.do("st.shared.b32", f"[{place}]", word)
-        p.switch(left, [partial(_add_products, p, against, items, weight_grads[i]) for i in indices])
+        p.switch(left, [partial(_add_products, p, against, items, weight_grads[index]) for index in indices])
         p.do("add.u32", region, region, _slot(chunk, 1, 0))
-        p.do("add.s64", weight, weight, row_bytes)
+        p.do("add.s64", weight, weight, weight_bytes)
 
-    p.for_each_base(len(bases), layout.dims > MAX_UNROLLED, deliver_weights)
+    def deliver_constants(flat: FlatWeights) -> None:
+        for index, constant in enumerate(flat.constants):
+            for slot in range(chunk):
+                p.do("st.shared.b32", f"[{column}+{_slot(chunk, index, slot)}]", constant)
+
+    def deliver_sorted() -> None:
+        p.for_each_base(len(bases), looped, deliver_weights)
+
+    if flat:
+        p.either(flat.holds, partial(deliver_constants, flat), deliver_sorted)
+    else:
+        deliver_sorted()
     p.do("bar.warp.sync", "0xffffffff")
-    queries = p.load_floats(query, chunk, dtype)
+    queries = row or _load(p, layout, query, dtype)
     query_grads = []
-    for slot, (x, k, key_grad) in enumerate(zip(queries, keys, key_grads, strict=True)):
-        query_grad = p.op("mov.b32", 0)
+    for block in range(layout.held):
+        slopes = []
+        owner, slot = divmod(block, chunk)
         for index, base in enumerate(bases):
-            at_rank = p.op("ld.shared.b32", f"[{column}+{_slot(chunk, index, slot)}]")
-            slope = p.op("mul.f32", at_rank, grad if base == "dot" else against)
-            _add_slopes(p, base, slope, x, k, query_grad, key_grad)
-        query_grads.append(query_grad)
+            at_rank = p.op("ld.shared.b32", f"[{first_column}+{4 * owner + _slot(chunk, index, slot)}]")
+            slopes.append(p.op("mul.f32", at_rank, grad if base == "dot" else against))
+        for index in range(block * layout.width, (block + 1) * layout.width):
+            query_grads.append(p.op("mov.b32", 0))
+            for base, slope in zip(bases, slopes, strict=True):
+                _add_slopes(p, base, slope, queries[index], keys[index], query_grads[-1], key_grads[index])
     p.do("bar.warp.sync", "0xffffffff")  # all reads finish before the next query overwrites the weights
-    p.add_words(row_place, sums.reduce(query_grads), sums.first, again)
+    reduced = sums.reduce(query_grads)
+    if warps == 1:
+        p.add_words(
+            p.op("add.s64", row_place, sums.offset, kind="b64"), reduced, sums.first, again, sums.unit, sums.step
+        )
+    else:
+        exchange.add(reduced, sums, row_place, again)
     p.do("add.s64", row_place, row_place, row_bytes)
     p.repeat("ROW", rows, (query, arguments["query_stride"]), (grad_place, arguments["grad_stride"]))
 
     key_grad_place = p.op("mad.lo.s64", own, row_bytes, arguments["key_grad"], kind="b64")
-    p.store_words(key_grad_place, key_grads, valid)
+    key_grad_place = p.op("add.s64", key_grad_place, key_grad_offset, kind="b64")
+    p.store_words(key_grad_place, key_grads, valid, gcd(grad_unit(layout), 4), sums.step)
     p.do("setp.eq.u32", again, 0, 0)
-    p.repeat("TILE", tiles, (number, layout.pairs))
-    place = p.op("add.s64", arguments["weight_grad"], sums.offset, kind="b64")
+    p.repeat("TILE", tiles, (number, warps * layout.pairs))
+    place = p.op("add.s64", arguments["weight_grad"], weight_sums.offset, kind="b64")
     for index, totals in enumerate(weight_grads):
-        p.store_words(place, sums.reduce(totals), sums.first, offset=row_bytes * index)
+        reduced = weight_sums.reduce(totals)
+        p.store_words(place, reduced, weight_sums.first, weight_sums.unit, offset=weight_bytes * index)
     p.do("mov.b32", "$0", 0)
-    return p.text(shared_bytes=_slot(chunk, len(bases), 0))
+    return p.text(shared_bytes=backward_shared_bytes(layout, len(bases), warps))
 
 
-def _exact_dissimilarities(
-    p: Program, base: str, query: str, keys: Sequence[str], dtype: str, results: Sequence[str]
-) -> None:
-    for x, k, result in zip(p.load_floats(query, len(keys), dtype), keys, results, strict=True):
-        p.do("mov.b32", result, dissimilarity(p, base, x, k))
+def backward_shared_bytes(layout: Layout, bases: int, warps: int) -> int:
+    """Returns the shared memory of :func:`score_backward`: derivatives of each warp, and two rows of gradients."""
+    rows = 2 * warps * 4 * layout.dims if warps > 1 else 0
+    return warps * _slot(layout.chunk, bases, 0) + rows
+
+
+def grad_unit(layout: Layout) -> int:
+    """Returns how many adjacent gradients of a row belong to one lane.
+
+    The lanes store their gradients in turns, one unit each, so that a warp writes adjacent addresses.
+    """
+    return gcd(_kept(layout.per_lane, layout.lanes), 4) if layout.lanes > 1 else layout.per_lane
 
 
 def _add_products(p: Program, factor: str, items: Sequence[Item], totals: Sequence[str]) -> None:
@@ -249,32 +440,33 @@ def _add_slopes(p: Program, base: str, slope: str, query: str, key: str, query_g
         away = p.op("setp.neu.f32", difference, "0f00000000", kind="pred")
         signed_one = p.op("copysign.f32", difference, "0f3F800000")
         step = p.op("selp.b32", signed_one, difference, away)
-    part = p.op("mul.f32", slope, step)
-    p.do("add.f32", query_grad, query_grad, part)
-    p.do("sub.f32", key_grad, key_grad, part)
+    p.do("fma.rn.f32", query_grad, slope, step, query_grad)
+    p.do("fma.rn.f32", key_grad, p.op("neg.f32", slope), step, key_grad)
 
 
-class GroupSums:
-    """Sums over the groups of a warp by recursive halving: a lane keeps half of its values and sends the other half."""
+class WarpSums:
+    """Sums over the pairs of a warp by recursive halving: a lane keeps half of its values and sends the other half.
 
-    def __init__(self, p: Program, layout: Layout, lane: str) -> None:
-        self.p, self.steps, repeated = p, list[tuple[int, str | None]](), 0
-        count = layout.chunk
-        part = p.op("and.b32", lane, layout.group - 1)
-        place = p.op("mul.lo.u32", part, layout.chunk)
-        distance = layout.group
-        while distance < WARP:
+    ``group`` lanes hold ``count`` different values each; the further ``lanes`` of a pair hold copies. The sums are
+    stored lane by lane or ``in_turns``, see :func:`grad_unit`.
+    """
+
+    def __init__(self, p: Program, count: int, group: int, lanes: int, lane: str, in_turns: bool = False) -> None:
+        self.p, self.steps, repeated = p, list[tuple[int, str | None]](), lanes - group
+        self.unit = gcd(_kept(count, lanes), 4)
+        self.step = group if in_turns else 1
+        place = p.op("mul.lo.u32", p.op("and.b32", lane, group - 1), self.unit if in_turns else count)
+        for distance in _distances(lanes, WARP):
             if count % 2:  # with an odd number of values, every lane keeps all of them
                 repeated |= distance
                 self.steps.append((distance, None))
             else:
                 count //= 2
                 upper = p.lane_bit(lane, distance)
-                place = p.op("add.u32", place, p.op("selp.b32", count, 0, upper))
+                place = p.op("add.u32", place, p.op("selp.b32", count * self.step, 0, upper))
                 self.steps.append((distance, upper))
-            distance *= 2
         self.offset = p.op("mul.wide.u32", place, 4, kind="b64")
-        """Offset in bytes, within a row of ``d`` values, of the first sum that this lane holds."""
+        """Offset in bytes, within a row of values, of the first sum that this lane holds."""
         self.first = p.op("setp.eq.u32", p.op("and.b32", lane, repeated), 0, kind="pred")
         """Whether this lane stores its sums."""
 
@@ -284,10 +476,51 @@ class GroupSums:
         for distance, upper in self.steps:
             if upper is None:
                 values = [p.op("add.f32", value, p.shuffle(value, distance)) for value in values]
-                continue
-            half = len(values) // 2
-            pairs = list(zip(values[:half], values[half:], strict=True))
-            kept = [p.op("selp.b32", high, low, upper) for low, high in pairs]
-            sent = [p.op("selp.b32", low, high, upper) for low, high in pairs]
-            values = [p.op("add.f32", a, p.shuffle(b, distance)) for a, b in zip(kept, sent, strict=True)]
+            else:
+                values = p.exchange_halves(values, distance, upper)
         return values
+
+
+def _kept(count: int, lanes: int) -> int:
+    """Returns how many of ``count`` sums a lane keeps in :class:`WarpSums`."""
+    for _ in _distances(lanes, WARP):
+        count = count if count % 2 else count // 2
+    return count
+
+
+class RowExchange:
+    """Adds up a row of gradients over the warps of a program in shared memory; each warp adds a part to the row.
+
+    Two buffers take turns, so that one barrier per row is enough.
+    """
+
+    def __init__(self, p: Program, layout: Layout, warps: int, warp: str, lane: str, start: int) -> None:
+        self.p, self.warps, self.row_bytes = p, warps, 4 * layout.dims
+        self.unit = gcd(layout.dims, 4)
+        self.units = -(-layout.dims // (self.unit * WARP * warps))
+        self.buffer = p.op("add.u32", p.op("mov.u32", "scratch"), start)
+        self.other = p.op("add.u32", self.buffer, warps * self.row_bytes)
+        self.warp = warp
+        self.first = p.op("mad.lo.u32", warp, WARP * self.units, lane)
+        self.last = layout.dims // self.unit
+
+    def add(self, words: Sequence[str], sums: WarpSums, row: str, again: str) -> None:
+        """Adds the warps' sums of a row to the row in memory."""
+        p, unit = self.p, self.unit
+        own = p.op("mad.lo.u32", self.warp, self.row_bytes, self.buffer)
+        own = p.op("add.u32", own, p.op("cvt.u32.u64", sums.offset))
+        p.store_words(own, words, sums.first, sums.unit, sums.step, space="shared")
+        p.do("bar.sync", 0)
+        for index in range(self.units):
+            number = p.op("add.u32", self.first, WARP * index)
+            inside = p.op("setp.lt.u32", number, self.last, kind="pred")
+            place = p.op("mad.lo.u32", number, 4 * unit, self.buffer)
+            totals = ["0f00000000"] * unit
+            for warp in range(self.warps):
+                part = [p.op("mov.b32", 0) for _ in range(unit)]
+                p.load_vector(f"{place}+{warp * self.row_bytes}", part, inside, "shared")
+                totals = [p.op("add.f32", a, b) for a, b in zip(totals, part, strict=True)]
+            p.add_words(p.op("mad.wide.u32", number, 4 * unit, row, kind="b64"), totals, inside, again, unit)
+        swapped = p.op("mov.b32", self.buffer)
+        p.do("mov.b32", self.buffer, self.other)
+        p.do("mov.b32", self.other, swapped)

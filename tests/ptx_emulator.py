@@ -1,0 +1,374 @@
+"""Runs a PTX body of the kernels on the CPU, one program of several warps, to test its logic without a GPU.
+
+The lanes of a warp execute in lockstep: a register is an array with one entry per lane, and branches must agree in all
+lanes. Warps run one after the other from barrier to barrier. Memory is one array of bytes for all tensors; addresses
+are offsets into it.
+"""
+
+import re
+
+import numpy as np
+
+WARP = 32
+VIEWS = {"f32": np.float32, "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "b64": np.uint64}
+
+
+class Memory:
+    """Global memory that holds copies of tensors."""
+
+    def __init__(self, size=1 << 24):
+        self.bytes = np.full(size, 0xFF, np.uint8)  # NaN where nothing was stored
+        self.end = 64
+
+    def put(self, tensor):
+        """Copies an array and returns its address."""
+        data = np.ascontiguousarray(tensor)
+        address = self.end
+        self.bytes[address : address + data.nbytes] = data.view(np.uint8).reshape(-1)
+        self.end += -(-data.nbytes // 256) * 256
+        return address
+
+    def get(self, address, shape, dtype=np.float32):
+        """Returns a copy of an array."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.bytes[address : address + size].view(dtype).reshape(shape).copy()
+
+
+class Emulator:
+    """Executes a body with the operands of its constraints, an array over threads or a number each."""
+
+    def __init__(self, memory, warps=1):
+        shared = np.full(1 << 17, 0xFF, np.uint8)
+        self.warps = [Warp(memory, shared, index) for index in range(warps)]
+
+    @property
+    def executed(self):
+        """Instructions of the first warp."""
+        return self.warps[0].executed
+
+    def run(self, body, operands):
+        """Runs the body; ``operands`` are the values of ``$1``, ``$2``... Warps take turns at barriers."""
+        threads = WARP * len(self.warps)
+        values = [np.broadcast_to(np.asarray(operand), threads).astype(np.int64) for operand in operands]
+        waiting = [
+            warp.run(body, [value[WARP * index : WARP * (index + 1)] for value in values])
+            for index, warp in enumerate(self.warps)
+        ]
+        while waiting:
+            arrived = [next(warp, "end") for warp in waiting]
+            assert len(set(arrived)) == 1, "a warp waits at a barrier that another one does not reach"
+            waiting = [] if arrived[0] == "end" else waiting
+
+
+class Warp:
+    """The registers of 32 lanes, which execute in lockstep."""
+
+    def __init__(self, memory, shared, index):
+        self.memory, self.shared, self.lanes, self.executed = memory, shared, WARP, 0
+        lane = np.arange(WARP)
+        self.registers = {"%laneid": lane, "%tid.x": WARP * index + lane, "scratch": 0}
+
+    def run(self, body, operands):
+        """Runs the body and yields at barriers of the program."""
+        for index, operand in reversed(list(enumerate(operands, 1))):
+            body = body.replace(f"${index}", f"operand{index}")
+            self.registers[f"operand{index}"] = operand
+        body = body.replace("$0", "result")
+        lines = [line.strip() for line in body.splitlines()]
+        lines = [line for line in lines if line and line not in "{}" and not line.startswith((".reg", ".shared"))]
+        labels = {line[:-1]: index for index, line in enumerate(lines) if line.endswith(":")}
+        at = 0
+        while at < len(lines):
+            if lines[at].startswith("bar.sync"):
+                yield at
+            target = None if lines[at].endswith(":") else self.step(lines[at])
+            at = at + 1 if target is None else labels[target]
+
+    def step(self, line):
+        """Executes one instruction; returns the label of a taken branch."""
+        self.executed += 1
+        guard = np.ones(self.lanes, bool)
+        if line.startswith("@"):
+            name, line = line[1:].split(" ", 1)
+            guard = self.registers[name].astype(bool)
+        code, _, rest = line.rstrip(";").partition(" ")
+        operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+        head = code.split(".")[0]
+        if head == "bra":
+            assert guard.all() or not guard.any(), f"lanes disagree: {line}"
+            return operands[0] if guard.all() else None
+        with np.errstate(all="ignore"):
+            getattr(self, f"do_{head}")(code, operands, guard)
+        return None
+
+    def value(self, name, kind):
+        """Returns an operand as an array of the type ``kind``."""
+        if name.startswith("0f"):
+            return np.full(self.lanes, int(name[2:], 16), np.uint32).view(VIEWS[kind])
+        if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", name):
+            number = int(name, 0)
+            wide = VIEWS[kind]
+            return np.full(self.lanes, number, np.int64).astype(np.int32 if wide == np.float32 else wide).view(wide)
+        register = np.broadcast_to(self.registers[name], self.lanes)
+        wide = np.dtype(VIEWS[kind])
+        if register.dtype.kind == "b":
+            return register
+        return register.astype(np.uint64).astype(f"u{wide.itemsize}").view(wide)
+
+    def set(self, name, array, guard=None):
+        """Stores an array into a register, as unsigned bits."""
+        array = np.asarray(array)
+        if array.dtype.kind != "b":
+            array = array.view(f"u{array.dtype.itemsize}")
+        if guard is not None and not guard.all():
+            array = np.where(guard, array, self.registers.get(name, np.zeros(self.lanes, array.dtype)))
+        self.registers[name] = array
+
+    def do_mov(self, code, operands, guard):
+        if operands[0].startswith("{"):  # unpack a word into halves
+            low, high = operands[0].strip("{}").split(", ")
+            word = self.value(operands[1], "u32")
+            self.set(low, (word & 0xFFFF).astype(np.uint16))
+            self.set(high, (word >> 16).astype(np.uint16))
+        elif "pred" in code:
+            self.set(operands[0], self.registers[operands[1]].astype(bool), guard)
+        else:
+            self.set(operands[0], self.value(operands[1], "b64" if "64" in code else "b32"), guard)
+
+    def arithmetic(self, code, operands, guard, function):
+        kind = code.split(".")[-1]
+        if kind in ("bf16x2", "f16x2"):
+            parts = [self.halves(self.value(name, "u32"), kind) for name in operands[1:]]
+            results = [function(*(part[side] for part in parts)) for side in (0, 1)]
+            self.set(operands[0], self.pack(*results, kind), guard)
+            return
+        kind = kind if kind in VIEWS else "b32"
+        inputs = [self.value(name, kind) for name in operands[1:]]
+        self.set(operands[0], np.asarray(function(*inputs)).astype(VIEWS[kind]), guard)
+
+    def halves(self, word, kind):
+        low, high = (word & 0xFFFF).astype(np.uint32), (word >> 16).astype(np.uint32)
+        return tuple(self.widen(part, kind) for part in (low, high))
+
+    def widen(self, half, kind):
+        if kind.startswith("bf16"):
+            return (half.astype(np.uint32) << 16).view(np.float32)
+        return half.astype(np.uint16).view(np.float16).astype(np.float32)
+
+    def narrow(self, value, kind):
+        if kind.startswith("f16"):
+            return value.astype(np.float16).view(np.uint16).astype(np.uint32)
+        bits = np.asarray(value, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint32)
+
+    def pack(self, low, high, kind):
+        return (self.narrow(low, kind) | (self.narrow(high, kind) << 16)).astype(np.uint32)
+
+    def do_add(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, lambda a, b: a + b)
+
+    def do_sub(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, lambda a, b: a - b)
+
+    def do_mul(self, code, operands, guard):
+        if "wide" in code:
+            product = self.value(operands[1], "u32").astype(np.uint64) * self.value(operands[2], "u32")
+            self.set(operands[0], product.astype(np.uint64), guard)
+        else:
+            self.arithmetic(code, operands, guard, lambda a, b: a * b)
+
+    def do_mad(self, code, operands, guard):
+        if "wide" in code:
+            product = self.value(operands[1], "u32").astype(np.uint64) * self.value(operands[2], "u32").astype(
+                np.uint64
+            )
+            self.set(operands[0], product + self.value(operands[3], "b64"), guard)
+        else:
+            self.arithmetic(code, operands, guard, lambda a, b, c: a * b + c)
+
+    def do_div(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, lambda a, b: a // b)
+
+    def do_rem(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, lambda a, b: a % b)
+
+    def do_shf(self, code, operands, guard):
+        low, high, by = (self.value(name, "u32").astype(np.uint64) for name in operands[1:])
+        both = (high << np.uint64(32) | low) << (by & np.uint64(31))
+        self.set(operands[0], (both >> np.uint64(32)).astype(np.uint32), guard)
+
+    def do_fma(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32))
+
+    def do_neg(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, lambda a: -a)
+
+    def do_abs(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, np.abs)
+
+    def do_min(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, np.minimum)
+
+    def do_max(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, np.maximum)
+
+    def do_copysign(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, lambda sign, size: np.copysign(size, sign))
+
+    def logic(self, operands, guard, function, code):
+        if "pred" in code:
+            self.set(operands[0], function(*(self.registers[name].astype(bool) for name in operands[1:])), guard)
+        else:
+            self.set(operands[0], function(*(self.value(name, "u32") for name in operands[1:])), guard)
+
+    def do_and(self, code, operands, guard):
+        self.logic(operands, guard, np.bitwise_and, code)
+
+    def do_or(self, code, operands, guard):
+        self.logic(operands, guard, np.bitwise_or, code)
+
+    def do_xor(self, code, operands, guard):
+        self.logic(operands, guard, np.bitwise_xor, code)
+
+    def do_shl(self, code, operands, guard):
+        a, b = self.value(operands[1], "u32"), self.value(operands[2], "u32")
+        self.set(operands[0], np.where(b < 32, a << np.minimum(b, 31), 0).astype(np.uint32), guard)
+
+    def do_shr(self, code, operands, guard):
+        kind = "s32" if "s32" in code else "u32"
+        self.set(
+            operands[0], self.value(operands[1], kind) >> self.value(operands[2], "u32").astype(VIEWS[kind]), guard
+        )
+
+    def do_lop3(self, code, operands, guard):
+        a, b, c = (self.value(name, "u32") for name in operands[1:4])
+        table = int(operands[4], 0)
+        result = np.zeros(self.lanes, np.uint32)
+        for index in range(8):
+            if table >> index & 1:
+                terms = [x if index >> bit & 1 else ~x for x, bit in ((a, 2), (b, 1), (c, 0))]
+                result |= terms[0] & terms[1] & terms[2]
+        self.set(operands[0], result, guard)
+
+    def do_prmt(self, code, operands, guard):
+        both = self.value(operands[1], "u32").astype(np.uint64) | (
+            self.value(operands[2], "u32").astype(np.uint64) << 32
+        )
+        pick = self.value(operands[3], "u32")
+        result = np.zeros(self.lanes, np.uint64)
+        for place in range(4):
+            nibble = (pick >> np.uint32(4 * place)) & 0xF
+            assert (nibble < 8).all(), "prmt replicates signs"
+            result |= ((both >> (8 * nibble.astype(np.uint64))) & 0xFF) << np.uint64(8 * place)
+        self.set(operands[0], result.astype(np.uint32), guard)
+
+    def do_setp(self, code, operands, guard):
+        _, comparison, kind = code.split(".")
+        a, b = (self.value(name, kind) for name in operands[1:])
+        compare = {"gt": np.greater, "lt": np.less, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}
+        self.set(operands[0], compare.get(comparison, np.not_equal)(a, b), guard)
+
+    def do_selp(self, code, operands, guard):
+        a, b = (self.value(name, "u32") for name in operands[1:3])
+        self.set(operands[0], np.where(self.registers[operands[3]].astype(bool), a, b).astype(np.uint32), guard)
+
+    def do_cvt(self, code, operands, guard):
+        target, source = code.split(".")[-2:]
+        if target.endswith("x2"):  # the first source is the upper half
+            high, low = (self.value(name, "f32") for name in operands[1:])
+            self.set(operands[0], self.pack(low, high, target), guard)
+        elif target[1:] in ("64", "32") and source[1:] in ("64", "32"):
+            wide = self.value(operands[1], source if source in VIEWS else "b64").astype(VIEWS.get(target, np.uint64))
+            self.set(operands[0], wide, guard)
+        elif source == "f16":
+            self.set(operands[0], self.widen(self.registers[operands[1]], "f16"), guard)
+        else:
+            self.set(operands[0], self.registers[operands[1]].astype(np.uint32), guard)
+
+    def do_shfl(self, code, operands, guard):
+        value = self.value(operands[1], "u32").reshape(-1, WARP)
+        lane = np.arange(WARP)
+        if ".idx" in code:
+            source = self.value(operands[2], "u32").reshape(-1, WARP)
+            result = np.take_along_axis(value, source.astype(np.int64), 1)
+        else:
+            result = value[:, lane ^ int(operands[2])]
+        self.set(operands[0], result.reshape(-1))
+
+    def do_vote(self, code, operands, guard):
+        votes = self.registers[operands[1]].astype(bool).reshape(-1, WARP).all(1)
+        self.set(operands[0], np.repeat(votes, WARP))
+
+    def do_bar(self, code, operands, guard):
+        pass
+
+    def place(self, operand):
+        """Returns the addresses of an operand ``[register+offset]``."""
+        name, *offsets = operand.strip("[]").split("+")
+        base = np.broadcast_to(np.asarray(self.registers[name]), self.lanes).astype(np.int64)
+        return base + sum(int(offset) for offset in offsets)
+
+    def do_ld(self, code, operands, guard):
+        memory = self.shared if "shared" in code else self.memory.bytes
+        size = 2 if "b16" in code else 4
+        names = operands[0].strip("{}").split(", ")
+        address = self.place(operands[1])
+        assert (address[guard] % (size * len(names)) == 0).all(), f"misaligned: {code}"
+        for index, name in enumerate(names):
+            old = self.registers.get(name, np.zeros(self.lanes, f"u{size}"))
+            result = np.array(old).astype(f"u{size}")
+            for lane in np.flatnonzero(guard):
+                start = address[lane] + size * index
+                assert 0 <= start <= len(memory) - size, f"out of bounds: {code}"
+                result[lane] = memory[start : start + size].view(f"u{size}")[0]
+            self.registers[name] = result
+
+    def do_st(self, code, operands, guard):
+        memory = self.shared if "shared" in code else self.memory.bytes
+        names = operands[1].strip("{}").split(", ")
+        address = self.place(operands[0])
+        assert (address[guard] % (4 * len(names)) == 0).all(), f"misaligned: {code}"
+        for index, name in enumerate(names):
+            value = self.value(name, "u32")
+            for lane in np.flatnonzero(guard):
+                start = address[lane] + 4 * index
+                assert 0 <= start <= len(memory) - 4, f"out of bounds: {code}"
+                memory[start : start + 4] = value[lane : lane + 1].view(np.uint8)
+
+    def do_ldmatrix(self, code, operands, guard):
+        names = operands[0].strip("{}").split(", ")
+        address = self.place(operands[1]).reshape(-1, WARP)
+        for index, name in enumerate(names):
+            result = np.zeros((len(address), WARP), np.uint32)
+            for warp, places in enumerate(address):
+                rows = [self.shared[p : p + 16].view(np.uint16) for p in places[8 * index : 8 * index + 8]]
+                matrix = np.stack(rows)
+                matrix = matrix.T if "trans" in code else matrix
+                words = np.ascontiguousarray(matrix).view(np.uint32)  # (8, 4)
+                result[warp] = words.reshape(-1)
+            self.set(name, result.reshape(-1))
+
+    def do_movmatrix(self, code, operands, guard):
+        words = self.value(operands[1], "u32").reshape(-1, 8, 4)
+        matrix = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
+        turned = np.ascontiguousarray(matrix.transpose(0, 2, 1)).view(np.uint32)
+        self.set(operands[0], turned.reshape(-1))
+
+    def do_mma(self, code, operands, guard):
+        """``m16n8k8`` and ``m16n8k16`` with float32 accumulators."""
+        kind = "bf16" if "bf16" in code else "f16"
+        groups = [operand.strip("{}").split(", ") for operand in operands]
+        steps = len(groups[2])
+        warps = self.lanes // WARP
+        a, b = np.zeros((warps, 16, 8 * steps), np.float32), np.zeros((warps, 8 * steps, 8), np.float32)
+        row, col = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
+        for index, name in enumerate(groups[1]):
+            for side, part in enumerate(self.halves(self.value(name, "u32"), kind)):
+                a[:, row + 8 * (index % 2), col + side + 8 * (index // 2)] = part.reshape(warps, WARP)
+        for index, name in enumerate(groups[2]):
+            for side, part in enumerate(self.halves(self.value(name, "u32"), kind)):
+                b[:, col + side + 8 * index, row] = part.reshape(warps, WARP)
+        product = a.astype(np.float64) @ b
+        for index, (name, start) in enumerate(zip(groups[0], groups[3], strict=True)):
+            total = product[:, row + 8 * (index // 2), col + index % 2].reshape(-1) + self.value(start, "f32")
+            self.set(name, total.astype(np.float32))
