@@ -217,33 +217,47 @@ class AdaptiveSimilarity(nn.Module):
                     self.blocks = (*self.blocks[:index], changed, *self.blocks[index + 1 :])
                     self._set_gather(index)
 
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+    def gathers(self) -> list[Tensor | None]:
+        """Returns the index of each resolution that arranges its blocks, or None where they are consecutive.
+
+        >>> AdaptiveSimilarity(4, blocks=[2, torch.tensor([0, 1, 0, 1])]).gathers()
+        [None, tensor([0, 2, 1, 3])]
+        """
+        return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
+
+    def forward(self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None) -> Tensor:
         """Computes the scores ``(..., [H,] L, S)`` of ``query (..., [H,] L, d)`` and ``key (..., [H,] S, d)``.
+
+        ``arranged`` optionally has the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not
+        change need not be arranged in each call.
 
         Raises:
             AHopError: a shape, dtype or device is invalid.
         """
         self._check_rows(query, key)
         query = self.unbiased(query)
-        scores = self._score(0, query, key)
+        keys = [None] * len(self.blocks) if arranged is None else arranged
+        scores = self._score(0, query, key, keys[0])
         for index in range(1, len(self.blocks)):
-            scores = scores + self._score(index, query, key)
+            scores = scores + self._score(index, query, key, keys[index])
         return scores
 
-    def _score(self, index: int, query: Tensor, key: Tensor) -> Tensor:
+    def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
-        query, key, numbers = self._arranged(index, query, key)
+        query, key, numbers = self._arranged(index, query, key, arranged)
         return adaptive_similarity(query, key, self.footprint_weight(index), self.bases, numbers)
 
-    def _arranged(self, index: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _arranged(
+        self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
 
         The third result is None, or the block of each dimension if the rows are not arranged.
         """
-        gather = getattr(self, f"_gather_{index}", None)
+        gather = self.gathers()[index]
         padded = padding(gather, self.dim)
         if gather is not None:
-            query, key = arrange(query, gather), arrange(key, gather)
+            query, key = arrange(query, gather), arrange(key, gather) if arranged is None else arranged
         if self.blocks[index].normalize:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
             n = getattr(self, self.parameter_names()[index][0]).shape[-1]
@@ -301,9 +315,9 @@ class AdaptiveSimilarity(nn.Module):
         self._check_rows(key, key)
         for index, entry in enumerate(self.blocks):
             if entry.normalize:
-                norm, gather = getattr(self, f"norm_{index}"), getattr(self, f"_gather_{index}", None)
+                norm = getattr(self, f"norm_{index}")
                 if not norm.any():
-                    norm.copy_(stored_norm(key, entry.count(self.dim), gather))
+                    norm.copy_(stored_norm(key, entry.count(self.dim), self.gathers()[index]))
         return self
 
     def unbiased(self, query: Tensor) -> Tensor:
