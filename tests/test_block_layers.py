@@ -274,3 +274,13 @@ def test_a_compiled_memory():
     memory, query = trained_memory(INTERLEAVED), torch.randn(5, 8)
     compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(query), memory(query))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("blocks", ARRANGED.values(), ids=ARRANGED)
+def test_a_memory_moves_to_another_device_with_its_blocks(blocks):
+    memory = trained_memory(blocks)
+    check_scores(memory)
+    check_scores(memory.cuda())
+    check_scores(memory.cpu())
