@@ -101,12 +101,13 @@ def _as_pixels(image: Tensor) -> Tensor:
 def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | None" = None) -> "Figure":
     """Plots the learned weights of every similarity: one row per head, one line per base.
 
-    A column is a layer, or for several resolutions of blocks a resolution of a layer.
+    A column is a layer, or for several resolutions of blocks a resolution of a layer. Weights of blocks are bars by the
+    rank of the block.
 
     Args:
         source: an :class:`~ahop_layers.AdaptiveSimilarity`, or a model that contains some.
-        folded: True plots ``u``, the weight of the k-th largest similarity of a dimension or block; a constant line is
-            the base similarity itself. False plots ``beta * w``, the weight of the k-th footprint entry.
+        folded: True plots ``u``, the weight of the k-th largest similarity of a dimension or block; constant weights
+            are the base similarity itself. False plots ``beta * w``, the weight of the k-th footprint entry.
         ax: axes to draw on, for one layer with one head; None creates a figure.
 
     Returns:
@@ -137,8 +138,8 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
             if row >= len(lines):
                 panel.set_visible(False)
                 continue
-            for base, line in zip(part.bases, lines[row], strict=True):
-                panel.plot(range(1, len(line) + 1), line.numpy(), label=base, color=COLORS.get(base), linewidth=1.5)
+            by_block = part.blocks[index].blocks is not None
+            _draw_weights(panel, dict(zip(part.bases, lines[row], strict=True)), by_block)
             panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             if row == 0:
                 title = name.removesuffix("similarity").removesuffix(".") or "similarity"
@@ -146,10 +147,25 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
             if column == 0:
                 panel.set_ylabel(f"head {row + 1}", fontsize="small")
             if row == len(lines) - 1:
-                panel.set_xlabel("k-th largest similarity" if folded else "k-th footprint entry", fontsize="small")
+                largest = "k-th most similar block" if by_block else "k-th largest similarity"
+                panel.set_xlabel(largest if folded else "k-th footprint entry", fontsize="small")
             panel.tick_params(labelsize="x-small")
     axes[0][0].legend(fontsize="x-small", frameon=False)
     return figure
+
+
+def _draw_weights(panel: "Axes", weights: dict[str, Tensor], by_block: bool) -> None:
+    """Draws the weights ``(n,)`` of each base as a line, or by rank of block as bars side by side."""
+    for number, (base, line) in enumerate(weights.items()):
+        ranks = torch.arange(1, len(line) + 1)
+        if by_block:
+            width = 0.8 / len(weights)
+            places = ranks + (number - (len(weights) - 1) / 2) * width
+            panel.bar(places.numpy(), line.numpy(), width, label=base, color=COLORS.get(base))
+        else:
+            panel.plot(ranks.numpy(), line.numpy(), label=base, color=COLORS.get(base), linewidth=1.5)
+    if by_block:
+        panel.locator_params(axis="x", integer=True)
 
 
 @torch.no_grad()
@@ -269,9 +285,12 @@ def _check_headless(similarity: object) -> None:
 
 
 def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
-    """Returns a suffix with the number of blocks of a resolution, empty where every dimension is a block."""
+    """Returns a suffix with the number of blocks of a resolution, empty for a similarity without blocks."""
     blocks = part.blocks[index]
-    return "" if blocks.blocks is None else f", {blocks.count(part.dim)} blocks"
+    if blocks.blocks is None:
+        return "" if len(part.blocks) == 1 else f", {part.dim} dimensions"
+    n = blocks.count(part.dim)
+    return f", {n} {'normalized ' if blocks.normalize else ''}block{'s' if n > 1 else ''}"
 
 
 @torch.no_grad()

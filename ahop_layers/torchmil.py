@@ -20,8 +20,8 @@ class AdaptivePool(nn.Module):
         in_dim: number of features of an instance.
         att_dim: width of the association, over all heads.
         num_heads: number of heads.
-        keywords: further arguments of :class:`AdaptiveHopfieldPooling`, such as ``scaling``, ``dropout``,
-            ``similarity`` or ``device``.
+        keywords: further arguments of :class:`AdaptiveHopfieldPooling`, such as ``scaling``, ``dropout``, ``blocks``
+            (of the ``att_dim / num_heads`` dimensions of a head), ``similarity`` or ``device``.
 
     Shapes: input ``(batch, bag, in_dim)``, mask ``(batch, bag)``; output ``(batch, in_dim)``.
 

@@ -1,12 +1,15 @@
-"""Table and plot of the kernel benchmark."""
+"""Tables and plot of the kernel benchmark."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ahop_layers.ops.gpu.networks import sorting_network
 from benchmarks.harness.report import GRAY, drawing, group, number, table
 from benchmarks.harness.rows import Row
 
 PASSES = ("forward", "forward + backward")
+N = re.compile(r", n (\d+)")
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -26,6 +29,26 @@ def report(rows: Sequence[Row]) -> str:
         [case, *(number(cells[name]) if cells.get(name) else "" for name in there)] for case, cells in cases.items()
     ]
     return table(["queries x keys", *there], body)
+
+
+def has_blocks(row: Row) -> bool:
+    """Tells whether a row measures block footprints, such as ``256 x 2048, d 64, n 8``."""
+    return N.search(row["case"]) is not None
+
+
+def of_blocks(rows: Sequence[Row]) -> str:
+    """Milliseconds of block footprints, and their speedup over full footprints of the same size."""
+    measured = {(row["case"], row["pass"]): float(row["ours_ms"]) for row in rows}
+    body = []
+    for case in dict.fromkeys(row["case"] for row in rows if has_blocks(row)):
+        size, n = N.sub("", case), int(N.findall(case)[0])
+        times = [measured.get((case, label)) for label in PASSES]
+        full = [measured.get((size, label)) for label in PASSES]
+        ratios = [None if None in (mine, whole) else whole / mine for mine, whole in zip(times, full, strict=True)]
+        cells = ["" if value is None else number(value) for value in (*times, *ratios)]
+        body.append([size, n, len(sorting_network(n).comparators), *cells])
+    labels = [f"{label}, {unit}" for unit in ("ms", "speedup over full footprints") for label in PASSES]
+    return table(["queries x keys", "n", "comparators", *labels], body)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The explanatory pictures: computing a footprint, corrupting queries, learned weights, attention maps of a ViT.
+"""The explanatory pictures: footprints of pixels and blocks, corrupted queries, learned weights, attention maps.
 
 To run: python docs/pictures.py   (or: python docs/pictures.py footprint weights --out folder)
 
@@ -29,6 +29,7 @@ from benchmarks.harness.report import GRAY
 HERE = Path(__file__).parent
 ORIGIN, OTHER = COLORS["dot"], COLORS["dis"]
 PEN = 1e-3  # a variant without noise lies on points and lines, which have to be drawn with some width
+PATCHES = ah.patches(8, 8, 2)
 STYLE = {**report.STYLE, "svg.fonttype": "path", "font.size": 12}  # text as paths: independent of fonts
 # Without date and version of matplotlib, so that the same picture has the same bytes.
 NAMELESS: dict[str, dict[str, None]] = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
@@ -41,7 +42,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 class Example(NamedTuple):
-    """A query, its two candidate patterns ``(2, d)`` with the original first, and learned weights ``(d,)``."""
+    """A query, its two candidate patterns ``(2, d)`` with the original first, and learned weights ``(n,)``."""
 
     query: Tensor
     keys: Tensor
@@ -53,25 +54,61 @@ def example() -> Example:
     patterns, shown = digits()
     patterns = patterns[:100]
     variant = ah.variants.Mixed(mask=0.4, noise=0.02)
-    plain = ah.AssociativeMemory(patterns, similarity="dis")
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("dis",), init="dis")
     memory.fit(variant, epochs=600, batch=128, progress=False)
     index, query = variant.sample(patterns, 2000, torch.Generator().manual_seed(1))
-    wrong = plain.recall(query)
+    return _clearest(memory, index, query, shown)
+
+
+def occluded_example() -> Example:
+    """Returns the clearest occluded digit that a memory with blocks recalls and the distance assigns to another class.
+
+    A square of 4 x 4 pixels of the query shows another digit.
+    """
+    patterns, shown = digits()
+    patterns = patterns[:100]
+    random = torch.Generator().manual_seed(0)
+
+    def occluded(count: int) -> tuple[Tensor, Tensor]:
+        index, other = torch.randint(100, (2, count), generator=random)
+        rows, columns = (torch.randint(5, (count, 1), generator=random) for _ in range(2))
+        y, x = torch.arange(64) // 8, torch.arange(64) % 8
+        inside = (y >= rows) & (y < rows + 4) & (x >= columns) & (x < columns + 4)
+        return index, torch.where(inside, patterns[other], patterns[index])
+
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("dis",), init="dis", blocks=PATCHES)
+    memory.fit(occluded(4000), epochs=20, batch=128, progress=False)
+    return _clearest(memory, *occluded(2000), shown)
+
+
+def _clearest(memory: ah.AssociativeMemory, index: Tensor, query: Tensor, shown: Tensor) -> Example:
+    """Chooses among ``query (n, d)``, made from the patterns ``index (n,)``, whose classes are ``shown``."""
+    similarity, patterns = memory.similarity, memory.patterns
+    wrong = ah.AssociativeMemory(patterns, similarity="dis").recall(query)
     rows = ((memory.recall(query) == index) & (shown[wrong] != shown[index])).nonzero()[:, 0]
     pairs = patterns[torch.stack((index[rows], wrong[rows]), 1)]
-    curves = ah.footprint(query[rows, None], pairs, base="dis")[:, 0]
+    curves = ah.footprint(query[rows, None], pairs, base="dis", blocks=similarity.blocks[0].blocks)[:, 0]
     lead = (curves[:, 0] - curves[:, 1]) / curves[:, 0, -1:].abs()
     best = torch.minimum(lead.amax(-1), -lead[:, -1]).argmax()  # a large lead first, far behind in the end
-    weights = (memory.similarity.beta.unsqueeze(-1) * memory.similarity.w).detach()[0]
-    return Example(query[rows[best]], pairs[best], weights)
+    return Example(query[rows[best]], pairs[best], similarity.footprint_weight().detach()[0])
 
 
 def footprint() -> Figure:
     """Draws the steps from a query and two stored digits to their scores: compare, sort, add up, weigh."""
-    query, keys, weights = example()
-    similarity = -(query - keys).square()
-    curves = ah.footprint(query[None], keys, base="dis")[0]
+    return _steps(example(), torch.arange(64))
+
+
+def blocks() -> Figure:
+    """Draws the same steps for an occluded query and patches of 2 x 2 pixels."""
+    return _steps(occluded_example(), PATCHES)
+
+
+def _steps(shown: Example, blocks: Tensor) -> Figure:
+    """Draws the steps from a query to its scores, for the given block of each pixel."""
+    query, keys, weights = shown
+    n = int(blocks.max()) + 1
+    similarity = torch.zeros(2, n).index_add(1, blocks, -(query - keys).square())
+    curves = ah.footprint(query[None], keys, base="dis", blocks=blocks)[0]
     colors = (ORIGIN, OTHER)
     figure = Figure(figsize=(10, 4.4))
     height, tops = 0.29, (0.545, 0.12)
@@ -88,21 +125,21 @@ def footprint() -> Figure:
     for x, name in zip((0.066, 0.232, 0.382, 0.532, 0.722, 0.922), names, strict=True):
         label(x, 0.94, name)
     center = sum(tops) / 2 + height / 2
-    _pixels(figure.add_axes((0.003, center - height / 2, side, height)), query, GRAY)
+    _pixels(figure.add_axes((0.003, center - height / 2, side, height)), query, GRAY, blocks)
     for y, key, q, color, name in zip(tops, keys, similarity, colors, ("the origin", "a look-alike"), strict=True):
         middle = y + height / 2
         arrow((0.137, center + (middle - center) * 0.25), (0.165, middle))
-        _pixels(figure.add_axes((0.168, y, side, height)), key, color)
+        _pixels(figure.add_axes((0.168, y, side, height)), key, color, blocks)
         label(0.232, y - 0.06, name, color=color, fontsize=15)
-        _disagreement(figure.add_axes((0.318, y, side, height)), q, color)
+        _disagreement(figure.add_axes((0.318, y, side, height)), q[blocks], color, -2.0 * 64 / n)
         arrow((0.45, middle), (0.468, middle))
         bars = figure.add_axes((0.472, y, 0.12, height))
-        bars.fill_between(range(65), [0, *q.sort(descending=True).values], step="pre", color=color, linewidth=0)
-        bars.set(ylim=(float(similarity.min()), 0), xlim=(0, 64))
+        bars.fill_between(range(n + 1), [0, *q.sort(descending=True).values], step="pre", color=color, linewidth=0)
+        bars.set(ylim=(float(similarity.min()), 0), xlim=(0, n))
         bars.axis("off")
         arrow((0.6, middle), (0.618, center + (middle - center) * 0.6))
 
-    places = range(1, 65)
+    places = range(1, n + 1)
     panel = figure.add_axes((0.625, 0.36, 0.2, 0.49))
     for curve, color in zip(curves, colors, strict=True):
         panel.plot(places, curve.numpy(), color=color, linewidth=2.5)
@@ -110,7 +147,7 @@ def footprint() -> Figure:
     strip.bar(places, weights.numpy(), width=1, color=GRAY)
     label(0.725, 0.06, "learned weights", fontsize=15)
     for axis in (panel, strip):
-        axis.set(xlim=(0.5, 64.5), xticks=[], yticks=[])
+        axis.set(xlim=(0.5, n + 0.5), xticks=[], yticks=[])
         axis.spines[["left", "bottom"]].set_visible(False)
         axis.axhline(0, color=GRAY, linewidth=1)
     verdicts = (("distance \u2717", curves[:, -1]), ("learned \u2713", curves @ weights))
@@ -124,16 +161,20 @@ def footprint() -> Figure:
     return figure
 
 
-def _pixels(axis: Axes, pattern: Tensor, color: str) -> None:
-    """Draws a digit in a frame."""
+def _pixels(axis: Axes, pattern: Tensor, color: str, blocks: Tensor) -> None:
+    """Draws a digit in a frame, cut into its blocks unless every pixel is one."""
     axis.pcolormesh(pattern.reshape(8, 8).numpy(), cmap="gray", vmin=-1, vmax=1, edgecolors="face", linewidth=0.5)
+    if blocks.max() < 63:
+        for line in range(2, 8, 2):
+            axis.axhline(line, color=color, linewidth=1)
+            axis.axvline(line, color=color, linewidth=1)
     _frame(axis, color)
 
 
-def _disagreement(axis: Axes, similarity: Tensor, color: str) -> None:
-    """Draws the distance of each pixel as opacity."""
+def _disagreement(axis: Axes, similarity: Tensor, color: str, lowest: float) -> None:
+    """Draws the distance of the block of each pixel as opacity."""
     clear = LinearSegmentedColormap.from_list("clear", [(*to_rgb(color), 1), (*to_rgb(color), 0)])
-    axis.pcolormesh(similarity.reshape(8, 8).numpy(), cmap=clear, vmin=-2, vmax=0)
+    axis.pcolormesh(similarity.reshape(8, 8).numpy(), cmap=clear, vmin=lowest, vmax=0)
     _frame(axis, color)
 
 
@@ -246,6 +287,7 @@ def _train(model: torch.nn.Module, images: Tensor, labels: Tensor, epochs: int) 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "footprint.svg": footprint,
+    "blocks.svg": blocks,
     "likelihoods.svg": likelihoods,
     "weights.svg": weights,
     "maps.png": maps,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import kernels_report
+from benchmarks.harness import pages
 from benchmarks.harness.memory import CLEAR, peak, reset_peak
 from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
@@ -88,6 +90,23 @@ def test_the_best_figures_are_bold():
     assert bold_best(["", ""]) == ["", ""]
     body = bold_best_in_columns([["a", "1", "2"], ["b", "3", "4"]], {1: max, 2: min})
     assert body == [["a", "1", "**2**"], ["b", "**3**", "4"]]
+
+
+def test_block_footprints_are_compared_with_full_ones_of_the_same_size(monkeypatch):
+    times = {"8 x 9, d 64": (6.0, 9.0), "8 x 9, d 64, n 8": (1.5, 3.0), "8 x 9, d 32, n 4": (0.5, None)}
+    rows = [
+        {"case": case, "pass": label, "ours_ms": str(value), "device": "A", "torch": "2", "commit": "c", "date": "d"}
+        for case, pair in times.items()
+        for label, value in zip(kernels_report.PASSES, pair, strict=True)
+        if value is not None
+    ]
+    lines = kernels_report.of_blocks(rows).splitlines()[2:]
+    assert lines == ["| 8 x 9, d 64 | 8 | 19 | 1.5 | 3 | 4 | 3 |", "| 8 x 9, d 32 | 4 | 5 | 0.5 |  |  |  |"]
+    others = [{**row, "device": "B"} for row in rows if "n" not in row["case"]]
+    monkeypatch.setattr(pages, "read", lambda path: [*rows, *others])
+    assert pages.block_rows() == rows
+    monkeypatch.setattr(pages, "read", lambda path: others)
+    assert pages.TABLES["blocks"]() == "Not measured yet. To measure it: `python -m benchmarks.kernels`."
 
 
 def test_only_results_of_the_project_are_drawn_in_the_documentation(tmp_path):

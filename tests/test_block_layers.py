@@ -1,13 +1,15 @@
-"""Blocks in attention layers and adapted models."""
+"""Blocks in attention layers, adapted models and memories."""
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import ahop_layers as ah
+from ahop_layers.memory.arranged import arranged_patterns
 
 NUMBERS = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2])
 EVERY = [1, 4, NUMBERS, [None, 2], ah.Blocks(2, normalize=True), [4, ah.Blocks(NUMBERS, normalize=True)]]
@@ -161,3 +163,124 @@ def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(mo
     monkeypatch.setattr("ahop_layers.blocks.SLICE_ELEMENTS", 24)
     again = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
     torch.testing.assert_close(again.similarity.norm_0, memory.similarity.norm_0)
+
+
+INTERLEAVED = torch.tensor([0, 1, 2, 3] * 2)
+SEVERAL = [2, ah.Blocks(NUMBERS, normalize=True), INTERLEAVED]
+ARRANGED = {"permuted": INTERLEAVED, "unequal": NUMBERS, "several": SEVERAL}
+
+
+def trained_memory(blocks, table=False, **keywords):
+    memory = ah.AssociativeMemory.preset("A-Hop", torch.randn(30, 8), blocks=blocks, table=table, **keywords)
+    with torch.no_grad():
+        for parameter in memory.similarity.parameters():
+            parameter.normal_()
+    return memory
+
+
+def check_scores(memory):
+    """The scores of a memory equal those of its similarity alone, also in a second call."""
+    query = torch.randn(5, 8).to(memory.patterns)
+    for _ in range(2):
+        torch.testing.assert_close(memory.scores(query), memory.similarity(query, memory.patterns))
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("blocks", ARRANGED.values(), ids=ARRANGED)
+def test_a_memory_scores_its_present_patterns(blocks, table, monkeypatch):
+    monkeypatch.setattr("ahop_layers.memory.memory.BLOCK_ELEMENTS", 24)
+    memory = trained_memory(blocks, table)
+    check_scores(memory)
+    memory.add(torch.randn(7, 8))
+    check_scores(memory)
+    memory.remove([0, 3])
+    check_scores(memory)
+    memory.patterns[2] = 5.0
+    check_scores(memory)
+    memory.patterns = torch.randn(6, 8)
+    check_scores(memory)
+    memory.fit(ah.variants.Noisy(0.5), epochs=2, batch=16, progress=False)
+    check_scores(memory)
+    other = trained_memory(blocks, table)
+    other.load_state_dict(memory.state_dict())
+    check_scores(other)
+    check_scores(copy.deepcopy(memory))
+    check_scores(pickle.loads(pickle.dumps(memory)))
+    check_scores(memory.double())
+    memory.similarity = ah.AdaptiveSimilarity(8, blocks=NUMBERS.flip(0)).double()
+    check_scores(memory)
+
+
+@pytest.mark.parametrize("blocks", ARRANGED.values(), ids=ARRANGED)
+def test_users_see_patterns_in_their_own_order(blocks):
+    memory = trained_memory(blocks)
+    patterns = memory.patterns.clone()
+    memory.scores(patterns)
+    assert torch.equal(memory.patterns, patterns)
+    assert torch.equal(memory.state_dict()["patterns"], patterns)
+    assert set(memory.state_dict()) == {"patterns", *(f"similarity.{name}" for name in memory.similarity.state_dict())}
+    query = torch.randn(5, 8)
+    expected = memory.similarity(query, patterns).softmax(-1) @ patterns
+    torch.testing.assert_close(memory.retrieve(query), expected)
+    assert torch.equal(memory.recall(query), memory.similarity(query, patterns).argmax(-1))
+
+
+def test_the_arranged_copy_is_kept_with_the_patterns():
+    memory = trained_memory([2, INTERLEAVED])
+
+    def copies():
+        return arranged_patterns(memory.similarity, memory.patterns)
+
+    first = copies()
+    assert first[0] is None  # consecutive blocks need no copy
+    assert torch.equal(first[1], memory.patterns[:, [0, 4, 1, 5, 2, 6, 3, 7]])
+    assert copies()[1] is first[1]
+    kept = weakref.ref(first[1])
+    del first
+    assert kept() is not None
+    memory.patterns[0] = 1.0
+    assert torch.equal(copies()[1][0], torch.ones(8))
+    assert kept() is None
+    kept = weakref.ref(copies()[1])
+    memory.double()  # replaces the patterns
+    assert kept() is None
+    memory.similarity.load_state_dict(memory.similarity.state_dict() | {"blocks_1": torch.arange(8) // 2})
+    assert copies() is None
+
+
+def test_large_memories_and_learned_patterns_have_no_copy(monkeypatch):
+    memory = trained_memory(INTERLEAVED)
+    monkeypatch.setattr("ahop_layers.memory.arranged.KEPT_ELEMENTS", 30 * 8 - 1)
+    assert arranged_patterns(memory.similarity, memory.patterns) is None
+    check_scores(memory)
+    monkeypatch.setattr("ahop_layers.memory.arranged.KEPT_ELEMENTS", 30 * 8)
+    assert arranged_patterns(memory.similarity, memory.patterns) is not None
+    memory.patterns.requires_grad_()
+    memory.scores(torch.randn(2, 8)).sum().backward()
+    assert memory.patterns.grad.any()
+
+
+def test_a_memory_can_be_fitted_after_a_call_in_inference_mode():
+    memory = trained_memory(INTERLEAVED)
+    with torch.inference_mode():
+        memory.recall(torch.randn(2, 8))
+    assert memory.fit(ah.variants.Noisy(0.5), epochs=2, batch=16, progress=False).isfinite().all()
+    with torch.inference_mode():
+        check_scores(ah.AssociativeMemory.preset("A-Hop", torch.randn(9, 8), blocks=INTERLEAVED))
+
+
+def test_a_compiled_memory():
+    torch.compiler.reset()
+    memory, query = trained_memory(INTERLEAVED), torch.randn(5, 8)
+    compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query), memory(query))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("blocks", ARRANGED.values(), ids=ARRANGED)
+def test_a_memory_moves_to_another_device_with_its_blocks(blocks):
+    memory = trained_memory(blocks)
+    check_scores(memory)
+    check_scores(memory.cuda())
+    check_scores(memory.cpu())

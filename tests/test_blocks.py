@@ -1,6 +1,8 @@
 """Footprints of blocks: the mathematics, the operators, and the kernels for CPU tensors."""
 
+import re
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.gpu.networks import sorting_network
 from ahop_layers.ops.reference import BASES as FORMULAS
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
 
@@ -307,3 +310,11 @@ def test_the_number_of_blocks_may_be_repeated():
     expected = ah.adaptive_similarity(q, k, w)
     assert torch.equal(ah.adaptive_similarity(q, k, w, blocks=4), expected)
     torch.testing.assert_close(ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12)), expected)
+
+
+def test_the_page_lists_the_comparators_of_each_number_of_blocks():
+    page = (Path(__file__).parents[1] / "docs" / "blocks.md").read_text()
+    rows = re.findall(r"^\| (\d+)[^|]*\| (\d+) \| (\d+) \| (\d+) % \|$", page, flags=re.MULTILINE)
+    counts = {n: len(sorting_network(n).comparators) for n in (1, 4, 8, 16, 32, 64)}
+    expected = [(n, 64 // n, count, round(100 * count / counts[64])) for n, count in counts.items()]
+    assert [tuple(map(int, row)) for row in rows] == expected

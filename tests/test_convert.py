@@ -348,6 +348,76 @@ def test_dry_run_changes_nothing():
     assert "would adapt 3" in str(report)
 
 
+def test_arguments_are_checked_for_every_layer_before_one_is_converted(monkeypatch):
+    model = nn.ModuleDict({"first": encoder(), "second": nn.MultiheadAttention(18, 3), "bags": Bags()})
+    classes, state = [type(module) for module in model.modules()], copy.deepcopy(model.state_dict())
+    names = [list(vars(module)) for module in model.modules()]
+    monkeypatch.setattr("ahop_layers.convert.class_swap.Former", lambda *_: pytest.fail("a module was converted"))
+    for options, message in (
+        ({"blocks": 4}, "second: blocks must divide d = 6: expected one of 1, 2, 3, 6, got 4"),
+        ({"blocks": torch.arange(4)}, "second: blocks must name the block of each of the 6 dimensions, got 4"),
+        ({"init": torch.ones(4, 2, 4)}, r"second: init must have the shape of w, \(3, 2, 6\), got \(4, 2, 4\)"),
+        ({"bases": ("dot", "l2")}, r"first\.layers\.0\.self_attn: bases must be .* got \('dot', 'l2'\)"),
+        ({"init": "l1"}, r"first\.layers\.0\.self_attn: init='l1' needs 'l1' among the bases"),
+        ({"separation": "hard"}, r"first\.layers\.0\.self_attn: .* got 'hard'"),
+        ({"similarity": 5}, r"first\.layers\.0\.self_attn: similarity must be a module or a factory .* got 5"),
+        ({"similarity": Scaled, "blocks": 2}, r"first\.layers\.0\.self_attn: similarity replaces .* and blocks"),
+    ):
+        for dry_run in (False, True):
+            with pytest.raises(ah.AHopError, match=message):
+                ah.adapt_(model, dry_run=dry_run, **options)
+    assert [type(module) for module in model.modules()] == classes
+    assert [list(vars(module)) for module in model.modules()] == names
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model.pop("second")
+    with pytest.raises(ah.AHopError, match=r"bags\.pool: blocks must divide d = 6: expected one of 1, 2, 3, 6, got 4"):
+        ah.adapt_(model, blocks=4, dry_run=True)
+
+
+def test_a_dry_run_calls_no_factory():
+    ah.adapt_(encoder(), similarity=lambda dim, num_heads: pytest.fail("called"), dry_run=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_dry_run_reports_what_the_conversion_does(name):
+    model = MODELS[name][0]()
+    before = [(type(module), list(vars(module)), list(module._modules)) for module in model.modules()]
+    planned = ah.adapt_(model, dry_run=True)
+    assert [(type(module), list(vars(module)), list(module._modules)) for module in model.modules()] == before
+    done = ah.adapt_(model)
+    assert (planned.adapted, planned.passed_over) == (done.adapted, done.passed_over)
+    assert planned.comparisons == done.comparisons > 0
+    assert planned.comparisons_with_4_blocks == done.comparisons_with_4_blocks
+
+
+def test_the_report_says_what_sorting_costs():
+    """Batcher's networks have 63 comparators for the 16 dimensions of a head, and 5 for 4 blocks."""
+    full = ah.adapt_(timm_vit())
+    assert (full.comparisons, full.comparisons_with_4_blocks) == (2 * 3 * 2 * 63, 2 * 3 * 2 * 5)
+    cost = "756 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 60"
+    assert str(full).splitlines()[-1] == f"sorting takes {cost}"
+    assert str(ah.adapt_(timm_vit(), dry_run=True)).splitlines()[-1] == f"sorting would take {cost}"
+    blocks = ah.adapt_(timm_vit(), blocks=4, bases=("dot",), last=1)
+    assert (blocks.comparisons, blocks.comparisons_with_4_blocks) == (3 * 5, None)
+    assert str(blocks).endswith("sorting takes 15 comparisons for each query-key pair, summed over heads and layers")
+    several = ah.adapt_(timm_vit(), blocks=[None, 2], last=1)
+    assert (several.comparisons, several.comparisons_with_4_blocks) == (3 * 2 * (63 + 1), 3 * 2 * (5 + 1))
+    odd = ah.adapt_(nn.MultiheadAttention(18, 3))
+    assert (odd.comparisons, odd.comparisons_with_4_blocks) == (3 * 2 * 12, None)  # 4 does not divide 6
+
+
+def test_the_report_has_no_cost_without_sorting():
+    for options in ({"blocks": 1}, {"similarity": Scaled}):
+        report = ah.adapt_(encoder(), **options)
+        assert (report.comparisons, report.comparisons_with_4_blocks) == (0, None)
+        assert "comparisons" not in str(report)
+    names = ("stored_pattern", "state_pattern", "pattern_projection")
+    raw = {f"{name}_as_static": True for name in names}
+    raw |= {f"normalize_{name}{affine}": False for name in names for affine in ("", "_affine")}
+    layer = hopfield.Hopfield(**raw, disable_out_projection=True)
+    assert ah.adapt_(layer).comparisons == 0  # the dimension is unknown until the first call
+
+
 def test_revert_unfreezes_what_freeze_rest_froze():
     model = encoder()
     model.layers[0].norm1.weight.requires_grad_(False)

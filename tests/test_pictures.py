@@ -61,7 +61,17 @@ def test_example_is_won_by_weights_and_lost_by_distance():
     assert curves[0] @ weights > curves[1] @ weights
 
 
+def test_occluded_example_is_won_by_blocks_and_lost_by_distance():
+    query, keys, weights = pictures.occluded_example()
+    curves = ah.footprint(query[None], keys, base="dis", blocks=ah.patches(8, 8, 2))[0]
+    assert curves.shape == (2, 16)
+    assert curves[0, -1] < curves[1, -1]
+    assert curves[0] @ weights > curves[1] @ weights
+    changed = (query != keys[0]).reshape(8, 8).nonzero()
+    assert (changed.amax(0) - changed.amin(0) < 4).all()  # within a square of 4 x 4 pixels
+
+
 def test_unknown_picture_is_refused(capsys):
     with pytest.raises(SystemExit):
         pictures.main(["nothing"])
-    assert "expected any of footprint, likelihoods, weights, maps, got nothing" in capsys.readouterr().err
+    assert "expected any of footprint, blocks, likelihoods, weights, maps, got nothing" in capsys.readouterr().err

@@ -117,28 +117,46 @@ def test_the_initial_weights_are_constant():
     np.testing.assert_array_equal(curves["dis"], np.zeros(6))
 
 
-BLOCKS = [3, torch.tensor([0, 0, 1, 2, 2, 2]), ah.Blocks(2, normalize=True), [None, ah.Blocks(3, normalize=True)]]
+UNEQUAL = torch.tensor([0, 0, 1, 2, 2, 2])
+BLOCKS = [3, UNEQUAL, ah.Blocks(2, normalize=True), [None, ah.Blocks(3, normalize=True), 1]]
+TITLES = [["3 blocks"], ["3 blocks"], ["2 normalized blocks"], ["6 dimensions", "3 normalized blocks", "1 block"]]
 
 
-@pytest.mark.parametrize("blocks", BLOCKS, ids=["3", "unequal", "normalized", "several"])
-def test_weights_by_rank_of_block(blocks):
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize(("blocks", "titles"), zip(BLOCKS, TITLES, strict=True), ids=str)
+def test_weights_of_blocks_are_bars_by_rank(blocks, titles, folded):
     similarity = ah.AdaptiveSimilarity(6, num_heads=2, blocks=blocks)
     for parameter in similarity.parameters():
         nn.init.normal_(parameter)
     count = len(similarity.blocks)
-    axes = plots.footprint_weights(similarity, folded=False).axes
+    axes = plots.footprint_weights(similarity, folded=folded).axes
     assert len(axes) == 2 * count  # a column for each resolution
-    for index in range(count):
-        expected = similarity.footprint_weight(index).detach()
+    assert [axis.get_title() for axis in axes[:count]] == [f"similarity, {title}" for title in titles]
+    for index, entry in enumerate(similarity.blocks):
+        weights = similarity.footprint_weight(index).detach()
+        weights = fold(weights) if folded else weights
         for head in range(2):
-            axis = axes[head * count + index]
-            for base, line in zip(expected[head], axis.lines, strict=False):
-                np.testing.assert_allclose(line.get_ydata(), base, rtol=1e-6)
-    assert axes[count - 1].get_title() == f"similarity, {similarity.blocks[-1].count(6)} blocks"
+            axis, n = axes[head * count + index], entry.count(6)
+            if entry.blocks is None:
+                drawn = [line.get_ydata() for line in axis.lines[:2]]
+                assert not axis.containers
+            else:
+                drawn = [[bar.get_height() for bar in bars] for bars in axis.containers]
+                places = np.mean([[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in axis.containers], 0)
+                np.testing.assert_allclose(places, range(1, n + 1))  # the bases side by side at each rank
+            np.testing.assert_allclose(drawn, weights[head], rtol=1e-6)
+            assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["dis", "dot"]
+        largest = "k-th largest similarity" if entry.blocks is None else "k-th most similar block"
+        assert axes[count + index].get_xlabel() == (largest if folded else "k-th footprint entry")
 
 
-@pytest.mark.parametrize("blocks", BLOCKS, ids=["3", "unequal", "normalized", "several"])
-def test_steps_of_blocks_lead_to_the_score(blocks):
+def test_ranks_of_few_blocks_are_integers():
+    axis = plots.footprint_weights(ah.AdaptiveSimilarity(6, blocks=2)).axes[0]
+    assert all(float(tick).is_integer() for tick in axis.get_xticks())
+
+
+@pytest.mark.parametrize(("blocks", "titles"), zip(BLOCKS, TITLES, strict=True), ids=str)
+def test_steps_of_blocks_lead_to_the_score(blocks, titles):
     similarity = ah.AdaptiveSimilarity(6, bases=("dis", "l1"), init="uniform", debias=True, blocks=blocks)
     for parameter in similarity.parameters():
         nn.init.normal_(parameter)
@@ -148,6 +166,7 @@ def test_steps_of_blocks_lead_to_the_score(blocks):
     assert len(last) == 2 * len(similarity.blocks)
     np.testing.assert_allclose(np.sum(last, 0), similarity(query[None], keys)[0].detach(), rtol=1e-4, atol=1e-4)
     assert axes[0].get_title() == "similarity per block"
+    assert [axis.get_ylabel() for axis in axes[::4]] == [f"{base}, {t}" for t in titles for base in ("dis", "l1")]
     assert len(axes[-1].lines[0].get_ydata()) == similarity.blocks[-1].count(6)
 
 

@@ -50,15 +50,16 @@ model = tabular.AdaptiveMemoryClassifier(max_epochs=1, random_state=0).fit(X[:20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 model.predict_proba(X)
 print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024))
-for name in tabular.__all__:
-    checks = check_estimator(getattr(tabular, name)(**settings), on_fail=None, on_skip=None)
+by_feature = {**settings, "embedding_dim": None, "blocks": "feature"}
+for model in (*(getattr(tabular, name)(**settings) for name in tabular.__all__), type(model)(**by_feature)):
+    checks = check_estimator(model, on_fail=None, on_skip=None)
     print(json.dumps([[check["check_name"], check["status"], str(check["exception"])] for check in checks]))
 """
 
 
 @pytest.fixture(scope="module")
 def apart() -> list:
-    """Megabytes needed to predict 100,000 rows, then the results of all checks for each estimator."""
+    """Megabytes needed to predict 100,000 rows, then the results of all checks for each estimator, and with blocks."""
     run = subprocess.run(
         [sys.executable, "-c", APART, json.dumps(SMALL)],
         capture_output=True,
@@ -66,7 +67,7 @@ def apart() -> list:
         env={**os.environ, "SCIPY_ARRAY_API": "1"},
     )
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(lines) == 3, run.stderr
+    assert len(lines) == 4, run.stderr
     return lines
 
 
@@ -75,7 +76,7 @@ def fitted() -> AdaptiveMemoryClassifier:
     return AdaptiveMemoryClassifier(**SMALL).fit(X, Y)
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=tabular.__all__)
+@pytest.mark.parametrize("number", [1, 2, 3], ids=[*tabular.__all__, "blocks"])
 def test_every_check_of_scikit_learn_passes(apart, number):
     results = apart[number]
     assert len(results) > 50
@@ -190,6 +191,66 @@ def test_a_fitted_similarity_is_an_ordinary_one(fitted):
     assert (fold(similarity.w).diff() != 0).any()  # at initialization it is constant
 
 
+def colors_and_sizes() -> tuple[np.ndarray, np.ndarray]:
+    """A table of a category with three codes, a constant and a number, and labels that need both."""
+    random = np.random.default_rng(0)
+    color, size = random.integers(0, 3, 200), random.normal(size=200).round(2)
+    return np.column_stack([color, np.ones(200), size]), ((color == 1) & (size > 0)).astype(int)
+
+
+def by_hand(network: torch.nn.Module, blocks: list[int], rows: np.ndarray) -> np.ndarray:
+    """Class probabilities of ``MLP(LayerNorm(score))``, with scores of block sums in a loop over the blocks."""
+    columns = network.encoding(torch.from_numpy(rows))
+    distance = -(columns[:, None] - network.cases).square()
+    numbers = torch.tensor(blocks)
+    sums = torch.stack([distance[..., numbers == block].sum(-1) for block in range(max(blocks) + 1)], -1)
+    footprints = sums.sort(-1, descending=True).values.cumsum(-1)
+    values = network.norm(footprints @ (network.similarity.beta * network.similarity.w[0]))
+    return network.mlp[1](network.mlp[0](values).relu()).softmax(-1).detach().numpy()
+
+
+def test_a_feature_is_a_block_of_its_columns():
+    rows, labels = colors_and_sizes()
+    model = AdaptiveMemoryClassifier(**SMALL, knots=4, embedding_dim=None, blocks="feature").fit(rows, labels)
+    expected = [0, 0, 1, 2, 2, 2]  # 3 codes have 2 ramps between them, the constant has 1, 4 knots have 3
+    assert model.network_.similarity.blocks[0].blocks.tolist() == expected
+    assert model.network_.similarity.w.shape == (1, 3)
+    np.testing.assert_allclose(model.predict_proba(rows), by_hand(model.network_, expected, rows), rtol=1e-9)
+    assert model.score(rows, labels) > 0.9
+
+
+def test_the_columns_of_a_one_hot_category_form_a_block():
+    rows, labels = colors_and_sizes()
+    encoded = np.column_stack([rows[:, 2], np.eye(3)[rows[:, 0].astype(int)]])
+    form = {"knots": None, "embedding_dim": None}
+    model = AdaptiveMemoryClassifier(**SMALL, **form, blocks=np.array([0, 1, 1, 1])).fit(encoded, labels)
+    np.testing.assert_allclose(model.predict_proba(encoded), by_hand(model.network_, [0, 1, 1, 1], encoded), rtol=1e-9)
+    assert model.score(encoded, labels) > 0.9
+    same = AdaptiveMemoryClassifier(**SMALL, **form, blocks=torch.tensor([0, 1, 1, 1])).fit(encoded, labels)
+    assert np.array_equal(same.predict_proba(encoded), model.predict_proba(encoded))
+
+
+def test_an_integer_cuts_the_embedding_into_blocks(fitted):
+    model = AdaptiveMemoryClassifier(**SMALL, blocks=4).fit(X, Y)
+    assert model.network_.similarity.w.shape == (1, 4)
+    assert model.score(X, Y) > 0.9
+    single = AdaptiveMemoryClassifier(**SMALL, blocks=np.int64(8)).fit(X, Y)
+    assert np.array_equal(single.predict_proba(X), fitted.predict_proba(X))
+
+
+def test_estimators_with_blocks_are_copied():
+    rows, labels = colors_and_sizes()
+    for blocks in ("feature", np.array([0, 1, 0])):
+        model = AdaptiveMemoryClassifier(**SMALL, embedding_dim=None, blocks=blocks).fit(rows, labels)
+        again = clone(model).fit(rows, labels)
+        for copy in (again, pickle.loads(pickle.dumps(model))):
+            assert np.array_equal(copy.predict_proba(rows), model.predict_proba(rows))
+        assert np.array_equal(again.blocks, blocks)
+        assert "blocks" in repr(model)
+    search = GridSearchCV(AdaptiveMemoryClassifier(**SMALL, embedding_dim=None), {"blocks": [None, "feature"]}, cv=2)
+    assert search.fit(rows, labels).best_params_["blocks"] in (None, "feature")
+
+
 def test_pickle_joblib_and_clone(fitted):
     file = io.BytesIO()
     joblib.dump(fitted, file)
@@ -268,6 +329,17 @@ def test_a_wrong_number_of_features(fitted):
     ({"similarity": "cosine"}, "similarity must be one of adaptive, dot, kernel, got 'cosine'"),
     ({"similarity": 5}, "similarity must be one of adaptive, dot, kernel, got 5"),
     ({"bases": ("cosine",)}, r"bases must be .*, got \('cosine',\)"),
+    ({"blocks": "features"}, "blocks must be one of feature, got 'features'"),
+    ({"blocks": 0}, "blocks must be an integer of at least 1, got 0"),
+    ({"blocks": 3}, "blocks must divide d = 8: expected one of 1, 2, 4, 8, got 3"),
+    ({"blocks": 2.0}, "blocks must be None, an integer, .* got 2.0"),
+    ({"blocks": (4, 2)}, r"blocks must be None, an integer, .* got \(4, 2\)"),
+    ({"blocks": "feature"}, "blocks of features need embedding_dim=None, .* got embedding_dim=8"),
+    ({"blocks": np.arange(4)}, "blocks of features need embedding_dim=None, .* got embedding_dim=8"),
+    ({"blocks": np.arange(3), "embedding_dim": None}, "blocks must name the block of each of the 4 features, got 3"),
+    ({"blocks": np.array([0, 2, 2, 0]), "embedding_dim": None}, "blocks must use every number .* got the numbers 0, 2"),
+    ({"blocks": np.ones(4), "embedding_dim": None}, "blocks must have an integer dtype, got torch.float64"),
+    ({"blocks": 4, "similarity": "dot"}, "blocks needs similarity='adaptive', got similarity='dot'"),
     ({"init": "center"}, "init must be one of rows, kmeans, got 'center'"),
     ({"loss": "hinge"}, "loss must be one of auto, log, squared, got 'hinge'"),
     ({"learning_rate": 0}, "learning_rate must be a positive number, got 0"),

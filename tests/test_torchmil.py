@@ -7,7 +7,7 @@ import torch
 from frameworks import make_torchvision_importable
 from torch.nn.utils.rnn import pad_sequence
 
-from ahop_layers import AdaptiveSimilarity, AHopError
+from ahop_layers import AdaptiveSimilarity, AHopError, Blocks, similarity_parameters
 from ahop_layers.torchmil import AdaptivePool
 
 
@@ -76,10 +76,63 @@ def test_keywords_are_passed_to_the_layer():
     assert pool(torch.randn(2, 3, 8, dtype=torch.float64)).shape == (2, 8)
 
 
+BLOCKS = {
+    "4": 4,
+    "tensor": torch.tensor([0, 1, 1, 2, 0, 0, 2, 2]),
+    "several": [None, Blocks(2, normalize=True)],
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_masked_equals_shorter_with_blocks(blocks):
+    pool = AdaptivePool(8, att_dim=16, num_heads=2, blocks=blocks, bases=("dot", "l1"))
+    similarity = pool.pooling.hopfield.association_core.similarity
+    assert repr(similarity) == repr(AdaptiveSimilarity(8, 2, bases=("dot", "l1"), blocks=blocks))
+    with torch.no_grad():
+        for parameter in similarity.parameters():
+            parameter.normal_()
+        for name, norm in similarity.named_buffers():
+            if name.startswith("norm"):
+                norm.fill_(1.0)  # fixed, so that a score does not depend on the other instances
+    bags, padded, mask = some_bags()
+    pooled = pool(padded, mask)
+    for number, bag in enumerate(bags):
+        torch.testing.assert_close(pooled[number], pool(bag[None])[0])
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_a_pool_with_blocks_trains_in_an_abmil(torchmil, blocks):
+    model = torchmil.models.ABMIL(in_shape=(8,), att_dim=16)
+    model.pool = AdaptivePool(8, att_dim=16, num_heads=2, blocks=blocks, init="uniform")
+    _, padded, mask = some_bags()
+    _, losses = model.compute_loss(torch.tensor([0.0, 1.0, 1.0]), padded, mask)
+    sum(losses.values()).backward()
+    learned = similarity_parameters(model)
+    assert len(learned) == (4 if isinstance(blocks, list) else 2)
+    assert all(parameter.grad.any() for parameter in learned)
+    logits, att = model.predict(padded, mask)
+    assert logits.shape == (3,)
+    assert att.shape == mask.shape
+
+
+def test_a_pool_with_blocks_starts_as_one_without(torchmil):
+    torch.manual_seed(0)
+    model = torchmil.models.ABMIL(in_shape=(8,), att_dim=16)
+    model.pool = AdaptivePool(8, att_dim=16, num_heads=2)
+    _, padded, mask = some_bags()
+    expected = model(padded, mask)
+    blocks = AdaptivePool(8, att_dim=16, num_heads=2, blocks=4)
+    similar = {name: value for name, value in blocks.state_dict().items() if "similarity" in name}
+    blocks.load_state_dict(model.pool.state_dict() | similar)
+    model.pool = blocks
+    torch.testing.assert_close(model(padded, mask), expected)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: AdaptivePool(8, att_dim=10, num_heads=4), "multiple of num_heads.*got 10 and 4"),
+        (lambda: AdaptivePool(8, att_dim=16, num_heads=2, blocks=16), "blocks must divide d = 8: .* got 16"),
         (lambda: AdaptivePool(8, quantity=2), "quantity is fixed.*got quantity=2"),
         (lambda: AdaptivePool(8)(torch.randn(2, 3, 7)), r"in_dim = 8, got \(2, 3, 7\)"),
         (lambda: AdaptivePool(8)(torch.randn(2, 3, 8), torch.ones(2, 4)), r"\(2, 3\), got \(2, 4\)"),

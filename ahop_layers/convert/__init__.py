@@ -1,7 +1,8 @@
 """Conversion: makes the attention of an existing model adaptive in place, undoes it, and returns association maps."""
 
-from ahop_layers.convert.adapt import Report, adapt_, revert_
+from ahop_layers.convert.adapt import adapt_, revert_
 from ahop_layers.convert.maps import association_maps
 from ahop_layers.convert.registry import register_converter
+from ahop_layers.convert.report import Report
 
 __all__ = ["Report", "adapt_", "association_maps", "register_converter", "revert_"]

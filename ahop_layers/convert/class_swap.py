@@ -37,12 +37,24 @@ def _blank(adaptive: Any, source: Any) -> nn.Module:
     return module
 
 
+def _adaptive_class(into: Any, source: Any) -> Any:
+    return into if issubclass(into, source) else _combined(into, source)
+
+
+def viewed_as(module: nn.Module, into: Any) -> Any:
+    """Returns a module of the class that :func:`turn_into` would set; it shares the attributes of ``module``."""
+    kind = _adaptive_class(into, type(module))
+    view = kind.__new__(kind)
+    object.__setattr__(view, "__dict__", vars(module))
+    return view
+
+
 def turn_into(module: nn.Module, into: Any, *names: str) -> None:
     """Swaps the class of a module, and records the values of the named attributes for :func:`turn_back`."""
     source: Any = type(module)
     values = {name: getattr(module, name) for name in names if hasattr(module, name)}
     module.__dict__["_former"] = Former(source, names, values)
-    module.__class__ = into if issubclass(into, source) else _combined(into, source)
+    module.__class__ = _adaptive_class(into, source)
 
 
 def turn_back(module: nn.Module) -> None:

@@ -3,19 +3,35 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ahop_layers.attention import Adaptive, AdaptiveAttention, vision
-from ahop_layers.convert.class_swap import turn_into
+from ahop_layers.convert.class_swap import turn_into, viewed_as
 from ahop_layers.errors import AHopError
-from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.adaptive import (
+    AdaptiveHopfield,
+    AdaptiveHopfieldLayer,
+    AdaptiveHopfieldPooling,
+    head_shape,
+)
 from ahop_layers.hopfield.core import AssociationCore
 from ahop_layers.separation import Separation
 
-Converter = Callable[[nn.Module, dict[str, Any]], None]
-"""Converts a module in place; the dictionary holds keywords of ``make_adaptive``."""
+
+class Converter(NamedTuple):
+    """How to make the modules of a class adaptive.
+
+    Attributes:
+        convert: converts a module in place; the dictionary holds keywords of ``make_adaptive``.
+        head_shape: returns the number of heads of a module and the dimension of one head, or None if they are unknown.
+            It does not change the module.
+    """
+
+    convert: Callable[[Any, dict[str, Any]], None]
+    head_shape: Callable[[Any], tuple[int, int | None] | None]
+
 
 ADAPTIVE_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
 
@@ -41,19 +57,37 @@ def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
     hopfield.make_adaptive(**{"separation": separation, **keywords})
 
 
+def _hopfield_head_shape(hopfield: Any) -> tuple[int, int | None]:
+    return head_shape(hopfield.association_core, hopfield.input_size)
+
+
 def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -> None:
     """Converts a layer with learned patterns, and the Hopfield module inside."""
     _adapt_hopfield(layer.hopfield, keywords)
     turn_into(layer, into)
 
 
-_vit, _vit_before_5 = (partial(_adapt_attention, kind) for kind in (vision.ViTAttention, vision.ViTSelfAttention))
-_timm, _clip = (partial(_adapt_attention, kind) for kind in (vision.TimmAttention, vision.CLIPAttention))
-_layer, _pooling = (partial(_adapt_around, kind) for kind in (AdaptiveHopfieldLayer, AdaptiveHopfieldPooling))
+def _attention(adaptive: type[Adaptive]) -> Converter:
+    def shape(module: nn.Module) -> tuple[int, int] | None:
+        # A class that overrides make_adaptive may do without head_shape.
+        defined = adaptive.head_shape is not Adaptive.head_shape
+        return viewed_as(module, adaptive).head_shape() if defined else None
+
+    return Converter(partial(_adapt_attention, adaptive), shape)
+
+
+def _around(into: type[nn.Module]) -> Converter:
+    return Converter(partial(_adapt_around, into), lambda layer: _hopfield_head_shape(layer.hopfield))
+
+
+_vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
+_timm, _clip = _attention(vision.TimmAttention), _attention(vision.CLIPAttention)
+_hopfield = Converter(_adapt_hopfield, _hopfield_head_shape)
+_layer, _pooling = _around(AdaptiveHopfieldLayer), _around(AdaptiveHopfieldPooling)
 
 # Keys are names, so that no other library has to be imported.
 CONVERTERS: dict[str, Converter] = {
-    "torch.nn.modules.activation.MultiheadAttention": partial(_adapt_attention, AdaptiveAttention),
+    "torch.nn.modules.activation.MultiheadAttention": _attention(AdaptiveAttention),
     "timm.layers.attention.Attention": _timm,
     "timm.models.vision_transformer.Attention": _timm,
     "transformers.models.vit.modeling_vit.ViTAttention": _vit,
@@ -68,10 +102,10 @@ CONVERTERS: dict[str, Converter] = {
     "transformers.models.deit.modeling_deit.DeiTSdpaSelfAttention": _vit_before_5,
     "transformers.models.dinov2.modeling_dinov2.Dinov2SdpaSelfAttention": _vit_before_5,
     "transformers.models.clip.modeling_clip.CLIPSdpaAttention": _clip,
-    "hflayers.Hopfield": _adapt_hopfield,
+    "hflayers.Hopfield": _hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,
-    "ahop_layers.hopfield.base.OwnHopfield": _adapt_hopfield,
+    "ahop_layers.hopfield.base.OwnHopfield": _hopfield,
     "ahop_layers.hopfield.layers.OwnHopfieldLayer": _layer,
     "ahop_layers.hopfield.layers.OwnHopfieldPooling": _pooling,
 }
@@ -114,7 +148,7 @@ def register_converter(source: type[nn.Module] | str, adaptive: type[Adaptive]) 
     if not (isinstance(adaptive, type) and issubclass(adaptive, Adaptive)):
         raise AHopError(f"adaptive must be a subclass of ahop_layers.Adaptive, got {adaptive!r}")
     name = source if isinstance(source, str) else _full_name(source)
-    CONVERTERS[name] = partial(_adapt_attention, adaptive)
+    CONVERTERS[name] = _attention(adaptive)
 
 
 def converter_for(module: nn.Module) -> Converter | str | None:

@@ -48,6 +48,11 @@ class _AdaptiveFace(Face):
         self.to(device=device, dtype=dtype)
 
 
+def head_shape(core: Any, input_size: int | None) -> tuple[int, int | None]:
+    """Returns the number of heads and the dimension of one head; static patterns are not split into heads."""
+    return core.num_heads, input_size if core.key_as_static and core.query_as_static else core.head_dim
+
+
 def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a constructor the signature of a plain layer, followed by the keywords of the adaptive layers."""
 
@@ -106,10 +111,10 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
     ) -> None:
         """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
         core = self.association_core
-        dim = self._input_size if core.key_as_static and core.query_as_static else core.head_dim
+        heads, dim = head_shape(core, self._input_size)
         like = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
-        separation = separation if isinstance(separation, Separation) else Separation(separation, core.num_heads)
-        similarity = make_similarity(dim, core.num_heads, bases, init, debias, similarity, blocks)
+        separation = separation if isinstance(separation, Separation) else Separation(separation, heads)
+        similarity = make_similarity(dim, heads, bases, init, debias, similarity, blocks)
         core.similarity = similarity.to(like).train(self.training)
         core.separation = separation.to(like).train(self.training)
 

@@ -16,6 +16,7 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
+from ahop_layers.memory.arranged import arranged_patterns
 from ahop_layers.memory.energy import choose_energy
 from ahop_layers.memory.fit import (
     Pairs,
@@ -43,7 +44,11 @@ class AssociativeMemory(Associator):
     """Stores patterns and retrieves the one that a corrupted query was made from.
 
     Args:
-        patterns: ``(N, d)``, not copied.
+        patterns: ``(N, d)``, not copied. If the similarity has blocks that are not consecutive or not of equal width
+            (``blocks`` is a tensor), scoring arranges the patterns by block once and keeps that copy, up to 2**28
+            elements; larger memories are arranged in each call, to save memory. To need neither, permute the dimensions
+            so that blocks are consecutive, and give their number. The copy is renewed if ``patterns`` is replaced or
+            modified in place, except through ``.data`` or NumPy.
         similarity: ``"dot"``, ``"dis"``, ``"l1"``, ``"adaptive"``, or a module or function that scores queries
             ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
         separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
@@ -336,9 +341,16 @@ class AssociativeMemory(Associator):
 
     def _score_blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the scores of ``rows (L, d)`` for one block of patterns at a time."""
-        size = self._block_size()
+        size, copies = self._block_size(), None
+        if isinstance(self.similarity, AdaptiveSimilarity) and self.modulation is None:
+            copies = arranged_patterns(self.similarity, self.patterns)
         for start, block in zip(range(0, len(self.patterns), size), torch.split(self.patterns, size), strict=True):
-            scores = self.similarity(rows, block if self.modulation is None else self.modulation(block))
+            key = block if self.modulation is None else self.modulation(block)
+            if copies is None:
+                scores = self.similarity(rows, key)
+            else:
+                end = start + size
+                scores = self.similarity(rows, key, [None if copy is None else copy[start:end] for copy in copies])
             yield scores if self.prior is None else scores + self.prior[start : start + size]
 
     def _update(self, rows: Tensor, steps: int) -> Tensor:

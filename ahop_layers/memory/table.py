@@ -130,7 +130,7 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         if "table" in self._modules:  # the constructor of the base class calls this before the table exists
             self.table.reset_parameters()
 
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``."""
+    def forward(self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None) -> Tensor:
+        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``; see :class:`AdaptiveSimilarity`."""
         learned: Tensor = self.table(self.unbiased(query), key)
-        return super().forward(query, key) + learned
+        return super().forward(query, key, arranged) + learned

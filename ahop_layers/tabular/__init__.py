@@ -28,6 +28,11 @@ class AdaptiveMemoryClassifier(ClassifierMixin, AdaptiveMemory):  # type: ignore
         init: cases are random ``"rows"`` of the training set, or the centers of ``"kmeans"`` clusters.
         similarity: ``"adaptive"``, ``"dot"``, or ``"kernel"``, a dot product with a learned kernel.
         bases: base similarities of the adaptive similarity, which is initialized to the first.
+        blocks: similarities are summed over blocks before they are sorted; see
+            :class:`~ahop_layers.AdaptiveSimilarity`. ``"feature"`` makes all columns of an encoded feature a block. An
+            integer array ``(features,)`` names the block of each feature, for example one block for the columns of a
+            one-hot encoded category. Both need ``embedding_dim=None``. An integer is the number of consecutive blocks
+            of equal width of the embedding, or of the columns. ``None`` makes every dimension a block.
         knots: maximum number of knots of the piecewise linear encoding of a feature. A feature with at most 128
             distinct values has a knot at each. ``None`` standardizes the features instead.
         embedding_dim: dimension of the learned linear embedding in which rows and cases are compared. ``None`` together

@@ -11,6 +11,7 @@ from sklearn.utils import check_random_state  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 from torch import Tensor
 
+from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError, check_choice, check_numbers
 from ahop_layers.ops.reference import check_bases
 from ahop_layers.tabular.network import CaseNetwork, Encoding, apply_in_chunks
@@ -33,6 +34,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         init: str = "rows",
         similarity: str = "adaptive",
         bases: Sequence[str] = ("dis",),
+        blocks: str | int | ArrayLike | None = None,
         knots: int | None = 24,
         embedding_dim: int | None = 8,
         hidden: Sequence[int] = (64,),
@@ -52,6 +54,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         self.init = init
         self.similarity = similarity
         self.bases = bases
+        self.blocks = blocks
         self.knots = knots
         self.embedding_dim = embedding_dim
         self.hidden = hidden
@@ -145,6 +148,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
             outputs,
             similarity=self.similarity,
             bases=self.bases,
+            blocks=self._column_blocks(encoding, rows.X.shape[1]),
             embedding_dim=None if self.embedding_dim is None else int(self.embedding_dim),
             hidden=[int(width) for width in self.hidden],
             dropout=self.dropout,
@@ -164,6 +168,16 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         # unpickled on a machine without that device.
         self.network_ = network.cpu().double()
 
+    def _column_blocks(self, encoding: Encoding, features: int) -> int | Tensor | None:
+        """Return the blocks of the similarity. Blocks of features become blocks of their columns."""
+        blocks = torch.arange(features) if isinstance(self.blocks, str) else Blocks(self.blocks).blocks
+        if isinstance(blocks, Tensor):
+            if len(blocks) != features:
+                raise AHopError(f"blocks must name the block of each of the {features} features, got {len(blocks)}")
+            return blocks[encoding.column]
+        count: int | None = blocks
+        return count
+
     def _print_epoch(self, epoch: int, learned: float, judged: float | None) -> None:
         if self.verbose:
             held_out = "" if judged is None else f", held out {judged:.4f}"
@@ -175,6 +189,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         check_choice("similarity", self.similarity, ("adaptive", "dot", "kernel"))
         if self.similarity == "adaptive":
             check_bases(self.bases)
+        self._check_blocks()
         for name in ("n_cases", "max_epochs", "batch_size", "patience", "embedding_dim", "knots"):
             value, least = getattr(self, name), 2 if name == "knots" else 1
             optional = name not in ("n_cases", "max_epochs")
@@ -189,6 +204,20 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         check_numbers(
             "a number of at least 0 and below 1", validation_fraction=self.validation_fraction, dropout=self.dropout
         )
+
+    def _check_blocks(self) -> None:
+        if isinstance(self.blocks, str):
+            check_choice("blocks", self.blocks, ("feature",))
+            of_features = True
+        else:
+            of_features = isinstance(Blocks(self.blocks).blocks, Tensor)
+        if self.blocks is not None and self.similarity != "adaptive":
+            raise AHopError(f"blocks needs similarity='adaptive', got similarity={self.similarity!r}")
+        if of_features and self.embedding_dim is not None:
+            raise AHopError(
+                f"blocks of features need embedding_dim=None, because an embedding combines features,"
+                f" got embedding_dim={self.embedding_dim!r}"
+            )
 
     def _check_device(self) -> torch.device:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device

@@ -101,6 +101,7 @@ class CaseNetwork(nn.Module):
         outputs: number of outputs.
         similarity: ``"adaptive"``, ``"dot"``, or ``"kernel"``, a dot product with a learned kernel.
         bases: base similarities of the adaptive similarity, which is initialized to the first.
+        blocks: blocks of the adaptive similarity; see :class:`~ahop_layers.AdaptiveSimilarity`.
         embedding_dim: dimension of the embedding; ``None`` compares the columns directly.
         hidden: widths of the hidden layers.
         dropout: dropout probability of scores and hidden units.
@@ -117,6 +118,7 @@ class CaseNetwork(nn.Module):
         *,
         similarity: str,
         bases: Sequence[str],
+        blocks: int | Tensor | None,
         embedding_dim: int | None,
         hidden: Sequence[int],
         dropout: float,
@@ -128,7 +130,8 @@ class CaseNetwork(nn.Module):
         self.encoding, self.dropout = encoding, dropout
         self.register_buffer("cases", cases)
         self.embedding = nn.Identity() if embedding_dim is None else _linear(columns, dim, generator)
-        self.similarity = _first_base(dim, bases) if similarity == "adaptive" else None
+        adaptive = similarity == "adaptive"
+        self.similarity = AdaptiveSimilarity(dim, bases=bases, init=bases[0], blocks=blocks) if adaptive else None
         self.modulation = KernelModulation(dim) if similarity == "kernel" else nn.Identity()
         self.norm = nn.LayerNorm(count)
         self.mlp = nn.ModuleList(_linear(*widths, generator) for widths in pairwise([count, *hidden, outputs]))
@@ -164,13 +167,6 @@ def _dropout(values: Tensor, probability: float, generator: torch.Generator) -> 
         return values
     mask = torch.empty_like(values).bernoulli_(1 - probability, generator=generator)
     return values * mask.div_(1 - probability)
-
-
-def _first_base(dim: int, bases: Sequence[str]) -> AdaptiveSimilarity:
-    """An adaptive similarity that is initialized to the first of its bases, registered ones included."""
-    weight = torch.zeros(len(bases), dim)
-    weight[0, -1] = 1.0
-    return AdaptiveSimilarity(dim, bases=bases, init=weight)
 
 
 def apply_in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -46,6 +46,12 @@ def retrieval_rows(table: str) -> list[Row]:
     return [row for row in found if row["run"] in runs]
 
 
+def block_rows() -> list[Row]:
+    """Returns the rows of the kernel benchmark of the devices on which block footprints were measured."""
+    devices = group(rows_of("kernels.csv"), "device").values()
+    return [row for rows in devices if any(map(kernels_report.has_blocks, rows)) for row in rows]
+
+
 def packed_rows() -> list[Row]:
     """Returns the rows of the packed benchmark with its default sizes."""
     return rows_of("packed.csv", **{name: str(size) for name, size in packed.SIZE.items()})
@@ -104,6 +110,7 @@ SHORT = ("M-Hop", "A-Hop", "A-Hop, debias", "A-Hop, debias, table", retrieval_re
 
 TABLES: dict[str, Callable[[], str]] = {
     "kernels": lambda: by_device("kernels", rows_of("kernels.csv"), kernels_report.report),
+    "blocks": lambda: by_device("kernels", block_rows(), kernels_report.of_blocks),
     "throughput": lambda: of_images("throughput"),
     "timing": lambda: by_device(
         "paper.retrieval --table timing", rows_of("retrieval_timing.csv"), retrieval_report.timing_table

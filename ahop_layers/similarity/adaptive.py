@@ -1,14 +1,11 @@
-"""AdaptiveSimilarity, how layers build their similarity, and how to find every similarity of a model."""
+"""AdaptiveSimilarity: the learned score as a module."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from math import lcm
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedParameter, is_lazy
+from torch.nn.parameter import is_lazy
 
 from ahop_layers.blocks import Blocks, arrange, gather_index, normalize, padding, resolutions, restore, stored_norm
 from ahop_layers.errors import (
@@ -17,7 +14,6 @@ from ahop_layers.errors import (
     check_choice,
     check_floating,
     check_given_sizes,
-    check_module,
     check_pair,
     check_sizes,
     describe,
@@ -31,9 +27,6 @@ INITS = ("dot", "dis", "l1", "uniform")
 Init = str | Tensor | Sequence[Tensor]
 BlocksArgument = Any
 """None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these."""
-
-SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
-"""A similarity module, or a factory ``f(dim, num_heads)`` that returns one."""
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
@@ -217,33 +210,47 @@ class AdaptiveSimilarity(nn.Module):
                     self.blocks = (*self.blocks[:index], changed, *self.blocks[index + 1 :])
                     self._set_gather(index)
 
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+    def gathers(self) -> list[Tensor | None]:
+        """Returns the index of each resolution that arranges its blocks, or None where they are consecutive.
+
+        >>> AdaptiveSimilarity(4, blocks=[2, torch.tensor([0, 1, 0, 1])]).gathers()
+        [None, tensor([0, 2, 1, 3])]
+        """
+        return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
+
+    def forward(self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None) -> Tensor:
         """Computes the scores ``(..., [H,] L, S)`` of ``query (..., [H,] L, d)`` and ``key (..., [H,] S, d)``.
+
+        ``arranged`` optionally has the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not
+        change need not be arranged in each call.
 
         Raises:
             AHopError: a shape, dtype or device is invalid.
         """
         self._check_rows(query, key)
         query = self.unbiased(query)
-        scores = self._score(0, query, key)
+        keys = [None] * len(self.blocks) if arranged is None else arranged
+        scores = self._score(0, query, key, keys[0])
         for index in range(1, len(self.blocks)):
-            scores = scores + self._score(index, query, key)
+            scores = scores + self._score(index, query, key, keys[index])
         return scores
 
-    def _score(self, index: int, query: Tensor, key: Tensor) -> Tensor:
+    def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
-        query, key, numbers = self._arranged(index, query, key)
+        query, key, numbers = self._arranged(index, query, key, arranged)
         return adaptive_similarity(query, key, self.footprint_weight(index), self.bases, numbers)
 
-    def _arranged(self, index: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _arranged(
+        self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
 
         The third result is None, or the block of each dimension if the rows are not arranged.
         """
-        gather = getattr(self, f"_gather_{index}", None)
+        gather = self.gathers()[index]
         padded = padding(gather, self.dim)
         if gather is not None:
-            query, key = arrange(query, gather), arrange(key, gather)
+            query, key = arrange(query, gather), arrange(key, gather) if arranged is None else arranged
         if self.blocks[index].normalize:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
             n = getattr(self, self.parameter_names()[index][0]).shape[-1]
@@ -301,9 +308,9 @@ class AdaptiveSimilarity(nn.Module):
         self._check_rows(key, key)
         for index, entry in enumerate(self.blocks):
             if entry.normalize:
-                norm, gather = getattr(self, f"norm_{index}"), getattr(self, f"_gather_{index}", None)
+                norm = getattr(self, f"norm_{index}")
                 if not norm.any():
-                    norm.copy_(stored_norm(key, entry.count(self.dim), gather))
+                    norm.copy_(stored_norm(key, entry.count(self.dim), self.gathers()[index]))
         return self
 
     def unbiased(self, query: Tensor) -> Tensor:
@@ -335,172 +342,3 @@ def _map_tensors(function: Callable[[Tensor], Any], init: Any) -> Any:
 def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:
     """Subtracts ``bias ([H,] d)``, if any, from ``query (..., [H,] L, d)``."""
     return query if bias is None else query - bias.unsqueeze(-2).to(query.dtype)
-
-
-class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
-    """An AdaptiveSimilarity that infers ``dim`` from the first query."""
-
-    cls_to_become = AdaptiveSimilarity
-
-    def __init__(
-        self, num_heads: int, bases: Sequence[str], init: Init, debias: bool, blocks: BlocksArgument = None
-    ) -> None:
-        # A dimension that every number of blocks divides stands in for the unknown one.
-        counts = [entry.blocks for entry in resolutions(blocks) if entry.blocks is not None]
-        super().__init__(2 * lcm(*counts) if counts else 1, num_heads, bases, init, debias, blocks)
-        unknown = [w for (w, _), entry in zip(self.parameter_names(), self.blocks, strict=True) if entry.blocks is None]
-        for name in [*unknown, "bias"] if debias else unknown:
-            self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters once their shapes are known."""
-        if not self.has_uninitialized_params():
-            super().reset_parameters()
-
-    def initialize_parameters(self, query: Tensor, key: Tensor) -> None:
-        """Infers ``dim`` from ``query (..., d)`` and initializes the parameters."""
-        check_pair(query, key)
-        for entry in self.blocks:
-            entry.count(query.shape[-1])  # raises if the blocks do not fit
-        self.dim, heads = query.shape[-1], (self.num_heads or 1,)
-        if self.has_uninitialized_params():
-            for name, parameter in list(self.named_parameters(recurse=False)):
-                if isinstance(parameter, UninitializedParameter):
-                    middle = () if name == "bias" else (len(self.bases),)
-                    parameter.materialize((*heads, *middle, self.dim))
-            self.reset_parameters()
-
-
-class Associator(nn.Module):
-    """A module that scores queries against keys with its ``similarity``; None means the dot product.
-
-    It loads state dicts of the layer it replaces: ``_added`` names the submodules and parameters that such a state dict
-    does not have.
-    """
-
-    __prepare_scriptable__ = refuse_script
-    similarity: Any
-    _added: ClassVar[tuple[str, ...]] = ()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Adds initial similarity and separation values to a state dict of the original layer, then loads it.
-
-        A state dict that lacks a key of the original layer is loaded unchanged: with ``strict=False``, a part of a
-        layer must not reset its similarity.
-        """
-        original = [key for key in self.state_dict() if key.partition(".")[0] not in self._added]
-        if all(prefix + key in state_dict for key in original):
-            device = state_dict[prefix + original[0]].device if original else None
-            for name in self._added:
-                part = getattr(self, name, None)
-                if isinstance(part, nn.Parameter):
-                    state_dict.setdefault(prefix + name, part.detach())
-                elif isinstance(part, nn.Module) and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
-                    values = _initial_values(part, device)
-                    state_dict.update({f"{prefix}{name}.{key}": value for key, value in values.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _initial_values(module: nn.Module, device: torch.device | None) -> dict[str, Tensor]:
-    """State dict of a module after ``reset_parameters``; a module without that method keeps its current values."""
-    on_meta = any(parameter.is_meta for parameter in module.parameters())
-    fresh: Any = deepcopy(module)
-    if not hasattr(fresh, "reset_parameters"):
-        return {} if on_meta else fresh.state_dict()
-    if on_meta and device is not None:
-        fresh = fresh.to_empty(device=device)
-    fresh.reset_parameters()
-    values: dict[str, Tensor] = fresh.state_dict()
-    return values
-
-
-def make_similarity(
-    dim: int | None,
-    num_heads: int,
-    bases: Sequence[str] = ("dis", "dot"),
-    init: Init = "dot",
-    debias: bool = False,
-    similarity: SimilaritySource | None = None,
-    blocks: BlocksArgument = None,
-) -> nn.Module:
-    """Builds the similarity of a layer.
-
-    Args:
-        dim: dimension of a head, or None to infer it from the first query.
-        num_heads: number of heads.
-        bases, init, debias, blocks: see :class:`AdaptiveSimilarity`.
-        similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
-            returns one.
-
-    Raises:
-        AHopError: ``similarity`` is neither, or is given together with ``bases``, ``init``, ``debias`` or ``blocks``.
-
-    >>> make_similarity(8, 2)
-    AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False)
-    """
-    if similarity is None:
-        dim = _known_dim(init, blocks) if dim is None else dim
-        if dim is None:
-            return LazyAdaptiveSimilarity(num_heads, bases, init, debias, blocks)
-        return AdaptiveSimilarity(dim, num_heads, bases, init, debias, blocks)
-    if not isinstance(similarity, nn.Module) and not callable(similarity):
-        raise AHopError(f"similarity must be a module or a factory f(dim, num_heads), got {similarity!r}")
-    changed = check_bases(bases) != ("dis", "dot") or not isinstance(init, str) or init != "dot" or debias
-    if changed or blocks is not None:
-        given = f"bases={bases!r}, init={init!r}, debias={debias!r}, blocks={blocks!r}"
-        raise AHopError(f"similarity replaces bases, init, debias and blocks, got similarity together with {given}")
-    if isinstance(similarity, nn.Module):
-        return similarity
-    if dim is None:
-        raise AHopError("a similarity factory needs the dimension of a head, got a layer that infers it from its input")
-    built = similarity(dim, num_heads)
-    if not isinstance(built, nn.Module):
-        raise AHopError(f"the similarity factory must return a module, got {type(built).__name__}")
-    return built
-
-
-def _known_dim(init: Init, blocks: BlocksArgument) -> int | None:
-    """Returns the dimension that a tensor of blocks, or a tensor of initial weights for all dimensions, determines."""
-    entries = resolutions(blocks)
-    tensors = list(init) if isinstance(init, (list, tuple)) else [init]
-    dims = [entry.dim for entry in entries]
-    for entry, tensor in zip(entries, tensors, strict=False):
-        if entry.blocks is None and isinstance(tensor, Tensor) and tensor.ndim:
-            dims.append(tensor.shape[-1])
-    return next((dim for dim in dims if dim is not None), None)
-
-
-def named_similarities(module: nn.Module) -> dict[str, nn.Module]:
-    """Finds the similarity of every adaptive layer in a module, and every other AdaptiveSimilarity, by name.
-
-    >>> import ahop_layers as ah
-    >>> list(named_similarities(nn.Sequential(nn.Linear(4, 8), ah.AdaptiveAttention(8, 2))))
-    ['1.similarity']
-    """
-    check_module(module=module)
-    parts = dict(module.named_modules())
-    owned = {id(getattr(part, "similarity", None)) for part in parts.values() if isinstance(part, Associator)}
-    return {name: part for name, part in parts.items() if id(part) in owned or isinstance(part, AdaptiveSimilarity)}
-
-
-def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters of every similarity in a module, for example to give them their own learning rate.
-
-    :func:`~ahop_layers.parameter_groups` builds the groups of an optimizer from them.
-
-    Args:
-        module: a layer, or a model that contains adaptive layers.
-
-    Returns:
-        The parameters, or an empty list if there is no similarity.
-
-    Raises:
-        AHopError: ``module`` is not a module.
-
-    >>> import ahop_layers as ah
-    >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
-    >>> [tuple(parameter.shape) for parameter in similarity_parameters(model)]
-    [(1, 2, 8), (1, 2)]
-    """
-    found = {id(p): p for part in named_similarities(module).values() for p in part.parameters()}
-    return list(found.values())
