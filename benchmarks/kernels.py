@@ -6,7 +6,9 @@ All methods of a case run in one process, one after the other. A time is the med
 times of the same process. ``paper`` is the reference as the paper writes it (sort, cumulative sum, product), ``folded``
 is the reference with folded weights (sort, product), and ``compiled`` is torch.compile of ``folded``. ``limit`` is a
 lower bound on the forward time: the time of the min and max instructions of the sorting networks, two per comparator,
-at 64 per clock and multiprocessor.
+at 64 per clock and multiprocessor. Block footprints (``n 8``) are also compared with our full footprints of the same
+size, and weights that say "dot product" with one block, the dot product itself. On a GPU ``ours_ms`` is device time;
+``caller_ms`` includes the time of the host and a synchronization, as a caller's clock shows it.
 
 Memory is the peak in addition to inputs, scores and gradients: of PyTorch's allocator on a GPU, and of the resident set
 of a separate process on a CPU (Linux only). ``--only`` keeps the other rows of the device.
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 import ahop_layers as ah
+from ahop_layers.hopfield import OwnHopfield
 from ahop_layers.ops import reference
 from ahop_layers.ops.gpu.networks import sorting_network
 from benchmarks.harness.command import make_parser
@@ -37,7 +40,7 @@ from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable
 
 BASES = ("dis", "dot")
-BASELINES = ("paper", "folded", "compiled", "our float32")
+BASELINES = ("paper", "folded", "compiled", "our float32", "our full", "one block", "plain layer")
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -55,6 +58,9 @@ class Case:
         floors: minimum speedup over each method, forward and forward + backward.
         memory: minimum ratio of the memory of ``folded`` to ours.
         compiled: whether to measure torch.compile.
+        blocks: number of blocks; by default every dimension is one.
+        dot_product: whether the weights are those of a dot product and need no gradient (forward only).
+        plain: whether to measure plain PyTorch.
     """
 
     length: int
@@ -66,24 +72,50 @@ class Case:
     floors: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory: float = 0
     compiled: bool = False
+    blocks: int | None = None
+    dot_product: bool = False
+    plain: bool = True
 
     @property
     def name(self) -> str:
         """The sizes, in the order of the tensor shapes."""
         heads = f"{self.n * self.heads} x " if self.n * self.heads > 1 else ""
-        return f"{heads}{self.length} x {self.count}, d {self.d}, {str(self.dtype).removeprefix('torch.')}"
+        blocks = f", n {self.blocks}" if self.blocks else ""
+        weights = ", dot-product weights" if self.dot_product else ""
+        return f"{heads}{self.length} x {self.count}, d {self.d}{blocks}{weights}, {_dtype_name(self.dtype)}"
+
+    @property
+    def baselines(self) -> dict[str, str]:
+        """Names of the cases of ours to compare with."""
+        changes: dict[str, dict[str, object]] = {"our float32": {"dtype": torch.float32}, "our full": {"blocks": None}}
+        if self.dot_product:
+            changes = {"one block": {"blocks": 1}}
+        names = {name: replace(self, **change).name for name, change in changes.items()}  # type: ignore[arg-type]
+        return {name: other for name, other in names.items() if other != self.name}
 
     def inputs(self, device: str) -> tuple[Tensor, ...]:
         """Returns query, key and weight."""
         generator = torch.Generator().manual_seed(0)
-        batch = (self.n, self.heads)
-        shapes = ((*batch, self.length, self.d), (*batch, self.count, self.d), (len(BASES), self.d))
+        batch, n = (self.n, self.heads), self.blocks or self.d
+        shapes = ((*batch, self.length, self.d), (*batch, self.count, self.d), (len(BASES), n))
         query, key, weight = (torch.randn(shape, generator=generator) for shape in shapes)
-        return tuple(each.to(device, self.dtype).requires_grad_() for each in (query, key, weight / self.d))
+        weight /= n
+        if self.dot_product:
+            weight = torch.zeros(len(BASES), n)
+            weight[BASES.index("dot"), -1] = 1
+        return tuple(each.to(device, self.dtype).requires_grad_() for each in (query, key, weight))
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+HALVES = (torch.bfloat16, torch.float16)
 CPU_CASES = [
     Case(256, 2048, 64, floors={"paper": (12, 10)}),
+    *(Case(256, 2048, 64, blocks=n, floors={"our full": (6, 4)} if n == 8 else {}) for n in (1, 4, 8, 16, 32)),
+    Case(64, 2048, 1024, floors={"paper": (6, 5)}),
+    Case(64, 2048, 1024, blocks=64, floors={"our full": (15, 10)}),
     Case(65, 65, 64, heads=64, floors={"paper": (10, 8)}),
     Case(64, 2048, 784, floors={"paper": (6, 5)}),
     Case(1, 10_000, 32, floors={"paper": (6, 5)}),
@@ -92,18 +124,44 @@ CPU_CASES = [
     Case(1, 1, 64, n=1000, floors={"paper": (1, 1)}),
     Case(256, 512, 64, dtype=torch.float64, floors={"paper": (1, 1)}),
     Case(256, 512, 64, dtype=torch.bfloat16, floors={"paper": (1, 1)}),
+    *(Case(256, 2048, 64, blocks=n, dot_product=True) for n in (1, None)),
 ]
 GPU_CASES = [
     Case(2048, 2048, 64, floors={"paper": (140, 38), "folded": (0, 15)}, memory=40, compiled=True),
     Case(2048, 2048, 64, dtype=torch.bfloat16, floors={"our float32": (1.5, 1.3)}),
     Case(2048, 2048, 64, dtype=torch.float16, floors={"our float32": (1.5, 1.3)}),
+    *(Case(2048, 2048, 64, blocks=n, floors={"our full": (4, 4)} if n == 8 else {}) for n in (4, 8, 16, 32)),
     Case(65, 65, 64, heads=3, n=256, floors={"folded": (40, 12)}, memory=20),
     Case(197, 197, 64, heads=12, n=32, floors={"folded": (60, 12)}, memory=20),
+    Case(197, 197, 64, heads=12, n=32, dtype=torch.bfloat16),
+    *(
+        Case(197, 197, 64, heads=12, n=32, dtype=torch.bfloat16, blocks=n, floors=floors)
+        for n, floors in ((1, {}), (4, {"our full": (12, 8)}), (8, {"our full": (6, 5)}), (16, {}))
+    ),
     Case(2048, 2048, 128, floors={"folded": (20, 6)}, memory=40),
     Case(512, 2048, 784, floors={"folded": (3, 2)}, memory=40),
+    *(Case(512, 2048, 784, dtype=dtype, plain=False) for dtype in HALVES),
+    Case(512, 2048, 1024),
+    Case(512, 2048, 1024, blocks=64, floors={"our full": (15, 10)}),
     Case(1, 100_000, 64, heads=8, floors={"folded": (30, 8)}, memory=20),
     Case(256, 256, 16),
     Case(256, 256, 1024),
+    *(
+        Case(
+            1024,
+            2048,
+            d,
+            dtype=dtype,
+            plain=False,
+            floors={} if dtype == torch.float32 else {"our float32": (0.95, 0.95)},
+        )
+        for d in (1, 7, 16, 48, 64, 100, 128, 257, 784, 1024)
+        for dtype in (torch.float32, *HALVES)
+    ),
+    Case(2048, 2048, 64, blocks=1, dot_product=True),
+    Case(2048, 2048, 64, dot_product=True, floors={"one block": (1 / 1.3, 0)}),
+    Case(2048, 2048, 64, blocks=1, dot_product=True, dtype=torch.bfloat16),
+    Case(2048, 2048, 64, dot_product=True, dtype=torch.bfloat16, floors={"one block": (1 / 1.3, 0)}),
 ]
 SWEEP_SHAPES = {  # (n, length, count), about a thousand pairs each
     "queries of one key": (1, 1000, 1),
@@ -116,8 +174,11 @@ SWEEP_DIMENSIONS = (*range(1, 129), *range(136, 257, 8), *range(272, 513, 16), *
 CASES = {"cpu": CPU_CASES, "cuda": GPU_CASES}
 
 
-def methods(compiled: bool = False) -> dict[str, Method]:
+def methods(compiled: bool = False, plain: bool = True) -> dict[str, Method]:
     """Returns the methods to compare, by name."""
+    ours: dict[str, Method] = {"ours": partial(ah.adaptive_similarity, bases=BASES)}
+    if not plain:
+        return ours
 
     def folded(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
         return reference.folded_similarity(query, key, reference.fold(weight), BASES)
@@ -125,7 +186,7 @@ def methods(compiled: bool = False) -> dict[str, Method]:
     table: dict[str, Method] = {"paper": partial(reference.adaptive_similarity, bases=BASES), "folded": folded}
     if compiled:
         table["compiled"] = torch.compile(folded)
-    return table | {"ours": partial(ah.adaptive_similarity, bases=BASES)}
+    return table | ours
 
 
 def call(method: Method, inputs: tuple[Tensor, ...], grad: Tensor, backward: bool) -> tuple[Tensor, ...]:
@@ -156,6 +217,21 @@ def milliseconds(function: Callable[[], object], device: str) -> float:
     return statistics.median([first, *(once() for _ in range(max(1, min(100, int(300 / first)))))])
 
 
+def caller_milliseconds(function: Callable[[], object]) -> float:
+    """Returns the median time of a call on a GPU and a synchronization, on the clock of the caller."""
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    function()
+    first = once()
+    return statistics.median([first, *(once() for _ in range(max(1, min(100, int(200 / first)))))])
+
+
 def extra_megabytes(case: Case, device: str, name: str, threads: int) -> float | None:
     """Returns the peak memory of forward and backward in addition to inputs and results; None without /proc."""
     if device == "cuda":
@@ -180,48 +256,89 @@ def limit_milliseconds(case: Case) -> float:
     query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"]
     clock = 1e6 * float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0])
     pairs = case.n * case.heads * case.length * case.count
-    operations = 2 * len(sorting_network(case.d).comparators) * len(BASES) * pairs
+    operations = 2 * len(sorting_network(case.blocks or case.d).comparators) * len(BASES) * pairs
     return 1e3 * operations / (64 * properties.multi_processor_count * clock)
 
 
-def measure(case: Case, device: str, threads: int, known: dict[str, float]) -> list[dict[str, object]]:
+def measure(case: Case, device: str, threads: int, known: dict[tuple[str, bool], float]) -> list[dict[str, object]]:
     """Returns the rows of forward and of forward + backward.
 
-    ``known`` collects our float32 times, the baseline of the cases in half precision.
+    ``known`` collects our times, the baselines of later cases.
     """
     inputs = case.inputs(device)
     grad = torch.randn(case.n, case.heads, case.length, case.count, device=device).to(case.dtype)
     rows = []
-    for backward in (False, True):
+    for backward in (False,) if case.dot_product else (False, True):
         label = "forward + backward" if backward else "forward"
-        table = methods(case.compiled)
-        times = {name: milliseconds(partial(call, f, inputs, grad, backward), device) for name, f in table.items()}
-        shape = f"{case.n} {case.heads} {case.length} {case.count} {case.d} {label}"
-        if case.dtype == torch.float32:
-            known[shape] = times["ours"]
-        elif shape in known:
-            times["our float32"] = known[shape]
-        ours = times["ours"]
+        calls = {
+            name: partial(call, method, inputs, grad, backward)
+            for name, method in methods(case.compiled, case.plain).items()
+        }
+        times = {name: milliseconds(function, device) for name, function in calls.items()}
+        ours = known[case.name, backward] = times["ours"]
+        times |= {name: known[other, backward] for name, other in case.baselines.items() if (other, backward) in known}
         ratios = {name: times[name] / ours if name in times else None for name in BASELINES}
         limit = limit_milliseconds(case) if device == "cuda" and not backward else None
         extra = extra_megabytes(case, device, "ours", threads) if backward else None
         saved = None
-        if extra and device == "cuda":
+        if extra and device == "cuda" and case.plain:
             saved = (extra_megabytes(case, device, "folded", threads) or 0) / extra
         missed = [name for name, floor in case.floors.items() if (ratios[name] or 0) < floor[backward]]
         if saved is not None and saved < case.memory:
             missed.append("memory")
         numbers = {
             "ours_ms": ours,
+            "caller_ms": caller_milliseconds(calls["ours"]) if device == "cuda" else None,
             **{f"{name}/ours": ratio for name, ratio in ratios.items()},
-            "ours/limit": ours / limit if limit and case.dtype == torch.float32 else None,
+            "ours/limit": ours / limit if limit and case.dtype == torch.float32 and not case.dot_product else None,
             "compiled/limit": times["compiled"] / limit if limit and "compiled" in times else None,
             "extra_MB": extra,
             "folded/ours_memory": saved,
         }
-        shown = {name: "" if number is None else f"{number:.3g}" for name, number in numbers.items()}
-        rows.append({"case": case.name, "pass": label, **shown, "below_floor": " ".join(missed)})
+        rows.append({"case": case.name, "pass": label, **_shown(numbers), "below_floor": " ".join(missed)})
     return rows
+
+
+def _shown(numbers: dict[str, float | None]) -> dict[str, str]:
+    return {name: "" if number is None else f"{number:.3g}" for name, number in numbers.items()}
+
+
+def measure_layer() -> Iterator[dict[str, object]]:
+    """Yields the rows of a Hopfield layer without projections, with 16 blocks, compared with the plain layer."""
+    size, d, n = 256, 1024, 16
+    options = {
+        "input_size": d,
+        "stored_pattern_as_static": True,
+        "state_pattern_as_static": True,
+        "pattern_projection_as_static": True,
+        "normalize_stored_pattern": False,
+        "normalize_state_pattern": False,
+        "normalize_pattern_projection": False,
+    }
+    layers = {"ours": ah.AdaptiveHopfield(**options, blocks=n), "plain layer": OwnHopfield(**options)}
+    patterns = torch.randn(2, 1, size, d, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layers["ours"].association_core.similarity.w.normal_(std=0.1)  # the sort is not skipped
+
+    def train(layer: torch.nn.Module, backward: bool) -> None:
+        with torch.set_grad_enabled(backward):
+            stored, state = patterns.clone().requires_grad_(backward)
+            result = layer((stored, state, stored))
+        if backward:
+            result.sum().backward()
+
+    for backward in (False, True):
+        times = least_milliseconds({name: partial(train, layer, backward) for name, layer in layers.items()})
+        ratio = times["plain layer"] / times["ours"]
+        blank = {f"{name}/ours": None for name in BASELINES}
+        numbers = {"ours_ms": times["ours"], "caller_ms": None, **blank, "plain layer/ours": ratio}
+        numbers |= {"ours/limit": None, "compiled/limit": None, "extra_MB": None, "folded/ours_memory": None}
+        yield {
+            "case": f"Hopfield layer, {size} x {size} static patterns, d {d}, n {n}, float32",
+            "pass": "forward + backward" if backward else "forward",
+            **_shown(numbers),
+            "below_floor": "plain layer" if backward and ratio < 1 / 4 else "",
+        }
 
 
 def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -265,10 +382,12 @@ def sweep(device: str, dimensions: tuple[int, ...]) -> Iterator[dict[str, object
 
 
 def measure_all(cases: list[Case], device: str, threads: int) -> Iterator[dict[str, object]]:
-    """Yields the rows of these cases."""
-    known: dict[str, float] = {}
+    """Yields the rows of these cases, and on a CPU those of the Hopfield layer unless only some cases are measured."""
+    known: dict[tuple[str, bool], float] = {}
     for case in cases:
         yield from measure(case, device, threads, known)
+    if device == "cpu" and cases == CPU_CASES:
+        yield from measure_layer()
 
 
 def first_call_seconds() -> float:

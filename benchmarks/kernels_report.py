@@ -16,12 +16,18 @@ def report(rows: Sequence[Row]) -> str:
     """Milliseconds and speedup over plain PyTorch as in the paper, without empty columns."""
     columns = {
         **{f"{label}, ms": (label, "ours_ms") for label in PASSES},
+        "forward, ms on the caller's clock": ("forward", "caller_ms"),
         **{f"{label}, speedup": (label, "paper/ours") for label in PASSES},
         "forward, multiple of lower bound": ("forward", "ours/limit"),
         "extra memory, MB": ("forward + backward", "extra_MB"),
     }
     cases = {
-        case: {name: row[column] for name, (label, column) in columns.items() for row in pair if row["pass"] == label}
+        case: {
+            name: row.get(column, "")
+            for name, (label, column) in columns.items()
+            for row in pair
+            if row["pass"] == label
+        }
         for (case,), pair in group(rows, "case").items()
     }
     there = [name for name in columns if any(cells.get(name) for cells in cases.values())]
@@ -52,8 +58,8 @@ def of_blocks(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the speedup over plain PyTorch as bars, one panel per device."""
-    devices = group(rows, "device")
+    """Draws the speedup over plain PyTorch as bars, one panel per device; rows without it are left out."""
+    devices = group([row for row in rows if row["paper/ours"]], "device")
     cases = [list(group(mine, "case")) for mine in devices.values()]
     with drawing(path, (8, 0.34 * sum(map(len, cases)) + 1.2 * len(devices))) as figure:
         axes = figure.subplots(
