@@ -280,6 +280,8 @@ class Warp:
         elif target[1:] in ("64", "32") and source[1:] in ("64", "32"):
             wide = self.value(operands[1], source if source in VIEWS else "b64").astype(VIEWS.get(target, np.uint64))
             self.set(operands[0], wide, guard)
+        elif target in ("f16", "bf16"):
+            self.set(operands[0], self.narrow(self.value(operands[1], "f32"), target).astype(np.uint16), guard)
         elif source == "f16":
             self.set(operands[0], self.widen(self.registers[operands[1]], "f16"), guard)
         else:
@@ -326,14 +328,15 @@ class Warp:
     def do_st(self, code, operands, guard):
         memory = self.shared if "shared" in code else self.memory.bytes
         names = operands[1].strip("{}").split(", ")
+        size = 2 if "b16" in code else 4
         address = self.place(operands[0])
-        assert (address[guard] % (4 * len(names)) == 0).all(), f"misaligned: {code}"
+        assert (address[guard] % (size * len(names)) == 0).all(), f"misaligned: {code}"
         for index, name in enumerate(names):
-            value = self.value(name, "u32")
+            value = self.value(name, "u32").astype(f"u{size}")
             for lane in np.flatnonzero(guard):
-                start = address[lane] + 4 * index
-                assert 0 <= start <= len(memory) - 4, f"out of bounds: {code}"
-                memory[start : start + 4] = value[lane : lane + 1].view(np.uint8)
+                start = address[lane] + size * index
+                assert 0 <= start <= len(memory) - size, f"out of bounds: {code}"
+                memory[start : start + size] = value[lane : lane + 1].view(np.uint8)
 
     def do_ldmatrix(self, code, operands, guard):
         names = operands[0].strip("{}").split(", ")

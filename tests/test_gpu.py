@@ -316,6 +316,26 @@ def test_public_function_autocast_compile_and_float64():
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize(("d", "n"), [(7, 7), (64, 64), (64, 8), (64, 16), (257, 257)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("body", ["ptx", "portable"])
+def test_scores_and_gradients_in_half_precision(d, n, dtype, body, monkeypatch):
+    """Scores are rounded to the dtype of the query as they are stored, and gradients are read in it."""
+    if body == "portable":
+        monkeypatch.setattr(gpu, "_runs_ptx", lambda device: False)
+        gpu._score_plan.cache_clear()
+        gpu._backward_plan.cache_clear()
+    query, key, weight = problem(2, 2, 33, 37, d, dtype=dtype, blocks=n)
+    grad = torch.randn(2, 2, 33, 37, device="cuda").to(dtype)
+    assert torch.equal(gpu.score(query, key, weight, BOTH, dtype), gpu.score(query, key, weight, BOTH).to(dtype))
+    narrow, wide = (gpu.score_backward(each, query, key, weight, BOTH, ALL) for each in (grad, grad.float()))
+    assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
+    gpu._score_plan.cache_clear()
+    gpu._backward_plan.cache_clear()
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_opcheck_on_the_gpu():
     query, key, weight = (tensor.requires_grad_() for tensor in problem(2, 3, 9, 11, 16))
     torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "triton"))

@@ -413,3 +413,21 @@ def test_private_functions_of_torch_are_in_one_file():
     private = re.compile(r"torch\._C|_functorch|forward_ad\._")
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if private.search(path.read_text())}
     assert found == {"ops/operators.py"}
+
+
+@pytest.mark.parametrize("backend", ["chunked", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_scores_in_the_dtype_of_the_query(backend, dtype):
+    """The operator rounds scores of half precision once, and its backward takes gradients in that dtype."""
+    query, key = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 7, 8).to(dtype)
+    weight = torch.randn(3, 2, 8)
+    wide = torch.ops.ahop.score(query, key, weight, "dis,dot", backend)
+    narrow = torch.ops.ahop.score(query, key, weight, "dis,dot", backend, False)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, dtype)
+    assert torch.equal(narrow, wide.to(dtype))
+    grad = torch.randn(2, 3, 5, 7).to(dtype)
+    options = (query, key, weight, "dis,dot", backend, [True, True, True])
+    results = (torch.ops.ahop.score_backward(each, *options) for each in (grad, grad.float()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    inputs = (query.requires_grad_(), key, weight, "dis,dot", backend, False)
+    torch.library.opcheck(torch.ops.ahop.score, inputs)

@@ -198,22 +198,25 @@ def test_tensor_cores(n, size, dtype, bases, warps):
     assert mma.serves(n, size, bases)
     length, count, d = 19, 16 * warps + 5, n * size
     query, key, weight, grad = problem(length, count, d, n, bases, dtype)
+    grad = grad.to(dtype) if warps == 2 else grad
     exact = expected(query, key, weight, bases, grad)
     memory = Memory()
     q, k, w, g = (memory.put(bits(tensor)) for tensor in (query, key, weight, grad))
     out = memory.put(np.full((length, count), np.nan, np.float32))
-    for first in range(0, count, 16 * warps):
-        Emulator(memory, warps).run(
-            mma_kernels.score(n, size, bases, NAMES[dtype], warps),
-            [k, 2 * d, q, 2 * d, w, out, 4, 4 * count, count, first, length],
-        )
-    assert error(torch.from_numpy(memory.get(out, (length, count))), exact[0]) < 1e-6
+    for kind, item, rounding in ((torch.float32, 4, 1e-6), (dtype, 2, torch.finfo(dtype).eps)):
+        for first in range(0, count, 16 * warps):
+            Emulator(memory, warps).run(
+                mma_kernels.score(n, size, bases, NAMES[dtype], warps, NAMES[kind]),
+                [k, 2 * d, q, 2 * d, w, out, item, item * count, count, first, length],
+            )
+        scores = torch.from_numpy(memory.get(out, (length, count), f"i{item}")).view(kind)
+        assert error(scores, exact[0]) < rounding
     shapes = (count, d), (length, d), (warps, len(bases), n)
     key_grad, query_grad, weight_grad = (memory.put(np.full(shape, np.nan, np.float32)) for shape in shapes)
     warp = np.arange(WARP * warps) // WARP
     Emulator(memory, warps).run(
-        mma_kernels.score_backward(n, size, bases, NAMES[dtype], warps),
-        [k, 2 * d, q, 2 * d, w, g, 4 * count, 4, key_grad, query_grad, weight_grad + 4 * warp * len(bases) * n, 0,
+        mma_kernels.score_backward(n, size, bases, NAMES[dtype], warps, NAMES[grad.dtype]),
+        [k, 2 * d, q, 2 * d, w, g, grad.element_size() * count, grad.element_size(), key_grad, query_grad, weight_grad + 4 * warp * len(bases) * n, 0,
          count, length, 2],
     )  # fmt: skip
     total = memory.get(weight_grad, shapes[2]).sum(0)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError
@@ -32,14 +33,22 @@ class Kernel(Protocol):
         """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks."""
         ...
 
-    def score(self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
+    def score(
+        self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
+
+        ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32.
+        """
         ...
 
     def score_backward(
         self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors."""
+        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
+
+        ``grad`` may have any dtype that :meth:`score` returns.
+        """
         ...
 
 

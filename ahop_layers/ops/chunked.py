@@ -35,12 +35,12 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
     return all(BASES[base].slopes is not None for base in bases)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)``."""
-    dtype = accumulation_dtype(query.dtype)
-    scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype)
+def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``."""
+    wide = accumulation_dtype(query.dtype)
+    scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
     for n, h, rows, columns in _tiles(query, key, weight.shape[-1]):
-        tile = folded_similarity(query[n, h, rows].to(dtype), key[n, h, columns].to(dtype), weight[h], bases)
+        tile = folded_similarity(query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases)
         scores[n, h, rows, columns] = tile
     return scores
 

@@ -144,11 +144,11 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
     return fits and supported and all(base in BASE_CODES for base in bases)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
+def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", query, key, weight, scores, bases)
-    return scores
+    return scores.to(dtype or scores.dtype)
 
 
 def score_backward(
@@ -156,6 +156,7 @@ def score_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     dtype = accumulation_dtype(query.dtype)
+    grad = grad.to(dtype)
     grads = [
         tensor.new_empty(tensor.shape if wanted else 0, dtype=dtype)
         for tensor, wanted in zip((query, key, weight), need, strict=True)

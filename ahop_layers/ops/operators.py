@@ -99,7 +99,7 @@ def adaptive_similarity(
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
             scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names, numbers)
     else:
-        scores = _canonical_score(query, key, weight.to(wide), batch, names, backend)
+        scores = _canonical_score(query, key, weight.to(wide), batch, names, backend, wide=autocast)
     return scores.to(wide if autocast else query.dtype)
 
 
@@ -158,7 +158,7 @@ def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Ten
 
 
 def _canonical_score(
-    query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], names: tuple[str, ...], backend: str
+    query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], names: tuple[str, ...], backend: str, wide: bool
 ) -> Tensor:
     """Reshapes the batch dimensions to (N, H), without a copy where possible, and calls the operator."""
     # With shared weights, a single batch dimension becomes N: as H it would need a weight gradient per entry.
@@ -169,7 +169,7 @@ def _canonical_score(
             each.expand(*batch, *each.shape[-2:]).reshape(outer, heads, *each.shape[-2:]) for each in (query, key)
         )
     weight = weight.expand(heads, *weight.shape[-2:])
-    scores: Tensor = torch.ops.ahop.score.default(query, key, weight, ",".join(names), backend)
+    scores: Tensor = torch.ops.ahop.score.default(query, key, weight, ",".join(names), backend, wide)
     return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
 
 
@@ -177,7 +177,7 @@ def _canonical_score(
 # checks the results of every call.
 torch.library.define(
     "ahop::score",
-    "(Tensor query, Tensor key, Tensor weight, str bases, str backend) -> Tensor",
+    "(Tensor query, Tensor key, Tensor weight, str bases, str backend, bool wide=True) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
@@ -215,7 +215,8 @@ def _check(
         raise AHopError(f"weight must be {rule}, got {describe(weight)}")
     expected = [("key", key, (n, heads, count, d), query.dtype), ("weight", weight, (heads, len(names), blocks), wide)]
     if grad is not None:
-        expected.append(("grad", grad, (n, heads, length, count), wide))
+        narrow = grad.dtype == query.dtype
+        expected.append(("grad", grad, (n, heads, length, count), query.dtype if narrow else wide))
     for name, tensor, shape, dtype in expected:
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
             got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
@@ -234,10 +235,15 @@ def _kernel_bases(bases: str) -> tuple[str, ...]:
     return names
 
 
-def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
-    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
+def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
+    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S), in at least float32 if ``wide``."""
     names = _check(query, key, weight, bases, backend)
-    return choose_kernel(backend, query, names, weight.shape[-1]).score(query, key, fold(weight), names)
+    kernel = choose_kernel(backend, query, names, weight.shape[-1])
+    return kernel.score(query, key, fold(weight), names, _score_dtype(query, wide))
+
+
+def _score_dtype(query: Tensor, wide: bool) -> torch.dtype:
+    return accumulation_dtype(query.dtype) if wide else query.dtype
 
 
 def _score_backward(
@@ -255,9 +261,9 @@ torch.library.impl("ahop::score_backward", "default", _score_backward)
 
 
 @torch.library.register_fake("ahop::score")  # type: ignore[untyped-decorator]
-def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> Tensor:
+def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
     _check(query, key, weight, bases, backend)
-    return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
+    return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=_score_dtype(query, wide))
 
 
 @torch.library.register_fake("ahop::score_backward")  # type: ignore[untyped-decorator]
@@ -274,13 +280,13 @@ def _(
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
+    ctx.options = inputs[3:5]
 
 
 def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     need = list(ctx.needs_input_grad[:3])
     grads = torch.ops.ahop.score_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
-    return (*(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None)
+    return (*(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None, None)
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:

@@ -63,13 +63,13 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
     return fits and blocks <= MAX_DIMENSIONS and all(base in IMPLEMENTED_BASES for base in bases)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in float32."""
-    out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=torch.float32, device=query.device)
+def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``, by default float32."""
+    out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=dtype or torch.float32, device=query.device)
     if out.numel() == 0:
         return out
     heads = query.shape[0] * query.shape[1]
-    plan = _score_plan(query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases))
+    plan = _score_plan(query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), out.dtype)
     few = heads * key.shape[-2] < 32 * WARP and query.shape[-2] > key.shape[-2]
     if few or plan.rows > 1:
         # Few keys leave lanes idle, and tiles that own queries store adjacent scores. All bases are symmetric, so
@@ -86,7 +86,9 @@ def score_backward(
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if query.numel() * key.numel() == 0:
         return chunked.score_backward(grad, query, key, weight, bases, need)
-    plan = _backward_plan(query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), not need[2])
+    plan = _backward_plan(
+        query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), not need[2], grad.dtype
+    )
     if _filled(query.shape[-2], plan.keys) > 1.1 * _filled(key.shape[-2], plan.keys):
         key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan)
     else:
@@ -126,13 +128,15 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=None)
-def _score_plan(device: torch.device, dtype: torch.dtype, d: int, n: int, bases: tuple[str, ...]) -> Plan:
+def _score_plan(
+    device: torch.device, dtype: torch.dtype, d: int, n: int, bases: tuple[str, ...], out: torch.dtype
+) -> Plan:
     kernels = _kernels()
     if not _runs_ptx(device):
         return _portable_plan(kernels.score_portable, dtype, d, n, bases)
     if dtype != torch.float32 and mma.serves(n, d // n, bases):
         warps = MMA_WARPS[0]
-        body = mma_kernels.score(n, d // n, bases, PTX_NAMES[dtype], warps)
+        body = mma_kernels.score(n, d // n, bases, PTX_NAMES[dtype], warps, PTX_NAMES[out])
         return _mma_plan(kernels.score_mma, dtype, n, d, warps, body, mma_kernels.SCORE_CONSTRAINTS)
     packed = _packs(device, dtype, d, n)
     layout = choose_layout(n, d // n, alone=96, shared=64, step=1 + packed)
@@ -140,7 +144,7 @@ def _score_plan(device: torch.device, dtype: torch.dtype, d: int, n: int, bases:
     packed = packed and dtype != torch.float32 and layout.chunk % 2 == 0
     threads = 4 * WARP
     constants = {
-        "BODY": ptx_kernels.score(layout, n, bases, PTX_NAMES[dtype], packed),
+        "BODY": ptx_kernels.score(layout, n, bases, PTX_NAMES[dtype], packed, PTX_NAMES[out]),
         "CONSTRAINTS": ptx_kernels.SCORE_CONSTRAINTS,
         **_lane_constants(layout),
         "PACK": 1 + packed,
@@ -153,7 +157,13 @@ def _score_plan(device: torch.device, dtype: torch.dtype, d: int, n: int, bases:
 
 @lru_cache(maxsize=None)
 def _backward_plan(
-    device: torch.device, dtype: torch.dtype, d: int, n: int, bases: tuple[str, ...], may_skip: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    d: int,
+    n: int,
+    bases: tuple[str, ...],
+    may_skip: bool,
+    grad: torch.dtype,
 ) -> Plan:
     kernels = _kernels()
     if not _runs_ptx(device):
@@ -162,7 +172,7 @@ def _backward_plan(
         warps = MMA_WARPS[1]
         while mma.shared_bytes(n, d, warps, exchange=True) > SHARED_BYTES:
             warps //= 2
-        body = mma_kernels.score_backward(n, d // n, bases, PTX_NAMES[dtype], warps)
+        body = mma_kernels.score_backward(n, d // n, bases, PTX_NAMES[dtype], warps, PTX_NAMES[grad])
         plan = _mma_plan(kernels.score_backward_ptx, dtype, n, d, warps, body, ptx_kernels.BACKWARD_CONSTRAINTS)
         return plan._replace(constants=plan.constants | _lane_constants(plan.layout) | {"BASES": len(bases)})
     layout = choose_layout(n, d // n, alone=32, shared=32)
@@ -176,7 +186,7 @@ def _backward_plan(
     )
     constants = {
         "BODY": ptx_kernels.score_backward(
-            layout, n, bases, PTX_NAMES[dtype], warps, n == d and dtype != torch.float32, may_skip
+            layout, n, bases, PTX_NAMES[dtype], warps, n == d and dtype != torch.float32, may_skip, PTX_NAMES[grad]
         ),
         "CONSTRAINTS": ptx_kernels.BACKWARD_CONSTRAINTS,
         **_lane_constants(layout),
@@ -199,7 +209,8 @@ def _mma_plan(kernel: Any, dtype: torch.dtype, n: int, d: int, warps: int, body:
 def _portable_plan(kernel: Any, dtype: torch.dtype, d: int, n: int, bases: tuple[str, ...]) -> Plan:
     blocks, size = (max(least, 1 << (number - 1).bit_length()) for number, least in ((n, 2), (d // n, 1)))
     keys = max(1, min(32, 2048 // (blocks * size)))
-    constants = {"BASES": bases, "KEYS": keys, "BLOCKS": blocks, "SIZE": size, "num_warps": 4}
+    # With several warps, sums over the dimensions of a block lose digits (seen with Triton 3.6).
+    constants = {"BASES": bases, "KEYS": keys, "BLOCKS": blocks, "SIZE": size, "num_warps": 4 if size == 1 else 1}
     return Plan(kernel, dtype, Layout(1, n, d // n), dtype.itemsize, keys, constants)
 
 

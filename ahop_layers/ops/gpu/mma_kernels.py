@@ -22,7 +22,7 @@ SCORE_CONSTRAINTS = "=r," + "l," * len(SCORE_ARGUMENTS) + "r,r"
 
 
 @lru_cache(maxsize=None)
-def score(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int) -> str:
+def score(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int, out: str = "f32") -> str:
     """Scores the tiles of ``warps`` warps, from row ``first`` on, against ``rows`` rows of the other side."""
     p = Program()
     arguments, (first, rows) = read_arguments(p, SCORE_ARGUMENTS, 2)
@@ -37,7 +37,10 @@ def score(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int) -> 
     number = p.op("cvt.s64.s32", p.op("mad.lo.u32", warp, ROWS, first), kind="b64")
     own_left = rows_left(p, arguments["count"], number)
     own_start = p.op("mad.lo.s64", number, arguments["own_stride"], arguments["own"], kind="b64")
-    own.put(own.fetch(own_start, arguments["own_stride"], own_left, own.registers()), norms)
+    start, tile_stride = arguments["other"], p.op("mul.lo.s64", arguments["other_stride"], ROWS, kind="b64")
+    own_words = own.fetch(own_start, arguments["own_stride"], own_left, own.registers())
+    fetched = other.fetch(start, arguments["other_stride"], rows, other.registers())
+    own.put(own_words, norms)
     network.load_own(norms)
     out_rows = []
     for offset in (0, 8):
@@ -48,8 +51,6 @@ def score(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int) -> 
         place = p.op("mad.lo.s64", column, arguments["out_other"], place, kind="b64")
         out_rows.append((place, p.op("setp.lt.s32", row, own_left, kind="pred")))
     next_half = p.op("mul.lo.s64", arguments["out_other"], 8, kind="b64")
-    start, tile_stride = arguments["other"], p.op("mul.lo.s64", arguments["other_stride"], ROWS, kind="b64")
-    fetched = other.fetch(start, arguments["other_stride"], rows, other.registers())
 
     p.label("TILE")
     other.put(fetched, norms)
@@ -67,7 +68,7 @@ def score(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int) -> 
             column = p.op("add.u32", network.column, 8 * half + pair % 2)
             exists = p.op("and.pred", inside, p.op("setp.lt.s32", column, rows, kind="pred"), kind="pred")
             address = p.op("add.s64", place, arguments["out_other"], kind="b64") if pair % 2 else place
-            p.do(f"@{exists} st.global.b32", f"[{address}]", p.op("add.f32", *chains))
+            p.store(address, p.op("add.f32", *chains), out, exists)
         for place, _ in out_rows:
             p.do("add.s64", place, place, next_half)
     p.do("sub.s32", rows, rows, ROWS - 1)  # repeat subtracts one more
@@ -77,7 +78,7 @@ def score(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int) -> 
 
 
 @lru_cache(maxsize=None)
-def score_backward(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int) -> str:
+def score_backward(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int, grad_dtype: str = "f32") -> str:
     """Computes gradients: a warp keeps a tile of keys and their gradients in registers and streams the queries.
 
     The derivative of a score with respect to a similarity is the weight at the similarity's rank. A similarity carries
@@ -109,7 +110,11 @@ def score_backward(n: int, size: int, bases: tuple[str, ...], dtype: str, warps:
     own_left = rows_left(p, arguments["count"], number)
     idle = p.op("setp.eq.s32", own_left, 0, kind="pred")  # a tile past the last key
     own_start = p.op("mad.lo.s64", number, arguments["key_stride"], arguments["key"], kind="b64")
-    own.put(own.fetch(own_start, arguments["key_stride"], own_left, own.registers()), norms)
+    query, row_place = (p.op("mov.b64", arguments[name], kind="b64") for name in ("query", "query_grad"))
+    rows = p.op("mov.b32", all_rows)
+    own_words = own.fetch(own_start, arguments["key_stride"], own_left, own.registers())
+    fetched = other.fetch(query, arguments["query_stride"], rows, other.registers())
+    own.put(own_words, norms)
     network.load_own(norms)
     own_grads = [[p.op("mov.b32", 0) for _ in range(4)] for _ in range(own.chunks)]
     own_sums = [p.op("mov.b32", 0) for _ in range(4)]
@@ -121,9 +126,6 @@ def score_backward(n: int, size: int, bases: tuple[str, ...], dtype: str, warps:
         grad_places.append(p.op("mad.lo.s64", column, arguments["grad_stride"], place, kind="b64"))
         place = p.op("mad.lo.s64", index, row_bytes, arguments["key_grad"], kind="b64")
         own_places.append(p.op("add.s64", place, place_in_row, kind="b64"))
-    query, row_place = (p.op("mov.b64", arguments[name], kind="b64") for name in ("query", "query_grad"))
-    rows = p.op("mov.b32", all_rows)
-    fetched = other.fetch(query, arguments["query_stride"], rows, other.registers())
 
     p.label("ROW")
     other.put(fetched, norms)
@@ -136,8 +138,7 @@ def score_backward(n: int, size: int, bases: tuple[str, ...], dtype: str, warps:
             index = p.op("add.u32", network.column, 8 * half + side)
             exists = p.op("and.pred", valid[row], p.op("setp.lt.s32", index, rows, kind="pred"), kind="pred")
             address = p.op("add.s64", place, arguments["grad_stride"], kind="b64") if side else place
-            grads.append(p.op("mov.b32", 0))
-            p.do(f"@{exists} ld.global.b32", grads[-1], f"[{address}]")
+            grads.append(p.load_or_zero(address, grad_dtype, exists))
         for place in grad_places:
             p.do("add.s64", place, place, grad_half)
 

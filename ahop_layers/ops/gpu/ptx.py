@@ -297,6 +297,21 @@ class Program:
             floats += self.unpack(word, dtype)
         return floats
 
+    def load_or_zero(self, address: str, dtype: str, predicate: str) -> str:
+        """Loads one value as float32 where the predicate holds, and 0 elsewhere."""
+        if dtype == "f32":
+            return self.load_vector(address, [self.op("mov.b32", 0)], predicate)[0]
+        half = self.op("mov.b16", 0, kind="b16")
+        self.do(f"@{predicate} ld.global.b16", half, f"[{address}]")
+        return self.widen(half, dtype)
+
+    def store(self, address: str, value: str, dtype: str, predicate: str) -> None:
+        """Stores a float32 value, rounded to the dtype, where the predicate holds."""
+        if dtype == "f32":
+            self.do(f"@{predicate} st.global.b32", f"[{address}]", value)
+        else:
+            self.do(f"@{predicate} st.global.b16", f"[{address}]", self.op(f"cvt.rn.{dtype}.f32", value, kind="b16"))
+
     def unpack(self, word: str, dtype: str) -> tuple[str, str]:
         """Returns the low and high halves of a packed word as float32."""
         if dtype == "bf16":

@@ -25,10 +25,11 @@ SCORE_CONSTRAINTS = "=r," + "l," * len(SCORE_ARGUMENTS) + "r,r,r"
 
 
 @lru_cache(maxsize=None)
-def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bool = False) -> str:
+def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bool = False, out: str = "f32") -> str:
     """Scores one key per group of lanes, or two packed keys, against ``rows`` consecutive queries.
 
-    ``packed`` computes in half precision, two keys at a time, which only blocks of one dimension allow.
+    ``packed`` computes in half precision, two keys at a time, which only blocks of one dimension allow. ``out`` is the
+    dtype of the scores.
     """
     p = Program()
     arguments, (rows, valid, valid2) = read_arguments(p, SCORE_ARGUMENTS, 3)
@@ -93,7 +94,7 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
         result = p.op("neg.f32", total)
         for distance in _distances(1, layout.group):
             result = p.op("add.f32", result, p.shuffle(result, distance))
-        p.do(f"@{predicate} st.global.b32", f"[{arguments[address]}]", result)
+        p.store(arguments[address], result, out, predicate)
         p.do("add.s64", arguments[address], arguments[address], arguments["out_stride"])
     p.repeat("ROW", rows, (query, arguments["query_stride"]))
     p.do("mov.b32", "$0", 0)
@@ -256,6 +257,7 @@ def score_backward(
     warps: int = 1,
     tagged_words: bool = False,
     may_skip: bool = False,
+    grad_dtype: str = "f32",
 ) -> str:
     """Computes gradients: a warp keeps a tile of keys in registers and loops over queries, then tiles.
 
@@ -307,8 +309,7 @@ def score_backward(
     rows = p.op("mov.b32", all_rows)
 
     p.label("ROW")
-    grad = p.op("mov.b32", 0)
-    p.do(f"@{valid} ld.global.b32", grad, f"[{grad_place}]")
+    grad = p.load_or_zero(grad_place, grad_dtype, valid)
     against = p.op("neg.f32", grad)  # derivative of the loss with respect to a weighted dissimilarity
     weight, region = p.op("mov.b64", arguments["weight"], kind="b64"), p.op("mov.b32", 0)
     row = _load(p, layout, query, dtype) if layout.block_size > 1 and not looped else None

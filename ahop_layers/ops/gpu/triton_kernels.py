@@ -73,7 +73,7 @@ def score_ptx(
             (weight + h * wh + position).to(tl.int64),
             (out_row + s * os).to(tl.int64),
             (out_row + other * os).to(tl.int64),
-            ol * 4,
+            ol * (out.dtype.element_ty.primitive_bitwidth // 8),
             tl.minimum(rows, length - start).to(tl.int32),
             first.to(tl.int32),
             (first & (s + 1 < count)).to(tl.int32),
@@ -119,8 +119,8 @@ def score_backward_ptx(
             ql * item,
             (weight + h * wh + position).to(tl.int64),
             (grad + n * gn + h * gh + start * gl).to(tl.int64),
-            gl * 4,
-            gs * 4,
+            gl * (grad.dtype.element_ty.primitive_bitwidth // 8),
+            gs * (grad.dtype.element_ty.primitive_bitwidth // 8),
             (key_grad + (chunk * all_heads + head) * count * DIMS).to(tl.int64),
             (query_grad + ((strip * all_heads + head) * length + start) * DIMS).to(tl.int64),
             (weight_grad + (program * WARPS + thread // 32) * (BASES * GROUP * CHUNK)).to(tl.int64),
@@ -160,8 +160,8 @@ def score_mma(
             ql * item,
             (weight + h * wh).to(tl.int64),
             (out + n * on + h * oh + start * ol).to(tl.int64),
-            os * 4,
-            ol * 4,
+            os * (out.dtype.element_ty.primitive_bitwidth // 8),
+            ol * (out.dtype.element_ty.primitive_bitwidth // 8),
             count,
             first,
             tl.minimum(rows, length - start).to(tl.int32),
@@ -270,7 +270,9 @@ def score_backward_portable(
         keys_grad = tl.zeros([KEYS, BLOCKS, SIZE], tl.float32)
         for row in range(start, tl.minimum(start + rows, length)):
             queries = tl.load(query + n * qn + h * qh + row * ql + i, mask=inside, other=0.0).to(tl.float32)
-            slope = -tl.load(grad + n * gn + h * gh + row * gl + s * gs, mask=s < count, other=0.0)[:, None]
+            slope = -tl.load(grad + n * gn + h * gh + row * gl + s * gs, mask=s < count, other=0.0).to(tl.float32)[
+                :, None
+            ]
             row_grad = tl.zeros([KEYS, BLOCKS, SIZE], tl.float32)
             for index in tl.static_range(len(BASES)):
                 values = tl.sum(_dissimilarity(BASES, index, queries, keys), axis=2)
