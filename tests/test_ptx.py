@@ -216,8 +216,8 @@ def test_tensor_cores(n, size, dtype, bases, warps):
     warp = np.arange(WARP * warps) // WARP
     Emulator(memory, warps).run(
         mma_kernels.score_backward(n, size, bases, NAMES[dtype], warps, NAMES[grad.dtype]),
-        [k, 2 * d, q, 2 * d, w, g, grad.element_size() * count, grad.element_size(), key_grad, query_grad, weight_grad + 4 * warp * len(bases) * n, 0,
-         count, length, 2],
+        [k, 2 * d, q, 2 * d, w, g, grad.element_size() * count, grad.element_size(), key_grad, query_grad,
+         weight_grad + 4 * warp * len(bases) * n, 0, count, length, 2],
     )  # fmt: skip
     total = memory.get(weight_grad, shapes[2]).sum(0)
     results = memory.get(query_grad, shapes[1]), memory.get(key_grad, shapes[0]), total

@@ -254,9 +254,10 @@ def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
 
 def _in_order(grad: Tensor, plan: Plan, n: int, size: int) -> Tensor:
     """Returns gradients ``(..., n * size)``, without padding, from rows that the lanes stored in turns."""
-    layout = plan.layout
-    if layout.lanes > 1:
-        unit, outer = ptx_kernels.grad_unit(layout), list(range(grad.dim() - 1))
+    layout, unit = plan.layout, ptx_kernels.grad_unit(plan.layout)
+    as_read = unit == layout.stretch and (layout.parts == 1 or (layout.copies == 1 and layout.width == unit))
+    if layout.lanes > 1 and not as_read:
+        outer = list(range(grad.dim() - 1))
         lanes = torch.unflatten(grad, -1, (-1, layout.lanes, unit)).transpose(-2, -3).flatten(-2)
         stretch = layout.width if layout.parts == 1 else layout.stretch
         inner = layout.held // layout.run, layout.run, layout.width // stretch, stretch

@@ -261,14 +261,14 @@ class Program:
         offset: int = 0,
         space: str = "global",
     ) -> None:
-        """Stores words where the predicate holds.
+        """Stores words where the predicate holds, in accesses of up to four words.
 
-        They form units of 1, 2 or 4 words. The words of a unit are adjacent; units lie ``step`` units apart.
+        They form units of adjacent words; units lie ``step`` units apart.
         """
-        kind = f".v{unit}" if unit > 1 else ""
-        for start in range(0, len(words), unit):
-            place = f"[{address}+{offset + 4 * start * step}]"
-            self.do(f"@{predicate} st.{space}{kind}.b32", place, self.vector(words[start : start + unit]))
+        for start, vector in vectors(words, unit):
+            place = f"[{address}+{offset + 4 * (start // unit * unit * step + start % unit)}]"
+            kind = f".v{len(vector)}" if len(vector) > 1 else ""
+            self.do(f"@{predicate} st.{space}{kind}.b32", place, self.vector(vector))
 
     def add_words(
         self, address: str, words: Sequence[str], predicate: str, again: str, unit: int, step: int = 1
@@ -276,10 +276,10 @@ class Program:
         """Stores words as :meth:`store_words`; adds them to the stored ones where ``again`` holds too."""
         both = self.op("and.pred", predicate, again, kind="pred")
         totals = []
-        for start in range(0, len(words), unit):
-            before = [self.op("mov.b32", 0) for _ in range(unit)]
-            self.load_vector(f"{address}+{4 * start * step}", before, both)
-            totals += [self.op("add.f32", a, b) for a, b in zip(before, words[start : start + unit], strict=True)]
+        for start, vector in vectors(words, unit):
+            before = [self.op("mov.b32", 0) for _ in vector]
+            self.load_vector(f"{address}+{4 * (start // unit * unit * step + start % unit)}", before, both)
+            totals += [self.op("add.f32", a, b) for a, b in zip(before, vector, strict=True)]
         self.store_words(address, totals, predicate, unit, step)
 
     def load_floats(self, address: str, count: int, dtype: str, offset: int = 0) -> list[str]:
@@ -325,6 +325,13 @@ class Program:
         if dtype == "f16":
             return self.op("cvt.f32.f16", half)
         return self.op("shl.b32", self.op("cvt.u32.u16", half), 16)
+
+
+def vectors(words: Sequence[str], unit: int) -> Iterator[tuple[int, Sequence[str]]]:
+    """Yields the words of units in groups of up to four, and the index of the first word of each group."""
+    width = gcd(gcd(len(words), unit), 4)
+    for start in range(0, len(words), width):
+        yield start, words[start : start + width]
 
 
 Item = tuple[str, ...]

@@ -283,7 +283,7 @@ def score_backward(
         flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane)
     # Lanes that share blocks read the derivatives from the columns of all of them.
     first_column = p.op("mad.lo.u32", p.op("and.b32", lane, WARP - layout.split), 4, scratch)
-    sums = WarpSums(p, layout.per_lane, layout.lanes, layout.lanes, lane, in_turns=True)
+    sums = WarpSums(p, layout.per_lane, layout.lanes, layout.lanes, lane, grad_unit(layout))
     weight_sums = WarpSums(p, chunk, layout.group, layout.lanes, lane)
     part = p.op("and.b32", lane, layout.lanes - 1)
     key_grad_offset = p.op("mul.wide.u32", part, 4 * grad_unit(layout), kind="b64")
@@ -369,13 +369,13 @@ def score_backward(
 
     key_grad_place = p.op("mad.lo.s64", own, row_bytes, arguments["key_grad"], kind="b64")
     key_grad_place = p.op("add.s64", key_grad_place, key_grad_offset, kind="b64")
-    p.store_words(key_grad_place, key_grads, valid, gcd(grad_unit(layout), 4), sums.step)
+    p.store_words(key_grad_place, key_grads, valid, sums.unit, sums.step)
     p.do("setp.eq.u32", again, 0, 0)
     p.repeat("TILE", tiles, (number, warps * layout.pairs))
     place = p.op("add.s64", arguments["weight_grad"], weight_sums.offset, kind="b64")
     for index, totals in enumerate(weight_grads):
         reduced = weight_sums.reduce(totals)
-        p.store_words(place, reduced, weight_sums.first, weight_sums.unit, offset=weight_bytes * index)
+        p.store_words(place, reduced, weight_sums.first, weight_sums.unit, weight_sums.step, weight_bytes * index)
     p.do("mov.b32", "$0", 0)
     return p.text(shared_bytes=backward_shared_bytes(layout, len(bases), warps))
 
@@ -389,9 +389,12 @@ def backward_shared_bytes(layout: Layout, bases: int, warps: int) -> int:
 def grad_unit(layout: Layout) -> int:
     """Returns how many adjacent gradients of a row belong to one lane.
 
-    The lanes store their gradients in turns, one unit each, so that a warp writes adjacent addresses.
+    The lanes store their gradients in turns, one unit each, so that a warp writes adjacent addresses. A unit is a
+    stretch, as in the inputs, if the sums over pairs leave stretches whole or divide them evenly.
     """
-    return gcd(_kept(layout.per_lane, layout.lanes), 4) if layout.lanes > 1 else layout.per_lane
+    kept = [layout.per_lane] if layout.lanes == 1 else _halves(layout.per_lane, layout.lanes)
+    stretch = layout.per_lane if layout.lanes == 1 else layout.stretch
+    return stretch if all(count % stretch == 0 or stretch % count == 0 for count in kept) else gcd(kept[-1], 4)
 
 
 def _add_products(p: Program, factor: str, items: Sequence[Item], totals: Sequence[str]) -> None:
@@ -448,23 +451,23 @@ def _add_slopes(p: Program, base: str, slope: str, query: str, key: str, query_g
 class WarpSums:
     """Sums over the pairs of a warp by recursive halving: a lane keeps half of its values and sends the other half.
 
-    ``group`` lanes hold ``count`` different values each; the further ``lanes`` of a pair hold copies. The sums are
-    stored lane by lane or ``in_turns``, see :func:`grad_unit`.
+    ``group`` lanes hold ``count`` different values each; the further ``lanes`` of a pair hold copies. The lanes store
+    their sums in turns, one ``unit`` each, by default all their sums.
     """
 
-    def __init__(self, p: Program, count: int, group: int, lanes: int, lane: str, in_turns: bool = False) -> None:
+    def __init__(self, p: Program, count: int, group: int, lanes: int, lane: str, unit: int | None = None) -> None:
         self.p, self.steps, repeated = p, list[tuple[int, str | None]](), lanes - group
-        self.unit = gcd(_kept(count, lanes), 4)
-        self.step = group if in_turns else 1
-        place = p.op("mul.lo.u32", p.op("and.b32", lane, group - 1), self.unit if in_turns else count)
-        for distance in _distances(lanes, WARP):
-            if count % 2:  # with an odd number of values, every lane keeps all of them
+        self.unit, self.step = unit or count, group
+        place = p.op("mul.lo.u32", p.op("and.b32", lane, group - 1), self.unit)
+        for distance, half in zip(_distances(lanes, WARP), _halves(count, lanes)[1:], strict=True):
+            if half == count:  # with an odd number of values, every lane keeps all of them
                 repeated |= distance
                 self.steps.append((distance, None))
             else:
-                count //= 2
+                count = half
                 upper = p.lane_bit(lane, distance)
-                place = p.op("add.u32", place, p.op("selp.b32", count * self.step, 0, upper))
+                by = count * (1 if count % self.unit else self.step)
+                place = p.op("add.u32", place, p.op("selp.b32", by, 0, upper))
                 self.steps.append((distance, upper))
         self.offset = p.op("mul.wide.u32", place, 4, kind="b64")
         """Offset in bytes, within a row of values, of the first sum that this lane holds."""
@@ -482,11 +485,12 @@ class WarpSums:
         return values
 
 
-def _kept(count: int, lanes: int) -> int:
-    """Returns how many of ``count`` sums a lane keeps in :class:`WarpSums`."""
+def _halves(count: int, lanes: int) -> list[int]:
+    """Returns the number of values that a lane of :class:`WarpSums` holds at first and after each step."""
+    counts = [count]
     for _ in _distances(lanes, WARP):
-        count = count if count % 2 else count // 2
-    return count
+        counts.append(counts[-1] if counts[-1] % 2 else counts[-1] // 2)
+    return counts
 
 
 class RowExchange:
