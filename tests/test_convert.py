@@ -117,9 +117,10 @@ MODELS = {
     "transformer": (lambda: nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True), causal, 6),
     "hopfield": (Bags, lambda: {"x": torch.randn(3, 6, 16), "mask": padded()["src_key_padding_mask"]}, 3),
 }
+LARGE = ("timm-tiny", "timm-distilled")
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in MODELS])
 def case(request):
     make, make_input, count = MODELS[request.param]
     torch.manual_seed(0)

@@ -101,6 +101,7 @@ def test_dir_lists_the_public_names_and_the_modules_imported_on_demand():
     assert all(hasattr(ah, name) for name in dir(ah))
 
 
+@pytest.mark.slow
 def test_modules_with_further_dependencies_are_imported_on_demand():
     code = """
 import sys, ahop_layers as ah

@@ -11,6 +11,7 @@ from ahop_layers import __main__ as command
 from ahop_layers.ops import chunked
 
 
+@pytest.mark.slow
 def test_the_command():
     done = subprocess.run([sys.executable, "-m", "ahop_layers"], capture_output=True, text=True, check=True)
     assert f"torch {torch.__version__}" in done.stdout

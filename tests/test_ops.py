@@ -180,6 +180,7 @@ def test_a_lazily_negated_tensor_is_negated():
     torch.testing.assert_close(ah.adaptive_similarity(x, negated, u), ah.adaptive_similarity(x, -y, u))
 
 
+@pytest.mark.slow
 def test_compile_without_a_graph_break():
     similarity = ah.AdaptiveSimilarity(8, num_heads=3, debias=True)
     query, key, _ = problem(2, heads=3, dtype=torch.float32)
@@ -190,6 +191,7 @@ def test_compile_without_a_graph_break():
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_compile_with_dynamic_shapes():
     compiled = torch.compile(ah.adaptive_similarity, fullgraph=True, dynamic=True, backend="aot_eager")
     for length, count in ((3, 4), (5, 9), (6, 11)):
@@ -386,6 +388,7 @@ def test_a_new_base_is_scored_as_itself(quartic):
             ah.adaptive_similarity(query, key, weight, bases, backend="cpu")
 
 
+@pytest.mark.slow
 def test_import_is_cheap():
     """After torch, importing the package loads no large library and takes at most 0.3 s of CPU time."""
     code = (
@@ -397,6 +400,7 @@ def test_import_is_cheap():
     assert not set(out[1].split()) & {"triton", "lightning", "sklearn", "matplotlib", "timm", "transformers", "entmax"}
 
 
+@pytest.mark.slow
 def test_a_training_step_does_not_import_the_compiler():
     code = (
         "import sys, torch, ahop_layers as ah;"

@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.harness import rows
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
 from benchmarks.paper.tabular.models import MODELS
 from benchmarks.paper.tabular.report import best_trial
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = [sys.executable, "-m", "benchmarks.paper.tabular"]
