@@ -28,10 +28,15 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def build(hook: str, folder: Path, out: Path) -> Path:
-    """Call a hook of the build backend, as ``python -m build --no-isolation`` does, and return the file it built."""
+    """Call a hook of the build backend, as ``python -m build --no-isolation`` does, and return the file it built.
+
+    With little optimization, which takes half the time to compile.
+    """
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; print(build_meta.{hook}({str(out)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    environment = os.environ | {"AHOP_CFLAGS": "-O1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     return out / done.stdout.splitlines()[-1]
 
 
