@@ -96,7 +96,7 @@ sanitize: $(READY)
 	ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		AHOP_CPU_LIBRARY=build/sanitize/ahop_layers/ops/_footprint.so $(BIN)/python -m pytest \
-		tests/test_cpu.py tests/test_ops.py -k "cpu or operators"
+		tests/test_cpu.py tests/test_ops.py tests/test_blocks.py -k "cpu or operators or test_blocks and not compile"
 
 # Installs the original hopfield-layers from its repository, or from a checkout with HFLAYERS=path.
 test-hflayers:
