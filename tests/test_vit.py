@@ -434,7 +434,10 @@ def test_kernels_learn_from_the_separation_loss_alone():
     torch.testing.assert_close(kernel.separation_loss, (-2 * pairs.square()).exp().mean(-1).log().mean())
 
 
-def test_demo(tmp_path, capsys):
+def test_demo(tmp_path, monkeypatch, capsys):
+    train, test, *rest = vit_data.digits(tmp_path)
+    fewer = vit_data.ImageSet(train.cut(320)[0], test.cut(64)[0], *rest)
+    monkeypatch.setitem(vit_data.READERS, "digits", lambda _: fewer)
     demo.main(["--quick", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "largest change of a logit by conversion" in shown
