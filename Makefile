@@ -65,11 +65,11 @@ lint: $(READY)
 
 test: lint
 	@echo "==> tests"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-fast: $(READY)
 	@echo "==> fast tests of the core"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 soak: $(READY)
 	@echo "==> 30 minutes of random checks"
@@ -96,7 +96,7 @@ sanitize: $(READY)
 	ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		AHOP_CPU_LIBRARY=build/sanitize/ahop_layers/ops/_footprint.so $(BIN)/python -m pytest \
-		tests/test_cpu.py tests/test_ops.py -k "cpu or operators"
+		tests/test_cpu.py tests/test_ops.py tests/test_blocks.py -k "cpu or operators or test_blocks and not compile"
 
 # Installs the original hopfield-layers from its repository, or from a checkout with HFLAYERS=path.
 test-hflayers:
@@ -109,7 +109,7 @@ test-hflayers:
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
 		$(if $(HFLAYERS),"$(HFLAYERS)",--group hflayers)
 	$(VENV)-hflayers/bin/python -c "import hflayers"
-	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto --dist worksteal
 
 # Tests the lower bounds of pyproject.toml. The oldest releases have wheels for Python 3.10 to 3.12 only. Does not use
 # constraints.txt, and does not install Triton, whose current releases do not work with an old torch.
@@ -120,7 +120,7 @@ test-oldest:
 	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	$(VENV)-oldest/bin/python -m pip install --disable-pip-version-check \
 		pytest pytest-xdist hypothesis pandas entmax $$($(VENV)-oldest/bin/python tests/oldest.py)
-	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n auto --dist worksteal
 
 # The newest releases instead of constraints.txt, with the CPU build of torch nightly.
 test-nightly:
@@ -132,7 +132,7 @@ test-nightly:
 	$(VENV)-nightly/bin/python -m pip install --disable-pip-version-check --no-build-isolation \
 		-e ".[examples,tabular,dev]" transformers
 	$(call frameworks,$(VENV)-nightly)
-	OMP_NUM_THREADS=1 $(VENV)-nightly/bin/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(VENV)-nightly/bin/python -m pytest -n auto --dist worksteal
 
 clean:
 	rm -rf $(VENV) $(VENV)-* out site build dist *.egg-info ahop_layers/ops/_footprint.*

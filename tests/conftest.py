@@ -1,9 +1,17 @@
 """Fixtures shared by the tests."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Ignores files of slow tests under ``-m "not slow"`` without importing them: their imports take seconds."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
 
 
 @pytest.fixture(autouse=True)

@@ -261,6 +261,7 @@ def test_bad_similarities(keywords, message):
         ah.AdaptiveAttention(E, H, **keywords)
 
 
+@pytest.mark.slow
 def test_compile_and_export():
     _, ours = pair(batch_first=True)
     x, ignored = torch.randn(N, S, E), torch.arange(S).expand(N, S) > 4

@@ -101,6 +101,7 @@ def test_only_similarities_train_with_freeze_rest():
     assert {id(p) for p in groups[1]["params"]} == {id(p) for p in ah.similarity_parameters(model)}
 
 
+@pytest.mark.slow
 def test_compiled_attention():
     torch.compiler.reset()
     layer = ah.AdaptiveAttention(16, 2, batch_first=True, blocks=[4, ah.Blocks(NUMBERS, normalize=True)])

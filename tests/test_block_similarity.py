@@ -326,6 +326,7 @@ def test_other_blocks_of_the_same_number_are_loaded():
         similarity.load_state_dict(broken)
 
 
+@pytest.mark.slow
 @every_kind
 def test_compile_without_a_graph_break(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
@@ -338,6 +339,7 @@ def test_compile_without_a_graph_break(blocks):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_export():
     similarity = ah.AdaptiveSimilarity(12, blocks=SEVERAL)
     inputs = pair(2, dtype=torch.float32)
@@ -476,6 +478,7 @@ def test_errors(name):
         call()
 
 
+@pytest.mark.slow
 @every_kind
 def test_compile_with_dynamic_shapes(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, blocks=blocks).double())

@@ -204,6 +204,7 @@ def test_every_element_is_written(n, kernel, poisoned_memory):
     assert all(each.isfinite().all() for each in grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_opcheck(n):
     query, key, weight = problem(2, n=n, heads=3, grad=True)
@@ -214,6 +215,7 @@ def test_opcheck(n):
         torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "auto", need))
 
 
+@pytest.mark.slow
 def test_compile_with_dynamic_shapes():
     compiled = torch.compile(ah.adaptive_similarity, fullgraph=True, dynamic=True, backend="aot_eager")
     for length, count, n in ((3, 4, 4), (5, 9, 4), (6, 11, 6)):

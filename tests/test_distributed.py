@@ -8,6 +8,8 @@ from torch import distributed, nn
 
 import ahop_layers as ah
 
+pytestmark = pytest.mark.slow
+
 ADVICE = "call adapt_ first, and wrap or compile the adapted model"
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 def test_retrieval(tmp_path, capsys):
     tables = []
     for folder in ("first", "second"):
-        found = retrieval.main(["--patterns", "60", "--epochs", "25", "--out", str(tmp_path / folder)])
+        found = retrieval.main(["--patterns", "60", "--epochs", "10", "--out", str(tmp_path / folder)])
         tables.append(capsys.readouterr().out.replace(folder, ""))
     assert tables[0] == tables[1]  # the seed determines the result
     assert re.search(rf"^adaptive +{found['adaptive']:.3f}", tables[0], flags=re.MULTILINE)

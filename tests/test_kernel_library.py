@@ -78,6 +78,7 @@ def test_a_copy_with_its_record_is_loaded(library, reload, monkeypatch):
         assert score().shape == (2, 4)
 
 
+@pytest.mark.slow
 @built
 def test_a_truncated_library_does_not_end_the_process(library):
     size = library.stat().st_size
@@ -164,12 +165,14 @@ def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path, flags, reason)
     assert not list(tmp_path.rglob("_footprint.*"))
 
 
+@pytest.mark.slow
 @built
 def test_an_interrupt_is_seen_within_a_second():
     """Either call takes far more than ten seconds on one core. Both processes read the same clock."""
     program = """
-import time, torch, ahop_layers as ah
+import signal, time, torch, ahop_layers as ah
 from ahop_layers.ops import cpu
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit that it is ignored
 torch.set_num_threads(1)
 query, key, weight = torch.randn(3000, 256, requires_grad=True), torch.randn(8000, 256), torch.randn(2, 256)
 def forward():

@@ -101,9 +101,10 @@ def test_dir_lists_the_public_names_and_the_modules_imported_on_demand():
     assert all(hasattr(ah, name) for name in dir(ah))
 
 
+@pytest.mark.slow
 def test_modules_with_further_dependencies_are_imported_on_demand():
     code = """
-import sys, ahop_layers as ah
+import sys, ahop_layers as ah, ahop_layers.plots
 assert not {"sklearn", "matplotlib"} & set(sys.modules)
 for thing in (ah.tabular.AdaptiveMemoryClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
     print(thing.__name__)

@@ -40,6 +40,7 @@ def test_hopfield_layers_are_named_by_the_outer_layer():
     assert (maps["pool"][..., 4:] == 0).all()
 
 
+@pytest.mark.slow
 def test_maps_of_a_compiled_model():
     model, x = encoder().eval(), torch.randn(2, 5, 16)
     ah.adapt_(model)

@@ -1,8 +1,11 @@
 """The two-phase example: a table and a picture, and the adaptive memories ahead."""
 
+import pytest
+
 from examples import multimodal
 
 
+@pytest.mark.slow
 def test_multimodal(tmp_path, capsys):
     size = ["--concepts", "40", "--steps", "15", "--queries", "100"]
     accuracy = multimodal.main([*size, "--out", str(tmp_path)])

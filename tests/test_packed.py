@@ -125,6 +125,7 @@ def test_padded_and_packed_layers_share_one_path(monkeypatch):
 STEPS = {"quantity": 2, "num_heads": 2, "update_steps_max": 1, "add_zero_association": True, "separation": "argmax"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "keywords"), [("aot_eager", {}), ("eager", STEPS)])
 def test_one_graph_for_all_sizes(backend, keywords):
     torch.compiler.reset()
@@ -144,6 +145,7 @@ def test_one_graph_for_all_sizes(backend, keywords):
             compiled(torch.randn(10, 8), torch.tensor(sizes))
 
 
+@pytest.mark.slow
 def test_export():
     pooling = AdaptiveHopfieldPooling(8, num_heads=2)
 

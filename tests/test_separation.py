@@ -129,6 +129,7 @@ def test_the_dtype_is_kept_and_rows_may_be_empty(name, dtype):
     assert module(torch.randn(2, 0).to(dtype)).shape == (2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax", "argmax"])
 def test_one_graph(name):
     module, scores = sep.Separation(name), torch.randn(3, 6, requires_grad=True)

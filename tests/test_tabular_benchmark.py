@@ -6,11 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.harness import rows
 from benchmarks.paper.figures import TABULAR
+from benchmarks.paper.tabular.__main__ import main
 from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
 from benchmarks.paper.tabular.models import MODELS
 from benchmarks.paper.tabular.report import best_trial
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = [sys.executable, "-m", "benchmarks.paper.tabular"]
@@ -71,12 +76,14 @@ def test_the_best_trial_needs_all_trials():
     assert best_trial(rows[:1], trials) is None
 
 
-def test_a_stopped_run_resumes_and_prints_a_table(tmp_path):
+def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys):
     output = tmp_path / "rows.csv"
-    command = [*PROGRAM, *["--quick", "--models", "M-Hop", "A-Hop", "--output"], str(output)]
+    command = ["tabular", "--quick", "--models", "M-Hop", "A-Hop", "--output", str(output)]
 
     def run(*more: str) -> str:
-        return subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        main()
+        return capsys.readouterr().out
 
     assert "the same command resumes here" in run("--minutes", "0")
     first = rows.read(output)
