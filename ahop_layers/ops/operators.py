@@ -99,7 +99,8 @@ def adaptive_similarity(
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
             scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names, numbers)
     else:
-        scores = _canonical_score(query, key, weight.to(wide), batch, names, backend, wide=autocast)
+        weight = weight if weight.dtype == query.dtype else weight.to(wide)
+        scores = _canonical_score(query, key, weight, batch, names, backend, wide=autocast)
     return scores.to(wide if autocast else query.dtype)
 
 
@@ -213,11 +214,11 @@ def _check(
     if not _divides(blocks, d):
         rule = f"({heads}, {len(names)}, n) with n one of {divisors(d)}, the divisors of d"
         raise AHopError(f"weight must be {rule}, got {describe(weight)}")
-    expected = [("key", key, (n, heads, count, d), query.dtype), ("weight", weight, (heads, len(names), blocks), wide)]
+    expected = [("key", key, (n, heads, count, d)), ("weight", weight, (heads, len(names), blocks))]
     if grad is not None:
-        narrow = grad.dtype == query.dtype
-        expected.append(("grad", grad, (n, heads, length, count), query.dtype if narrow else wide))
-    for name, tensor, shape, dtype in expected:
+        expected.append(("grad", grad, (n, heads, length, count)))
+    for name, tensor, shape in expected:
+        dtype = query.dtype if name == "key" or tensor.dtype == query.dtype else wide
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
             got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
             raise AHopError(f"{name} must be {shape} of {dtype} on {query.device} for this query, got {got}")
@@ -253,7 +254,7 @@ def _score_backward(
     names, wanted = _check(query, key, weight, bases, backend, grad, need), (need[0], need[1], need[2])
     kernel = choose_kernel(backend, query, names, weight.shape[-1])
     grads = kernel.score_backward(grad, query, key, fold(weight), names, wanted)
-    return grads[0], grads[1], grads[2].cumsum(-1)  # the transpose of fold
+    return grads[0], grads[1], grads[2].cumsum(-1).to(weight.dtype)  # the transpose of fold
 
 
 torch.library.impl("ahop::score", "default", _score)

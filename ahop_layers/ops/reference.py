@@ -184,8 +184,8 @@ def adaptive_similarity(
 
 
 def fold(weight: Tensor) -> Tensor:
-    """Returns the folded weight ``u``, for which ``weight . cumsum(sorted) == u . sorted``."""
-    return weight.flip(-1).cumsum(-1).flip(-1)
+    """Returns the folded weight ``u``, for which ``weight . cumsum(sorted) == u . sorted``, in at least float32."""
+    return weight.flip(-1).cumsum(-1, dtype=accumulation_dtype(weight.dtype)).flip(-1)
 
 
 def folded_similarity(query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str]) -> Tensor:

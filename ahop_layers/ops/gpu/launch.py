@@ -382,18 +382,25 @@ def _slots(device: torch.device) -> int:
 def _rows_per_program(length: int, warps: int, device: torch.device, plan: Plan, most_chunks: int = 65535) -> int:
     """Returns the number of queries per program, a multiple of those that the kernel processes at a time."""
     units = -(-length // plan.rows)
-    return plan.rows * max(_even_split(units, warps, _slots(device)), -(-units // min(65535, most_chunks)))
+    # Loading the keys takes about as long as half a query, or as two tiles of queries.
+    start, waves = (0.5, 6) if plan.rows == 1 else (2, 1)
+    return plan.rows * max(
+        _even_split(units, warps, _slots(device), start, waves), -(-units // min(65535, most_chunks))
+    )
 
 
 @lru_cache(maxsize=4096)
-def _even_split(length: int, warps: int, slots: int) -> int:
-    """Returns the number of queries per program that fills the last wave well and rarely reloads keys."""
+def _even_split(length: int, warps: int, slots: int, start: float, least_waves: int) -> int:
+    """Returns the number of queries per program that fills the last wave well and rarely reloads keys.
+
+    ``start`` is the time to load the keys, in queries. Several waves balance programs of different duration.
+    """
 
     def time(rows: int) -> float:
         waves = -(-(warps * -(-length // rows)) // slots)
-        return waves * (rows + 0.5)  # loading the keys takes about as long as half a query
+        return waves * (rows + start)
 
-    most = length * warps // (6 * slots)  # at least six waves, to balance programs of different duration
+    most = length * warps // (least_waves * slots)
     return min(range(1, max(1, min(length, most)) + 1), key=time)
 
 
