@@ -240,7 +240,7 @@ def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str,
     """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S), in at least float32 if ``wide``."""
     names = _check(query, key, weight, bases, backend)
     kernel = choose_kernel(backend, query, names, weight.shape[-1])
-    return kernel.score(query, key, fold(weight), names, _score_dtype(query, wide))
+    return kernel.score(query, key, fold(weight, accumulation_dtype(weight.dtype)), names, _score_dtype(query, wide))
 
 
 def _score_dtype(query: Tensor, wide: bool) -> torch.dtype:
@@ -253,7 +253,7 @@ def _score_backward(
     """Implements ``ahop::score_backward``: gradients of query, key and weight, empty where ``need`` is False."""
     names, wanted = _check(query, key, weight, bases, backend, grad, need), (need[0], need[1], need[2])
     kernel = choose_kernel(backend, query, names, weight.shape[-1])
-    grads = kernel.score_backward(grad, query, key, fold(weight), names, wanted)
+    grads = kernel.score_backward(grad, query, key, fold(weight, accumulation_dtype(weight.dtype)), names, wanted)
     return grads[0], grads[1], grads[2].cumsum(-1).to(weight.dtype)  # the transpose of fold
 
 

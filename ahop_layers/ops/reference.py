@@ -183,9 +183,9 @@ def adaptive_similarity(
     return torch.stack(scores).sum(0)
 
 
-def fold(weight: Tensor) -> Tensor:
-    """Returns the folded weight ``u``, for which ``weight . cumsum(sorted) == u . sorted``, in at least float32."""
-    return weight.flip(-1).cumsum(-1, dtype=accumulation_dtype(weight.dtype)).flip(-1)
+def fold(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the folded weight ``u``, for which ``weight . cumsum(sorted) == u . sorted``, in ``dtype``."""
+    return weight.flip(-1).cumsum(-1, dtype=dtype).flip(-1)
 
 
 def folded_similarity(query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str]) -> Tensor:
