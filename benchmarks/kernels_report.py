@@ -10,10 +10,12 @@ from benchmarks.harness.rows import Row
 
 PASSES = ("forward", "forward + backward")
 N = re.compile(r", n (\d+)")
+N_DTYPE = re.compile(r", b?float16$")
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Milliseconds and speedup over plain PyTorch as in the paper, without empty columns."""
+    """Milliseconds and speedup over plain PyTorch as in the paper, of full footprints, without empty columns."""
+    rows = [row for row in rows if row["paper/ours"] and not has_blocks(row)]
     columns = {
         **{f"{label}, ms": (label, "ours_ms") for label in PASSES},
         "forward, ms on the caller's clock": ("forward", "caller_ms"),
@@ -57,9 +59,20 @@ def of_blocks(rows: Sequence[Row]) -> str:
     return table(["queries x keys", "n", "comparators", *labels], body)
 
 
+def of_half_precision(rows: Sequence[Row]) -> str:
+    """Speedup of half precision over float32 for the same sizes, for each d."""
+    ratios = {(row["case"], row["pass"]): row["our float32/ours"] for row in rows if row["our float32/ours"]}
+    names = list(dict.fromkeys(N_DTYPE.sub("", case) for case, _ in ratios if not N.search(case)))
+    dtypes = ("bfloat16", "float16")
+    body = [
+        [name, *(ratios.get((f"{name}, {dtype}", label), "") for label in PASSES for dtype in dtypes)] for name in names
+    ]
+    return table(["queries x keys", *(f"{label}, {dtype}" for label in PASSES for dtype in dtypes)], body)
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draws the speedup over plain PyTorch as bars, one panel per device; rows without it are left out."""
-    devices = group([row for row in rows if row["paper/ours"]], "device")
+    devices = group([row for row in rows if row["paper/ours"] and not has_blocks(row)], "device")
     cases = [list(group(mine, "case")) for mine in devices.values()]
     with drawing(path, (8, 0.34 * sum(map(len, cases)) + 1.2 * len(devices))) as figure:
         axes = figure.subplots(

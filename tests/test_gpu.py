@@ -10,7 +10,7 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.gpu import mma, mma_kernels, ptx_kernels
+from ahop_layers.ops.gpu import mma, mma_kernels, plan, ptx_backward, ptx_kernels
 from ahop_layers.ops.gpu.ptx import choose_layout
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
 
@@ -187,14 +187,14 @@ def test_constant_weights(d, n, dtype, kind, poisoned_memory):
 @on_gpu
 @pytest.mark.parametrize(("d", "n"), [(7, 7), (64, 64), (100, 100), (64, 8), (100, 5)])
 def test_portable_kernels_on_the_gpu(d, n, monkeypatch, poisoned_memory):
-    monkeypatch.setattr(gpu, "_runs_ptx", lambda device: False)
-    gpu._score_plan.cache_clear()
-    gpu._backward_plan.cache_clear()
+    monkeypatch.setattr(plan, "runs_ptx", lambda device: False)
+    plan.score_plan.cache_clear()
+    plan.backward_plan.cache_clear()
     try:
         check_against_reference(*problem(2, 2, 9, 37, d, blocks=n), BOTH)
     finally:
-        gpu._score_plan.cache_clear()
-        gpu._backward_plan.cache_clear()
+        plan.score_plan.cache_clear()
+        plan.backward_plan.cache_clear()
 
 
 @pytest.mark.gpu
@@ -322,16 +322,16 @@ def test_public_function_autocast_compile_and_float64():
 def test_scores_and_gradients_in_half_precision(d, n, dtype, body, monkeypatch):
     """Scores are rounded to the dtype of the query as they are stored, and gradients are read in it."""
     if body == "portable":
-        monkeypatch.setattr(gpu, "_runs_ptx", lambda device: False)
-        gpu._score_plan.cache_clear()
-        gpu._backward_plan.cache_clear()
+        monkeypatch.setattr(plan, "runs_ptx", lambda device: False)
+        plan.score_plan.cache_clear()
+        plan.backward_plan.cache_clear()
     query, key, weight = problem(2, 2, 33, 37, d, dtype=dtype, blocks=n)
     grad = torch.randn(2, 2, 33, 37, device="cuda").to(dtype)
     assert torch.equal(gpu.score(query, key, weight, BOTH, dtype), gpu.score(query, key, weight, BOTH).to(dtype))
     narrow, wide = (gpu.score_backward(each, query, key, weight, BOTH, ALL) for each in (grad, grad.float()))
     assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
-    gpu._score_plan.cache_clear()
-    gpu._backward_plan.cache_clear()
+    plan.score_plan.cache_clear()
+    plan.backward_plan.cache_clear()
 
 
 @pytest.mark.gpu
@@ -474,11 +474,13 @@ def test_ptx_assembles(d, n, dtype, tmp_path):
     forward, backward = (choose_layout(n, d // n, alone=x, shared=y) for x, y in ((96, 64), (32, 32)))
     bodies = {
         ptx_kernels.score(forward, n, BOTH, dtype, half and forward.chunk % 2 == 0): ptx_kernels.SCORE_CONSTRAINTS,
-        ptx_kernels.score_backward(backward, n, ("l1", "dot"), dtype, 2, half, True): ptx_kernels.BACKWARD_CONSTRAINTS,
+        ptx_backward.score_backward(
+            backward, n, ("l1", "dot"), dtype, 2, half, True
+        ): ptx_backward.BACKWARD_CONSTRAINTS,
     }
     if dtype != "f32" and mma.serves(n, d // n, BOTH):
         bodies[mma_kernels.score(n, d // n, BOTH, dtype, 4)] = mma_kernels.SCORE_CONSTRAINTS
-        bodies[mma_kernels.score_backward(n, d // n, BOTH, dtype, 4)] = ptx_kernels.BACKWARD_CONSTRAINTS
+        bodies[mma_kernels.score_backward(n, d // n, BOTH, dtype, 4)] = ptx_backward.BACKWARD_CONSTRAINTS
     for body, constraints in bodies.items():
         for index, kind in reversed(list(enumerate(constraints.split(",")))):
             body = body.replace(f"${index}", f"operand{index}_{kind[-1]}")

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.gpu import mma, mma_kernels, ptx_kernels
+from ahop_layers.ops.gpu import mma, mma_kernels, ptx_backward, ptx_kernels
+from ahop_layers.ops.gpu.plan import Plan
 from ahop_layers.ops.gpu.ptx import Layout, choose_layout
 from ahop_layers.ops.reference import folded_similarity
 from tests.ptx_emulator import WARP, Emulator, Memory
@@ -50,7 +51,7 @@ def places(layout, warps=1):
 def prepare(layout, query, key, weight, dtype):
     """Pads the inputs as a launch does."""
     n = weight.shape[-1]
-    plan = gpu.Plan(None, dtype, layout, 16, 0, {})
+    plan = Plan(None, dtype, layout, 16, 0, {})
     query, key = (
         gpu._rows(tensor, plan, n, fill)[0, 0]
         for tensor, fill in ((query[None, None], gpu.PAD_QUERY), (key[None, None], gpu.PAD_KEY))
@@ -145,7 +146,7 @@ def test_backward(n, size, layout, dtype, warps):
     offset = query.element_size() * first
     tagged = n == d and dtype != torch.float32
     Emulator(memory, warps).run(
-        ptx_kernels.score_backward(layout, n, BOTH, NAMES[dtype], warps, tagged),
+        ptx_backward.score_backward(layout, n, BOTH, NAMES[dtype], warps, tagged),
         [inputs[0] + offset, row, inputs[1] + offset, row, inputs[2] + 4 * position, inputs[3], 4 * count, 4,
          key_grad, query_grad, weight_grad + 4 * warp * 2 * layout.blocks, 0, count, ROWS, tiles],
     )  # fmt: skip
@@ -175,7 +176,7 @@ def test_backward_of_constant_weights_needs_no_sort(n, size):
     for may_skip in (True, False):
         emulator = Emulator(memory)
         emulator.run(
-            ptx_kernels.score_backward(layout, n, BOTH, "f32", may_skip=may_skip),
+            ptx_backward.score_backward(layout, n, BOTH, "f32", may_skip=may_skip),
             [inputs[0] + 4 * first, row, inputs[1] + 4 * first, row, inputs[2] + 4 * position, inputs[3],
              4 * layout.pairs, 4, *outputs, 0, layout.pairs, ROWS, 1],
         )  # fmt: skip

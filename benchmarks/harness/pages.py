@@ -110,6 +110,9 @@ SHORT = ("M-Hop", "A-Hop", "A-Hop, debias", "A-Hop, debias, table", retrieval_re
 
 TABLES: dict[str, Callable[[], str]] = {
     "kernels": lambda: by_device("kernels", rows_of("kernels.csv"), kernels_report.report),
+    "kernels-half": lambda: by_device(
+        "kernels", rows_of("kernels.csv", device="NVIDIA H200"), kernels_report.of_half_precision
+    ),
     "blocks": lambda: by_device("kernels", block_rows(), kernels_report.of_blocks),
     "throughput": lambda: of_images("throughput"),
     "timing": lambda: by_device(

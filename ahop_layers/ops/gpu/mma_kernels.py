@@ -15,7 +15,8 @@ from ahop_layers.ops.gpu.mma import (
     shared_bytes,
 )
 from ahop_layers.ops.gpu.ptx import Program
-from ahop_layers.ops.gpu.ptx_kernels import BACKWARD_ARGUMENTS, WarpSums, read_arguments
+from ahop_layers.ops.gpu.ptx_backward import BACKWARD_ARGUMENTS, WarpSums
+from ahop_layers.ops.gpu.ptx_kernels import read_arguments
 
 SCORE_ARGUMENTS = ("own", "own_stride", "other", "other_stride", "weight", "out", "out_own", "out_other", "count")
 SCORE_CONSTRAINTS = "=r," + "l," * len(SCORE_ARGUMENTS) + "r,r"

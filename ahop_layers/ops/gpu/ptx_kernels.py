@@ -1,4 +1,4 @@
-"""PTX bodies of the NVIDIA kernels: forward and backward of the adaptive similarity.
+"""PTX body of the forward kernel for NVIDIA GPUs.
 
 The kernels sort *dissimilarities* of blocks, the negatives of base similarities, in ascending order. The score is the
 negative dot product of the sorted dissimilarities and the weights.
@@ -6,18 +6,14 @@ negative dot product of the sorted dissimilarities and the weights.
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from math import gcd
 
-from ahop_layers.ops.gpu.ptx import WARP, Item, Layout, Program, Tagged, Values, sort
+from ahop_layers.ops.gpu.ptx import Layout, Program, Values, sort
 
 MAX_UNROLLED = 64
 """Up to this number of blocks the code has one network per base; beyond it, all bases share one in a loop."""
 
 MIN_SKIPPED = 9
 """From this number of blocks on, a branch skips the network where the weights make the order irrelevant."""
-
-TAG_BITS = 10
-"""Low bits of a word that hold the origin of a half-precision similarity: 32 slots per lane, 32 lanes per group."""
 
 
 SCORE_ARGUMENTS = ("key", "key2", "query", "query_stride", "weight", "out", "out2", "out_stride")
@@ -41,7 +37,7 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
         both = zip(*(_load_words(p, layout, arguments[name]) for name in ("key", "key2")), strict=True)
         keys = [p.op("prmt.b32", a, b, pick) for a, b in both for pick in ("0x5410", "0x7632")]
     else:
-        keys = _load(p, layout, arguments["key"], dtype)
+        keys = load_dimensions(p, layout, arguments["key"], dtype)
     values = [p.new() for _ in range(layout.chunk)]
     scores = [p.new() for _ in range(1 + packed)]
 
@@ -51,13 +47,15 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
     query = arguments["query"]
     weight = p.op("mov.b64", arguments["weight"], kind="b64")
     # Wide blocks need few registers for values and keep the query in registers for all bases.
-    row = _load(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
+    row = load_dimensions(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
 
     def compare(index: int) -> None:
         if packed:
             _packed_dissimilarities(p, bases[index], _load_words(p, layout, query), keys, dtype, values)
         else:
-            _dissimilarities(p, layout, bases[index], row or _load(p, layout, query, dtype), keys, values, lane)
+            dissimilarities(
+                p, layout, bases[index], row or load_dimensions(p, layout, query, dtype), keys, values, lane
+            )
 
     def add_score(left: str, indices: range) -> None:
         p.switch(left, [partial(compare, index) for index in indices])
@@ -68,7 +66,7 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
         p.do("add.s64", weight, weight, 4 * layout.blocks)
 
     def add_flat_score(flat: FlatWeights) -> None:
-        queries = row or _load(p, layout, query, dtype)
+        queries = row or load_dimensions(p, layout, query, dtype)
         columns = zip(*(p.unpack(word, dtype) for word in keys), strict=True) if packed else (keys,)
         for total, column in zip(scores, columns, strict=True):
             for base, constant in zip(bases, flat.constants, strict=True):
@@ -80,7 +78,7 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
                 while len(sums) > 1:
                     sums.append(p.op("add.f32", sums.pop(0), sums.pop(0)))
                 p.do("fma.rn.f32", total, sums[0], constant, total)
-            for distance in _distances(layout.group, layout.lanes):
+            for distance in distances(layout.group, layout.lanes):
                 p.do("add.f32", total, total, p.shuffle(total, distance))
 
     def add_sorted_score() -> None:
@@ -92,7 +90,7 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
         add_sorted_score()
     for total, address, predicate in zip(scores, ("out", "out2"), keep, strict=False):
         result = p.op("neg.f32", total)
-        for distance in _distances(1, layout.group):
+        for distance in distances(1, layout.group):
             result = p.op("add.f32", result, p.shuffle(result, distance))
         p.store(arguments[address], result, out, predicate)
         p.do("add.s64", arguments[address], arguments[address], arguments["out_stride"])
@@ -101,7 +99,7 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
     return p.text()
 
 
-def _distances(first: int, end: int) -> list[int]:
+def distances(first: int, end: int) -> list[int]:
     """Returns the powers of two from ``first`` to below ``end``."""
     return [1 << level for level in range(first.bit_length() - 1, end.bit_length() - 1)]
 
@@ -112,7 +110,7 @@ def read_arguments(p: Program, names: Sequence[str], numbers: int) -> tuple[dict
     return wide, [p.op("mov.b32", f"${len(names) + 1 + index}") for index in range(numbers)]
 
 
-def _load(p: Program, layout: Layout, address: str, dtype: str) -> list[str]:
+def load_dimensions(p: Program, layout: Layout, address: str, dtype: str) -> list[str]:
     """Loads the dimensions of this lane, block by block, as float32."""
     item = 4 if dtype == "f32" else 2
     run_step = layout.readers * layout.run * layout.block_size * item
@@ -173,7 +171,7 @@ class FlatWeights:
         return first, second
 
 
-def _dissimilarities(
+def dissimilarities(
     p: Program,
     layout: Layout,
     base: str,
@@ -193,9 +191,9 @@ def _dissimilarities(
         while len(sums) > 1:
             sums.append(p.op("add.f32", sums.pop(0), sums.pop(0)))
         totals += sums
-    for distance in reversed(_distances(1, layout.split)):
+    for distance in reversed(distances(1, layout.split)):
         totals = p.exchange_halves(totals, distance, p.lane_bit(lane, distance))
-    for distance in _distances(layout.group, layout.lanes):
+    for distance in distances(layout.group, layout.lanes):
         totals = [p.op("add.f32", total, p.shuffle(total, distance)) for total in totals]
     for result, total in zip(results, totals, strict=True):
         p.do("mov.b32", result, total)
@@ -239,293 +237,3 @@ def _weigh(
             chains[position % 2] = p.op("fma.rn.f32", each, factor, chains[position % 2])
     for total, chains in zip(totals, sums, strict=True):
         p.do("add.f32", total, total, p.op("add.f32", *chains))
-
-
-BACKWARD_ARGUMENTS = (
-    "key", "key_stride", "query", "query_stride", "weight", "grad", "grad_stride", "grad_key_stride",
-    "key_grad", "query_grad", "weight_grad", "number", "count",
-)  # fmt: skip
-BACKWARD_CONSTRAINTS = "=r," + "l," * len(BACKWARD_ARGUMENTS) + "r,r"
-
-
-@lru_cache(maxsize=None)
-def score_backward(
-    layout: Layout,
-    n: int,
-    bases: tuple[str, ...],
-    dtype: str,
-    warps: int = 1,
-    tagged_words: bool = False,
-    may_skip: bool = False,
-    grad_dtype: str = "f32",
-) -> str:
-    """Computes gradients: a warp keeps a tile of keys in registers and loops over queries, then tiles.
-
-    The derivative of a score with respect to a similarity is the weight at the similarity's rank. Each similarity
-    carries the shared-memory address where its block expects that weight; after the sort, position ``j`` writes weight
-    ``j`` to the address it carries. Each lane has its own bank, so accesses do not conflict. The address stands in a
-    second register or, with ``tagged_words``, in low bits of the value that half precision does not use.
-
-    Several ``warps`` process the same queries with different keys and add up the gradients of the queries in shared
-    memory. ``may_skip`` skips the sort where the weights are constant; the gradient of the weights is then undefined.
-    """
-    p = Program()
-    arguments, (all_rows, tiles) = read_arguments(p, BACKWARD_ARGUMENTS, 2)
-    lane = p.op("mov.u32", "%laneid")
-    warp = p.op("shr.u32", p.op("mov.u32", "%tid.x"), 5)
-    slots_bytes = _slot(layout.chunk, len(bases), 0)
-    scratch = p.op("mad.lo.u32", warp, slots_bytes, p.op("mov.u32", "scratch"))
-    column = p.op("mad.lo.u32", lane, 4, scratch)
-    chunk, looped = layout.chunk, n > MAX_UNROLLED
-    row_bytes, weight_bytes = 4 * layout.dims, 4 * layout.blocks
-    flat = None
-    if may_skip and n >= MIN_SKIPPED:
-        flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane)
-    # Lanes that share blocks read the derivatives from the columns of all of them.
-    first_column = p.op("mad.lo.u32", p.op("and.b32", lane, WARP - layout.split), 4, scratch)
-    sums = WarpSums(p, layout.per_lane, layout.lanes, layout.lanes, lane, grad_unit(layout))
-    weight_sums = WarpSums(p, chunk, layout.group, layout.lanes, lane)
-    part = p.op("and.b32", lane, layout.lanes - 1)
-    key_grad_offset = p.op("mul.wide.u32", part, 4 * grad_unit(layout), kind="b64")
-    exchange = RowExchange(p, layout, warps, warp, lane, warps * slots_bytes)
-    weight_grads = [[p.op("mov.b32", 0) for _ in range(chunk)] for _ in bases]
-    values = [p.new() for _ in range(chunk)]
-    # Index of this lane's key; lanes past the last key repeat it and store nothing.
-    pair = p.op("shr.u32", p.op("mov.u32", "%tid.x"), layout.lanes.bit_length() - 1)
-    number = p.op("add.s64", arguments["number"], p.op("cvt.u64.u32", pair, kind="b64"), kind="b64")
-    again = p.op("setp.ne.u32", 0, 0, kind="pred")
-
-    p.label("TILE")
-    valid = p.op("setp.lt.s64", number, arguments["count"], kind="pred")
-    own = p.op("min.s64", number, p.op("sub.s64", arguments["count"], 1, kind="b64"), kind="b64")
-    key, grad_place = (
-        p.op("mad.lo.s64", own, arguments[stride], arguments[start], kind="b64")
-        for start, stride in (("key", "key_stride"), ("grad", "grad_key_stride"))
-    )
-    keys = _load(p, layout, key, dtype)
-    key_grads = [p.op("mov.b32", 0) for _ in keys]
-    query = p.op("mov.b64", arguments["query"], kind="b64")
-    row_place = p.op("mov.b64", arguments["query_grad"], kind="b64")
-    rows = p.op("mov.b32", all_rows)
-
-    p.label("ROW")
-    grad = p.load_or_zero(grad_place, grad_dtype, valid)
-    against = p.op("neg.f32", grad)  # derivative of the loss with respect to a weighted dissimilarity
-    weight, region = p.op("mov.b64", arguments["weight"], kind="b64"), p.op("mov.b32", 0)
-    row = _load(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
-
-    def compare(index: int) -> None:
-        _dissimilarities(p, layout, bases[index], row or _load(p, layout, query, dtype), keys, values, lane)
-
-    def deliver_weights(left: str, indices: range) -> None:
-        p.switch(left, [partial(compare, index) for index in indices])
-        if tagged_words:
-            items = _sort_words(p, values, layout, lane, p.op("add.u32", scratch, region))
-        else:
-            own_column = p.op("add.u32", column, region)
-            places = [p.op("add.u32", own_column, _slot(chunk, 0, slot)) for slot in range(chunk)]
-            items = sort(p, list(zip(values, places, strict=True)), layout, Tagged(), lane)
-        for (_, place), word in zip(items, p.load_words(weight, chunk), strict=True):
-            p.do("st.shared.b32", f"[{place}]", word)
-        p.switch(left, [partial(_add_products, p, against, items, weight_grads[index]) for index in indices])
-        p.do("add.u32", region, region, _slot(chunk, 1, 0))
-        p.do("add.s64", weight, weight, weight_bytes)
-
-    def deliver_constants(flat: FlatWeights) -> None:
-        for index, constant in enumerate(flat.constants):
-            for slot in range(chunk):
-                p.do("st.shared.b32", f"[{column}+{_slot(chunk, index, slot)}]", constant)
-
-    def deliver_sorted() -> None:
-        p.for_each_base(len(bases), looped, deliver_weights)
-
-    if flat:
-        p.either(flat.holds, partial(deliver_constants, flat), deliver_sorted)
-    else:
-        deliver_sorted()
-    p.do("bar.warp.sync", "0xffffffff")
-    queries = row or _load(p, layout, query, dtype)
-    query_grads = []
-    for block in range(layout.held):
-        slopes = []
-        owner, slot = divmod(block, chunk)
-        for index, base in enumerate(bases):
-            at_rank = p.op("ld.shared.b32", f"[{first_column}+{4 * owner + _slot(chunk, index, slot)}]")
-            slopes.append(p.op("mul.f32", at_rank, grad if base == "dot" else against))
-        for index in range(block * layout.width, (block + 1) * layout.width):
-            query_grads.append(p.op("mov.b32", 0))
-            for base, slope in zip(bases, slopes, strict=True):
-                _add_slopes(p, base, slope, queries[index], keys[index], query_grads[-1], key_grads[index])
-    p.do("bar.warp.sync", "0xffffffff")  # all reads finish before the next query overwrites the weights
-    reduced = sums.reduce(query_grads)
-    if warps == 1:
-        p.add_words(
-            p.op("add.s64", row_place, sums.offset, kind="b64"), reduced, sums.first, again, sums.unit, sums.step
-        )
-    else:
-        exchange.add(reduced, sums, row_place, again)
-    p.do("add.s64", row_place, row_place, row_bytes)
-    p.repeat("ROW", rows, (query, arguments["query_stride"]), (grad_place, arguments["grad_stride"]))
-
-    key_grad_place = p.op("mad.lo.s64", own, row_bytes, arguments["key_grad"], kind="b64")
-    key_grad_place = p.op("add.s64", key_grad_place, key_grad_offset, kind="b64")
-    p.store_words(key_grad_place, key_grads, valid, sums.unit, sums.step)
-    p.do("setp.eq.u32", again, 0, 0)
-    p.repeat("TILE", tiles, (number, warps * layout.pairs))
-    place = p.op("add.s64", arguments["weight_grad"], weight_sums.offset, kind="b64")
-    for index, totals in enumerate(weight_grads):
-        reduced = weight_sums.reduce(totals)
-        p.store_words(place, reduced, weight_sums.first, weight_sums.unit, weight_sums.step, weight_bytes * index)
-    p.do("mov.b32", "$0", 0)
-    return p.text(shared_bytes=backward_shared_bytes(layout, len(bases), warps))
-
-
-def backward_shared_bytes(layout: Layout, bases: int, warps: int) -> int:
-    """Returns the shared memory of :func:`score_backward`: derivatives of each warp, and two rows of gradients."""
-    rows = 2 * warps * 4 * layout.dims if warps > 1 else 0
-    return warps * _slot(layout.chunk, bases, 0) + rows
-
-
-def grad_unit(layout: Layout) -> int:
-    """Returns how many adjacent gradients of a row belong to one lane.
-
-    The lanes store their gradients in turns, one unit each, so that a warp writes adjacent addresses. A unit is a
-    stretch, as in the inputs, if the sums over pairs leave stretches whole or divide them evenly.
-    """
-    kept = [layout.per_lane] if layout.lanes == 1 else _halves(layout.per_lane, layout.lanes)
-    stretch = layout.per_lane if layout.lanes == 1 else layout.stretch
-    return stretch if all(count % stretch == 0 or stretch % count == 0 for count in kept) else gcd(kept[-1], 4)
-
-
-def _add_products(p: Program, factor: str, items: Sequence[Item], totals: Sequence[str]) -> None:
-    for total, (value, _) in zip(totals, items, strict=True):
-        p.do("fma.rn.f32", total, factor, value, total)
-
-
-def _slot(chunk: int, index: int, slot: int) -> int:
-    """Returns the offset in bytes of ``slot`` for base ``index`` within a lane's column."""
-    return 4 * WARP * (chunk * index + slot)
-
-
-def _sort_words(p: Program, values: Sequence[str], layout: Layout, lane: str, region: str) -> list[Item]:
-    """Sorts (value, address) packed in one integer, with the address in low bits that half precision does not use."""
-    mask = (1 << TAG_BITS) - 1
-    part = p.op("and.b32", lane, layout.group - 1)
-    start = p.op("mad.lo.u32", p.op("sub.u32", lane, part), 4, region)
-    words: list[Item] = []
-    for slot, value in enumerate(values):
-        tag = p.op("add.u32", part, WARP * slot)
-        word = p.op("lop3.b32", value, ~mask & 0xFFFFFFFF, tag, "0xea")  # (value & ~mask) | tag
-        words.append((_flip_negative(p, word),))
-    items: list[Item] = []
-    for (word,) in sort(p, words, layout, Values("s32"), lane):
-        word = _flip_negative(p, word)
-        place = p.op("mad.lo.u32", p.op("and.b32", word, mask), 4, start)
-        items.append((p.op("and.b32", word, ~mask & 0xFFFFFFFF), place))
-    return items
-
-
-def _flip_negative(p: Program, word: str) -> str:
-    """Inverts the lower bits of a negative float, so that integer order equals float order; its own inverse."""
-    sign = p.op("shr.s32", word, 31)
-    return p.op("lop3.b32", word, sign, "0x7fffffff", "0x78")  # word ^ (sign & 0x7fffffff)
-
-
-def _add_slopes(p: Program, base: str, slope: str, query: str, key: str, query_grad: str, key_grad: str) -> None:
-    """Adds the gradient of one base to one dimension of query and key."""
-    if base == "dot":
-        p.do("fma.rn.f32", query_grad, slope, key, query_grad)
-        p.do("fma.rn.f32", key_grad, slope, query, key_grad)
-        return
-    difference = p.op("sub.f32", query, key)
-    if base == "dis":
-        step = p.op("add.f32", difference, difference)
-    else:  # the sign of the difference, 0 for 0
-        away = p.op("setp.neu.f32", difference, "0f00000000", kind="pred")
-        signed_one = p.op("copysign.f32", difference, "0f3F800000")
-        step = p.op("selp.b32", signed_one, difference, away)
-    p.do("fma.rn.f32", query_grad, slope, step, query_grad)
-    p.do("fma.rn.f32", key_grad, p.op("neg.f32", slope), step, key_grad)
-
-
-class WarpSums:
-    """Sums over the pairs of a warp by recursive halving: a lane keeps half of its values and sends the other half.
-
-    ``group`` lanes hold ``count`` different values each; the further ``lanes`` of a pair hold copies. The lanes store
-    their sums in turns, one ``unit`` each, by default all their sums.
-    """
-
-    def __init__(self, p: Program, count: int, group: int, lanes: int, lane: str, unit: int | None = None) -> None:
-        self.p, self.steps, repeated = p, list[tuple[int, str | None]](), lanes - group
-        self.unit, self.step = unit or count, group
-        place = p.op("mul.lo.u32", p.op("and.b32", lane, group - 1), self.unit)
-        for distance, half in zip(_distances(lanes, WARP), _halves(count, lanes)[1:], strict=True):
-            if half == count:  # with an odd number of values, every lane keeps all of them
-                repeated |= distance
-                self.steps.append((distance, None))
-            else:
-                count = half
-                upper = p.lane_bit(lane, distance)
-                by = count * (1 if count % self.unit else self.step)
-                place = p.op("add.u32", place, p.op("selp.b32", by, 0, upper))
-                self.steps.append((distance, upper))
-        self.offset = p.op("mul.wide.u32", place, 4, kind="b64")
-        """Offset in bytes, within a row of values, of the first sum that this lane holds."""
-        self.first = p.op("setp.eq.u32", p.op("and.b32", lane, repeated), 0, kind="pred")
-        """Whether this lane stores its sums."""
-
-    def reduce(self, values: Sequence[str]) -> list[str]:
-        """Returns the sums that this lane holds."""
-        p, values = self.p, list(values)
-        for distance, upper in self.steps:
-            if upper is None:
-                values = [p.op("add.f32", value, p.shuffle(value, distance)) for value in values]
-            else:
-                values = p.exchange_halves(values, distance, upper)
-        return values
-
-
-def _halves(count: int, lanes: int) -> list[int]:
-    """Returns the number of values that a lane of :class:`WarpSums` holds at first and after each step."""
-    counts = [count]
-    for _ in _distances(lanes, WARP):
-        counts.append(counts[-1] if counts[-1] % 2 else counts[-1] // 2)
-    return counts
-
-
-class RowExchange:
-    """Adds up a row of gradients over the warps of a program in shared memory; each warp adds a part to the row.
-
-    Two buffers take turns, so that one barrier per row is enough.
-    """
-
-    def __init__(self, p: Program, layout: Layout, warps: int, warp: str, lane: str, start: int) -> None:
-        self.p, self.warps, self.row_bytes = p, warps, 4 * layout.dims
-        self.unit = gcd(layout.dims, 4)
-        self.units = -(-layout.dims // (self.unit * WARP * warps))
-        self.buffer = p.op("add.u32", p.op("mov.u32", "scratch"), start)
-        self.other = p.op("add.u32", self.buffer, warps * self.row_bytes)
-        self.warp = warp
-        self.first = p.op("mad.lo.u32", warp, WARP * self.units, lane)
-        self.last = layout.dims // self.unit
-
-    def add(self, words: Sequence[str], sums: WarpSums, row: str, again: str) -> None:
-        """Adds the warps' sums of a row to the row in memory."""
-        p, unit = self.p, self.unit
-        own = p.op("mad.lo.u32", self.warp, self.row_bytes, self.buffer)
-        own = p.op("add.u32", own, p.op("cvt.u32.u64", sums.offset))
-        p.store_words(own, words, sums.first, sums.unit, sums.step, space="shared")
-        p.do("bar.sync", 0)
-        for index in range(self.units):
-            number = p.op("add.u32", self.first, WARP * index)
-            inside = p.op("setp.lt.u32", number, self.last, kind="pred")
-            place = p.op("mad.lo.u32", number, 4 * unit, self.buffer)
-            totals = ["0f00000000"] * unit
-            for warp in range(self.warps):
-                part = [p.op("mov.b32", 0) for _ in range(unit)]
-                p.load_vector(f"{place}+{warp * self.row_bytes}", part, inside, "shared")
-                totals = [p.op("add.f32", a, b) for a, b in zip(totals, part, strict=True)]
-            p.add_words(p.op("mad.wide.u32", number, 4 * unit, row, kind="b64"), totals, inside, again, unit)
-        swapped = p.op("mov.b32", self.buffer)
-        p.do("mov.b32", self.buffer, self.other)
-        p.do("mov.b32", self.other, swapped)
