@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -306,15 +307,10 @@ def _shown(numbers: dict[str, float | None]) -> dict[str, str]:
 def measure_layer() -> Iterator[dict[str, object]]:
     """Yields the rows of a Hopfield layer without projections, with 16 blocks, compared with the plain layer."""
     size, d, n = 256, 1024, 16
-    options = {
-        "input_size": d,
-        "stored_pattern_as_static": True,
-        "state_pattern_as_static": True,
-        "pattern_projection_as_static": True,
-        "normalize_stored_pattern": False,
-        "normalize_state_pattern": False,
-        "normalize_pattern_projection": False,
-    }
+    sides = ("stored_pattern", "state_pattern", "pattern_projection")
+    static = {f"{side}_as_static": True for side in sides}
+    raw = {f"normalize_{side}{affine}": False for side in sides for affine in ("", "_affine")}
+    options: dict[str, Any] = {"input_size": d, **static, **raw}
     layers = {"ours": ah.AdaptiveHopfield(**options, blocks=n), "plain layer": OwnHopfield(**options)}
     patterns = torch.randn(2, 1, size, d, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
