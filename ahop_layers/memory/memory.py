@@ -11,7 +11,6 @@ from ahop_layers.errors import (
     AHopError,
     check_choice,
     check_finite_rows,
-    check_floating,
     check_patterns,
     check_sizes,
     describe,
@@ -29,6 +28,7 @@ from ahop_layers.memory.fit import (
 )
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.presets import named_similarity, preset_arguments
+from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, check_width, top_k
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, Associator
 from ahop_layers.variants import Mixed
@@ -126,18 +126,22 @@ class AssociativeMemory(Associator):
         """
         return cls(patterns, **preset_arguments(name, patterns, **keywords))
 
-    def scores(self, x: Tensor) -> Tensor:
+    def scores(self, x: Array) -> Array:
         """Score ``x (..., d)`` against all patterns: ``(..., N)``.
+
+        Here and in the other methods, queries are converted to the dtype of the patterns. NumPy arrays are accepted,
+        and the result is then a NumPy array.
 
         >>> import torch, ahop_layers as ah
         >>> ah.AssociativeMemory(torch.eye(3)).scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
         """
         rows = self._rows(x)
-        return torch.cat(list(self._score_blocks(rows)), -1).reshape(*x.shape[:-1], len(self.patterns))
+        scores = torch.cat(list(self._score_blocks(rows)), -1)
+        return as_given(x, scores.reshape(*x.shape[:-1], len(self.patterns)))
 
     @torch.no_grad()
-    def retrieve(self, x: Tensor, steps: int = 1) -> Tensor:
+    def retrieve(self, x: Array, steps: int = 1) -> Array:
         """Retrieve patterns for ``x (..., d)`` with ``steps`` updates of the state: ``(..., d)``.
 
         Runs without gradients, because their graph would store every block of the patterns. Call the memory itself to
@@ -151,33 +155,59 @@ class AssociativeMemory(Associator):
         >>> memory.retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
         tensor([10.,  0.,  0.,  0.])
         """
-        output: Tensor = self(x, steps)
+        output: Array = self(x, steps)
         return output
 
-    def forward(self, x: Tensor, steps: int = 1) -> Tensor:
+    def forward(self, x: Array, steps: int = 1) -> Array:
         """As :meth:`retrieve`, with gradients."""
         check_sizes(steps=steps)
         chunks = torch.split(self._rows(x), max(1, BLOCK_SCORES // len(self.patterns)))
-        return torch.cat([self._update(chunk, steps) for chunk in chunks]).reshape(x.shape)
+        return as_given(x, torch.cat([self._update(chunk, steps) for chunk in chunks]).reshape(x.shape))
 
     @torch.no_grad()
-    def recall(self, x: Tensor) -> Tensor:
+    def recall(self, x: Array) -> Array:
         """Find the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
 
         >>> import torch, ahop_layers as ah
         >>> ah.AssociativeMemory(torch.eye(3)).recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
         tensor([2, 0])
         """
-        best = []
-        for chunk in torch.split(self._rows(x), 256):
-            blocks = [block.max(-1) for block in self._score_blocks(chunk)]
-            starts = torch.arange(len(blocks), device=x.device) * self._block_size()
-            values, places = (torch.stack(each, -1) for each in zip(*blocks, strict=True))
-            block = values.argmax(-1, keepdim=True)
-            best.append((places + starts).gather(-1, block).squeeze(-1))
-        return torch.cat(best).reshape(x.shape[:-1])
+        return self.search(x)[1].reshape(x.shape[:-1])
 
-    def energy(self, x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def search(self, x: Array, k: int = 1) -> tuple[Array, Array]:
+        """Find the ``k`` patterns with the largest scores. Memory is independent of N.
+
+        Args:
+            x: queries ``(..., d)``, a tensor or a NumPy array.
+            k: number of patterns to find for each query.
+
+        Returns:
+            The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
+            index.
+
+        Raises:
+            AHopError: ``x`` does not match the patterns, or ``k`` is not an integer from 1 to N.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(4))
+        >>> scores, indices = memory.search(torch.tensor([[0.5, 2.0, 0.0, 1.0], [1.0, 1.0, 1.0, 3.0]]), k=2)
+        >>> scores
+        tensor([[2., 1.],
+                [3., 1.]])
+        >>> indices
+        tensor([[1, 3],
+                [3, 0]])
+        """
+        check_sizes(k=k)
+        if k > len(self.patterns):
+            raise AHopError(f"k must be at most the number of patterns, {len(self.patterns)}, got {k}")
+        chunks = torch.split(self._rows(x), QUERY_ROWS)
+        found = zip(*(top_k(self._score_blocks(chunk), k) for chunk in chunks), strict=True)
+        scores, indices = (torch.cat(each).reshape(*x.shape[:-1], k) for each in found)
+        return as_given(x, scores), as_given(x, indices)
+
+    def energy(self, x: Array) -> Array:
         """Compute the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
 
         Raises:
@@ -190,8 +220,9 @@ class AssociativeMemory(Associator):
         True
         """
         energy = choose_energy(self.similarity is dot_product, self.separation)
-        scores = self.scores(x)
-        return energy(x, x if self.modulation is None else self.modulation(x), scores, self.separation)
+        state = as_queries(x, self.patterns)
+        modulated = state if self.modulation is None else self.modulation(state)
+        return as_given(x, energy(state, modulated, self.scores(state), self.separation))
 
     def fit(
         self,
@@ -255,7 +286,8 @@ class AssociativeMemory(Associator):
         tensor([3, 4])
         """
         check_patterns(patterns)
-        before, added = len(self.patterns), self._rows(patterns, "patterns").detach().to(self.patterns)
+        check_width("patterns", patterns, self.patterns)
+        before, added = len(self.patterns), patterns.detach().to(self.patterns)
         if check:
             check_finite_rows(patterns=added)
         self.patterns = torch.cat([self.patterns, added])
@@ -329,12 +361,9 @@ class AssociativeMemory(Associator):
                 self._set_prior(self.prior.new_zeros(len(stored)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _rows(self, x: Tensor, name: str = "x") -> Tensor:
-        """Reshape ``x`` to a matrix. Raises an AHopError if it does not match the patterns."""
-        check_floating(**{name: x})
-        if x.ndim < 1 or x.shape[-1] != self.patterns.shape[1]:
-            raise AHopError(f"{name} must be (..., d) with d = {self.patterns.shape[1]}, got {describe(x)}")
-        return x.reshape(-1, x.shape[-1])
+    def _rows(self, x: Array) -> Tensor:
+        """Returns the queries ``x (..., d)`` as a matrix with the dtype of the patterns, or raises."""
+        return as_queries(x, self.patterns).reshape(-1, self.patterns.shape[1])
 
     def _block_size(self) -> int:
         return max(1, BLOCK_ELEMENTS // self.patterns.shape[1])
