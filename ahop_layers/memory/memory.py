@@ -27,6 +27,7 @@ from ahop_layers.memory.fit import (
     unchanged_on_error,
 )
 from ahop_layers.memory.kernel import KernelModulation
+from ahop_layers.memory.labels import as_labels, class_logsumexp, classes_of
 from ahop_layers.memory.presets import named_similarity, preset_arguments
 from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, check_width, top_k
 from ahop_layers.separation import Separation
@@ -53,6 +54,8 @@ class AssociativeMemory(Associator):
             ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
         separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
         modulation: a module that transforms patterns ``(S, d)`` before they are scored, or ``None``.
+        labels: the class of each pattern, integers ``(N,)``, for :meth:`classify` and :meth:`class_scores`. They need
+            not be consecutive.
         prior: learn a log-probability for each pattern that is added to its score, initialized to zero.
         activation: ``"sign"`` for the binary states of the classic networks, or ``None``.
         objective: the loss of :meth:`fit`. ``"retrieval"`` is the loss of the paper, ``"separation"`` the
@@ -70,6 +73,7 @@ class AssociativeMemory(Associator):
     """
 
     patterns: Tensor
+    labels: Tensor | None
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class AssociativeMemory(Associator):
         separation: str | Separation = "softmax",
         modulation: nn.Module | None = None,
         *,
+        labels: Any = None,
         prior: bool = False,
         activation: str | None = None,
         objective: str = "retrieval",
@@ -93,6 +98,7 @@ class AssociativeMemory(Associator):
         if objective == "separation" and not isinstance(modulation, KernelModulation):
             raise AHopError(f"objective='separation' needs a KernelModulation, got {type(modulation).__name__}")
         self.register_buffer("patterns", patterns.detach())
+        self.register_buffer("labels", None if labels is None else as_labels(labels, len(patterns), patterns.device))
         self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
         if isinstance(self.similarity, AdaptiveSimilarity):
             self.similarity.fix_norms_(self.patterns)  # not per block of patterns
@@ -111,10 +117,10 @@ class AssociativeMemory(Associator):
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
             patterns: ``(N, d)``.
-            keywords: ``prior`` and ``check`` for all networks; ``degree`` for D-Hop, whose energy does not increase for
-                odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``, ``blocks`` (see
-                :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a learned base
-                similarity to the footprints.
+            keywords: ``labels``, ``prior`` and ``check`` for all networks; ``degree`` for D-Hop, whose energy does not
+                increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``,
+                ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a
+                learned base similarity to the footprints.
 
         Raises:
             AHopError: the name is unknown, or the network does not have a keyword.
@@ -207,6 +213,49 @@ class AssociativeMemory(Associator):
         scores, indices = (torch.cat(each).reshape(*x.shape[:-1], k) for each in found)
         return as_given(x, scores), as_given(x, indices)
 
+    @property
+    def classes(self) -> Tensor:
+        """The distinct labels in ascending order ``(n_classes,)``.
+
+        Raises:
+            AHopError: the memory has no labels.
+        """
+        return classes_of(self._given_labels())[0]
+
+    def class_scores(self, x: Array) -> Array:
+        """Compute the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
+
+        The classes are in the order of ``classes``. The softmax of the result is the sum of the softmax weights of the
+        patterns of each class. Without gradients, memory is independent of N.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
+        tensor([1.0000, 2.6931])
+        """
+        classes, index = classes_of(self._given_labels())
+        chunks = torch.split(self._rows(x), QUERY_ROWS)
+        scores = torch.cat([class_logsumexp(self._score_blocks(chunk), index, len(classes)) for chunk in chunks])
+        return as_given(x, scores.reshape(*x.shape[:-1], len(classes)))
+
+    @torch.no_grad()
+    def classify(self, x: Array) -> Array:
+        """Find the label of the class with the largest score: ``(..., d) -> (...)``.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
+        tensor([4, 7])
+        """
+        best = self.class_scores(as_queries(x, self.patterns)).argmax(-1)
+        return as_given(x, self.classes[best])
+
     def energy(self, x: Array) -> Array:
         """Compute the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
 
@@ -272,13 +321,19 @@ class AssociativeMemory(Associator):
                 estimate_bias(bias, data, self.patterns, batch, generator)
             return minimize(self, self._loss, batches, lr, progress)
 
-    def add(self, patterns: Tensor, check: bool = True) -> Tensor:
-        """Store more ``patterns (n, d)`` without refitting, and return their indices ``(n,)``.
+    def add(self, patterns: Tensor, check: bool = True, *, labels: Any = None) -> Tensor:
+        """Store more patterns without refitting, and return their indices ``(n,)``.
 
-        With a prior, the new patterns get the mean prior. ``check=False`` skips the check for NaN and infinity.
+        With a prior, the new patterns get the mean prior.
+
+        Args:
+            patterns: ``(n, d)``.
+            check: raise if a pattern holds NaN or infinity. False skips the check.
+            labels: the class of each new pattern, integers ``(n,)``. Required if and only if the memory has labels.
 
         Raises:
-            AHopError: the patterns do not match those stored, or hold NaN or infinity.
+            AHopError: the patterns do not match those stored, or hold NaN or infinity. Labels are missing, or are
+                given to a memory without labels.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
@@ -290,13 +345,18 @@ class AssociativeMemory(Associator):
         before, added = len(self.patterns), patterns.detach().to(self.patterns)
         if check:
             check_finite_rows(patterns=added)
+        if (labels is None) != (self.labels is None):
+            expected = "not be given: the memory has none" if self.labels is None else "be given: the memory has labels"
+            raise AHopError(f"labels must {expected}, got {'none' if labels is None else 'labels'}")
+        if self.labels is not None:
+            self.labels = torch.cat([self.labels, as_labels(labels, len(patterns), self.labels.device)])
         self.patterns = torch.cat([self.patterns, added])
         if self.prior is not None:
             self._set_prior(torch.cat([self.prior.detach(), self.prior.detach().mean().expand(len(patterns))]))
         return torch.arange(before, len(self.patterns), device=self.patterns.device)
 
     def remove(self, index: Tensor | Sequence[int]) -> None:
-        """Delete patterns by index or by boolean mask. Later patterns move up.
+        """Delete patterns, and their labels, by index or by boolean mask. Later patterns move up.
 
         Raises:
             AHopError: ``index`` is invalid, or no pattern would be left.
@@ -317,6 +377,8 @@ class AssociativeMemory(Associator):
             raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
         keep = keep.to(self.patterns.device)
         self.patterns = self.patterns[keep]
+        if self.labels is not None:
+            self.labels = self.labels[keep]
         if self.prior is not None:
             self._set_prior(self.prior.detach()[keep])
 
@@ -324,6 +386,11 @@ class AssociativeMemory(Associator):
         """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
         bias = getattr(self.similarity, "bias", None)
         return bias if isinstance(bias, Tensor) and bias.shape == self.patterns.shape[1:] else None
+
+    def _given_labels(self) -> Tensor:
+        if self.labels is None:
+            raise AHopError("the memory must have labels, got none: use AssociativeMemory(patterns, labels=...)")
+        return self.labels
 
     def _set_prior(self, values: Tensor) -> None:
         self.prior = nn.Parameter(values, requires_grad=self.prior is not None and self.prior.requires_grad)
@@ -335,7 +402,8 @@ class AssociativeMemory(Associator):
             state_dict, strict, assign: as for ``nn.Module``.
 
         Raises:
-            AHopError: the state dict holds no pattern, NaN or infinity in a pattern, or a prior of another length.
+            AHopError: the state dict holds no pattern, NaN or infinity in a pattern, a prior or labels of another
+                length, or the memory has labels and the state dict has none.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
@@ -356,10 +424,19 @@ class AssociativeMemory(Associator):
             check_finite_rows(**{f"{prefix}patterns": stored})
             if self.prior is not None and isinstance(prior, Tensor) and prior.shape != stored.shape[:1]:
                 raise AHopError(f"{prefix}prior must be (N,) = {describe(stored[:, 0])}, got {describe(prior)}")
+            self._load_labels(state_dict, prefix + "labels", len(stored))
             before, self.patterns = len(self.patterns), self.patterns.new_empty(stored.shape)  # not the caller's tensor
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _load_labels(self, state_dict: dict[str, Any], key: str, count: int) -> None:
+        """Check the labels of a state dict, and take their number from it."""
+        if self.labels is not None:
+            if key not in state_dict:
+                raise AHopError(f"{key} must be in the state dict, because the memory has labels, got none")
+            state_dict[key] = as_labels(state_dict[key], count, name=key)
+            self.labels = self.labels.new_empty(count)
 
     def _rows(self, x: Array) -> Tensor:
         """Returns the queries ``x (..., d)`` as a matrix with the dtype of the patterns, or raises."""

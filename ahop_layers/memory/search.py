@@ -29,10 +29,9 @@ def as_queries(x: Any, patterns: Tensor) -> Tensor:
         AHopError: ``x`` is no floating-point tensor or array, has another width, or is on another device.
     """
     name = "queries x"
-    if _is_numpy(x):
+    if not isinstance(x, Tensor):
         try:
-            # Copies arrays that are read-only or have negative strides, which from_numpy does not support.
-            x = torch.from_numpy(sys.modules["numpy"].require(x, requirements=["C", "W"])).to(patterns.device)
+            x = from_numpy(x, patterns.device)
         except (TypeError, ValueError):
             raise AHopError(f"{name} must have a floating-point dtype, got {x.dtype}") from None
     check_floating(**{name: x})
@@ -57,11 +56,13 @@ def as_given(x: Array, result: Tensor) -> Array:
     return array
 
 
-def _is_numpy(x: object) -> bool:
-    if isinstance(x, Tensor):
-        return False
+def from_numpy(x: Any, device: torch.device | None = None) -> Any:
+    """Returns a NumPy array as a tensor on ``device``, and anything else unchanged."""
     numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
-    return numpy is not None and isinstance(x, numpy.ndarray)
+    if numpy is None or not isinstance(x, numpy.ndarray):
+        return x
+    # Copies arrays that are read-only or have negative strides, which torch.from_numpy does not support.
+    return torch.from_numpy(numpy.require(x, requirements=["C", "W"])).to(device)
 
 
 def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
