@@ -128,9 +128,15 @@ def test_any_layout_of_a_numpy_array(kind, recwarn):
     assert not recwarn.list
 
 
-def test_a_query_that_is_not_a_number_finds_valid_indices():
-    memory = AssociativeMemory(torch.randn(30, 8))
-    assert torch.equal(memory.search(torch.full((8,), float("nan")), 3)[1], torch.arange(3))
+@pytest.mark.parametrize("bad", [[], [40], [3, 17, 40], list(range(61))])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(block, bad, value):
+    patterns = torch.randint(0, 3, (61, 8)).float() + 1
+    patterns[bad] = value
+    memory, x = AssociativeMemory(patterns, check=False), torch.ones(2, 8)
+    for k in (1, 2, 3, 4, 61):
+        for got, expected in zip(memory.search(x, k), stable_sort(memory, x, k), strict=True):
+            assert torch.equal(got.nan_to_num(7e30), expected.nan_to_num(7e30))
 
 
 @pytest.mark.parametrize(

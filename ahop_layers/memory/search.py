@@ -107,10 +107,10 @@ def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, indices = scores.max(-1, keepdim=True)  # the first maximum
         return values, indices
     # topk chooses arbitrarily among scores that equal the k-th largest, so a second one ranks unique integers: first
-    # all scores above the k-th largest, then all that equal it, each in the order of their indices.
+    # all scores above the k-th largest, then all that equal it, each in the order of their indices. NaN is largest.
     size = scores.shape[-1]
-    threshold = scores.topk(k, -1).values.amin(-1, keepdim=True)
-    group = 2 - (scores > threshold).int() - (scores >= threshold).int()
+    threshold = scores.topk(k, -1).values[..., -1:]
+    group = 1 + (scores <= threshold).int() - ((scores >= threshold) | scores.isnan()).int()
     rank = group.mul_(size).add_(torch.arange(size, dtype=torch.int32, device=scores.device))
     chosen = rank.topk(k, -1, largest=False, sorted=False).values.long() % size
     indices = chosen.sort(-1).values
