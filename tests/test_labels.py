@@ -10,6 +10,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
+from ahop_layers.variants import Noisy
 
 LABELS = torch.arange(61) ** 2 % 17 * 3 - 5  # nine classes, not consecutive, some negative
 
@@ -213,3 +214,94 @@ def test_a_failed_load_keeps_the_labels(strict, assign):
 def test_errors(make, message):
     with pytest.raises(AHopError, match=message):
         make(torch.rand(6, 4))
+
+
+def clusters(count, seed):
+    """Classes that differ in the first four dimensions alone; the others are noise of a larger variance."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (count,), generator=generator)
+    x = 4 * torch.randn(count, 16, generator=generator)
+    x[:, :4] = labels[:, None] * 3.0 + 0.3 * torch.randn(count, 4, generator=generator)
+    return x, labels * 10 + 1
+
+
+class Weighted(torch.nn.Module):
+    """The negative squared distance with a weight for each dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_weight = torch.nn.Parameter(torch.full((16,), -3.0))
+
+    def forward(self, query, key):
+        scale = (self.log_weight / 2).exp()
+        return -torch.cdist(query * scale, key * scale).square()
+
+
+@pytest.mark.parametrize("kind", ["pairs", "variant"])
+def test_fit_by_label_learns_what_classes_have_in_common(kind):
+    (patterns, labels), (queries, asked), (x, y) = clusters(60, 0), clusters(600, 1), clusters(500, 2)
+    memory = AssociativeMemory(patterns, Weighted(), labels=labels)
+    before = (memory.classify(x) == y).float().mean()
+    data = (asked, queries) if kind == "pairs" else Noisy(0.1)
+    losses = memory.fit(data, epochs=60, batch=100, by="label", progress=False)
+    assert losses[-5:].mean() < 0.5 * losses[:5].mean()
+    assert (memory.classify(x) == y).float().mean() > max(0.95, before + 0.05)
+    assert memory.similarity.log_weight[:4].min() > memory.similarity.log_weight[4:].max()
+
+
+def test_the_label_loss_leaves_a_pattern_out_of_its_own_memory(block):
+    labels = LABELS.clone()
+    labels[50] = 1000  # the only one of its class
+    memory = AssociativeMemory.preset("A-Hop", torch.randn(61, 8).double(), labels=labels, prior=True)
+    index, query = torch.tensor([0, 13, 50, 60, 13]), torch.randn(5, 8).double()
+    scores = memory.scores(query)
+    expected = []
+    for row, place in zip(scores, index.tolist(), strict=True):
+        kept = (torch.arange(61) != place) | (place == 50)
+        of_class = kept & (labels == labels[place])
+        expected.append(row[kept].logsumexp(-1) - row[of_class].logsumexp(-1))
+    expected = torch.stack(expected).mean()
+    loss = memory._label_loss((index, query))
+    torch.testing.assert_close(loss, expected)
+    inputs = list(memory.parameters())
+    pairs = zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True)
+    for got, other in pairs:
+        torch.testing.assert_close(got, other)
+
+
+def test_the_bias_of_labeled_pairs_is_estimated_from_the_mean_of_a_class():
+    patterns = torch.randn(40, 8).double()
+    labels, bias = torch.arange(40) % 4, torch.linspace(-1, 1, 8).double()
+    memory = AssociativeMemory.preset("A-Hop", patterns, labels=labels, debias=True)
+    means = torch.stack([patterns[labels == label].mean(0) for label in range(4)])
+    asked = torch.arange(400) % 4
+    memory.fit((asked, means[asked] + bias), epochs=1, batch=400, lr=1e-9, by="label", progress=False)
+    torch.testing.assert_close(memory.similarity.bias.detach(), bias, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        (lambda m, p: m.fit(Noisy(0.1), by="class"), "by must be one of pattern, label, got 'class'"),
+        (lambda m, p: m.fit(([0, 3], p[:2]), by="label"), "labels of data must be labels of stored patterns, got 3"),
+        (
+            lambda m, p: m.fit(([0, 1], p), by="label"),
+            r"labels of data must be \(N,\) = \(6,\), one for each query",
+        ),
+        (lambda m, p: m.fit(([0.5], p[:1]), by="label"), "labels of data must be integers .* got torch.float32"),
+        (lambda m, p: m.fit((torch.zeros(0).long(), p[:0]), by="label"), "data must be index .* n >= 1"),
+        (lambda m, p: m.fit((torch.zeros(2).long(), p[:2, :3]), by="label"), "data must be index .* with d = 4"),
+        (lambda m, p: m.fit(None, by="label"), "data must be a variant or a pair .* got NoneType"),
+        (lambda m, p: m.fit(([0], None), by="label"), "query must be a tensor, got NoneType"),
+        (lambda m, p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), by="label"), "the memory must have labels"),
+        (
+            lambda m, p: AssociativeMemory.preset("K-Hop", p, labels=range(6)).fit(by="label"),
+            "by='label' needs a memory with objective='retrieval'",
+        ),
+    ],
+)
+def test_errors_of_a_fit_by_label(fit, message):
+    patterns = torch.rand(6, 4)
+    memory = AssociativeMemory(patterns, "adaptive", labels=[0, 1, 2, 0, 1, 2])
+    with pytest.raises(AHopError, match=message):
+        fit(memory, patterns)

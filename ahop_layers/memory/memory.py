@@ -27,7 +27,7 @@ from ahop_layers.memory.fit import (
     unchanged_on_error,
 )
 from ahop_layers.memory.kernel import KernelModulation
-from ahop_layers.memory.labels import as_labels, class_logsumexp, classes_of
+from ahop_layers.memory.labels import as_labels, class_logsumexp, classes_of, labeled_data, leave_out
 from ahop_layers.memory.presets import named_similarity, preset_arguments
 from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, check_width, top_k
 from ahop_layers.separation import Separation
@@ -281,6 +281,7 @@ class AssociativeMemory(Associator):
         batch: int = 512,
         progress: bool = True,
         seed: int = 0,
+        by: str = "pattern",
     ) -> Tensor:
         """Train all parameters: those of the similarity and the kernel, and the prior.
 
@@ -296,6 +297,9 @@ class AssociativeMemory(Associator):
             batch: number of queries per step.
             progress: show a progress bar if tqdm is installed.
             seed: seed of all random numbers.
+            by: ``"label"`` maximizes the likelihood of the class of a query instead of its pattern, for a memory with
+                labels. Pairs are then ``(label (n,), query (n, d))``. A query that a variant draws from a stored
+                pattern is scored without that pattern, unless it is the only one of its class.
 
         Returns:
             The loss of every step.
@@ -310,16 +314,24 @@ class AssociativeMemory(Associator):
         >>> bool(losses[-5:].mean() < losses[:5].mean())
         True
         """
+        check_choice("by", by, ("pattern", "label"))
+        if by == "label" and self.objective == "separation":
+            raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
+        origins, loss = self.patterns, self._loss
+        if by == "label":
+            given = data
+            data, origins = labeled_data(given, self._given_labels(), self.patterns)
+            loss = self._label_loss if data is given else self._class_loss
         generator = seeded_generator(self.patterns.device, seed)
         with unchanged_on_error(self, self.patterns):
             if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
                 batches = separation_batches(self.patterns, epochs, batch, generator)
                 return minimize(self, self.modulation.separation_loss, batches, lr, progress)
-            batches = retrieval_batches(data, self.patterns, epochs, batch, generator)
+            batches = retrieval_batches(data, origins, epochs, batch, generator)
             bias = self._bias()
             if bias is not None and bias.requires_grad and data is not None:
-                estimate_bias(bias, data, self.patterns, batch, generator)
-            return minimize(self, self._loss, batches, lr, progress)
+                estimate_bias(bias, data, origins, batch, generator)
+            return minimize(self, loss, batches, lr, progress)
 
     def add(self, patterns: Tensor, check: bool = True, *, labels: Any = None) -> Tensor:
         """Store more patterns without refitting, and return their indices ``(n,)``.
@@ -483,3 +495,15 @@ class AssociativeMemory(Associator):
     def _loss(self, batch: Pairs) -> Tensor:
         index, query = batch
         return nn.functional.cross_entropy(self.scores(query), index)
+
+    def _class_loss(self, batch: Pairs) -> Tensor:
+        """The loss of queries with given classes, as numbered in ``classes``."""
+        target, query = batch
+        return nn.functional.cross_entropy(self.class_scores(query), target)
+
+    def _label_loss(self, batch: Pairs) -> Tensor:
+        """The loss of the class of the pattern that a query was made from, without that pattern in the memory."""
+        index, query = batch
+        classes, of_pattern = classes_of(self._given_labels())
+        blocks = leave_out(self._score_blocks(self._rows(query)), index, of_pattern)
+        return nn.functional.cross_entropy(class_logsumexp(blocks, of_pattern, len(classes)), of_pattern[index])
