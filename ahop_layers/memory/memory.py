@@ -11,7 +11,6 @@ from ahop_layers.errors import (
     AHopError,
     check_choice,
     check_finite_rows,
-    check_floating,
     check_patterns,
     check_sizes,
     describe,
@@ -28,7 +27,9 @@ from ahop_layers.memory.fit import (
     unchanged_on_error,
 )
 from ahop_layers.memory.kernel import KernelModulation
+from ahop_layers.memory.labels import as_labels, class_logsumexp, classes_of, labeled_data, leave_out
 from ahop_layers.memory.presets import named_similarity, preset_arguments
+from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, check_width, top_k
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, Associator
 from ahop_layers.variants import Mixed
@@ -53,6 +54,8 @@ class AssociativeMemory(Associator):
             ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
         separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
         modulation: a module that transforms patterns ``(S, d)`` before they are scored, or ``None``.
+        labels: the class of each pattern, integers ``(N,)``, for :meth:`classify` and :meth:`class_scores`. They need
+            not be consecutive.
         prior: learn a log-probability for each pattern that is added to its score, initialized to zero.
         activation: ``"sign"`` for the binary states of the classic networks, or ``None``.
         objective: the loss of :meth:`fit`. ``"retrieval"`` is the loss of the paper, ``"separation"`` the
@@ -70,6 +73,7 @@ class AssociativeMemory(Associator):
     """
 
     patterns: Tensor
+    labels: Tensor | None
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class AssociativeMemory(Associator):
         separation: str | Separation = "softmax",
         modulation: nn.Module | None = None,
         *,
+        labels: Any = None,
         prior: bool = False,
         activation: str | None = None,
         objective: str = "retrieval",
@@ -93,6 +98,7 @@ class AssociativeMemory(Associator):
         if objective == "separation" and not isinstance(modulation, KernelModulation):
             raise AHopError(f"objective='separation' needs a KernelModulation, got {type(modulation).__name__}")
         self.register_buffer("patterns", patterns.detach())
+        self.register_buffer("labels", None if labels is None else as_labels(labels, len(patterns), patterns.device))
         self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
         if isinstance(self.similarity, AdaptiveSimilarity):
             self.similarity.fix_norms_(self.patterns)  # not per block of patterns
@@ -111,10 +117,10 @@ class AssociativeMemory(Associator):
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
             patterns: ``(N, d)``.
-            keywords: ``prior`` and ``check`` for all networks; ``degree`` for D-Hop, whose energy does not increase for
-                odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``, ``blocks`` (see
-                :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a learned base
-                similarity to the footprints.
+            keywords: ``labels``, ``prior`` and ``check`` for all networks; ``degree`` for D-Hop, whose energy does not
+                increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``,
+                ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a
+                learned base similarity to the footprints.
 
         Raises:
             AHopError: the name is unknown, or the network does not have a keyword.
@@ -126,18 +132,22 @@ class AssociativeMemory(Associator):
         """
         return cls(patterns, **preset_arguments(name, patterns, **keywords))
 
-    def scores(self, x: Tensor) -> Tensor:
+    def scores(self, x: Array) -> Array:
         """Score ``x (..., d)`` against all patterns: ``(..., N)``.
+
+        Here and in the other methods, queries are converted to the dtype of the patterns. NumPy arrays are accepted,
+        and the result is then a NumPy array.
 
         >>> import torch, ahop_layers as ah
         >>> ah.AssociativeMemory(torch.eye(3)).scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
         """
         rows = self._rows(x)
-        return torch.cat(list(self._score_blocks(rows)), -1).reshape(*x.shape[:-1], len(self.patterns))
+        scores = torch.cat(list(self._score_blocks(rows)), -1)
+        return as_given(x, scores.reshape(*x.shape[:-1], len(self.patterns)))
 
     @torch.no_grad()
-    def retrieve(self, x: Tensor, steps: int = 1) -> Tensor:
+    def retrieve(self, x: Array, steps: int = 1) -> Array:
         """Retrieve patterns for ``x (..., d)`` with ``steps`` updates of the state: ``(..., d)``.
 
         Runs without gradients, because their graph would store every block of the patterns. Call the memory itself to
@@ -151,33 +161,102 @@ class AssociativeMemory(Associator):
         >>> memory.retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
         tensor([10.,  0.,  0.,  0.])
         """
-        output: Tensor = self(x, steps)
+        output: Array = self(x, steps)
         return output
 
-    def forward(self, x: Tensor, steps: int = 1) -> Tensor:
+    def forward(self, x: Array, steps: int = 1) -> Array:
         """As :meth:`retrieve`, with gradients."""
         check_sizes(steps=steps)
         chunks = torch.split(self._rows(x), max(1, BLOCK_SCORES // len(self.patterns)))
-        return torch.cat([self._update(chunk, steps) for chunk in chunks]).reshape(x.shape)
+        return as_given(x, torch.cat([self._update(chunk, steps) for chunk in chunks]).reshape(x.shape))
 
     @torch.no_grad()
-    def recall(self, x: Tensor) -> Tensor:
+    def recall(self, x: Array) -> Array:
         """Find the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
 
         >>> import torch, ahop_layers as ah
         >>> ah.AssociativeMemory(torch.eye(3)).recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
         tensor([2, 0])
         """
-        best = []
-        for chunk in torch.split(self._rows(x), 256):
-            blocks = [block.max(-1) for block in self._score_blocks(chunk)]
-            starts = torch.arange(len(blocks), device=x.device) * self._block_size()
-            values, places = (torch.stack(each, -1) for each in zip(*blocks, strict=True))
-            block = values.argmax(-1, keepdim=True)
-            best.append((places + starts).gather(-1, block).squeeze(-1))
-        return torch.cat(best).reshape(x.shape[:-1])
+        return self.search(x)[1].reshape(x.shape[:-1])
 
-    def energy(self, x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def search(self, x: Array, k: int = 1) -> tuple[Array, Array]:
+        """Find the ``k`` patterns with the largest scores. Memory is independent of N.
+
+        Args:
+            x: queries ``(..., d)``, a tensor or a NumPy array.
+            k: number of patterns to find for each query.
+
+        Returns:
+            The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
+            index.
+
+        Raises:
+            AHopError: ``x`` does not match the patterns, or ``k`` is not an integer from 1 to N.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(4))
+        >>> scores, indices = memory.search(torch.tensor([[0.5, 2.0, 0.0, 1.0], [1.0, 1.0, 1.0, 3.0]]), k=2)
+        >>> scores
+        tensor([[2., 1.],
+                [3., 1.]])
+        >>> indices
+        tensor([[1, 3],
+                [3, 0]])
+        """
+        check_sizes(k=k)
+        if k > len(self.patterns):
+            raise AHopError(f"k must be at most the number of patterns, {len(self.patterns)}, got {k}")
+        chunks = torch.split(self._rows(x), QUERY_ROWS)
+        found = zip(*(top_k(self._score_blocks(chunk), k) for chunk in chunks), strict=True)
+        scores, indices = (torch.cat(each).reshape(*x.shape[:-1], k) for each in found)
+        return as_given(x, scores), as_given(x, indices)
+
+    @property
+    def classes(self) -> Tensor:
+        """The distinct labels in ascending order ``(n_classes,)``.
+
+        Raises:
+            AHopError: the memory has no labels.
+        """
+        return classes_of(self._given_labels())[0]
+
+    def class_scores(self, x: Array) -> Array:
+        """Compute the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
+
+        The classes are in the order of ``classes``. The softmax of the result is the sum of the softmax weights of the
+        patterns of each class. Without gradients, memory is independent of N.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
+        tensor([1.0000, 2.6931])
+        """
+        classes, index = classes_of(self._given_labels())
+        chunks = torch.split(self._rows(x), QUERY_ROWS)
+        scores = torch.cat([class_logsumexp(self._score_blocks(chunk), index, len(classes)) for chunk in chunks])
+        return as_given(x, scores.reshape(*x.shape[:-1], len(classes)))
+
+    @torch.no_grad()
+    def classify(self, x: Array) -> Array:
+        """Find the label of the class with the largest score: ``(..., d) -> (...)``.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
+        tensor([4, 7])
+        """
+        best = self.class_scores(as_queries(x, self.patterns)).argmax(-1)
+        return as_given(x, self.classes[best])
+
+    def energy(self, x: Array) -> Array:
         """Compute the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
 
         Raises:
@@ -190,8 +269,9 @@ class AssociativeMemory(Associator):
         True
         """
         energy = choose_energy(self.similarity is dot_product, self.separation)
-        scores = self.scores(x)
-        return energy(x, x if self.modulation is None else self.modulation(x), scores, self.separation)
+        state = as_queries(x, self.patterns)
+        modulated = state if self.modulation is None else self.modulation(state)
+        return as_given(x, energy(state, modulated, self.scores(state), self.separation))
 
     def fit(
         self,
@@ -201,6 +281,7 @@ class AssociativeMemory(Associator):
         batch: int = 512,
         progress: bool = True,
         seed: int = 0,
+        by: str = "pattern",
     ) -> Tensor:
         """Train all parameters: those of the similarity and the kernel, and the prior.
 
@@ -216,6 +297,9 @@ class AssociativeMemory(Associator):
             batch: number of queries per step.
             progress: show a progress bar if tqdm is installed.
             seed: seed of all random numbers.
+            by: ``"label"`` maximizes the likelihood of the class of a query instead of its pattern, for a memory with
+                labels. Pairs are then ``(label (n,), query (n, d))``. A query that a variant draws from a stored
+                pattern is scored without that pattern, unless it is the only one of its class.
 
         Returns:
             The loss of every step.
@@ -230,24 +314,38 @@ class AssociativeMemory(Associator):
         >>> bool(losses[-5:].mean() < losses[:5].mean())
         True
         """
+        check_choice("by", by, ("pattern", "label"))
+        if by == "label" and self.objective == "separation":
+            raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
+        origins, loss = self.patterns, self._loss
+        if by == "label":
+            given = data
+            data, origins = labeled_data(given, self._given_labels(), self.patterns)
+            loss = self._label_loss if data is given else self._class_loss
         generator = seeded_generator(self.patterns.device, seed)
         with unchanged_on_error(self, self.patterns):
             if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
                 batches = separation_batches(self.patterns, epochs, batch, generator)
                 return minimize(self, self.modulation.separation_loss, batches, lr, progress)
-            batches = retrieval_batches(data, self.patterns, epochs, batch, generator)
+            batches = retrieval_batches(data, origins, epochs, batch, generator)
             bias = self._bias()
             if bias is not None and bias.requires_grad and data is not None:
-                estimate_bias(bias, data, self.patterns, batch, generator)
-            return minimize(self, self._loss, batches, lr, progress)
+                estimate_bias(bias, data, origins, batch, generator)
+            return minimize(self, loss, batches, lr, progress)
 
-    def add(self, patterns: Tensor, check: bool = True) -> Tensor:
-        """Store more ``patterns (n, d)`` without refitting, and return their indices ``(n,)``.
+    def add(self, patterns: Tensor, check: bool = True, *, labels: Any = None) -> Tensor:
+        """Store more patterns without refitting, and return their indices ``(n,)``.
 
-        With a prior, the new patterns get the mean prior. ``check=False`` skips the check for NaN and infinity.
+        With a prior, the new patterns get the mean prior.
+
+        Args:
+            patterns: ``(n, d)``.
+            check: raise if a pattern holds NaN or infinity. False skips the check.
+            labels: the class of each new pattern, integers ``(n,)``. Required if and only if the memory has labels.
 
         Raises:
-            AHopError: the patterns do not match those stored, or hold NaN or infinity.
+            AHopError: the patterns do not match those stored, or hold NaN or infinity. Labels are missing, or are
+                given to a memory without labels.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
@@ -255,16 +353,22 @@ class AssociativeMemory(Associator):
         tensor([3, 4])
         """
         check_patterns(patterns)
-        before, added = len(self.patterns), self._rows(patterns, "patterns").detach().to(self.patterns)
+        check_width("patterns", patterns, self.patterns)
+        before, added = len(self.patterns), patterns.detach().to(self.patterns)
         if check:
             check_finite_rows(patterns=added)
+        if (labels is None) != (self.labels is None):
+            expected = "not be given: the memory has none" if self.labels is None else "be given: the memory has labels"
+            raise AHopError(f"labels must {expected}, got {'none' if labels is None else 'labels'}")
+        if self.labels is not None:
+            self.labels = torch.cat([self.labels, as_labels(labels, len(patterns), self.labels.device)])
         self.patterns = torch.cat([self.patterns, added])
         if self.prior is not None:
             self._set_prior(torch.cat([self.prior.detach(), self.prior.detach().mean().expand(len(patterns))]))
         return torch.arange(before, len(self.patterns), device=self.patterns.device)
 
     def remove(self, index: Tensor | Sequence[int]) -> None:
-        """Delete patterns by index or by boolean mask. Later patterns move up.
+        """Delete patterns, and their labels, by index or by boolean mask. Later patterns move up.
 
         Raises:
             AHopError: ``index`` is invalid, or no pattern would be left.
@@ -285,6 +389,8 @@ class AssociativeMemory(Associator):
             raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
         keep = keep.to(self.patterns.device)
         self.patterns = self.patterns[keep]
+        if self.labels is not None:
+            self.labels = self.labels[keep]
         if self.prior is not None:
             self._set_prior(self.prior.detach()[keep])
 
@@ -292,6 +398,11 @@ class AssociativeMemory(Associator):
         """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
         bias = getattr(self.similarity, "bias", None)
         return bias if isinstance(bias, Tensor) and bias.shape == self.patterns.shape[1:] else None
+
+    def _given_labels(self) -> Tensor:
+        if self.labels is None:
+            raise AHopError("the memory must have labels, got none: use AssociativeMemory(patterns, labels=...)")
+        return self.labels
 
     def _set_prior(self, values: Tensor) -> None:
         self.prior = nn.Parameter(values, requires_grad=self.prior is not None and self.prior.requires_grad)
@@ -303,7 +414,8 @@ class AssociativeMemory(Associator):
             state_dict, strict, assign: as for ``nn.Module``.
 
         Raises:
-            AHopError: the state dict holds no pattern, NaN or infinity in a pattern, or a prior of another length.
+            AHopError: the state dict holds no pattern, NaN or infinity in a pattern, a prior or labels of another
+                length, or the memory has labels and the state dict has none.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
@@ -324,17 +436,23 @@ class AssociativeMemory(Associator):
             check_finite_rows(**{f"{prefix}patterns": stored})
             if self.prior is not None and isinstance(prior, Tensor) and prior.shape != stored.shape[:1]:
                 raise AHopError(f"{prefix}prior must be (N,) = {describe(stored[:, 0])}, got {describe(prior)}")
+            self._load_labels(state_dict, prefix + "labels", len(stored))
             before, self.patterns = len(self.patterns), self.patterns.new_empty(stored.shape)  # not the caller's tensor
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _rows(self, x: Tensor, name: str = "x") -> Tensor:
-        """Reshape ``x`` to a matrix. Raises an AHopError if it does not match the patterns."""
-        check_floating(**{name: x})
-        if x.ndim < 1 or x.shape[-1] != self.patterns.shape[1]:
-            raise AHopError(f"{name} must be (..., d) with d = {self.patterns.shape[1]}, got {describe(x)}")
-        return x.reshape(-1, x.shape[-1])
+    def _load_labels(self, state_dict: dict[str, Any], key: str, count: int) -> None:
+        """Check the labels of a state dict, and take their number from it."""
+        if self.labels is not None:
+            if key not in state_dict:
+                raise AHopError(f"{key} must be in the state dict, because the memory has labels, got none")
+            state_dict[key] = as_labels(state_dict[key], count, name=key)
+            self.labels = self.labels.new_empty(count)
+
+    def _rows(self, x: Array) -> Tensor:
+        """Returns the queries ``x (..., d)`` as a matrix with the dtype of the patterns, or raises."""
+        return as_queries(x, self.patterns).reshape(-1, self.patterns.shape[1])
 
     def _block_size(self) -> int:
         return max(1, BLOCK_ELEMENTS // self.patterns.shape[1])
@@ -377,3 +495,15 @@ class AssociativeMemory(Associator):
     def _loss(self, batch: Pairs) -> Tensor:
         index, query = batch
         return nn.functional.cross_entropy(self.scores(query), index)
+
+    def _class_loss(self, batch: Pairs) -> Tensor:
+        """The loss of queries with given classes, as numbered in ``classes``."""
+        target, query = batch
+        return nn.functional.cross_entropy(self.class_scores(query), target)
+
+    def _label_loss(self, batch: Pairs) -> Tensor:
+        """The loss of the class of the pattern that a query was made from, without that pattern in the memory."""
+        index, query = batch
+        classes, of_pattern = classes_of(self._given_labels())
+        blocks = leave_out(self._score_blocks(self._rows(query)), index, of_pattern)
+        return nn.functional.cross_entropy(class_logsumexp(blocks, of_pattern, len(classes)), of_pattern[index])
