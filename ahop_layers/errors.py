@@ -1,6 +1,6 @@
 """The exception class of the package and the checks that raise it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 
 import torch
@@ -141,10 +141,11 @@ def broadcast_batch(*shapes: Sequence[int]) -> tuple[int, ...]:
         raise AHopError(f"the batch dimensions must broadcast against each other, got {got}") from None
 
 
-_NUMBERS = {
+_NUMBERS: dict[str, Callable[[float], bool]] = {
     "a positive number": lambda value: value > 0,
     "a number of at least 0": lambda value: value >= 0,
     "a number between 0 and 1": lambda value: 0 <= value <= 1,
+    "a finite number": lambda _: True,
     "a number of at least 0 and below 1": lambda value: 0 <= value < 1,
 }
 

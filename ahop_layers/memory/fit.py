@@ -25,7 +25,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.training import rise_and_fall, trainable_forms
-from ahop_layers.variants import Mixed
+from ahop_layers.variants import Variant
 
 Pairs = tuple[Tensor, Tensor]
 
@@ -56,7 +56,7 @@ def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, g
         AHopError: ``data`` is neither a variant nor a pair, or does not match the patterns.
     """
     check_sizes(epochs=epochs, batch=batch)
-    if isinstance(data, Mixed):
+    if isinstance(data, Variant):
         return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)))
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
@@ -92,7 +92,9 @@ def _check_pairs(index: object, query: Tensor, patterns: Tensor) -> Pairs:
 
 
 @torch.no_grad()
-def estimate_bias(bias: Tensor, data: Mixed | Pairs, patterns: Tensor, batch: int, generator: torch.Generator) -> None:
+def estimate_bias(
+    bias: Tensor, data: Variant | Pairs, patterns: Tensor, batch: int, generator: torch.Generator
+) -> None:
     """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
 
     ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. Gradient
@@ -100,7 +102,7 @@ def estimate_bias(bias: Tensor, data: Mixed | Pairs, patterns: Tensor, batch: in
     """
     if bias.any():
         return
-    index, query = data.sample(patterns, 8 * batch, generator) if isinstance(data, Mixed) else data
+    index, query = data.sample(patterns, 8 * batch, generator) if isinstance(data, Variant) else data
     origin = patterns[index]
     mean = origin.mean(0)
     deviation = origin - mean

@@ -32,7 +32,7 @@ from ahop_layers.memory.presets import named_similarity, preset_arguments
 from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, check_width, top_k
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, Associator
-from ahop_layers.variants import Mixed
+from ahop_layers.variants import Variant
 
 BLOCK_ELEMENTS = 2**21
 """Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
@@ -275,7 +275,7 @@ class AssociativeMemory(Associator):
 
     def fit(
         self,
-        data: Mixed | Pairs | None = None,
+        data: Variant | Pairs | None = None,
         epochs: int = 200,
         lr: float = 0.05,
         batch: int = 512,
