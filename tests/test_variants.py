@@ -298,6 +298,8 @@ def test_masked_is_the_older_name_of_replaced():
     old, new = (kind(0.5).corrupt(pattern, each) for kind, each in zip((Masked, Replaced), generators, strict=True))
     assert isinstance(Masked(0.5), Replaced)
     assert torch.equal(old, new)
+    query = Replaced(0.5, low=2.0, high=3.0).corrupt(torch.zeros(100, 8))
+    assert ((query >= 2) & (query <= 3)).sum(-1).eq(4).all()
 
 
 def test_the_likelihood_uses_the_range_of_the_replaced_values():
