@@ -10,6 +10,8 @@ the last four transformer blocks only. The baseline, ``dot``, is the model as ti
   gradients, optimizer states, activations and images.
 - ``compiled``: the same for ``torch.compile`` of each model, baseline included. Without --attentions, only the pairs of
   model and attention in the documentation, because each takes a while to compile.
+- ``attention``: time of one attention (6 heads of 64 dimensions, 197 tokens) without its projections, also with one
+  base.
 - ``memory``: peak memory of forward and backward of one attention layer (6 heads of 64 dimensions) at a constant number
   of tokens, for several sequence lengths. The memory excludes the layer and its input.
 - ``compile-time``: seconds of the first forward and backward of a layer in a new process without cached kernels, of the
@@ -22,31 +24,37 @@ A time is measured on the clock of the caller: several steps and one synchroniza
 a model take turns, so that a change of the clock rate affects all of them, and the median over the turns counts. Each
 row holds the figures of the baseline in the same run. On a GPU everything runs in bfloat16 autocast, on a CPU in
 float32. On a CPU only the part ``memory`` measures memory. Rows are stored after each model and replace those of the
-same measurement on this device. The first two parts need timm.
+same measurement on this device. The first three parts need timm.
 """
 
 import argparse
 import gc
-import importlib
-import math
-import os
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
 from benchmarks.harness.command import make_parser
-from benchmarks.harness.memory import in_own_process, peak, reset_peak
+from benchmarks.harness.memory import peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable
+from benchmarks.vit_layers import (
+    ATTENTIONS,
+    KEY,
+    LENGTHS,
+    autocast,
+    import_timm,
+    make_row,
+    measure_attention,
+    measure_compile_time,
+    measure_memory,
+    perturb_,
+    seconds_per_step,
+)
 
 
 @dataclass(frozen=True)
@@ -69,53 +77,11 @@ MODELS = {
     "base": Model("vit_base_patch16_224", 224, 128),
     "small-384": Model("vit_small_patch16_384", 384, 64),
 }
-ATTENTIONS: dict[str, dict[str, Any] | None] = {
-    "dot": None,
-    "4 blocks": {"blocks": 4},
-    "8 blocks": {"blocks": 8},
-    "full": {},
-    "last 4": {"blocks": 4, "last": 4},
-}
-"""The keywords of ``adapt_``, by attention; None for the baseline."""
 COMPILED = {"small": ("4 blocks", "8 blocks"), "base": ("4 blocks",), "small-384": ("4 blocks",)}
 """The attentions that the part ``compiled`` measures by default, by model."""
-LAYERS = ("dot", "4 blocks", "8 blocks", "full")
-PARTS = ("eager", "compiled", "memory", "compile-time")
+LAYER_PARTS = {"attention": measure_attention, "memory": measure_memory, "compile-time": measure_compile_time}
+PARTS = ("eager", "compiled", *LAYER_PARTS)
 PASSES = ("training", "inference")
-KEY = ("part", "model", "settings", "attention", "pass")
-FIGURES = ("images/s", "sdpa images/s", "MB", "sdpa MB", "seconds", "kernels")
-WIDTH, HEADS = 384, 6
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
-"""Sequence lengths of the part ``memory``."""
-CALLS = {"first call": 197, "another length": 577}
-"""Sequence lengths of the part ``compile-time``."""
-
-
-def make_row(*key: str, **figures: float | None) -> dict[str, str]:
-    """Returns a row: the values of the columns KEY, and the figures, empty where there is none."""
-    shown = {name: "" if figures.get(name) is None else f"{figures[name]:.6g}" for name in FIGURES}
-    return {**dict(zip(KEY, key, strict=True)), **shown}
-
-
-def import_timm() -> ModuleType:
-    """Imports timm, or exits with the name of the missing package."""
-    try:
-        return importlib.import_module("timm")
-    except ImportError as error:
-        raise SystemExit(f"benchmarks.vit: expected the package timm (pip install timm), got: {error}") from None
-
-
-def autocast(device: str) -> torch.autocast:
-    """Returns bfloat16 autocast on a GPU, and no autocast on a CPU."""
-    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-
-
-@torch.no_grad()
-def perturb_(module: nn.Module) -> None:
-    """Adds seeded noise to all similarity parameters, so that the sort is not skipped."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in ah.similarity_parameters(module):
-        parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
 class Candidate:
@@ -158,13 +124,15 @@ class Candidate:
     @torch.no_grad()
     def infer(self) -> None:
         """Computes the logits of the images."""
-        self.model.eval()
+        if self.model.training:
+            self.model.eval()
         with autocast(self.device):
             self.run(self.images)
 
     def train(self) -> None:
         """Takes a step of AdamW."""
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=self.device == "cuda")
         self.optimizer.zero_grad()
@@ -182,28 +150,6 @@ class Candidate:
         reset_peak(self.device)
         self.steps[name]()
         return (peak(self.device) - self.before) / 1e6
-
-
-def seconds_per_step(steps: dict[str, Callable[[], None]], device: str, turns: int, least: float) -> dict[str, float]:
-    """Returns the median seconds of each step over several turns, each of at least two steps and ``least`` seconds."""
-
-    def take(step: Callable[[], None], count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / count
-
-    counts = {}
-    for name, step in steps.items():
-        take(step, 1)
-        counts[name] = max(2, math.ceil(least / take(step, 2)))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(turns):
-        for name, step in steps.items():
-            times[name].append(take(step, counts[name]))
-    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def measure_model(options: argparse.Namespace, name: str, attentions: Sequence[str], part: str) -> list[dict[str, str]]:
@@ -237,79 +183,6 @@ def measure_model(options: argparse.Namespace, name: str, attentions: Sequence[s
     return rows
 
 
-def make_layer(attention: str, device: str) -> nn.Module:
-    """Returns one attention layer."""
-    torch.manual_seed(0)
-    keywords = ATTENTIONS[attention]
-    if keywords is None:
-        return nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, device=device)
-    layer = ah.AdaptiveAttention(WIDTH, HEADS, batch_first=True, device=device, **keywords)
-    perturb_(layer)
-    return layer
-
-
-def forward_and_backward(layer: nn.Module, x: Tensor) -> None:
-    """Computes an output without attention weights, and all gradients."""
-    with autocast(x.device.type):
-        output, _ = layer(x, x, x, need_weights=False)
-    output.float().square().mean().backward()
-    layer.zero_grad()
-    x.grad = None
-
-
-def layer_megabytes(attention: str, device: str, tokens: int, length: int) -> float:
-    """Returns the peak memory of forward and backward of a layer in addition to the layer and its input."""
-    layer = make_layer(attention, device)
-    x = torch.randn(tokens // length, length, WIDTH, device=device, requires_grad=True)
-    forward_and_backward(layer, torch.randn(1, 8, WIDTH, device=device, requires_grad=True))  # loads the kernels
-    before = reset_peak(device)
-    forward_and_backward(layer, x)
-    return (peak(device) - before) / 1e6
-
-
-def measure_memory(options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yields the rows of one layer at a constant number of tokens, by attention and sequence length."""
-    for attention in options.attentions or LAYERS:
-        for length in options.lengths:
-            arguments = (attention, options.device, options.tokens, length)
-            on_gpu = options.device == "cuda"
-            used = layer_megabytes(*arguments) if on_gpu else in_own_process(layer_megabytes, *arguments)
-            settings = f"{options.tokens} tokens, length {length}"
-            yield make_row("memory", "layer", settings, attention, "training", MB=used)
-            print(f"{'memory':9} {attention:9} {settings:28} {used:10,.1f} MB", flush=True)
-
-
-def compile_seconds(attention: str, device: str, lengths: Sequence[int]) -> list[tuple[float, int]]:
-    """Returns the seconds of the first forward and backward with each length, and the kernels that it compiles.
-
-    To be called in a new process. The kernels are the entries that a call adds to an empty cache of Triton.
-    """
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        found = []
-        inputs = [torch.randn(8, length, WIDTH, device=device, requires_grad=True) for length in lengths]
-        for x in inputs:
-            forward_and_backward(make_layer("dot", device), x)  # initializes the device and its libraries
-        layer = make_layer(attention, device)
-        for x in inputs:
-            before, begin = len(list(Path(cache).iterdir())), time.perf_counter()
-            forward_and_backward(layer, x)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            found.append((time.perf_counter() - begin, len(list(Path(cache).iterdir())) - before))
-        return found
-
-
-def measure_compile_time(options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yields the rows of the first call of a layer, and of the first call with another length."""
-    for attention in options.attentions or LAYERS:
-        found = in_own_process(compile_seconds, attention, options.device, list(CALLS.values()))
-        for (label, length), (seconds, kernels) in zip(CALLS.items(), found, strict=True):
-            key = ("compile-time", "layer", f"length {length}", attention, label)
-            yield make_row(*key, seconds=seconds, kernels=kernels)
-            print(f"{'compile':9} {attention:9} {label:14} {seconds:7.2f} s, {kernels} kernels compiled", flush=True)
-
-
 def measure(options: argparse.Namespace) -> Iterator[list[dict[str, str]]]:
     """Yields the rows of each model and part."""
     for part in (part for part in PARTS[:2] if part in options.parts):
@@ -318,9 +191,10 @@ def measure(options: argparse.Namespace) -> Iterator[list[dict[str, str]]]:
             if chosen:
                 yield measure_model(options, name, chosen, part)
                 gc.collect()
-    for part, rows in (("memory", measure_memory), ("compile-time", measure_compile_time)):
+    for part, rows in LAYER_PARTS.items():
         if part in options.parts:
             yield from ([row] for row in rows(options))
+            gc.collect()
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -342,15 +216,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", default=LENGTHS, help="sequence lengths of the part memory")
     add("--output", type=Path, default=RESULTS / "vit.csv", help="CSV file (default: benchmarks/results/vit.csv)")
     options = parser.parse_args(arguments)
-    if {"memory", "compile-time"} & set(options.parts) and "last 4" in (options.attentions or ()):
-        parser.error("--attentions: expected attentions of one layer for the parts memory and compile-time, got last 4")
+    parts = [part for part in LAYER_PARTS if part in options.parts]
+    if parts and "last 4" in (options.attentions or ()):
+        parser.error(f"--attentions: expected attentions of one layer for the parts {', '.join(parts)}, got last 4")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints, and stores the rows after each model."""
     options = parse(arguments)
-    if {"eager", "compiled"} & set(options.parts):
+    if {"eager", "compiled", "attention"} & set(options.parts):
         import_timm()
     results = ResultTable(options.output, options.device)
     print(f"{results.origin['device']}, torch {results.origin['torch']}; in brackets: relative to dot in this run")

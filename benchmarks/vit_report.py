@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from benchmarks.harness.report import group, table
+from benchmarks.harness.report import group, number, table
 from benchmarks.harness.rows import Row
 
 SHORT = {"small": ("4 blocks", "8 blocks", "full")}
@@ -64,6 +64,23 @@ def report(rows: Sequence[Row]) -> str:
 def short(rows: Sequence[Row]) -> str:
     """The relative figures of the attentions in SHORT."""
     return shares([row for row in rows if row["attention"] in SHORT.get(row["model"], ("4 blocks",))])
+
+
+def of_attention(rows: Sequence[Row]) -> str:
+    """Milliseconds of one attention without projections, and its time relative to the fused dot product."""
+    labels, body = list(dict.fromkeys(row["pass"] for row in rows)), []
+    for (attention,), mine in group(rows, "attention").items():
+        cells = {row["pass"]: row for row in mine}
+        body.append([attention, *(cell for label in labels for cell in _times(cells.get(label)))])
+    header = [f"{label}, {unit}" for label in labels for unit in ("ms", "relative")]
+    return _table(["attention", *header], body)
+
+
+def _times(row: Row | None) -> tuple[str, str]:
+    if row is None:
+        return "", ""
+    seconds = float(row["seconds"])
+    return number(1e3 * seconds), f"{seconds / float(row['sdpa seconds']):.2f}"
 
 
 def of_memory(rows: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ import torch
 from frameworks import framework
 
 import ahop_layers as ah
-from benchmarks import vit, vit_report
+from benchmarks import vit, vit_layers, vit_report
 from benchmarks.harness import pages
 from benchmarks.harness.rows import read
 
@@ -37,23 +37,44 @@ def test_training_and_inference_are_compared_with_the_dot_product_of_the_same_ru
 
 def test_candidates_sort():
     """The weights of every base differ, so that kernels cannot skip the sort, and are the same in every run."""
-    layers = [vit.make_layer("4 blocks", "cpu") for _ in range(2)]
+    layers = [vit_layers.make_layer("4 blocks", "cpu") for _ in range(2)]
     assert torch.equal(layers[0].similarity.w, layers[1].similarity.w)
     w, beta = layers[0].similarity.w, layers[0].similarity.beta
     assert (w.sort(-1).values.diff(dim=-1) > 1e-6).all()
     assert (beta.abs() > 1e-6).all()
-    assert not list(ah.similarity_parameters(vit.make_layer("dot", "cpu")))
+    assert not list(ah.similarity_parameters(vit_layers.make_layer("dot", "cpu")))
+
+
+def test_attention_alone_is_compared_with_the_dot_product(tmp_path):
+    framework("timm")
+    few = ["--attentions", "8 blocks", "--batch", "1", "--turns", "1", "--seconds", "0"]
+    vit.main(["--parts", "attention", *few, "--output", str(tmp_path / "vit.csv")])
+    rows = read(tmp_path / "vit.csv")
+    assert [(row["attention"], row["pass"]) for row in rows] == [
+        (attention, label) for label in ("forward", "forward + backward") for attention in ("dot", "8 blocks")
+    ]
+    assert rows[0]["seconds"] == rows[1]["sdpa seconds"]
+    assert vit_report.of_attention(rows).splitlines()[2].split(" | ")[2::2] == ["1.00", "1.00 |"]
+
+
+@pytest.mark.parametrize("name", vit_layers.TIMED)
+def test_attention_alone_has_no_projections(name):
+    framework("timm")
+    layer, x = vit_layers.bare_attention(vit_layers.TIMED[name], "cpu"), torch.randn(1, 3, 3 * vit_layers.WIDTH)
+    assert layer(x).shape == (1, 3, vit_layers.WIDTH)
+    owners = {parameter.rpartition(".")[0] for parameter, _ in layer.named_parameters()}
+    assert owners == (set() if name == "dot" else {"similarity"})
 
 
 def test_one_layer_at_a_constant_number_of_tokens(tmp_path, monkeypatch):
     shapes = []
-    monkeypatch.setattr(vit, "in_own_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(vit, "reset_peak", lambda device: 5_000_000)
-    monkeypatch.setattr(vit, "peak", lambda device: 7_000_000)
-    monkeypatch.setattr(vit, "forward_and_backward", lambda layer, x: shapes.append(tuple(x.shape)))
+    monkeypatch.setattr(vit_layers, "in_own_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(vit_layers, "reset_peak", lambda device: 5_000_000)
+    monkeypatch.setattr(vit_layers, "peak", lambda device: 7_000_000)
+    monkeypatch.setattr(vit_layers, "forward_and_backward", lambda layer, x: shapes.append(tuple(x.shape)))
     few = ["--parts", "memory", "--tokens", "64", "--lengths", "16", "64", "--attentions", "4 blocks"]
     vit.main([*few, "--output", str(tmp_path / "vit.csv")])
-    assert [shape for shape in shapes if shape[1] > 8] == [(4, 16, vit.WIDTH), (1, 64, vit.WIDTH)]
+    assert [shape for shape in shapes if shape[1] > 8] == [(4, 16, vit_layers.WIDTH), (1, 64, vit_layers.WIDTH)]
     rows = read(tmp_path / "vit.csv")
     assert [(row["settings"], row["MB"]) for row in rows] == [
         ("64 tokens, length 16", "2"),
@@ -64,8 +85,8 @@ def test_one_layer_at_a_constant_number_of_tokens(tmp_path, monkeypatch):
 
 def test_the_first_calls_are_timed(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # restored at the end
-    monkeypatch.setattr(vit, "in_own_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(vit, "CALLS", {"first call": 5, "another length": 7})
+    monkeypatch.setattr(vit_layers, "in_own_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(vit_layers, "CALLS", {"first call": 5, "another length": 7})
     vit.main(["--parts", "compile-time", "--attentions", "full", "--output", str(tmp_path / "vit.csv")])
     rows = read(tmp_path / "vit.csv")
     assert [(row["settings"], row["kernels"]) for row in rows] == [("length 5", "0"), ("length 7", "0")]
@@ -76,7 +97,7 @@ def test_the_first_calls_are_timed(tmp_path, monkeypatch):
 def test_candidates_take_turns():
     calls = []
     steps = {name: lambda name=name: calls.append(name) for name in "ab"}
-    times = vit.seconds_per_step(steps, "cpu", turns=2, least=0)
+    times = vit_layers.seconds_per_step(steps, "cpu", turns=2, least=0)
     assert "".join(calls) == "aaabbb" + "aabb" * 2  # a warm-up and an estimate, then turns of two steps
     assert set(times) == {"a", "b"}
 
@@ -90,7 +111,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
 def test_layers_have_no_last_blocks(capsys):
     with pytest.raises(SystemExit):
         vit.parse(["--attentions", "last 4"])
-    assert "expected attentions of one layer for the parts memory and compile-time, got last 4" in (
+    assert "expected attentions of one layer for the parts attention, memory, compile-time, got last 4" in (
         capsys.readouterr().err
     )
 
@@ -98,8 +119,10 @@ def test_layers_have_no_last_blocks(capsys):
 def made_row(part, model, attention, label, speed, memory="", settings=None):
     figures = {"images/s": speed, "sdpa images/s": "2000", "MB": memory, "sdpa MB": memory and "400"}
     return {
-        **dict(zip(vit.KEY, (part, model, settings or vit.MODELS[model].settings, attention, label), strict=True)),
-        **{name: figures.get(name, "") for name in vit.FIGURES},
+        **dict(
+            zip(vit_layers.KEY, (part, model, settings or vit.MODELS[model].settings, attention, label), strict=True)
+        ),
+        **{name: figures.get(name, "") for name in vit_layers.FIGURES},
         **{"device": "GPU", "torch": "2", "commit": "c", "date": "d"},
     }
 

@@ -121,6 +121,7 @@ SHORT = ("M-Hop", "A-Hop", "A-Hop, debias", "A-Hop, debias, table", retrieval_re
 TABLES: dict[str, Callable[[], str]] = {
     "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
     "vit-short": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.short),
+    "vit-attention": lambda: by_device("vit --parts attention", vit_rows("attention"), vit_report.of_attention),
     "vit-memory": lambda: by_device("vit --parts memory", vit_rows("memory"), vit_report.of_memory),
     "vit-compile": lambda: by_device("vit --parts compile-time", vit_rows("compile-time"), vit_report.of_compile_time),
     "kernels": lambda: by_device("kernels", rows_of("kernels.csv"), kernels_report.report),
