@@ -102,10 +102,11 @@ class TransformersAttention(Adaptive):
     def _weights_requested(self) -> bool:
         """Returns whether the configuration of the model or a hook on this module asks for weights.
 
-        The eager attention of transformers returns weights. Models record attentions with a forward hook.
+        The eager attention of transformers returns weights, as did the releases whose modules have no configuration.
+        Models record attentions with a forward hook.
         """
         config = getattr(self, "config", None)
-        eager = getattr(config, "_attn_implementation", None) == "eager"
+        eager = config is None or getattr(config, "_attn_implementation", None) == "eager"
         return eager or bool(getattr(config, "output_attentions", False)) or has_hooks(self)
 
 
