@@ -81,7 +81,9 @@ class Mask(NamedTuple):
             blocked = self.blocked | other.blocked
         if self.added is not None and other.added is not None:
             added = self.added + other.added
-        appended = min((mask.appended for mask in (self, other) if mask.causal), default=0)
+        appended = self.appended if self.causal else other.appended
+        if self.causal and other.causal:
+            appended = min(self.appended, other.appended)
         return Mask(blocked, added, self.causal or other.causal, appended)
 
     def grow(self) -> "Mask":
