@@ -1,7 +1,7 @@
 """The interfaces of kernels: scores of all pairs, and attention without a tensor of all scores."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,35 @@ class Kernel(Protocol):
         """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
 
         ``grad`` may have any dtype that :meth:`score` returns.
+        """
+        ...
+
+
+@runtime_checkable
+class WeighingKernel(Protocol):
+    """Interface of a kernel whose backward pass also computes the weights of softmax, from the scores it sorts."""
+
+    def weigh_backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        weight: Tensor,
+        bases: Sequence[str],
+        shift: Tensor,
+        mean: Tensor,
+        need: Need,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes what :meth:`Kernel.score_backward` does for the scores of a softmax.
+
+        Args:
+            grad: ``(N, H, L, S)`` in the accumulation dtype, contiguous: the gradient of the weights. The kernel
+                overwrites it with the weights ``exp(score - shift)``.
+            query, key, weight, bases, need: as in :meth:`Kernel.score_backward`.
+            shift: expanded to ``(N, H, L, S)``, in the accumulation dtype: the log-sum-exp of each query minus the
+                values added to its scores; infinite for a blocked pair.
+            mean: ``(N, H, L, 1)`` in the accumulation dtype. The gradient of a score is its weight times
+                ``grad - mean``.
         """
         ...
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.dropout import kept, scale
-from ahop_layers.ops.protocols import AttendNeed, Kernel, empty_results
+from ahop_layers.ops.protocols import AttendNeed, Kernel, WeighingKernel, empty_results
 from ahop_layers.ops.reference import accumulation_dtype
 
 SCRATCH_BYTES = {"cpu": 40 * 2**20}
@@ -47,6 +48,38 @@ class _Slice(NamedTuple):
         return mask[tuple(slice(None) if size == 1 else part for size, part in parts)]
 
 
+class _Call(NamedTuple):
+    """The arguments of a call that forward and backward pass share."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weight: Tensor
+    bases: Sequence[str]
+    mask: Tensor | None
+    causal: bool
+    dropout: float
+    seed: Tensor | None
+
+    def scored(self, part: _Slice) -> tuple[Tensor, Tensor, Tensor, Sequence[str]]:
+        """Returns the query, key and weight of a slice, and the bases, as kernels take them."""
+        query = part.of_queries(self.query)
+        return query, per_query_head(part.of_keys(self.key), query.shape[1]), self.weight[part.heads], self.bases
+
+    def remaining(self, part: _Slice) -> Tensor | None:
+        """Returns which weights of a slice dropout keeps, ``(n, heads, rows, S)``, or None if it keeps all."""
+        if self.seed is None:
+            return None
+        ranges = (part.n, part.heads, part.rows, slice(0, self.key.shape[-2]))
+        n, heads, rows, columns = (torch.arange(each.start, each.stop, device=self.seed.device) for each in ranges)
+        places = n[:, None] * self.query.shape[1] + heads
+        return torch.unflatten(kept(self.seed, places.flatten(), rows, columns, self.dropout), 0, places.shape)
+
+    def drop(self, weights: Tensor, remaining: Tensor | None) -> Tensor:
+        """Drops weights of a slice, or their gradients, in place."""
+        return weights if remaining is None else weights.mul_(remaining).mul_(scale(self.dropout))
+
+
 class Sliced:
     """Attention in slices of queries; see :class:`ahop_layers.ops.protocols.Attention`."""
 
@@ -66,11 +99,12 @@ class Sliced:
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp of the scores of each query."""
+        call = _Call(query, key, value, weight, bases, mask, causal, dropout, seed)
         out, log_sum = empty_results(query, value)
         if key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
         for part in _slices(query, key):
-            scores = self._scores(part, query, key, weight, bases, mask, causal)
+            scores = self._scores(call, part)
             largest = scores.amax(-1, keepdim=True)
             weights = scores.softmax(-1)
             del scores
@@ -80,10 +114,8 @@ class Sliced:
                 log_sums = log_sums.masked_fill(empty, torch.inf)
                 weights.masked_fill_(empty, 0.0)
             part.of_queries(log_sum).copy_(log_sums.squeeze(-1))
-            if seed is not None:
-                weights.mul_(_kept(part, query, key, seed, dropout)).mul_(scale(dropout))
-            values = per_query_head(part.of_keys(value), weights.shape[1])
-            part.of_queries(out).copy_(weights.to(value.dtype) @ values)
+            weights = call.drop(weights, call.remaining(part)).to(value.dtype)
+            part.of_queries(out).copy_(weights @ per_query_head(part.of_keys(value), weights.shape[1]))
         return out, log_sum
 
     def attend_backward(
@@ -103,65 +135,76 @@ class Sliced:
         need: AttendNeed,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-        dtype = accumulation_dtype(query.dtype)
-        query_grad, key_grad, value_grad, weight_grad = (
-            torch.zeros(
-                tensor.shape if wanted else 0, dtype=query.dtype if tensor is query else dtype, device=grad.device
-            )
-            for tensor, wanted in zip((query, key, value, weight), need, strict=True)
+        call = _Call(query, key, value, weight, bases, mask, causal, dropout, seed)
+        query_grad = query.new_zeros(query.shape if need[0] else 0)
+        key_grad, value_grad, weight_grad = (
+            tensor.new_zeros(tensor.shape if wanted else 0, dtype=log_sum.dtype)
+            for tensor, wanted in zip((key, value, weight), need[1:], strict=True)
         )
-        score_need = need[0], need[1], need[3]
         for part in _slices(query, key):
-            part_grad, part_query = part.of_queries(grad), part.of_queries(query)
-            heads, key_heads = part_query.shape[1], part.key_heads.stop - part.key_heads.start
-            weights = self._scores(part, query, key, weight, bases, mask, causal)
-            weights.sub_(part.of_queries(log_sum).unsqueeze(-1)).exp_()
-            remains = None if seed is None else _kept(part, query, key, seed, dropout)
-            if need[2]:
-                read = weights if remains is None else (weights * remains).mul_(scale(dropout))
-                read_grad = read.to(value.dtype).mT @ part_grad
-                del read
-                part.of_keys(value_grad).add_(_per_key_head(read_grad, key_heads))
-            if not any(score_need):
-                continue
-            score_grad = (part_grad @ per_query_head(part.of_keys(value), heads).mT).to(dtype)
-            if remains is not None:
-                score_grad.mul_(remains).mul_(scale(dropout))
-            mean = (part_grad.to(dtype) * part.of_queries(out)).sum(-1, keepdim=True)
-            score_grad.sub_(mean).mul_(weights)
-            del weights, remains
-            keys = per_query_head(part.of_keys(key), heads)
-            grads = self.kernel.score_backward(score_grad, part_query, keys, weight[part.heads], bases, score_need)
+            key_heads = part.key_heads.stop - part.key_heads.start
+            part_grad, log_sums = part.of_queries(grad), part.of_queries(log_sum).unsqueeze(-1)
+            remaining = call.remaining(part)
+            if need[0] or need[1] or need[3]:
+                mean = (part_grad.to(log_sum.dtype) * part.of_queries(out)).sum(-1, keepdim=True)
+                grads, weights = self._score_backward(
+                    call, part, part_grad, remaining, log_sums, mean, (need[0], need[1], need[3])
+                )
+            else:
+                grads, weights = (), self._scores(call, part).sub_(log_sums).exp_()
             if need[0]:
                 part.of_queries(query_grad).copy_(grads[0])
             if need[1]:
                 part.of_keys(key_grad).add_(_per_key_head(grads[1], key_heads))
+            if need[2]:
+                read_grad = call.drop(weights, remaining).to(value.dtype).mT @ part_grad
+                part.of_keys(value_grad).add_(_per_key_head(read_grad, key_heads))
             if need[3]:
                 weight_grad[part.heads] += grads[2]
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), weight_grad
 
-    def _scores(
+    def _score_backward(
         self,
+        call: _Call,
         part: _Slice,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        mask: Tensor | None,
-        causal: bool,
-    ) -> Tensor:
+        grad: Tensor,
+        remaining: Tensor | None,
+        log_sums: Tensor,
+        mean: Tensor,
+        need: Need,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Computes the gradients of query, key and weight, and the weights of the softmax, for one slice.
+
+        ``grad`` is the gradient of the readout, ``mean`` its inner product with the readout.
+        """
+        values = per_query_head(part.of_keys(call.value), grad.shape[1])
+        weights_grad = call.drop((grad @ values.mT).to(mean.dtype), remaining)
+        if isinstance(self.kernel, WeighingKernel):
+            shift = log_sums.expand_as(weights_grad)
+            if call.mask is not None or call.causal:
+                shift = shift - _masked(torch.zeros_like(weights_grad), call, part)
+            grads = self.kernel.weigh_backward(weights_grad, *call.scored(part), shift, mean, need)
+            return grads, weights_grad
+        weights = self._scores(call, part).sub_(log_sums).exp_()
+        score_grad = weights_grad.sub_(mean).mul_(weights)
+        return self.kernel.score_backward(score_grad, *call.scored(part), need), weights
+
+    def _scores(self, call: _Call, part: _Slice) -> Tensor:
         """Computes the masked scores of a slice in the accumulation dtype."""
-        queries = part.of_queries(query)
-        keys = per_query_head(part.of_keys(key), queries.shape[1])
-        scores = self.kernel.score(queries, keys, weight[part.heads], bases)
-        if mask is not None and mask.dtype == torch.bool:
-            scores.masked_fill_(part.of_mask(mask), -torch.inf)
-        elif mask is not None:
-            scores += part.of_mask(mask).to(scores.dtype)
-        if causal:
-            rows = torch.arange(part.rows.start, part.rows.stop, device=query.device)
-            scores.masked_fill_(torch.arange(key.shape[-2], device=query.device) > rows[:, None], -torch.inf)
-        return scores
+        return _masked(self.kernel.score(*call.scored(part)), call, part)
+
+
+def _masked(scores: Tensor, call: _Call, part: _Slice) -> Tensor:
+    """Masks the scores of a slice in place."""
+    mask = None if call.mask is None else part.of_mask(call.mask)
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(mask, -torch.inf)
+    elif mask is not None:
+        scores += mask.to(scores.dtype)
+    if call.causal:
+        rows = torch.arange(part.rows.start, part.rows.stop, device=scores.device)
+        scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) > rows[:, None], -torch.inf)
+    return scores
 
 
 def _slices(query: Tensor, key: Tensor) -> Iterator[_Slice]:
@@ -209,11 +252,3 @@ def per_query_head(tensor: Tensor, heads: int) -> Tensor:
 def _per_key_head(grad: Tensor, key_heads: int) -> Tensor:
     """Sums ``(N, heads, S, d)`` over the query heads that share a key head: ``(N, Hk, S, d)``."""
     return grad if grad.shape[1] == key_heads else torch.unflatten(grad, 1, (key_heads, -1)).sum(2)
-
-
-def _kept(part: _Slice, query: Tensor, key: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    """Returns which weights of a slice remain, ``(n, heads, rows, S)``."""
-    ranges = (part.n, part.heads, part.rows, slice(0, key.shape[-2]))
-    n, heads, rows, columns = (torch.arange(each.start, each.stop, device=query.device) for each in ranges)
-    places = n[:, None] * query.shape[1] + heads
-    return torch.unflatten(kept(seed, places.flatten(), rows, columns, dropout), 0, places.shape)
