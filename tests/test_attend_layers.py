@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +15,7 @@ import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.association import Mask, Padded, associate
 from ahop_layers.attention.vision import attend_mask
-from ahop_layers.ops.attend import attend
+from ahop_layers.ops.attend import attend, attends
 from ahop_layers.separation import Separation
 from tests.frameworks import framework
 
@@ -185,6 +186,21 @@ def test_small_calls_on_the_cpu_are_separate_operations(calls, monkeypatch):
     more = [torch.cat([each, each[:, :, :1]], 2) for each in (key, value)]
     associate(query, Padded(*more), **options)
     assert len(calls) == 1
+
+
+def test_choice_on_a_gpu(monkeypatch):
+    """Full footprints and calls of a fused kernel take ahop::attend; without Triton, none does."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(N, H, rows, D, device="cuda") for rows in (L, S, S))
+        full, blocks = (torch.empty(H, 2, n, device="cuda") for n in (D, 2))
+    tensors = (query, key, value)
+    monkeypatch.setattr("ahop_layers.ops.attend._TRITON", True)
+    for fused in (False, True):
+        monkeypatch.setattr("ahop_layers.ops.attend.has_fused_attention", lambda *args, fused=fused: fused)
+        assert attends(*tensors, full, None, ("dis", "dot"))
+        assert attends(*tensors, blocks, None, ("dis", "dot")) is fused
+    monkeypatch.setattr("ahop_layers.ops.attend._TRITON", False)
+    assert not attends(*tensors, full, None, ("dis", "dot"))
 
 
 # masks
