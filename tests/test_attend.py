@@ -108,6 +108,9 @@ class Weighing:
     def __init__(self):
         self.calls = 0
 
+    def weigh(self, *args):
+        return sliced.weigh(*args)
+
     def weigh_backward(self, grad, query, key, weight, bases, shift, mean, need):
         self.calls += 1
         assert grad.is_contiguous()

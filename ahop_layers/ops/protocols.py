@@ -53,7 +53,11 @@ class Kernel(Protocol):
 
 @runtime_checkable
 class WeighingKernel(Protocol):
-    """Interface of a kernel whose backward pass also computes the weights of softmax, from the scores it sorts."""
+    """Interface of a kernel that computes softmax, and whose backward pass computes its weights from what it sorts."""
+
+    def weigh(self, scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+        """Computes what :func:`ahop_layers.ops.sliced.weigh` does, from contiguous scores."""
+        ...
 
     def weigh_backward(
         self,

@@ -19,7 +19,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 SCRATCH_BYTES = {"cpu": 40 * 2**20}
 """Memory of the scores, weights and temporaries of one slice, by device type."""
 
-LARGE_SCRATCH_BYTES = 64 * 2**20
+LARGE_SCRATCH_BYTES = 192 * 2**20
 """The same for other devices."""
 
 PAIR_VALUES = 4
@@ -105,15 +105,10 @@ class Sliced:
             return out.zero_(), log_sum.fill_(torch.inf)
         for part in _slices(query, key):
             scores = self._scores(call, part)
-            largest = scores.amax(-1, keepdim=True)
-            weights = scores.softmax(-1)
+            weighs = self.kernel.weigh if isinstance(self.kernel, WeighingKernel) else weigh
+            weights, log_sums = weighs(scores, value.dtype if seed is None else scores.dtype, mask is not None)
             del scores
-            log_sums = largest - weights.amax(-1, keepdim=True).log()
-            if mask is not None:  # a causal mask alone leaves each query a key
-                empty = largest == -torch.inf
-                log_sums = log_sums.masked_fill(empty, torch.inf)
-                weights.masked_fill_(empty, 0.0)
-            part.of_queries(log_sum).copy_(log_sums.squeeze(-1))
+            part.of_queries(log_sum).copy_(log_sums)
             weights = call.drop(weights, call.remaining(part)).to(value.dtype)
             part.of_queries(out).copy_(weights @ per_query_head(part.of_keys(value), weights.shape[1]))
         return out, log_sum
@@ -192,6 +187,24 @@ class Sliced:
     def _scores(self, call: _Call, part: _Slice) -> Tensor:
         """Computes the masked scores of a slice in the accumulation dtype."""
         return _masked(self.kernel.score(*call.scored(part)), call, part)
+
+
+def weigh(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+    """Computes the softmax of scores ``(..., S)`` in a dtype, and the log-sum-exp ``(...)``.
+
+    A row of ``-inf`` has weights of zero and an infinite log-sum-exp; without ``masked`` there is none.
+
+    >>> weigh(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]]), torch.float32, masked=True)
+    (tensor([[0.5000, 0.5000],
+            [0.0000, 0.0000]]), tensor([0.6931,    inf]))
+    """
+    largest, weights = scores.amax(-1, keepdim=True), scores.softmax(-1)
+    log_sums = largest - weights.amax(-1, keepdim=True).log()
+    if masked:
+        empty = largest == -torch.inf
+        log_sums = log_sums.masked_fill(empty, torch.inf)
+        weights.masked_fill_(empty, 0.0)
+    return weights.to(dtype), log_sums.squeeze(-1)
 
 
 def _masked(scores: Tensor, call: _Call, part: _Slice) -> Tensor:

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import product
+from math import e, log2
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ahop_layers.ops import chunked
+from ahop_layers.ops import chunked, sliced
 from ahop_layers.ops.chunked import Need
-from ahop_layers.ops.gpu import ptx_backward
+from ahop_layers.ops.gpu import mma, ptx_backward
 from ahop_layers.ops.gpu.plan import PTX_NAMES, Plan, backward_plan, runs_ptx, score_plan
 from ahop_layers.ops.gpu.ptx import WARP
 
@@ -25,6 +26,9 @@ SCRATCH_BYTES = 64 * 2**20
 
 PROGRAMS_PER_SLOT = 8
 """Maximum number of programs in a backward launch per concurrently running warp."""
+
+MOST_SORTED_TWICE = 128
+"""The largest number of blocks of which a kernel keeps the sorted similarities of two bases."""
 
 PAD_QUERY, PAD_KEY = -1e19, 1e18
 """Values of padding dimensions: less similar than all others in every base, so they sort last."""
@@ -90,6 +94,53 @@ def score_backward(
         each.contiguous() if wanted else each.new_empty(0) for each, wanted in zip(grads, need, strict=True)
     )
     return query_grad, key_grad, weight_grad
+
+
+def weigh(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+    """Computes the softmax of scores ``(N, H, L, S)`` in a dtype, and the log-sum-exp ``(N, H, L)``, in one kernel."""
+    if not scores.is_cuda or scores.dtype != torch.float32:
+        return sliced.weigh(scores, dtype, masked)
+    weights, log_sum = torch.empty_like(scores, dtype=dtype), scores.new_empty(scores.shape[:-1])
+    rows = 4
+    with _device(scores):
+        attention_kernels().softmax_rows[(-(-log_sum.numel() // rows),)](
+            scores, weights, log_sum, log_sum.numel(), scores.shape[-1], ROWS=rows, BLOCK=256
+        )
+    return weights, log_sum
+
+
+def weigh_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    shift: Tensor,
+    mean: Tensor,
+    need: Need,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of :func:`score` behind a softmax; see :class:`ahop_layers.ops.protocols.WeighingKernel`.
+
+    Where pairs are shifted alike for each query, the kernel that sorts for the gradients computes the weights as well.
+    """
+    if shift.stride(-1) != 0 or not _weighs(query, bases, weight.shape[-1]):
+        weights = score(query, key, weight, bases).sub_(shift).exp_()
+        grads = score_backward(grad.sub_(mean).mul_(weights), query, key, weight, bases, need)
+        grad.copy_(weights)
+        return grads
+    plan = backward_plan(
+        query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), False, torch.float32, True
+    )
+    statistics = torch.cat([shift[..., :1] * log2(e), mean], -1)
+    grads = _launch_backward(grad, query, key, weight, plan, statistics)
+    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2]
+
+
+def _weighs(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+    """Returns whether a kernel computes weights and gradients with one sort."""
+    if not runs_ptx(query.device) or blocks > MOST_SORTED_TWICE:
+        return False
+    return query.dtype == torch.float32 or not mma.serves(blocks, query.shape[-1] // blocks, bases)
 
 
 def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
@@ -162,7 +213,7 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan:
 
 
 def _launch_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, statistics: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes gradients in float32, in launches whose partial sums fit in ``SCRATCH_BYTES``."""
     n_blocks, size = weight.shape[-1], query.shape[-1] // weight.shape[-1]
@@ -170,14 +221,15 @@ def _launch_backward(
     weight = _weights(weight, plan)
     blocks = list(_backward_blocks(query, key, plan))
     if len(blocks) == 1:
-        parts = _launch_backward_block(grad, query, key, weight, plan)
+        parts = _launch_backward_block(grad, query, key, weight, plan, statistics)
         query_grad, key_grad = (part[0] if len(part) == 1 else part.sum(0) for part in parts[:2])
         weight_grad = parts[2].sum((0, 1, 2, 4))
     else:
         query_grad, key_grad = (torch.zeros(each.shape, device=grad.device) for each in (query, key))
         weight_grad = torch.zeros(weight.shape, device=grad.device)
         for n, rows in blocks:
-            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan)
+            own = None if statistics is None else statistics[n, :, rows].contiguous()
+            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan, own)
             query_grad[n, :, rows] = parts[0].sum(0)
             key_grad[n] += parts[1].sum(0)
             weight_grad += parts[2].sum((0, 1, 2, 4))
@@ -195,7 +247,7 @@ def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[s
 
 
 def _launch_backward_block(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, statistics: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes partial sums of the gradients.
 
@@ -221,9 +273,23 @@ def _launch_backward_block(
     )
     strides = (*grad.stride(), *query.stride()[:3], *key.stride()[:3], weight.stride(0))
     sizes = [] if "BODY" in plan.constants else [weight.shape[-1], d // weight.shape[-1]]
+    given = [parts[2] if statistics is None else statistics] if "BODY" in plan.constants else []
     with _device(query):
         plan.kernel[(programs, chunks)](
-            grad, query, key, weight, *parts, *strides, heads, length, count, rows, span, *sizes, **plan.constants
+            grad,
+            query,
+            key,
+            weight,
+            *parts,
+            *given,
+            *strides,
+            heads,
+            length,
+            count,
+            rows,
+            span,
+            *sizes,
+            **plan.constants,
         )
     return parts
 
@@ -262,6 +328,14 @@ def _even_split(length: int, warps: int, slots: int, start: float, least_waves: 
 def _filled(count: int, tile: int) -> float:
     """Returns the fraction of lanes that ``count`` keys in tiles of ``tile`` keys occupy."""
     return count / (-(-count // tile) * tile)
+
+
+@lru_cache(maxsize=None)
+def attention_kernels() -> Any:
+    """Returns the module of the Triton kernels for attention."""
+    from ahop_layers.ops.gpu import triton_attend
+
+    return triton_attend
 
 
 def _device(tensor: Tensor) -> Any:
