@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ahop_layers.errors import AHopError
 from ahop_layers.ops import chunked, cpu
+from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.protocols import Attention, Kernel
 from ahop_layers.ops.sliced import Sliced
@@ -63,15 +64,18 @@ def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int
 def choose_attention(
     backend: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
 ) -> Attention:
-    """Returns the implementation of ``ahop::attend`` for a call, on top of the kernel that ``backend`` names."""
-    return Sliced(choose_kernel(backend, query, bases, weight.shape[-1]))
+    """Returns the implementation of ``ahop::attend`` for a call: fused, or on top of the kernel ``backend`` names."""
+    kernel = choose_kernel(backend, query, bases, weight.shape[-1])
+    if kernel is gpu and fused.serves(query, key, value, weight, mask, bases):
+        return fused
+    return Sliced(kernel)
 
 
 def has_fused_attention(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
 ) -> bool:
     """Returns whether a fused kernel, which is as fast as separate operations or faster, supports the call."""
-    return False
+    return fused.serves(query, key, value, weight, mask, bases)
 
 
 def _fastest(query: Tensor, bases: Sequence[str], blocks: int) -> Kernel:
