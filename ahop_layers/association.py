@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.ops.attend import attend, attends
+from ahop_layers.ops.attend import attend, autocast, is_large, prefers_attend
 from ahop_layers.ops.operators import has_hooks, is_mapped, is_transformed
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.ops.sliced import per_query_head
@@ -280,8 +280,9 @@ def _attend(
 ) -> Tensor | None:
     """Computes the readout with ``ahop::attend``, or returns None where separate operations are preferable."""
     mask, added = stored.mask or Mask(), None if stored.mask is None else stored.mask.added
-    learned = added is not None and added.requires_grad and torch.is_grad_enabled()
-    if learned or (dropout and is_mapped()) or not (query.ndim == stored.key.ndim == stored.value.ndim == 4):
+    if (dropout and is_mapped()) or not _fits_attend(query, stored, similarity):
+        return None
+    if not (query.is_cuda or is_large(query, stored.key)):  # nothing else is prepared in vain
         return None
     blocked, causal = mask.blocked, mask.causal
     if causal and mask.appended:
@@ -291,11 +292,28 @@ def _attend(
         added = blocked if added is None else torch.where(blocked, -torch.inf, added)
     if added is not None:
         added = added[(None,) * (4 - added.ndim)]
-    if not attends(query, stored.key, stored.value, similarity.w, added, similarity.bases):
-        return None
     query, key, weight = similarity.prepared(query, stored.key)
+    query, key, value = autocast(query, key, stored.value)
+    if not prefers_attend(query, key, value, weight, added, similarity.bases):
+        return None
     weight = weight.to(accumulation_dtype(weight.dtype)) * scaling
-    return attend(query, key, stored.value, weight, similarity.bases, added, causal, dropout)
+    return attend(query, key, value, weight, similarity.bases, added, causal, dropout)
+
+
+def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) -> bool:
+    """Returns whether ``ahop::attend`` takes these shapes, and computes a gradient for all that requires one."""
+    key, value, mask = stored.key, stored.value, stored.mask or Mask()
+    if not query.ndim == key.ndim == value.ndim == 4 or value.shape[1] != key.shape[1]:
+        return False
+    for part in (mask.blocked, mask.added):
+        if part is not None and part.ndim == 4 and part.shape[0] not in (1, *(x.shape[0] for x in (query, key, value))):
+            return False
+    if mask.added is not None:
+        learned = mask.added.requires_grad and torch.is_grad_enabled()
+        if learned or not mask.added.is_floating_point():
+            return False
+    grouped = key.shape[1] not in (1, query.shape[1])
+    return not (grouped and similarity.blocks[0].normalize)  # norms are computed for each query head
 
 
 def change(weights: Tensor, before: Tensor) -> Tensor:

@@ -100,6 +100,30 @@ def test_numbers_of_blocks_and_widths(blocks, width):
     torch.testing.assert_close(results, results_and_grads(expected_readout, inputs))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_row_of_very_low_additive_masks_keeps_its_weights(low, dtype, causal):
+    mask = torch.zeros(N, 1, L, S)
+    mask[:, :, 3] = low
+    mask[0, :, 4, :5] = low  # with causal: the keys that the query sees
+    mask[1, :, 5] = -torch.inf
+    inputs = problem(dtype=dtype)
+    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, causal), inputs)
+    exact = [tensor.double() for tensor in inputs]
+    seen = torch.ones(L, S, dtype=torch.bool).tril() if causal else torch.ones(L, S, dtype=torch.bool)
+    lowest = ((mask == low) | ~seen).all(-1, keepdim=True)
+    shifted = torch.where(lowest & (mask == low), 0.0, mask)
+    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, shifted, causal), exact)
+    for found, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
+
+
+def test_an_empty_batch_with_shared_keys():
+    query, key, value, weight = problem(grad=False)
+    assert attend(query[:0], key[:1], value[:1], weight, BASES).shape == (0, H, L, E)
+
+
 class Weighing:
     """A kernel whose backward pass computes weights from the scores it sorts."""
 
@@ -108,10 +132,10 @@ class Weighing:
     def __init__(self):
         self.calls = 0
 
-    def weigh(self, *args):
-        return sliced.weigh(*args)
+    def softmax(self, *args):
+        return sliced.softmax(*args)
 
-    def weigh_backward(self, grad, query, key, weight, bases, shift, mean, need):
+    def softmax_backward(self, grad, query, key, weight, bases, shift, mean, need):
         self.calls += 1
         assert grad.is_contiguous()
         assert shift.shape == grad.shape

@@ -15,7 +15,7 @@ import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.association import Mask, Padded, associate
 from ahop_layers.attention.vision import attend_mask
-from ahop_layers.ops.attend import attend, attends
+from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.separation import Separation
 from tests.frameworks import framework
 
@@ -106,6 +106,18 @@ def test_associate_with_grouped_queries(need_weights, calls):
     assert len(calls) == (not need_weights)
 
 
+def test_grouped_queries_with_normalized_blocks(calls):
+    similarity, (query, key, value) = trained(blocks=ah.Blocks(2, normalize=True)), inputs(key_heads=2)
+    options = {"score": similarity, "separation": Separation()}
+    expected = associate(query, Padded(key, value), **options)[0]
+    torch.testing.assert_close(associate(query, Padded(key, value), **options, need_weights=False)[0], expected)
+
+
+class Rescored(ah.AdaptiveSimilarity):
+    def _score(self, *args):
+        return 2 * super()._score(*args)
+
+
 class Doubled(ah.AdaptiveSimilarity):
     def forward(self, query, key, arranged=None):
         return 2 * super().forward(query, key, arranged)
@@ -135,6 +147,9 @@ OTHERS = {  # keywords of associate that separate operations compute
     "dot product": {"score": association.dot_product},
     "resolutions": {"score": ah.AdaptiveSimilarity(D, H, blocks=[2, 4]).double()},
     "subclass": {"score": Doubled(D, H).double()},
+    "subclass with another score": {"score": Rescored(D, H).double()},
+    "integer mask": {"mask": Mask(added=torch.ones(1, H, L, S, dtype=torch.int64))},
+    "mask of several samples": {"mask": Mask(torch.rand(3, 1, L, S) < 0.3), "samples": 1},
     "hook on the similarity": {"score": hooked(trained())},
     "replaced forward": {"score": replaced(trained())},
     "hook on the separation": {"separation": hooked(Separation())},
@@ -146,6 +161,8 @@ OTHERS = {  # keywords of associate that separate operations compute
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_associations_are_separate_operations(name, calls):
     tensors, keywords = inputs(), {"score": trained(), "separation": Separation(), **OTHERS[name]}
+    tensors = [tensor[: keywords.get("samples", N)] for tensor in tensors]
+    keywords.pop("samples", None)
     padded = Padded(*tensors[1:], keywords.pop("mask", None))
     expected, _ = associate(tensors[0], padded, **keywords)
     output, weights = associate(tensors[0], padded, need_weights=False, **keywords)
@@ -197,10 +214,10 @@ def test_choice_on_a_gpu(monkeypatch):
     monkeypatch.setattr("ahop_layers.ops.attend._TRITON", True)
     for fused in (False, True):
         monkeypatch.setattr("ahop_layers.ops.attend.has_fused_attention", lambda *args, fused=fused: fused)
-        assert attends(*tensors, full, None, ("dis", "dot"))
-        assert attends(*tensors, blocks, None, ("dis", "dot")) is fused
+        assert prefers_attend(*tensors, full, None, ("dis", "dot"))
+        assert prefers_attend(*tensors, blocks, None, ("dis", "dot")) is fused
     monkeypatch.setattr("ahop_layers.ops.attend._TRITON", False)
-    assert not attends(*tensors, full, None, ("dis", "dot"))
+    assert not prefers_attend(*tensors, full, None, ("dis", "dot"))
 
 
 # masks
@@ -301,6 +318,16 @@ def test_hopfield_layers(name, calls):
     core.register_forward_hook(lambda module, args, result: seen.append(result.weights))
     torch.testing.assert_close(layer(x), output)  # a hook makes it compute the weights
     torch.testing.assert_close(seen[0], weights)
+
+
+def test_an_override_of_the_score_is_called(calls):
+    layer = ah.AdaptiveHopfield(input_size=D, num_heads=2, batch_first=True)
+    seen, core = [], layer.association_core
+    score = core.score
+    core.score = lambda *args: seen.append(args) or score(*args)
+    layer(torch.randn(N, L, D))
+    assert seen
+    assert not calls
 
 
 def test_association_maps(calls):
@@ -509,6 +536,17 @@ def test_transformers_hook_sees_weights(vit, calls):
     vit(torch.randn(2, 3, 8, 8))
     assert seen[0].shape == (2, 3, 5, 5)
     assert len(calls) == 1
+
+
+def test_a_replaced_forward_of_transformers_sees_weights(vit, calls):
+    """Releases before 5 record attentions so."""
+    seen = []
+    module = next(each for each in vit.modules() if isinstance(each, ah.Adaptive))
+    forward = module.forward
+    module.forward = lambda *args, **keywords: seen.append(forward(*args, **keywords)) or seen[-1]
+    with torch.no_grad():
+        vit(torch.randn(1, 3, 8, 8))
+    assert seen[0][1] is not None
 
 
 def test_transformers_eager_attention_returns_weights(vit, calls):

@@ -121,6 +121,41 @@ def test_dropout_drops_what_the_sliced_path_drops(causal):
         assert (a.double() - b).norm() < 0.02 * b.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_slices_of_full_footprints(dtype):
+    """The backward kernel computes the weights from what it sorts; scores are far from zero here."""
+    torch.manual_seed(0)
+    given = tensors(2, 3, 65, 80, 64, 64, 64, dtype)
+    given[3].copy_(torch.linspace(0.1, 2, 64, device="cuda") / 64)
+    kernel = choose_attention("triton", *given[:4], None, BOTH)
+    assert isinstance(kernel, Sliced)
+    ours = results(*given, BOTH, None, False, dtype, kernel)
+    theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (dtype, torch.float64))
+    for name, a, b, c in zip(("out", "query", "key", "value", "weight"), ours, theirs, exact, strict=True):
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 4 * torch.finfo(dtype).eps * c.norm()
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+@pytest.mark.parametrize(("d", "width", "blocks"), [(64, 64, 4), (64, 20, 4), (12, 12, 1), (64, 64, 64)])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_opcheck(d, width, blocks, dropout):
+    query, key, value, weight, _ = tensors(2, 4, 20, 30, d, width, blocks, torch.bfloat16, key_heads=2)
+    inputs = [x.requires_grad_() for x in (query, key, value, weight)]
+    seed = torch.tensor([3], device="cuda") if dropout else None
+    args = (*inputs, None, seed, ",".join(BOTH), False, dropout, "auto")
+    torch.library.opcheck(torch.ops.ahop.attend.default, args)
+
+
+def test_rows_of_very_low_additive_masks():
+    query, key, value, weight, grad = tensors(1, 2, 20, 30, 64, 64, 4, torch.bfloat16)
+    for low in (-1e9, torch.finfo(torch.bfloat16).min):
+        mask = torch.zeros(1, 1, 20, 30, device="cuda", dtype=torch.bfloat16)
+        mask[..., 3, :] = low
+        inputs = [x.detach().requires_grad_() for x in (query, key, value, weight)]
+        found, right = (torch.autograd.grad(attend(*inputs, BOTH, each), inputs, grad) for each in (mask, None))
+        assert_near([x.float() for x in found], [x.float() for x in right])
+
+
 def test_fully_masked_queries_read_zeros():
     query, key, value, weight, grad = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
     mask = torch.zeros(2, 1, 20, 30, dtype=torch.bool, device="cuda")

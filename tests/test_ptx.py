@@ -183,7 +183,7 @@ def test_backward_of_a_softmax_sorts_once(n, size, dtype):
     position, first, _ = places(layout)
     offset, tagged = query.element_size() * first, n == d and dtype != torch.float32
     Emulator(memory).run(
-        ptx_backward.score_backward(layout, n, BOTH, NAMES[dtype], 1, tagged, attends=True),
+        ptx_backward.score_backward(layout, n, BOTH, NAMES[dtype], 1, tagged, of_softmax=True),
         [inputs[0] + offset, row, inputs[1] + offset, row, inputs[2] + 4 * position, inputs[3], 4 * count, 4, *outputs,
          0, count, inputs[4], ROWS, 1],
     )  # fmt: skip

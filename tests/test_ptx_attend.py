@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ahop_layers.ops.gpu import attend_kernels
+from ahop_layers.ops.gpu import attend_backward, attend_kernels
 from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.reference import folded_similarity
 from tests.ptx_emulator import WARP, Emulator, Memory
@@ -116,7 +116,7 @@ class Problem:
         tiles = -(-count // (16 * warps))
         warp = np.arange(WARP * warps) // WARP
         name = NAMES[self.dtype]
-        body = attend_kernels.attend_backward(self.n, self.size, width, self.bases, name, warps, self.rules)
+        body = attend_backward.attend_backward(self.n, self.size, width, self.bases, name, warps, self.rules)
         total = 0.0
         for start in range(0, length, step or length):
             rows = min(step or length, length - start)

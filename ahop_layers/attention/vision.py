@@ -103,11 +103,12 @@ class TransformersAttention(Adaptive):
         """Returns whether the configuration of the model or a hook on this module asks for weights.
 
         The eager attention of transformers returns weights, as did the releases whose modules have no configuration.
-        Models record attentions with a forward hook.
+        Models record attentions with a forward hook or, before transformers 5, by replacing ``forward``.
         """
         config = getattr(self, "config", None)
         eager = config is None or getattr(config, "_attn_implementation", None) == "eager"
-        return eager or bool(getattr(config, "output_attentions", False)) or has_hooks(self)
+        watched = has_hooks(self) or "forward" in self.__dict__
+        return eager or bool(getattr(config, "output_attentions", False)) or watched
 
 
 class ViTAttention(TransformersAttention):

@@ -224,7 +224,9 @@ class OwnHopfield(Face):
             raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
         stored, state, projection = patterns
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
-        retrieval: Retrieval = self.association_core(*normal, padding_mask, association_mask, need_weights)
+        retrieval: Retrieval = self.association_core(
+            *normal, padding_mask, association_mask, need_weights=need_weights
+        )
         return retrieval
 
     def forward(

@@ -8,7 +8,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Padded, Steps, Stored, associate, combine_masks, dot_product
+from ahop_layers.association import Padded, Similarity, Steps, Stored, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
@@ -207,12 +207,17 @@ class AssociationCore(Associator):
         """Whether :meth:`score` applies ``scaling`` to the query; otherwise it multiplies the scores."""
         return isinstance(self.scaling, Tensor) and self.scaling.ndim == 1
 
+    def _similarity(self) -> Similarity:
+        """Returns :meth:`score`, or the similarity module where that is all that it computes."""
+        overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
+        return self.score if overridden or self.scales_query or self.similarity is None else self.similarity
+
     def retrieve(self, query: Tensor, stored: Stored, need_weights: bool = True) -> tuple[Tensor, Any]:
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
         output, weights = associate(
             query,
             stored,
-            score=self.score if self.scales_query or self.similarity is None else self.similarity,
+            score=self._similarity(),
             separation=self.separation,
             scaling=1.0 if self.scales_query else self.scaling,
             dropout=self.dropout if self.training else 0.0,

@@ -52,24 +52,38 @@ torch.library.define(
 )
 
 
-def attends(
+LOW_MASK = -1e3
+"""Rows of an additive mask without a larger value are shifted to zero."""
+
+
+def prefers_attend(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
 ) -> bool:
     """Returns whether :func:`attend` is preferable to separate operations that keep all scores and weights.
 
     That is so where a fused kernel supports the call, for full footprints on a GPU, whose sort dominates the time, and
-    for scores of more than ``SCORES_BYTES``.
+    for large scores.
     """
-    if query.device.type == "cuda":
+    if query.is_cuda:
         if not _TRITON:
             return False
         if weight.shape[-1] == query.shape[-1] or has_fused_attention(query, key, value, weight, mask, bases):
             return True
+    return is_large(query, key)
+
+
+def is_large(query: Tensor, key: Tensor) -> bool:
+    """Returns whether the scores take more than ``SCORES_BYTES``."""
     # Sizes of an exported graph may be symbols, and a comparison would restrict them.
     if getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
         return False
-    n, heads, length = max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2]
-    return n * heads * length * key.shape[2] * accumulation_dtype(query.dtype).itemsize > SCORES_BYTES
+    pairs = _batch(query, key) * query.shape[1] * query.shape[2] * key.shape[2]
+    return pairs * accumulation_dtype(query.dtype).itemsize > SCORES_BYTES
+
+
+def _batch(*tensors: Tensor) -> int:
+    """Returns the common first size of tensors, each of which may have 1 instead."""
+    return next((tensor.shape[0] for tensor in tensors if tensor.shape[0] != 1), 1)
 
 
 def attend(
@@ -95,10 +109,10 @@ def attend(
     >>> torch.allclose(output, reference, atol=1e-5)
     True
     """
-    device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        query, key, value = _autocast(query, key, value, device)
-    n = max(query.shape[0], key.shape[0], value.shape[0])
+    query, key, value = autocast(query, key, value)
+    if mask is not None and mask.is_floating_point():
+        mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False
+    n = _batch(query, key, value)
     query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
     weight = weight.to(accumulation_dtype(query.dtype)).expand(query.shape[1], -1, -1)
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
@@ -108,13 +122,32 @@ def attend(
     return out
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Casts as scores and a matrix product do under autocast; float64 is kept."""
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Casts as scores and a matrix product do under autocast, if it is enabled; float64 is kept."""
+    device = query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast is undefined on meta tensors
+        return query, key, value
     low = torch.get_autocast_dtype(device)
     dtype = low if device == "cuda" else torch.float32
     if torch.float64 in (query.dtype, key.dtype):
         dtype = torch.float64
     return query.to(dtype), key.to(dtype), value.to(torch.float64 if dtype == torch.float64 else low)
+
+
+def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:
+    """Shifts rows of an additive mask whose values are all very low, which changes no weight.
+
+    The backward pass subtracts the log-sum-exp from the scores: beside -1e9, it would lose the logarithm of the sum.
+    Which keys a query sees matters, so the causal mask is added.
+    """
+    if causal:
+        later = torch.ones(length, count, dtype=torch.bool, device=mask.device).triu(1)
+        mask = mask.masked_fill(later, -torch.inf)
+    if mask.shape[-1] == 0:
+        return mask
+    largest = mask.amax(-1, keepdim=True)
+    low = (largest < LOW_MASK) & (largest > -torch.inf)
+    return mask - largest.where(low, 0.0)
 
 
 def _check(

@@ -52,14 +52,14 @@ class Kernel(Protocol):
 
 
 @runtime_checkable
-class WeighingKernel(Protocol):
+class SoftmaxKernel(Protocol):
     """Interface of a kernel that computes softmax, and whose backward pass computes its weights from what it sorts."""
 
-    def weigh(self, scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-        """Computes what :func:`ahop_layers.ops.sliced.weigh` does, from contiguous scores."""
+    def softmax(self, scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+        """Computes what :func:`ahop_layers.ops.sliced.softmax` does, from contiguous scores."""
         ...
 
-    def weigh_backward(
+    def softmax_backward(
         self,
         grad: Tensor,
         query: Tensor,

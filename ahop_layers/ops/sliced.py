@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.dropout import kept, scale
-from ahop_layers.ops.protocols import AttendNeed, Kernel, WeighingKernel, empty_results
+from ahop_layers.ops.protocols import AttendNeed, Kernel, SoftmaxKernel, empty_results
 from ahop_layers.ops.reference import accumulation_dtype
 
 SCRATCH_BYTES = {"cpu": 40 * 2**20}
@@ -103,10 +103,10 @@ class Sliced:
         out, log_sum = empty_results(query, value)
         if key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
+        compute = self.kernel.softmax if isinstance(self.kernel, SoftmaxKernel) else softmax
         for part in _slices(query, key):
             scores = self._scores(call, part)
-            weighs = self.kernel.weigh if isinstance(self.kernel, WeighingKernel) else weigh
-            weights, log_sums = weighs(scores, value.dtype if seed is None else scores.dtype, mask is not None)
+            weights, log_sums = compute(scores, value.dtype if seed is None else scores.dtype, mask is not None)
             del scores
             part.of_queries(log_sum).copy_(log_sums)
             weights = call.drop(weights, call.remaining(part)).to(value.dtype)
@@ -174,11 +174,11 @@ class Sliced:
         """
         values = per_query_head(part.of_keys(call.value), grad.shape[1])
         weights_grad = call.drop((grad @ values.mT).to(mean.dtype), remaining)
-        if isinstance(self.kernel, WeighingKernel):
+        if isinstance(self.kernel, SoftmaxKernel):
             shift = log_sums.expand_as(weights_grad)
             if call.mask is not None or call.causal:
                 shift = shift - _masked(torch.zeros_like(weights_grad), call, part)
-            grads = self.kernel.weigh_backward(weights_grad, *call.scored(part), shift, mean, need)
+            grads = self.kernel.softmax_backward(weights_grad, *call.scored(part), shift, mean, need)
             return grads, weights_grad
         weights = self._scores(call, part).sub_(log_sums).exp_()
         score_grad = weights_grad.sub_(mean).mul_(weights)
@@ -189,12 +189,12 @@ class Sliced:
         return _masked(self.kernel.score(*call.scored(part)), call, part)
 
 
-def weigh(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
     """Computes the softmax of scores ``(..., S)`` in a dtype, and the log-sum-exp ``(...)``.
 
     A row of ``-inf`` has weights of zero and an infinite log-sum-exp; without ``masked`` there is none.
 
-    >>> weigh(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]]), torch.float32, masked=True)
+    >>> softmax(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]]), torch.float32, masked=True)
     (tensor([[0.5000, 0.5000],
             [0.0000, 0.0000]]), tensor([0.6931,    inf]))
     """

@@ -242,13 +242,13 @@ class AdaptiveSimilarity(nn.Module):
         (True, False)
         """
         built_in = all(BASES[base].slopes is not None for base in self.bases)
-        return type(self).forward is AdaptiveSimilarity.forward and len(self.blocks) == 1 and built_in
+        own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
+        return own and len(self.blocks) == 1 and built_in
 
     def prepared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns query and key as the kernels score them, and their weight ``([H,] n_bases, n)``.
 
-        The bias is subtracted, and blocks are consecutive and normalized if asked to. Scores of other similarities than
-        :meth:`is_single` need more than that.
+        The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
 
         Raises:
             AHopError: a shape, dtype or device is invalid.

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ahop_layers.ops.dropout import scale, threshold
 from ahop_layers.ops.gpu import attend_kernels, mma
-from ahop_layers.ops.gpu.attend_kernels import ADD_FLOATS, STORE_FLOATS, STORE_HALVES
+from ahop_layers.ops.gpu.attend_backward import ADD_FLOATS, ATTEND_BACKWARD_CONSTRAINTS, STORE_FLOATS, STORE_HALVES
+from ahop_layers.ops.gpu.attend_backward import attend_backward as backward_body
 from ahop_layers.ops.gpu.attend_pairs import Rules
-from ahop_layers.ops.gpu.launch import _aligned, _device, attention_kernels
+from ahop_layers.ops.gpu.launch import aligned, attention_kernels, on_device
 from ahop_layers.ops.gpu.mma import ROWS
 from ahop_layers.ops.gpu.mma_gradients import TileExchange
 from ahop_layers.ops.gpu.plan import PTX_NAMES, SHARED_BYTES, runs_ptx
+from ahop_layers.ops.protocols import empty_results
 
 MASK_NAMES = {torch.bool: "u8", **PTX_NAMES}
 
@@ -77,8 +80,8 @@ def backward_plan(shape: Shape, bases: tuple[str, ...], dtype: torch.dtype, rule
     tiles = mma.tile_bytes(n, d) + mma.tile_bytes(0, width)
     while (warps + 1) * tiles + TileExchange.bytes(d, warps) > SHARED_BYTES:
         warps //= 2
-    body = attend_kernels.attend_backward(n, size, width, bases, PTX_NAMES[dtype], warps, rules)
-    constants = _constants(body, attend_kernels.ATTEND_BACKWARD_CONSTRAINTS, warps)
+    body = backward_body(n, size, width, bases, PTX_NAMES[dtype], warps, rules)
+    constants = _constants(body, ATTEND_BACKWARD_CONSTRAINTS, warps)
     constants |= {"DIM": d, "WIDTH": width, "WEIGHTS": len(bases) * n}
     return Plan(attention_kernels().attend_backward_mma, warps, constants)
 
@@ -98,7 +101,8 @@ class Call:
         self.shape = kernel_shape(n, d // n, value.shape[-1])
         self.query, self.key = (_rows(x, self.shape.size, n) for x in (query, key))
         self.value = _rows(value, self.shape.width, 1)
-        self.weight = _aligned(weight.contiguous(), 16)
+        weight = weight.contiguous()
+        self.weight = weight.clone() if weight.data_ptr() % 16 else weight
         self.rules = Rules(None if mask is None else MASK_NAMES[mask.dtype], causal, dropout > 0)
         self.bases, self.dtype = tuple(bases), query.dtype
         (self.batch, self.heads, self.length, _), self.count = query.shape, key.shape[-2]
@@ -109,8 +113,7 @@ class Call:
             self.mask = mask.expand(self.batch, self.heads, self.length, self.count)
             self.mask_strides = [mask.element_size() * stride for stride in self.mask.stride()]
         self.seed = self.query if seed is None else seed
-        self.threshold = min(round(dropout * 2**32), 2**32 - 1)
-        self.factor = 1 / (1 - dropout) if dropout < 1 else 0.0
+        self.threshold, self.factor = threshold(dropout), scale(dropout)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -130,16 +133,16 @@ def attend(
     """Computes the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``."""
     call = Call(query, key, value, weight, bases, mask, causal, dropout, seed)
     plan = forward_plan(call.shape, call.bases, call.dtype, call.rules)
-    # The layout of the readout lets heads be merged without a copy.
-    out = query.new_empty(call.batch, call.length, call.heads, call.shape.width).transpose(1, 2)
-    log_sum = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    out, log_sum = empty_results(call.query, call.value)
     tiles = -(-call.length // (ROWS * plan.warps))
-    with _device(query):
+    with on_device(query):
         plan.kernel[(call.batch * call.heads * tiles,)](
             *call.inputs, out, log_sum, *call.strides, *out.stride()[:3], *call.mask_strides, call.weight.stride(0),
             call.heads, call.group, call.length, call.count, tiles, call.threshold, call.factor, **plan.constants,
         )  # fmt: skip
-    return out[..., : value.shape[-1]], log_sum
+    if call.shape.width > value.shape[-1]:
+        out = empty_results(query, value)[0].copy_(out[..., : value.shape[-1]])
+    return out, log_sum
 
 
 def attend_backward(
@@ -152,7 +155,7 @@ def attend_backward(
     shape, heads, count = call.shape, call.batch * call.heads, call.count
     grad = _rows(grad.to(query.dtype), shape.width, 1)
     padded = -(-call.length // ROWS) * ROWS
-    statistics = _statistics(grad, out, log_sum, padded)
+    statistics = _statistics(grad, out, log_sum.contiguous(), padded)
     plan = backward_plan(shape, call.bases, call.dtype, call.rules)
     tiles = -(-count // (ROWS * plan.warps))
     span = _even_span(tiles, heads, _programs(query.device, plan.warps))
@@ -164,7 +167,7 @@ def attend_backward(
         torch.empty(call.batch, call.heads, count, each, dtype=kind, device=query.device)
         for each in (shape.n * shape.size, shape.width)
     )
-    outputs = [grad.view(torch.uint8) for grad in (key_grad, value_grad)]
+    outputs = [each.view(torch.uint8) for each in (key_grad, value_grad)]
     query_grad = torch.empty(call.query.shape, dtype=query.dtype, device=query.device)
     weight_grad = torch.zeros(weight.shape, device=query.device)
     for start in range(0, call.length, step):
@@ -173,7 +176,7 @@ def attend_backward(
         part = make(strips, call.batch, call.heads, rows, call.query.shape[-1], device=query.device)
         weights = torch.empty(call.batch, call.heads, strips * plan.warps, *weight.shape[1:], device=query.device)
         mode = STORE_HALVES if chunks == 1 else ADD_FLOATS if start else STORE_FLOATS
-        with _device(query):
+        with on_device(query):
             plan.kernel[(heads * strips,)](
                 *call.inputs, grad, statistics, part, *outputs, weights, *call.strides, *grad.stride()[:3],
                 *call.mask_strides, call.weight.stride(0), call.heads, call.group, count, start, rows, padded, strips,
@@ -201,10 +204,10 @@ def attend_backward(
 def _statistics(grad: Tensor, out: Tensor, log_sum: Tensor, padded: int) -> Tensor:
     """Returns the two numbers per query that the backward body reads, ``(N, H, padded, 2)``."""
     batch, heads, length, width = out.shape
-    out = _aligned(out, 16)
+    out = aligned(out, 16)
     statistics = torch.empty(batch, heads, padded, 2, device=out.device)
     rows, most = 64, max(16, 1 << (width - 1).bit_length())
-    with _device(out):
+    with on_device(out):
         attention_kernels().attend_statistics[(batch * heads * -(-padded // rows),)](
             out, grad, log_sum, statistics, *out.stride()[:3], *grad.stride()[:3], heads, length, padded, width,
             ROWS=rows, WIDTH=most, FILLED=most == width,
@@ -217,12 +220,12 @@ def _rows(tensor: Tensor, size: int, n: int) -> Tensor:
     given = tensor.shape[-1] // n
     if given < size:
         tensor = functional.pad(torch.unflatten(tensor, -1, (n, given)), (0, size - given)).flatten(-2)
-    return _aligned(tensor, 16)
+    return aligned(tensor, 16)
 
 
 def _unpadded(grad: Tensor, n: int, d: int) -> Tensor:
-    """Removes the padding of :func:`_rows`."""
-    return grad if grad.shape[-1] == d else torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2)
+    """Removes the padding of :func:`_rows`; the result is contiguous."""
+    return grad if grad.shape[-1] == d else torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2).contiguous()
 
 
 @lru_cache(maxsize=None)

@@ -1,26 +1,19 @@
-"""PTX bodies of fused attention on tensor cores: block similarities, softmax and readout without a matrix of scores.
+"""PTX body of fused attention on tensor cores: block similarities, softmax and readout without a matrix of scores.
 
-In the forward pass a warp owns 16 queries and streams keys and values, 16 at a time. It keeps the running maximum and
-sum of its rows, and the readout, in registers, and stores the readout and the log-sum-exp of the scores. In the
-backward pass a warp owns 16 keys and values and keeps their gradients in registers. It streams queries, whose
-gradients the warps of a program add up in shared memory. Each similarity is sorted once: the sorted values give the
-score, and their order the derivatives.
+A warp owns 16 queries and streams keys and values, 16 at a time. It keeps the running maximum and sum of its rows, and
+the readout, in registers, and stores the readout and the log-sum-exp of the scores.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from ahop_layers.ops.gpu.attend_pairs import LOG2_E, MINUS_INFINITY, PAIR_ARGUMENTS, Pairs, Rules
 from ahop_layers.ops.gpu.mma import CHUNK, HALVES, ROWS, Network, Tile, base_factor, rows_left, tile_bytes
-from ahop_layers.ops.gpu.mma_gradients import Gradients, TileExchange
 from ahop_layers.ops.gpu.ptx import Program
 from ahop_layers.ops.gpu.ptx_kernels import read_arguments
 
 LN_2 = "0f3F317218"
 INFINITY = "0f7F800000"
-
-STORE_HALVES, STORE_FLOATS, ADD_FLOATS = range(3)
-"""How :func:`attend_backward` writes the gradients of keys and values."""
 
 ATTEND_ARGUMENTS = (
     "query", "query_stride", "key", "key_stride", "value", "value_stride", "weight", "out", "out_stride", "log_sum",
@@ -31,9 +24,10 @@ ATTEND_CONSTRAINTS = "=r," + "l," * len(ATTEND_ARGUMENTS) + "r,r,r,r,r"
 
 @lru_cache(maxsize=None)
 def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, warps: int, rules: Rules) -> str:
-    """Reads ``rows`` keys and values out for the queries of ``warps`` warps, from query ``first`` on.
+    """Returns the PTX body that attends to ``rows`` keys with the queries of ``warps`` warps, from query ``first`` on.
 
-    ``width`` is the dimension of the values. The weights include the scaling of the scores.
+    ``width`` is the dimension of the values. The weights include the scaling of the scores. ``first`` and ``rows`` are
+    operands of the body.
     """
     p = Program()
     arguments, (first, rows, *numbers) = read_arguments(p, ATTEND_ARGUMENTS, 5)
@@ -45,7 +39,7 @@ def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, wa
     values = Tile(p, 1, width, dtype, p.op("add.u32", scratch, key_bytes), warps)
     network = Network(p, n, dtype, own, keys)
     norms = "dis" in bases
-    weights = _exponent_weights(p, n, bases, arguments["weight"])
+    weights = exponent_weights(p, n, bases, arguments["weight"])
     own_first = p.op("mad.lo.u32", warp, ROWS, first)
     number = p.op("cvt.s64.s32", own_first, kind="b64")
     own_left = rows_left(p, arguments["count"], number)
@@ -66,7 +60,7 @@ def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, wa
     pairs = Pairs(p, rules, arguments, numbers, "query", network.column)
     pairs.own_rows(own_first, network.row, valid)
     position = p.op("mov.b32", 0)
-    largest = [p.op("mov.b32", MINUS_INFINITY) for _ in range(2)]  # of the two rows of this lane, in units of log2
+    largest = [p.op("mov.b32", MINUS_INFINITY) for _ in range(2)]  # of the two rows of this lane, in base 2
     totals = [p.op("mov.b32", 0) for _ in range(2)]
     readout = [[p.op("mov.b32", 0) for _ in range(4)] for _ in range(values.chunks)]
 
@@ -88,7 +82,7 @@ def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, wa
         if rules.dropout:
             for half in HALVES:
                 scores[half] = [p.op("selp.b32", x, 0, pairs.keep(half, i)) for i, x in enumerate(scores[half])]
-        shares = _as_matrix(p, scores, dtype)
+        shares = as_matrix(p, scores, dtype)
         for chunk, matrix in enumerate(values.matrices(transposed=True)):
             for index, register in enumerate(readout[chunk]):
                 p.do("mul.f32", register, register, decay[index // 2])
@@ -112,7 +106,7 @@ def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, wa
             inverse = p.op("mul.f32", inverse, pairs.factor)
         address = p.op("mad.lo.s64", place, arguments["out_stride"], arguments["out"], kind="b64")
         address = p.op("add.s64", address, p.op("mul.wide.u32", network.column, 2, kind="b64"), kind="b64")
-        _store_halves(p, address, readout, row, inverse, dtype, valid[row])
+        store_halves(p, address, readout, row, inverse, dtype, valid[row])
         stores = p.op("and.pred", valid[row], first_lane, kind="pred")
         log_sum = p.op("mul.f32", p.op("add.f32", largest[row], p.op("lg2.approx.ftz.f32", total)), LN_2)
         address = p.op("mad.lo.s64", place, 4, arguments["log_sum"], kind="b64")
@@ -121,7 +115,7 @@ def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, wa
     return p.text(key_bytes + value_bytes + warps * key_bytes)
 
 
-def _exponent_weights(p: Program, n: int, bases: Sequence[str], weight: str) -> list[list[str]]:
+def exponent_weights(p: Program, n: int, bases: Sequence[str], weight: str) -> list[list[str]]:
     """Returns the weights of each base in registers, such that scores are exponents of 2."""
     return [
         [
@@ -132,7 +126,7 @@ def _exponent_weights(p: Program, n: int, bases: Sequence[str], weight: str) -> 
     ]
 
 
-def _weigh(network: Network, ordered: Sequence[Sequence[str]], weights: Sequence[Sequence[str]]) -> str:
+def weighted_sum(network: Network, ordered: Sequence[Sequence[str]], weights: Sequence[Sequence[str]]) -> str:
     """Returns the weighted sum of sorted similarities."""
     p = network.p
     chains = [network.zero] * 2
@@ -152,7 +146,7 @@ def _scores(
         four = []
         for pair in range(4):
             ordered = [network.sort([block[pair] for block in blocks], "NaN.f32") for blocks in similarities]
-            four.append(pairs.masked(_weigh(network, ordered, weights), half, pair, left))
+            four.append(pairs.masked(weighted_sum(network, ordered, weights), half, pair, left))
         scores.append(four)
     return scores
 
@@ -182,7 +176,7 @@ def _exponentiate(p: Program, scores: list[list[str]], row: int, largest: str, t
     return decay
 
 
-def _as_matrix(p: Program, values: Sequence[Sequence[str]], dtype: str) -> list[str]:
+def as_matrix(p: Program, values: Sequence[Sequence[str]], dtype: str) -> list[str]:
     """Returns the values of a tile, of each half four, as a 16 x 16 matrix in half precision."""
     return [
         p.op(f"cvt.rn.{dtype}x2.f32", values[half][2 * row + 1], values[half][2 * row])
@@ -191,7 +185,7 @@ def _as_matrix(p: Program, values: Sequence[Sequence[str]], dtype: str) -> list[
     ]
 
 
-def _store_halves(
+def store_halves(
     p: Program, address: str, chunks: Sequence[Sequence[str]], row: int, factor: str | None, dtype: str, valid: str
 ) -> None:
     """Stores a row of 16 x 8 matrices, times a factor, in half precision."""
@@ -200,168 +194,3 @@ def _store_halves(
         low, high = pair if factor is None else (p.op("mul.f32", x, factor) for x in pair)
         word = p.op(f"cvt.rn.{dtype}x2.f32", high, low)
         p.do(f"@{valid} st.global.b32", f"[{address}+{2 * CHUNK * chunk}]", word)
-
-
-ATTEND_BACKWARD_ARGUMENTS = (
-    "query", "query_stride", "key", "key_stride", "value", "value_stride", "weight", "grad", "grad_stride",
-    "statistics", "query_grad", "key_grad", "key_grad_stride", "value_grad", "value_grad_stride", "weight_grad",
-    "number", "count", *PAIR_ARGUMENTS,
-)  # fmt: skip
-ATTEND_BACKWARD_CONSTRAINTS = "=r," + "l," * len(ATTEND_BACKWARD_ARGUMENTS) + "r,r,r,r,r,r,r"
-
-
-@lru_cache(maxsize=None)
-def attend_backward(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, warps: int, rules: Rules) -> str:
-    """Computes gradients of ``all_rows`` queries, from query ``start`` on, and of ``tiles`` tiles of keys per warp.
-
-    ``grad`` is the gradient of the readout. ``statistics`` has two float32 numbers per query, padded to whole tiles:
-    the log-sum-exp of its scores in units of log2, infinite past the last query, and the product of its readout and
-    ``grad``. Query gradients are float32, added up over the tiles of keys; if causal, they are added to what is stored,
-    since tiles of keys skip earlier queries. Those of keys and values are stored in half precision if ``mode`` is
-    ``STORE_HALVES``, else in float32, and with ``ADD_FLOATS`` they are added to what is stored.
-    """
-    p = Program()
-    arguments, (all_rows, tiles, start, mode, *numbers) = read_arguments(p, ATTEND_BACKWARD_ARGUMENTS, 7)
-    d = n * size
-    scratch = p.op("mov.u32", "scratch")
-    warp = p.op("shr.u32", p.op("mov.u32", "%tid.x"), 5)
-    key_bytes, value_bytes = tile_bytes(n, d), tile_bytes(0, width)
-    step = key_bytes + value_bytes
-    own_place = p.op("mad.lo.u32", p.op("add.u32", warp, 1), step, scratch)
-    own, queries = Tile(p, n, size, dtype, own_place), Tile(p, n, size, dtype, scratch, warps)
-    values = Tile(p, 1, width, dtype, p.op("add.u32", own_place, key_bytes))
-    upstream = Tile(p, 1, width, dtype, p.op("add.u32", scratch, key_bytes), warps)
-    network = Network(p, n, dtype, own, queries)
-    gradients = Gradients(network, bases, arguments["weight"])
-    exchange = TileExchange(p, d, warps, (warps + 1) * step)
-    weights = _exponent_weights(p, n, bases, arguments["weight"])
-    pairs = Pairs(p, rules, arguments, numbers, "key", network.column)
-    norms = "dis" in bases
-    strides = {side: p.op("mul.lo.s64", arguments[f"{side}_stride"], ROWS, kind="b64") for side in ("query", "grad")}
-    number = p.op("mad.wide.u32", warp, ROWS, arguments["number"], kind="b64")
-    first_column = p.op("mul.wide.u32", network.column, 8, kind="b64")
-    again = p.op("setp.ne.u32", int(rules.causal), 0, kind="pred")
-    floats, adds = (p.op("setp.ge.u32", mode, least, kind="pred") for least in (STORE_FLOATS, ADD_FLOATS))
-    program_number = p.op("cvt.u32.u64", arguments["number"])  # of the first key of all warps
-
-    p.label("TILE")
-    own_left = rows_left(p, arguments["count"], number)
-    idle = p.op("setp.eq.s32", own_left, 0, kind="pred")  # a tile past the last key
-    query, grad, query_grad = (p.op("mov.b64", arguments[name], kind="b64") for name in ("query", "grad", "query_grad"))
-    statistics = p.op("add.s64", arguments["statistics"], first_column, kind="b64")
-    rows, position = p.op("mov.b32", all_rows), p.op("mov.b32", start)
-    skipped = None
-    if rules.causal:  # earlier queries do not see the keys of this tile
-        skipped = _skipped_rows(p, program_number, start, all_rows)
-        p.do("sub.s32", rows, rows, skipped)
-        p.do("add.s32", position, position, skipped)
-        wide = p.op("cvt.u64.u32", skipped, kind="b64")
-        for place, stride in (
-            (query, arguments["query_stride"]), (grad, arguments["grad_stride"]), (query_grad, 4 * d), (statistics, 8)
-        ):  # fmt: skip
-            p.do("mad.lo.s64", place, wide, stride, place)
-    key_start, value_start = (
-        p.op("mad.lo.s64", number, arguments[f"{side}_stride"], arguments[side], kind="b64")
-        for side in ("key", "value")
-    )
-    own_words = own.fetch(key_start, arguments["key_stride"], own_left, own.registers())
-    value_words = values.fetch(value_start, arguments["value_stride"], own_left, values.registers())
-    query_words = queries.fetch(query, arguments["query_stride"], rows, queries.registers())
-    grad_words = upstream.fetch(grad, arguments["grad_stride"], rows, upstream.registers())
-    own.put(own_words, norms)
-    values.put(value_words, False)
-    network.load_own(norms)
-    gradients.start()
-    value_grads = [[p.op("mov.b32", 0) for _ in range(4)] for _ in range(values.chunks)]
-    valid = [p.op("setp.lt.s32", p.op("add.u32", network.row, offset), own_left, kind="pred") for offset in (0, 8)]
-    pairs.own_rows(p.op("cvt.u32.u64", number), network.row, valid)
-    if skipped is not None:
-        pairs.skip(skipped)
-
-    p.label("ROW")
-    # The previous tile was read before the barrier of the exchange.
-    queries.store(query_words, norms)
-    upstream.store(grad_words, False)
-    at_columns = [
-        p.load_vector(f"{statistics}+{8 * 8 * half}", [p.new() for _ in range(4)]) for half in HALVES
-    ]  # log-sum and product of two columns
-    queries.synchronize()
-    p.do("add.s64", query, query, strides["query"])
-    p.do("add.s64", grad, grad, strides["grad"])
-    p.do("add.s64", statistics, statistics, 8 * ROWS)
-    left = p.op("sub.s32", rows, ROWS)
-    queries.fetch(query, arguments["query_stride"], left, query_words)
-    upstream.fetch(grad, arguments["grad_stride"], left, grad_words)
-
-    def add_gradients() -> None:
-        pairs.other_rows(position)
-        matrices = values.matrices()
-        products = []
-        for half in HALVES:
-            total = [network.zero] * 4
-            columns = upstream.half(half)
-            for chunk in range(0, values.chunks, 2):
-                matrix = [word for words in matrices[chunk : chunk + 2] for word in words]
-                total = network.multiply(matrix, columns[chunk : chunk + 2], total)
-            products.append(total)
-        shares: list[list[str]] = [[], []]
-
-        def grad_of(half: int, pair: int, ordered: list[list[str]]) -> str:
-            log_sum, product = at_columns[half][2 * (pair % 2) : 2 * (pair % 2) + 2]
-            score = pairs.masked(_weigh(network, ordered, weights), half, pair, rows)
-            share = p.op("ex2.approx.ftz.f32", p.op("sub.f32", score, log_sum))
-            share = p.op("selp.b32", share, 0, valid[pair // 2])
-            upward, kept_share = products[half][pair], share
-            if rules.dropout:
-                keep = pairs.keep(half, pair)
-                upward, kept_share = (
-                    p.op("selp.b32", p.op("mul.f32", x, pairs.factor), 0, keep) for x in (upward, share)
-                )
-            shares[half].append(kept_share)
-            return p.op("mul.f32", share, p.op("sub.f32", upward, product))
-
-        query_grads = gradients.add(grad_of)
-        kept = _as_matrix(p, shares, dtype)
-        for chunk, matrix in enumerate(upstream.matrices(transposed=True)):
-            network.accumulate(kept, matrix, value_grads[chunk])
-        exchange.store(network, query_grads)
-
-    def add_nothing() -> None:
-        exchange.store(network, [[network.zero] * 4] * own.chunks)
-
-    p.either(idle, add_nothing, add_gradients)
-    exchange.add(query_grad, rows, again)
-    p.do("add.s64", query_grad, query_grad, 4 * ROWS * d)
-    pairs.next_tile()
-    p.do("add.s32", position, position, ROWS)
-    p.do("sub.s32", rows, rows, ROWS - 1)  # repeat subtracts one more
-    p.repeat("ROW", rows)
-
-    own_grads = {"key_grad": gradients.finish(), "value_grad": value_grads}
-
-    def store_own(item: int) -> None:
-        for name, chunks in own_grads.items():
-            for row in (0, 1):
-                place = p.op("cvt.s64.s32", pairs.own[row], kind="b64")
-                address = p.op("mad.lo.s64", place, arguments[f"{name}_stride"], arguments[name], kind="b64")
-                address = p.op("add.s64", address, p.op("mul.wide.u32", network.column, item, kind="b64"), kind="b64")
-                if item == 2:
-                    _store_halves(p, address, chunks, row, None, dtype, valid[row])
-                else:
-                    words = [word for four in chunks for word in four[2 * row : 2 * row + 2]]
-                    p.add_words(address, words, valid[row], adds, unit=2, step=CHUNK // 2)
-
-    p.either(floats, partial(store_own, 4), partial(store_own, 2))
-    p.do("setp.eq.u32", again, 0, 0)
-    p.do("add.s32", program_number, program_number, warps * ROWS)
-    p.repeat("TILE", tiles, (number, warps * ROWS))
-    gradients.store_weights(arguments["weight_grad"])
-    p.do("mov.b32", "$0", 0)
-    return p.text((warps + 1) * step + TileExchange.bytes(d, warps))
-
-
-def _skipped_rows(p: Program, key: str, start: str, rows: str) -> str:
-    """Returns how many queries before ``key`` are skipped: whole tiles of those from ``start`` on, but not all."""
-    before = p.op("max.s32", p.op("sub.s32", key, start), 0)
-    most = p.op("sub.s32", rows, 1)
-    return p.op("and.b32", p.op("min.s32", before, most), -ROWS)

@@ -9,7 +9,7 @@ LOG2_E = "0f3FB8AA3B"
 MINUS_INFINITY = "0fFF800000"
 
 PAIR_ARGUMENTS = ("mask", "mask_query_stride", "mask_key_stride", "seed")
-"""64-bit operands of :class:`Pairs`; :meth:`Pairs.__init__` also takes three 32-bit operands."""
+"""64-bit operands of :class:`Pairs`."""
 
 
 class Rules(NamedTuple):
@@ -35,11 +35,12 @@ class Pairs:
     """The pairs of a lane in the current tile: two own rows (eight apart), with two adjacent rows of each half.
 
     Args:
-        own: index of the lane's first own row.
-        own_left: own rows of the tile that exist.
+        rules: what applies to the pairs.
+        arguments: 64-bit operands, with those of ``PAIR_ARGUMENTS``.
+        numbers: 32-bit operands: the index of the head among all heads, the smallest hash of a pair that is kept, and
+            the factor of the kept weights.
         side: ``"query"`` or ``"key"``, what the own rows are.
-        numbers: the index of the head among all heads, the bits below which a pair is dropped, and the factor of the
-            kept weights.
+        column: the first of the lane's two columns in a half.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Pairs:
     ) -> None:
         self.p, self.rules, self.side, self.arguments, self.column = p, rules, side, arguments, column
         self.head, self.threshold, self.factor = numbers
-        self.columns = [[p.op("add.u32", column, 8 * half + side) for side in (0, 1)] for half in HALVES]
+        self.columns = [[p.op("add.u32", column, 8 * half + each) for each in (0, 1)] for half in HALVES]
         if rules.mask:
             self.stride = arguments[f"mask_{'key' if side == 'query' else 'query'}_stride"]
             self.mask_columns = [
@@ -97,7 +98,7 @@ class Pairs:
                 self.p.do("mad.lo.s64", row, wide, self.stride, row)
 
     def masked(self, score: str, half: int, pair: int, left: str) -> str:
-        """Returns a score in units of log2 with masks applied; columns from ``left`` on are masked."""
+        """Returns a score in base 2 with masks applied; columns from ``left`` on are masked."""
         p, row, side = self.p, pair // 2, pair % 2
         counts = p.op("setp.lt.s32", self.columns[half][side], left, kind="pred")
         if self.rules.mask:

@@ -89,27 +89,31 @@ def score_backward(
         key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan)
     else:
         query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan)
-    grads = (query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype))
+    return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype)), need)
+
+
+def _needed(grads: tuple[Tensor, Tensor, Tensor], need: Need) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns contiguous gradients; those that ``need`` excludes are empty tensors."""
     query_grad, key_grad, weight_grad = (
         each.contiguous() if wanted else each.new_empty(0) for each, wanted in zip(grads, need, strict=True)
     )
     return query_grad, key_grad, weight_grad
 
 
-def weigh(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
     """Computes the softmax of scores ``(N, H, L, S)`` in a dtype, and the log-sum-exp ``(N, H, L)``, in one kernel."""
     if not scores.is_cuda or scores.dtype != torch.float32:
-        return sliced.weigh(scores, dtype, masked)
+        return sliced.softmax(scores, dtype, masked)
     weights, log_sum = torch.empty_like(scores, dtype=dtype), scores.new_empty(scores.shape[:-1])
     rows = 4
-    with _device(scores):
+    with on_device(scores):
         attention_kernels().softmax_rows[(-(-log_sum.numel() // rows),)](
             scores, weights, log_sum, log_sum.numel(), scores.shape[-1], ROWS=rows, BLOCK=256
         )
     return weights, log_sum
 
 
-def weigh_backward(
+def softmax_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -119,11 +123,11 @@ def weigh_backward(
     mean: Tensor,
     need: Need,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of :func:`score` behind a softmax; see :class:`ahop_layers.ops.protocols.WeighingKernel`.
+    """Computes the gradients of :func:`score` behind a softmax; see :class:`ahop_layers.ops.protocols.SoftmaxKernel`.
 
     Where pairs are shifted alike for each query, the kernel that sorts for the gradients computes the weights as well.
     """
-    if shift.stride(-1) != 0 or not _weighs(query, bases, weight.shape[-1]):
+    if shift.stride(-1) != 0 or not _sorts_for_softmax(query, bases, weight.shape[-1]):
         weights = score(query, key, weight, bases).sub_(shift).exp_()
         grads = score_backward(grad.sub_(mean).mul_(weights), query, key, weight, bases, need)
         grad.copy_(weights)
@@ -132,11 +136,11 @@ def weigh_backward(
         query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), False, torch.float32, True
     )
     statistics = torch.cat([shift[..., :1] * log2(e), mean], -1)
-    grads = _launch_backward(grad, query, key, weight, plan, statistics)
-    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2]
+    query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan, statistics)
+    return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad), need)
 
 
-def _weighs(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+def _sorts_for_softmax(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
     """Returns whether a kernel computes weights and gradients with one sort."""
     if not runs_ptx(query.device) or blocks > MOST_SORTED_TWICE:
         return False
@@ -151,7 +155,7 @@ def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
     tensor = tensor.to(plan.dtype)
     layout, size = plan.layout, tensor.shape[-1] // n
     if layout.dims == tensor.shape[-1]:
-        return _aligned(tensor, plan.alignment)
+        return aligned(tensor, plan.alignment)
     padded = tensor.new_zeros(*tensor.shape[:-1], layout.blocks, layout.block_size)
     padded[..., :n, :size] = torch.unflatten(tensor, -1, (n, size))
     padded[..., n:, 0] = fill
@@ -175,7 +179,8 @@ def _in_order(grad: Tensor, plan: Plan, n: int, size: int) -> Tensor:
     return torch.unflatten(grad, -1, (layout.blocks, layout.block_size))[..., :n, :size].flatten(-2)
 
 
-def _aligned(tensor: Tensor, alignment: int) -> Tensor:
+def aligned(tensor: Tensor, alignment: int) -> Tensor:
+    """Returns the tensor with rows of adjacent numbers at aligned addresses. Copies only if necessary."""
     places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
     fits = tensor.stride(-1) == 1 and all(place % alignment == 0 for place in places)
     # clone() instead of contiguous(), which returns a contiguous tensor as it is, even if it is not aligned.
@@ -187,7 +192,7 @@ def _weights(weight: Tensor, plan: Plan) -> Tensor:
     added = plan.layout.blocks - weight.shape[-1]
     if added:
         return torch.nn.functional.pad(weight, (0, added))
-    return _aligned(weight, 16) if weight.stride(1) == weight.shape[-1] else weight.contiguous()
+    return aligned(weight, 16) if weight.stride(1) == weight.shape[-1] else weight.contiguous()
 
 
 def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan: Plan) -> None:
@@ -206,7 +211,7 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan:
         sizes = [tiles] if "BODY" in plan.constants else [tiles, n_blocks, d // n_blocks]
     warps = programs * plan.constants["num_warps"]
     rows = _rows_per_program(length, warps, query.device, plan)
-    with _device(query):
+    with on_device(query):
         plan.kernel[(programs, -(-length // rows))](
             query, key, weight, out, *strides, heads, length, count, rows, *sizes, **plan.constants
         )
@@ -274,7 +279,7 @@ def _launch_backward_block(
     strides = (*grad.stride(), *query.stride()[:3], *key.stride()[:3], weight.stride(0))
     sizes = [] if "BODY" in plan.constants else [weight.shape[-1], d // weight.shape[-1]]
     given = [parts[2] if statistics is None else statistics] if "BODY" in plan.constants else []
-    with _device(query):
+    with on_device(query):
         plan.kernel[(programs, chunks)](
             grad,
             query,
@@ -338,7 +343,7 @@ def attention_kernels() -> Any:
     return triton_attend
 
 
-def _device(tensor: Tensor) -> Any:
+def on_device(tensor: Tensor) -> Any:
     """Makes the tensor's device the current device, on which Triton launches kernels."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 

@@ -116,7 +116,7 @@ class Tile:
             p.do(f"@{stores} st.shared.b32", f"[{norm_place}]", total)
 
     def matrices(self, transposed: bool = False) -> list[list[str]]:
-        """Returns 16 x 8 matrices of all chunks, two registers each: rows and dimensions, or the transposed."""
+        """Returns 16 x 8 matrices of all chunks, two registers each: rows and dimensions, or their transpose."""
         kind = "ldmatrix.sync.aligned.m8n8" + (".x4.trans" if transposed else ".x4") + ".shared.b16"
         results: list[list[str]] = []
         for chunk in range(0, self.chunks, 2):
@@ -205,7 +205,7 @@ class Network:
             self.p.do("mov.b32", register, result)
 
     def turn(self, matrix: Sequence[str]) -> list[str]:
-        """Returns the transposed of a 16 x 16 matrix."""
+        """Returns the transpose of a 16 x 16 matrix."""
         return [self.p.op("movmatrix.sync.aligned.m8n8.trans.b16", matrix[index]) for index in (0, 2, 1, 3)]
 
     def row_sums(self, sums: Sequence[str], block: int) -> list[str]:

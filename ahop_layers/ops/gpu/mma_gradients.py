@@ -105,7 +105,7 @@ class Gradients:
     def _slopes(self, grad_of: GradOf) -> tuple[list[list[str]], list[list[str]]]:
         """Adds to the gradient of the weights; returns the derivatives of each block, 16 x 16 matrices.
 
-        The second result are the derivatives with respect to ``dis`` alone.
+        The second result is the derivatives with respect to ``dis`` alone.
         """
         p, network, dtype = self.p, self.network, self.dtype
         slopes: list[list[str]] = [[] for _ in range(network.n)]

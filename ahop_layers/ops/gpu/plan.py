@@ -84,11 +84,11 @@ def backward_plan(
     bases: tuple[str, ...],
     may_skip: bool,
     grad: torch.dtype,
-    attends: bool = False,
+    of_softmax: bool = False,
 ) -> Plan:
     """Returns the plan of the backward pass; ``grad`` is the dtype of the scores' gradient.
 
-    ``may_skip`` says that the gradient of the weights is not needed, ``attends`` that ``grad`` holds gradients of
+    ``may_skip`` says that the gradient of the weights is not needed, ``of_softmax`` that ``grad`` holds gradients of
     softmax weights.
     """
     kernels = _kernels()
@@ -112,7 +112,7 @@ def backward_plan(
     )
     tagged = n == d and dtype != torch.float32
     body = ptx_backward.score_backward(
-        layout, n, bases, PTX_NAMES[dtype], warps, tagged, may_skip, PTX_NAMES[grad], attends
+        layout, n, bases, PTX_NAMES[dtype], warps, tagged, may_skip, PTX_NAMES[grad], of_softmax
     )
     constants = {
         "BODY": body,
@@ -165,17 +165,20 @@ def _alignment(layout: Layout, dtype: torch.dtype) -> int:
     return 4 * gcd(stretch // 4, 4) if stretch % 4 == 0 else dtype.itemsize
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_ptx(device: torch.device) -> bool:
     """Returns whether the device is an NVIDIA GPU that supports all instructions of the PTX bodies."""
+    if torch.compiler.is_compiling():  # the compiler traces the function behind a cache, with a warning
+        return _has_instructions(device)
     return _runs_ptx(device)
 
 
-@lru_cache(maxsize=None)
-def _runs_ptx(device: torch.device) -> bool:
+def _has_instructions(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+_runs_ptx = lru_cache(maxsize=None)(_has_instructions)
 
 
 @lru_cache(maxsize=None)

@@ -35,7 +35,7 @@ def score_backward(
     tagged_words: bool = False,
     may_skip: bool = False,
     grad_dtype: str = "f32",
-    attends: bool = False,
+    of_softmax: bool = False,
 ) -> str:
     """Computes gradients: a warp keeps a tile of keys in registers and loops over queries, then tiles.
 
@@ -47,8 +47,8 @@ def score_backward(
     Several ``warps`` process the same queries with different keys and add up the gradients of the queries in shared
     memory. ``may_skip`` skips the sort where the weights are constant; the gradient of the weights is then undefined.
 
-    With ``attends``, ``grad`` holds gradients of softmax weights in float32, and is overwritten by the weights.
-    ``statistics`` has two numbers per query: the log-sum-exp of its scores in units of log2, and the sum of its weights
+    With ``of_softmax``, ``grad`` holds gradients of softmax weights in float32, and is overwritten by the weights.
+    ``statistics`` has two numbers per query: the log-sum-exp of its scores in base 2, and the sum of its weights
     times their gradients. The sort that gives the order also gives the score.
     """
     p = Program()
@@ -58,10 +58,10 @@ def score_backward(
     slots_bytes = _slot(layout.chunk, len(bases), 0)
     scratch = p.op("mad.lo.u32", warp, slots_bytes, p.op("mov.u32", "scratch"))
     column = p.op("mad.lo.u32", lane, 4, scratch)
-    chunk, looped = layout.chunk, n > MAX_UNROLLED and not attends
+    chunk, looped = layout.chunk, n > MAX_UNROLLED and not of_softmax
     row_bytes, weight_bytes = 4 * layout.dims, 4 * layout.blocks
     flat = None
-    if may_skip and n >= MIN_SKIPPED and not attends:
+    if may_skip and n >= MIN_SKIPPED and not of_softmax:
         flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane)
     # Lanes that share blocks read the derivatives from the columns of all of them.
     first_column = p.op("mad.lo.u32", p.op("and.b32", lane, WARP - layout.split), 4, scratch)
@@ -93,7 +93,7 @@ def score_backward(
 
     p.label("ROW")
     grad = p.load_or_zero(grad_place, grad_dtype, valid)
-    log_sum, mean = p.load_vector(statistics, [p.new(), p.new()]) if attends else ("", "")
+    log_sum, mean = p.load_vector(statistics, [p.new(), p.new()]) if of_softmax else ("", "")
     against = p.op("neg.f32", grad)  # derivative of the loss with respect to a weighted dissimilarity
     row_sums = p.op("add.s64", row_place, sums.offset, kind="b64")
     before: list[str] = []
@@ -118,7 +118,7 @@ def score_backward(
         words = p.load_words(weight, chunk)
         for (_, place), word in zip(items, words, strict=True):
             p.do("st.shared.b32", f"[{place}]", word)
-        if attends:
+        if of_softmax:
             sorted_items.append((items, words))
         else:
             p.switch(left, [partial(_add_products, p, against, items, weight_grads[index]) for index in indices])
@@ -137,7 +137,7 @@ def score_backward(
         p.either(flat.holds, partial(deliver_constants, flat), deliver_sorted)
     else:
         deliver_sorted()
-    if attends:
+    if of_softmax:
         share = _share(p, layout, sorted_items, log_sum)
         first = p.op("setp.eq.u32", part, 0, kind="pred")
         p.do(f"@{p.op('and.pred', first, valid, kind='pred')} st.global.b32", f"[{grad_place}]", share)
@@ -237,7 +237,8 @@ def _sort_words(p: Program, values: Sequence[str], layout: Layout, lane: str, re
     for (word,) in sort(p, words, layout, Values("s32"), lane):
         word = _flip_negative(p, word)
         place = p.op("mad.lo.u32", p.op("and.b32", word, mask), 4, start)
-        items.append((p.op("and.b32", word, ~mask & 0xFFFFFFFF), place))
+        middle = p.op("lop3.b32", word, ~mask & 0xFFFFFFFF, (mask + 1) // 2, "0xea")  # of all values with these bits
+        items.append((middle, place))
     return items
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of fused attention: two that run a PTX body, and one that prepares the backward pass.
+"""The Triton kernels of attention: two that run a PTX body, one that prepares the backward pass, and a softmax.
 
 Strides count elements, those of the mask bytes. A program of the forward pass owns a tile of queries, one of the
 backward pass ``span`` tiles of keys. Query heads with index ``h`` read the key head ``h // group``.
@@ -146,7 +146,7 @@ def attend_statistics(
     heads: tl.int64, length: tl.int64, padded: tl.int64, width: tl.int64,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
-    """Computes two numbers per query: its log-sum-exp in units of log2, and the product of its readout and ``grad``."""
+    """Computes two numbers per query: its log-sum-exp in base 2, and the product of its readout and ``grad``."""
     blocks = tl.cdiv(padded, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     n, h = head // heads, head % heads
@@ -157,9 +157,9 @@ def attend_statistics(
         exists = exists & (column < width)
     # Rows are aligned to 16 bytes, so a thread loads eight numbers at a time.
     readouts = tl.multiple_of(out + n * on + h * oh, 8) + row[:, None] * tl.multiple_of(ol, 8) + column
-    upwards = tl.multiple_of(grad + n * gn + h * gh, 8) + row[:, None] * tl.multiple_of(gl, 8) + column
-    readout, upward = tl.load(readouts, mask=exists, other=0.0), tl.load(upwards, mask=exists, other=0.0)
-    products = tl.sum(readout.to(tl.float32) * upward.to(tl.float32), 1)
+    upstreams = tl.multiple_of(grad + n * gn + h * gh, 8) + row[:, None] * tl.multiple_of(gl, 8) + column
+    readout, upstream = tl.load(readouts, mask=exists, other=0.0), tl.load(upstreams, mask=exists, other=0.0)
+    products = tl.sum(readout.to(tl.float32) * upstream.to(tl.float32), 1)
     log_sums = tl.load(log_sum + head * length + row, mask=row < length, other=float("inf")) * 1.4426950408889634
     place = statistics + (head * padded + row) * 2
     tl.store(place, log_sums, mask=row < padded)
