@@ -7,7 +7,6 @@ import ahop_layers as ah
 from ahop_layers.ops import chunked, sliced
 from ahop_layers.ops.attend import attend
 from ahop_layers.ops.dropout import kept, scale
-from ahop_layers.ops.reference import fold
 from ahop_layers.separation import Separation
 
 N, H, L, S, D, E = 2, 4, 7, 9, 8, 5
@@ -152,7 +151,7 @@ class Weighing:
 def test_a_kernel_that_computes_weights_in_its_backward_pass(name, causal, dropout, scratch, monkeypatch):
     monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
     query, key, value, weight = problem(key_heads=2, grad=False)
-    inputs = (query, key, value, fold(weight), BASES, masks()[name], causal, dropout)
+    inputs = (query, key, value, weight, BASES, masks()[name], causal, dropout)
     inputs += (torch.tensor([5]) if dropout else None,)
     plain, weighing = sliced.Sliced(chunked), Weighing()
     saved = plain.attend(*inputs)

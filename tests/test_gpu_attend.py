@@ -15,7 +15,7 @@ from ahop_layers.ops.attend import attend
 from ahop_layers.ops.backend import choose_attention, has_fused_attention
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.reference import accumulation_dtype, fold
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.ops.sliced import Sliced
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
@@ -35,10 +35,10 @@ def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=
     inputs = [x.detach().to(dtype).requires_grad_() for x in (query, key, value, weight)]
     if kernel is not None:
         with torch.no_grad():
-            options = (fold(weight, torch.float32), bases, mask, causal, 0.0, None)
+            options = (weight, bases, mask, causal, 0.0, None)
             out, log_sum = kernel.attend(query, key, value, *options)
             grads = kernel.attend_backward(grad, query, key, value, *options, out, log_sum, (True,) * 4)
-        return [out, *grads[:3], grads[3].cumsum(-1)]
+        return [out, *grads]
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in inputs[1:3])
     scores = ah.adaptive_similarity(inputs[0], keys, inputs[3], bases, backend="reference")
@@ -114,7 +114,7 @@ def test_dropout_drops_what_the_sliced_path_drops(causal):
     both = []
     for kernel, dtype in ((fused, torch.bfloat16), (Sliced(chunked), torch.float64)):
         q, k, v, g = (tensor.to(dtype) for tensor in (query, key, value, grad))
-        options = (fold(weight, accumulation_dtype(dtype)), BOTH, None, causal, 0.3, seed)
+        options = (weight.to(accumulation_dtype(dtype)), BOTH, None, causal, 0.3, seed)
         out, log_sum = kernel.attend(q, k, v, *options)
         both.append([out, *kernel.attend_backward(g, q, k, v, *options, out, log_sum, (True,) * 4)])
     for a, b in zip(*both, strict=True):
@@ -123,10 +123,9 @@ def test_dropout_drops_what_the_sliced_path_drops(causal):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_slices_of_full_footprints(dtype):
-    """The backward kernel computes the weights from what it sorts; scores are far from zero here."""
+    """The backward kernel computes the weights from what it sorts."""
     torch.manual_seed(0)
     given = tensors(2, 3, 65, 80, 64, 64, 64, dtype)
-    given[3].copy_(torch.linspace(0.1, 2, 64, device="cuda") / 64)
     kernel = choose_attention("triton", *given[:4], None, BOTH)
     assert isinstance(kernel, Sliced)
     ours = results(*given, BOTH, None, False, dtype, kernel)
@@ -285,9 +284,9 @@ def test_memory_does_not_grow_with_the_length():
         torch.autograd.grad(attend(*inputs, BOTH), inputs, grad)
         return torch.cuda.max_memory_allocated() - before
 
-    pairs = 2 * 8192 * 8192 * 2
+    pairs = 2 * 16384 * 16384 * 2
     for blocks in (4, 64):
-        assert peak(1, 8192, blocks) < pairs
+        assert peak(1, 16384, blocks) < pairs / 2
     few, many = peak(64, 128, 4), peak(1, 8192, 4)
     assert many < 3 * few
 

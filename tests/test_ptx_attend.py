@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from ahop_layers.ops.gpu import attend_backward, attend_kernels
 from ahop_layers.ops.gpu.attend_pairs import Rules
-from ahop_layers.ops.reference import folded_similarity
+from ahop_layers.ops.reference import fold, folded_similarity
 from tests.ptx_emulator import WARP, Emulator, Memory
 
 BOTH = ("dis", "dot")
@@ -59,7 +59,7 @@ class Problem:
         query, key, value, grad = (tensor.to(dtype) for tensor in tensors)
         weight = randn(len(bases), n) / 8
         threshold = round(DROPOUT * 2**32)
-        exact = [x.double().requires_grad_() for x in (query, key, value, weight)]
+        exact = [x.double().requires_grad_() for x in (query, key, value, fold(weight))]
         scores = folded_similarity(exact[0], exact[1], exact[3], bases)
         mask = torch.zeros(length, count)
         if rules.mask == "u8":

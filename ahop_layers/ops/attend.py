@@ -27,7 +27,7 @@ from ahop_layers.errors import AHopError, check_choice, check_floating, check_pr
 from ahop_layers.ops.backend import KERNELS, choose_attention, has_fused_attention
 from ahop_layers.ops.operators import check_kernel_weight, check_tensor, kernel_bases, merge_heads
 from ahop_layers.ops.protocols import empty_results
-from ahop_layers.ops.reference import accumulation_dtype, fold
+from ahop_layers.ops.reference import accumulation_dtype
 
 SCORES_BYTES = 32 * 2**20
 """Where no fused kernel supports a call, scores of more memory than this are computed in slices.
@@ -218,8 +218,8 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor]:
     names = _check(*args)
     query, key, value, weight, mask, seed, _, causal, dropout, backend = args
     kernel = choose_attention(backend, query, key, value, weight, mask, names)
-    folded = fold(weight, accumulation_dtype(weight.dtype))
-    return kernel.attend(query, key, value, folded, names, mask, causal, dropout, seed)
+    weight = weight.to(accumulation_dtype(weight.dtype))
+    return kernel.attend(query, key, value, weight, names, mask, causal, dropout, seed)
 
 
 def _attend_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -227,9 +227,9 @@ def _attend_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     names = _check_backward(args)
     grad, query, key, value, weight, mask, seed, out, log_sum, _, causal, dropout, backend, need = args
     kernel = choose_attention(backend, query, key, value, weight, mask, names)
-    folded, options = fold(weight, accumulation_dtype(weight.dtype)), (mask, causal, dropout, seed)
-    grads = kernel.attend_backward(grad, query, key, value, folded, names, *options, out, log_sum, tuple(need))
-    return *grads[:3], grads[3].cumsum(-1).to(weight.dtype)  # the transpose of fold
+    inputs, options = (grad, query, key, value, weight.to(accumulation_dtype(weight.dtype))), (mask, causal, dropout)
+    grads = kernel.attend_backward(*inputs, names, *options, seed, out, log_sum, tuple(need))
+    return *grads[:3], grads[3].to(weight.dtype)
 
 
 torch.library.impl("ahop::attend", "default", _attend)

@@ -88,7 +88,7 @@ class Attention(Protocol):
     """Interface of an implementation of ``ahop::attend``.
 
     Tensors have the shapes and meanings that :mod:`ahop_layers.ops.attend` documents, with any strides; weights are
-    folded. The results of :func:`empty_results` show the dtype and memory layout of the results of :meth:`attend`.
+    not folded. The results of :func:`empty_results` show the dtype and memory layout of the results of :meth:`attend`.
     """
 
     def attend(

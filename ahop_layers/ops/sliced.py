@@ -14,7 +14,7 @@ from torch import Tensor
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.protocols import AttendNeed, Kernel, SoftmaxKernel, empty_results
-from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.ops.reference import accumulation_dtype, fold
 
 SCRATCH_BYTES = {"cpu": 40 * 2**20}
 """Memory of the scores, weights and temporaries of one slice, by device type."""
@@ -99,7 +99,7 @@ class Sliced:
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp of the scores of each query."""
-        call = _Call(query, key, value, weight, bases, mask, causal, dropout, seed)
+        call = _Call(query, key, value, fold(weight), bases, mask, causal, dropout, seed)
         out, log_sum = empty_results(query, value)
         if key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
@@ -130,7 +130,7 @@ class Sliced:
         need: AttendNeed,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-        call = _Call(query, key, value, weight, bases, mask, causal, dropout, seed)
+        call = _Call(query, key, value, fold(weight), bases, mask, causal, dropout, seed)
         query_grad = query.new_zeros(query.shape if need[0] else 0)
         key_grad, value_grad, weight_grad = (
             tensor.new_zeros(tensor.shape if wanted else 0, dtype=log_sum.dtype)
@@ -156,7 +156,8 @@ class Sliced:
                 part.of_keys(value_grad).add_(_per_key_head(read_grad, key_heads))
             if need[3]:
                 weight_grad[part.heads] += grads[2]
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), weight_grad
+        # The cumulative sum is the transpose of fold.
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), weight_grad.cumsum(-1)
 
     def _score_backward(
         self,

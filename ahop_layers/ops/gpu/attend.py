@@ -169,7 +169,7 @@ def attend_backward(
     )
     outputs = [each.view(torch.uint8) for each in (key_grad, value_grad)]
     query_grad = torch.empty(call.query.shape, dtype=query.dtype, device=query.device)
-    weight_grad = torch.zeros(weight.shape, device=query.device)
+    weight_grads = []
     for start in range(0, call.length, step):
         rows = min(step, call.length - start)
         make = torch.zeros if causal else torch.empty
@@ -183,22 +183,19 @@ def attend_backward(
                 span, tiles, mode, kind.itemsize, call.threshold, call.factor, **plan.constants,
             )  # fmt: skip
         query_grad[:, :, start : start + rows] = part[0] if strips == 1 else part.sum(0)
-        weight_grad += weights.sum((0, 2))
+        weight_grads.append(weights.sum((0, 2)))
     if call.group > 1:
         key_grad, value_grad = (
             torch.unflatten(x, 1, (-1, call.group)).sum(2, dtype=torch.float32) for x in (key_grad, value_grad)
         )
     n = weight.shape[-1]
-    grads = (
-        _unpadded(query_grad, n, query.shape[-1]),
-        _unpadded(key_grad.to(key.dtype), n, key.shape[-1]),
-        _unpadded(value_grad.to(value.dtype), 1, value.shape[-1]),
-        weight_grad,
+    return (
+        _unpadded(query_grad, n, query.shape[-1]) if need[0] else query.new_empty(0),
+        _unpadded(key_grad.to(key.dtype), n, key.shape[-1]) if need[1] else key.new_empty(0),
+        _unpadded(value_grad.to(value.dtype), 1, value.shape[-1]) if need[2] else value.new_empty(0),
+        # The kernel computes the gradient of folded weights; the cumulative sum is the transpose of fold.
+        sum(weight_grads[1:], weight_grads[0]).cumsum(-1) if need[3] else weight.new_empty(0),
     )
-    query_grad, key_grad, value_grad, weight_grad = (
-        grad if wanted else grad.new_empty(0) for grad, wanted in zip(grads, need, strict=True)
-    )
-    return query_grad, key_grad, value_grad, weight_grad
 
 
 def _statistics(grad: Tensor, out: Tensor, log_sum: Tensor, padded: int) -> Tensor:

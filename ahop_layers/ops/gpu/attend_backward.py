@@ -7,9 +7,9 @@ their order the derivatives.
 
 from functools import lru_cache, partial
 
-from ahop_layers.ops.gpu.attend_kernels import as_matrix, exponent_weights, store_halves, weighted_sum
+from ahop_layers.ops.gpu.attend_kernels import as_matrix, exponents, store_halves, weighted_sum
 from ahop_layers.ops.gpu.attend_pairs import PAIR_ARGUMENTS, Pairs, Rules
-from ahop_layers.ops.gpu.mma import CHUNK, HALVES, ROWS, Network, Tile, rows_left, tile_bytes
+from ahop_layers.ops.gpu.mma import CHUNK, HALVES, ROWS, Network, Tile, load_weights, rows_left, tile_bytes
 from ahop_layers.ops.gpu.mma_gradients import Gradients, TileExchange
 from ahop_layers.ops.gpu.ptx import Program
 from ahop_layers.ops.gpu.ptx_kernels import read_arguments
@@ -49,9 +49,10 @@ def attend_backward(n: int, size: int, width: int, bases: tuple[str, ...], dtype
     values = Tile(p, 1, width, dtype, p.op("add.u32", own_place, key_bytes))
     upstream = Tile(p, 1, width, dtype, p.op("add.u32", scratch, key_bytes), warps)
     network = Network(p, n, dtype, own, queries)
-    gradients = Gradients(network, bases, arguments["weight"])
+    folded = load_weights(p, n, bases, arguments["weight"], folds=True)
+    gradients = Gradients(network, bases, folded)
     exchange = TileExchange(p, d, warps, (warps + 1) * step)
-    weights = exponent_weights(p, n, bases, arguments["weight"])
+    weights = exponents(p, folded)
     pairs = Pairs(p, rules, arguments, numbers, "key", network.column)
     norms = "dis" in bases
     strides = {side: p.op("mul.lo.s64", arguments[f"{side}_stride"], ROWS, kind="b64") for side in ("query", "grad")}

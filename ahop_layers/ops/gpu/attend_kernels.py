@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ahop_layers.ops.gpu.attend_pairs import LOG2_E, MINUS_INFINITY, PAIR_ARGUMENTS, Pairs, Rules
-from ahop_layers.ops.gpu.mma import CHUNK, HALVES, ROWS, Network, Tile, base_factor, rows_left, tile_bytes
+from ahop_layers.ops.gpu.mma import CHUNK, HALVES, ROWS, Network, Tile, load_weights, rows_left, tile_bytes
 from ahop_layers.ops.gpu.ptx import Program
 from ahop_layers.ops.gpu.ptx_kernels import read_arguments
 
@@ -26,8 +26,8 @@ ATTEND_CONSTRAINTS = "=r," + "l," * len(ATTEND_ARGUMENTS) + "r,r,r,r,r"
 def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, warps: int, rules: Rules) -> str:
     """Returns the PTX body that attends to ``rows`` keys with the queries of ``warps`` warps, from query ``first`` on.
 
-    ``width`` is the dimension of the values. The weights include the scaling of the scores. ``first`` and ``rows`` are
-    operands of the body.
+    ``width`` is the dimension of the values. The weights include the scaling of the scores and are not folded.
+    ``first`` and ``rows`` are operands of the body.
     """
     p = Program()
     arguments, (first, rows, *numbers) = read_arguments(p, ATTEND_ARGUMENTS, 5)
@@ -39,7 +39,7 @@ def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, wa
     values = Tile(p, 1, width, dtype, p.op("add.u32", scratch, key_bytes), warps)
     network = Network(p, n, dtype, own, keys)
     norms = "dis" in bases
-    weights = exponent_weights(p, n, bases, arguments["weight"])
+    weights = exponents(p, load_weights(p, n, bases, arguments["weight"], folds=True))
     own_first = p.op("mad.lo.u32", warp, ROWS, first)
     number = p.op("cvt.s64.s32", own_first, kind="b64")
     own_left = rows_left(p, arguments["count"], number)
@@ -115,15 +115,9 @@ def attend(n: int, size: int, width: int, bases: tuple[str, ...], dtype: str, wa
     return p.text(key_bytes + value_bytes + warps * key_bytes)
 
 
-def exponent_weights(p: Program, n: int, bases: Sequence[str], weight: str) -> list[list[str]]:
-    """Returns the weights of each base in registers, such that scores are exponents of 2."""
-    return [
-        [
-            p.op("mul.f32", p.op("mul.f32", word, base_factor(base)), LOG2_E)
-            for word in p.load_words(weight, n, 4 * n * index)
-        ]
-        for index, base in enumerate(bases)
-    ]
+def exponents(p: Program, weights: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Returns weights such that scores are exponents of 2."""
+    return [[p.op("mul.f32", word, LOG2_E) for word in words] for words in weights]
 
 
 def weighted_sum(network: Network, ordered: Sequence[Sequence[str]], weights: Sequence[Sequence[str]]) -> str:

@@ -144,6 +144,8 @@ def _sorts_for_softmax(query: Tensor, bases: Sequence[str], blocks: int) -> bool
     """Returns whether a kernel computes weights and gradients with one sort."""
     if not runs_ptx(query.device) or blocks > MOST_SORTED_TWICE:
         return False
+    if query.dtype == torch.float16:  # sorted words have fewer bits than the scores of the forward pass
+        return False
     return query.dtype == torch.float32 or not mma.serves(blocks, query.shape[-1] // blocks, bases)
 
 
@@ -224,7 +226,7 @@ def _launch_backward(
     n_blocks, size = weight.shape[-1], query.shape[-1] // weight.shape[-1]
     query, key = _rows(query, plan, n_blocks, PAD_QUERY), _rows(key, plan, n_blocks, PAD_KEY)
     weight = _weights(weight, plan)
-    blocks = list(_backward_blocks(query, key, plan))
+    blocks = list(_backward_blocks(query, key, plan, _scratch(statistics)))
     if len(blocks) == 1:
         parts = _launch_backward_block(grad, query, key, weight, plan, statistics)
         query_grad, key_grad = (part[0] if len(part) == 1 else part.sum(0) for part in parts[:2])
@@ -242,10 +244,15 @@ def _launch_backward(
     return query_grad, key_grad, weight_grad[..., :n_blocks]
 
 
-def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[slice, slice]]:
+def _scratch(statistics: Tensor | None) -> int:
+    """Returns the memory limit of partial sums: less within attention, whose slices take memory as well."""
+    return SCRATCH_BYTES if statistics is None else SCRATCH_BYTES // 2
+
+
+def _backward_blocks(query: Tensor, key: Tensor, plan: Plan, scratch: int) -> Iterator[tuple[slice, slice]]:
     """Yields slices over N and L, as large as the partial sums of the query gradient allow."""
     n, heads, length, d = query.shape
-    room = max(1, SCRATCH_BYTES // (4 * d * heads * -(-key.shape[-2] // plan.keys)))
+    room = max(1, scratch // (4 * d * heads * -(-key.shape[-2] // plan.keys)))
     step = min(length, room)
     outer = max(1, min(n, room // step))
     return product(*([slice(i, i + by) for i in range(0, size, by)] for size, by in ((n, outer), (length, step))))
@@ -267,7 +274,7 @@ def _launch_backward_block(
     span = max(1, n * heads * tiles // (PROGRAMS_PER_SLOT * slots))
     strips = -(-tiles // span)
     programs = n * heads * strips
-    most_chunks = max(1, SCRATCH_BYTES // (4 * key.shape[:-1].numel() * d))
+    most_chunks = max(1, _scratch(statistics) // (4 * key.shape[:-1].numel() * d))
     warps = programs * plan.constants["num_warps"]
     rows = _rows_per_program(length, warps, query.device, plan, most_chunks)
     chunks = -(-length // rows)

@@ -252,6 +252,17 @@ def rows_left(p: Program, count: str, first: str) -> str:
     return p.op("cvt.s32.s64", p.op("max.s64", left, 0, kind="b64"))
 
 
+def load_weights(p: Program, n: int, bases: Sequence[str], weight: str, folds: bool = False) -> list[list[str]]:
+    """Loads the weights of each base, times :func:`base_factor`; ``folds`` weights that are not folded yet."""
+    results = []
+    for index, base in enumerate(bases):
+        words = p.load_words(weight, n, 4 * n * index)
+        for position in reversed(range(n - 1)) if folds else ():
+            words[position] = p.op("add.f32", words[position], words[position + 1])
+        results.append([p.op("mul.f32", word, base_factor(base)) for word in words])
+    return results
+
+
 def base_factor(base: str) -> str:
     """Returns the factor of the weights: ``dis`` is computed as half of it."""
     return "0f40000000" if base == "dis" else "0f3F800000"

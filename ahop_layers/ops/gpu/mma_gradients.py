@@ -13,11 +13,10 @@ GradOf = Callable[[int, int, list[list[str]]], str]
 class RankedWeights:
     """Looks weights up by rank: a table of their low bytes and one of their high bytes, in two registers each."""
 
-    def __init__(self, p: Program, n: int, bases: Sequence[str], weight: str, dtype: str) -> None:
-        self.p, self.n, self.tables = p, n, []
-        for index, base in enumerate(bases):
-            factors = [p.op("mul.f32", word, base_factor(base)) for word in p.load_words(weight, n, 4 * n * index)]
-            factors += ["0f00000000"] * (MAX_BLOCKS - n)
+    def __init__(self, p: Program, weights: Sequence[Sequence[str]], dtype: str) -> None:
+        self.p, self.n, self.tables = p, len(weights[0]), []
+        for words in weights:
+            factors = [*words, *["0f00000000"] * (MAX_BLOCKS - self.n)]
             pairs = [p.op(f"cvt.rn.{dtype}x2.f32", factors[i + 1], factors[i]) for i in range(0, MAX_BLOCKS, 2)]
             self.tables.append(
                 [[p.op("prmt.b32", *pairs[i : i + 2], pick) for i in (0, 2)] for pick in ("0x6420", "0x7531")]
@@ -57,10 +56,10 @@ class Gradients:
     of the own tile, and transposed with the own rows for that of the streamed tile.
     """
 
-    def __init__(self, network: Network, bases: Sequence[str], weight: str) -> None:
+    def __init__(self, network: Network, bases: Sequence[str], weights: Sequence[Sequence[str]]) -> None:
         p = self.p = network.p
         self.network, self.bases, self.dtype = network, bases, network.dtype
-        self.ranks = RankedWeights(p, network.n, bases, weight, network.dtype)
+        self.ranks = RankedWeights(p, weights, network.dtype)
         self.weights = [[p.op("mov.b32", 0) for _ in range(network.n)] for _ in bases]
         self.nothing = p.op("mov.b32", "0x80008000")  # two times -0, which changes no sum
         self.chunks_of = [

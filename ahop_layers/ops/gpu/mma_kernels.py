@@ -7,7 +7,7 @@ from ahop_layers.ops.gpu.mma import (
     HALVES,
     ROWS,
     Network,
-    base_factor,
+    load_weights,
     make_tiles,
     rows_left,
     shared_bytes,
@@ -28,10 +28,7 @@ def score(n: int, size: int, bases: tuple[str, ...], dtype: str, warps: int, out
     arguments, (first, rows) = read_arguments(p, SCORE_ARGUMENTS, 2)
     own, other = make_tiles(p, n, size, dtype, warps)
     network = Network(p, n, dtype, own, other)
-    weights = [
-        [p.op("mul.f32", word, base_factor(base)) for word in p.load_words(arguments["weight"], n, 4 * n * index)]
-        for index, base in enumerate(bases)
-    ]
+    weights = load_weights(p, n, bases, arguments["weight"])
     norms = "dis" in bases
     warp = p.op("shr.u32", p.op("mov.u32", "%tid.x"), 5)
     number = p.op("cvt.s64.s32", p.op("mad.lo.u32", warp, ROWS, first), kind="b64")
@@ -85,7 +82,7 @@ def score_backward(n: int, size: int, bases: tuple[str, ...], dtype: str, warps:
     warp = p.op("shr.u32", p.op("mov.u32", "%tid.x"), 5)
     own, other = make_tiles(p, n, size, dtype, warps)
     network = Network(p, n, dtype, own, other)
-    gradients = Gradients(network, bases, arguments["weight"])
+    gradients = Gradients(network, bases, load_weights(p, n, bases, arguments["weight"]))
     exchange = TileExchange(p, n * size, warps, shared_bytes(n, n * size, warps))
     norms, row_bytes = "dis" in bases, 4 * n * size
     column = p.op("cvt.u64.u32", network.column, kind="b64")
