@@ -111,14 +111,14 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(case):
 def test_dropout_drops_what_the_sliced_path_drops(causal):
     query, key, value, weight, grad = tensors(2, 3, 70, 90, 64, 64, 4, torch.bfloat16)
     seed = torch.tensor([-(2**62) - 12345], device="cuda")
-    both = []
-    for kernel, dtype in ((fused, torch.bfloat16), (Sliced(chunked), torch.float64)):
+    found = []
+    for kernel, dtype in ((fused, torch.bfloat16), (Sliced(chunked), torch.bfloat16), (Sliced(chunked), torch.float64)):
         q, k, v, g = (tensor.to(dtype) for tensor in (query, key, value, grad))
         options = (weight.to(accumulation_dtype(dtype)), BOTH, None, causal, 0.3, seed)
         out, log_sum = kernel.attend(q, k, v, *options)
-        both.append([out, *kernel.attend_backward(g, q, k, v, *options, out, log_sum, (True,) * 4)])
-    for a, b in zip(*both, strict=True):
-        assert (a.double() - b).norm() < 0.02 * b.norm()
+        found.append([out, *kernel.attend_backward(g, q, k, v, *options, out, log_sum, (True,) * 4)])
+    for a, b, c in zip(*found, strict=True):
+        assert (a.double() - c).norm() < 2 * (b.double() - c).norm() + 0.02 * c.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -131,7 +131,9 @@ def test_slices_of_full_footprints(dtype):
     ours = results(*given, BOTH, None, False, dtype, kernel)
     theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (dtype, torch.float64))
     for name, a, b, c in zip(("out", "query", "key", "value", "weight"), ours, theirs, exact, strict=True):
-        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 4 * torch.finfo(dtype).eps * c.norm()
+        # The weights are exp(score - log_sum), which rounds relative to the size of the scores.
+        rounding = torch.finfo(dtype).eps * (2 if dtype != torch.float32 else 16)
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + rounding * c.norm()
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
 

@@ -67,7 +67,7 @@ class SoftmaxKernel(Protocol):
         weight: Tensor,
         bases: Sequence[str],
         shift: Tensor,
-        mean: Tensor,
+        mean: Tensor | None,
         need: Need,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes what :meth:`Kernel.score_backward` does for the scores of a softmax.
@@ -78,8 +78,8 @@ class SoftmaxKernel(Protocol):
             query, key, weight, bases, need: as in :meth:`Kernel.score_backward`.
             shift: expanded to ``(N, H, L, S)``, in the accumulation dtype: the log-sum-exp of each query minus the
                 values added to its scores; infinite for a blocked pair.
-            mean: ``(N, H, L, 1)`` in the accumulation dtype. The gradient of a score is its weight times
-                ``grad - mean``.
+            mean: ``(N, H, L, 1)`` in the accumulation dtype, or None: the sum of weights times ``grad``. The gradient
+                of a score is its weight times ``grad - mean``.
         """
         ...
 

@@ -141,7 +141,9 @@ class Sliced:
             part_grad, log_sums = part.of_queries(grad), part.of_queries(log_sum).unsqueeze(-1)
             remaining = call.remaining(part)
             if need[0] or need[1] or need[3]:
-                mean = (part_grad.to(log_sum.dtype) * part.of_queries(out)).sum(-1, keepdim=True)
+                mean = None
+                if out.dtype == log_sum.dtype:  # a rounded readout would reach the gradient of the footprint weights
+                    mean = (part_grad * part.of_queries(out)).sum(-1, keepdim=True)
                 grads, weights = self._score_backward(
                     call, part, part_grad, remaining, log_sums, mean, (need[0], need[1], need[3])
                 )
@@ -166,15 +168,15 @@ class Sliced:
         grad: Tensor,
         remaining: Tensor | None,
         log_sums: Tensor,
-        mean: Tensor,
+        mean: Tensor | None,
         need: Need,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Computes the gradients of query, key and weight, and the weights of the softmax, for one slice.
 
-        ``grad`` is the gradient of the readout, ``mean`` its inner product with the readout.
+        ``grad`` is the gradient of the readout, ``mean`` its inner product with the readout, or None.
         """
         values = per_query_head(part.of_keys(call.value), grad.shape[1])
-        weights_grad = call.drop((grad @ values.mT).to(mean.dtype), remaining)
+        weights_grad = call.drop((grad @ values.mT).to(log_sums.dtype), remaining)
         if isinstance(self.kernel, SoftmaxKernel):
             shift = log_sums.expand_as(weights_grad)
             if call.mask is not None or call.causal:
@@ -182,12 +184,24 @@ class Sliced:
             grads = self.kernel.softmax_backward(weights_grad, *call.scored(part), shift, mean, need)
             return grads, weights_grad
         weights = self._scores(call, part).sub_(log_sums).exp_()
-        score_grad = weights_grad.sub_(mean).mul_(weights)
+        score_grad = softmax_grad(weights, weights_grad, mean)
         return self.kernel.score_backward(score_grad, *call.scored(part), need), weights
 
     def _scores(self, call: _Call, part: _Slice) -> Tensor:
         """Computes the masked scores of a slice in the accumulation dtype."""
         return _masked(self.kernel.score(*call.scored(part)), call, part)
+
+
+def softmax_grad(weights: Tensor, grad: Tensor, mean: Tensor | None) -> Tensor:
+    """Returns the gradient of the scores, given softmax weights and their gradient, which is overwritten.
+
+    ``mean`` is the weighted mean of ``grad`` or, to be computed here, None.
+
+    >>> softmax_grad(torch.tensor([0.25, 0.75]), torch.tensor([1.0, 0.0]), None)
+    tensor([ 0.1875, -0.1875])
+    """
+    mean = (weights * grad).sum(-1, keepdim=True) if mean is None else mean
+    return grad.sub_(mean).mul_(weights)
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:

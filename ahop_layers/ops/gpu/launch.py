@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ahop_layers.ops import chunked, sliced
 from ahop_layers.ops.chunked import Need
-from ahop_layers.ops.gpu import mma, ptx_backward
+from ahop_layers.ops.gpu import ptx_backward
 from ahop_layers.ops.gpu.plan import PTX_NAMES, Plan, backward_plan, runs_ptx, score_plan
 from ahop_layers.ops.gpu.ptx import WARP
 
@@ -120,16 +120,16 @@ def softmax_backward(
     weight: Tensor,
     bases: Sequence[str],
     shift: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     need: Need,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score` behind a softmax; see :class:`ahop_layers.ops.protocols.SoftmaxKernel`.
 
     Where pairs are shifted alike for each query, the kernel that sorts for the gradients computes the weights as well.
     """
-    if shift.stride(-1) != 0 or not _sorts_for_softmax(query, bases, weight.shape[-1]):
+    if mean is None or shift.stride(-1) != 0 or not _sorts_for_softmax(query, bases, weight.shape[-1]):
         weights = score(query, key, weight, bases).sub_(shift).exp_()
-        grads = score_backward(grad.sub_(mean).mul_(weights), query, key, weight, bases, need)
+        grads = score_backward(sliced.softmax_grad(weights, grad, mean), query, key, weight, bases, need)
         grad.copy_(weights)
         return grads
     plan = backward_plan(
@@ -144,9 +144,8 @@ def _sorts_for_softmax(query: Tensor, bases: Sequence[str], blocks: int) -> bool
     """Returns whether a kernel computes weights and gradients with one sort."""
     if not runs_ptx(query.device) or blocks > MOST_SORTED_TWICE:
         return False
-    if query.dtype == torch.float16:  # sorted words have fewer bits than the scores of the forward pass
-        return False
-    return query.dtype == torch.float32 or not mma.serves(blocks, query.shape[-1] // blocks, bases)
+    # In half precision both passes round similarities differently, and the weights would not sum to 1.
+    return query.dtype == torch.float32
 
 
 def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
