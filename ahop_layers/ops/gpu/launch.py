@@ -38,7 +38,7 @@ def unavailable() -> str | None:
     """Returns the reason why this kernel cannot run here, or None if it can."""
     if not _triton_installed():
         return "Triton is not installed"
-    if not torch.cuda.is_available() and not _interpreted():
+    if not (torch.cuda.is_initialized() or torch.cuda.is_available() or _interpreted()):
         return "no CUDA device"
     return None
 
