@@ -99,7 +99,7 @@ class Adaptive(Associator):
             dropout=dropout if self.training else 0.0,
             need_weights=need_weights,
         )
-        return rearrange(output, "n h l e -> n l (h e)"), weights
+        return output.transpose(1, 2).flatten(2), weights
 
 
 class AdaptiveAttention(Adaptive, nn.MultiheadAttention):

@@ -276,7 +276,7 @@ class AdaptiveSimilarity(nn.Module):
 
         The third result is None, or the block of each dimension if the rows are not arranged.
         """
-        gather = self.gathers()[index]
+        gather = getattr(self, f"_gather_{index}", None)
         padded = padding(gather, self.dim)
         if gather is not None:
             query, key = arrange(query, gather), arrange(key, gather) if arranged is None else arranged

@@ -13,13 +13,16 @@ from ahop_layers.ops.gpu import attend_kernels, mma
 from ahop_layers.ops.gpu.attend_backward import ADD_FLOATS, ATTEND_BACKWARD_CONSTRAINTS, STORE_FLOATS, STORE_HALVES
 from ahop_layers.ops.gpu.attend_backward import attend_backward as backward_body
 from ahop_layers.ops.gpu.attend_pairs import Rules
-from ahop_layers.ops.gpu.launch import aligned, attention_kernels, on_device
+from ahop_layers.ops.gpu.launch import aligned, attention_kernels, launches_compiled_kernels, on_device
 from ahop_layers.ops.gpu.mma import ROWS
 from ahop_layers.ops.gpu.mma_gradients import TileExchange
 from ahop_layers.ops.gpu.plan import PTX_NAMES, SHARED_BYTES, runs_ptx
 from ahop_layers.ops.protocols import empty_results
 
 MASK_NAMES = {torch.bool: "u8", **PTX_NAMES}
+
+STATISTICS_ROWS = 64
+"""Queries of a program of the kernel that prepares the backward pass."""
 
 MOST_STRIPS = 2
 """Partial sums of query gradients, each as large as these, that one launch of the backward pass may write."""
@@ -53,12 +56,24 @@ def serves(
     return known and mma.serves(shape.n, shape.size, bases) and shape.width <= mma.MAX_DIMENSIONS
 
 
-class Plan(NamedTuple):
-    """A kernel and its compile-time constants."""
+class Plan:
+    """A kernel with its compile-time constants. Triton specializes it on nothing else, so a device compiles it once."""
 
-    kernel: Any
-    warps: int
-    constants: dict[str, Any]
+    def __init__(self, kernel: Any, warps: int, constants: dict[str, Any]) -> None:
+        self.kernel, self.warps, self.constants = kernel, warps, constants
+        self._values = [constants[name] for name in kernel.arg_names if name in constants]
+        self._compiled: dict[torch.device, Any] = {}
+
+    def launch(self, programs: int, *args: Any) -> None:
+        """Runs the kernel on the device of the first argument."""
+        device = args[0].device
+        with on_device(args[0]):
+            if device in self._compiled:  # Triton's own search for the compiled kernel takes longer than the launch
+                self._compiled[device][(programs, 1, 1)](*args, *self._values)
+                return
+            compiled = self.kernel[(programs,)](*args, **self.constants)
+            if launches_compiled_kernels():
+                self._compiled[device] = compiled
 
 
 @lru_cache(maxsize=None)
@@ -84,6 +99,13 @@ def backward_plan(shape: Shape, bases: tuple[str, ...], dtype: torch.dtype, rule
     constants = _constants(body, ATTEND_BACKWARD_CONSTRAINTS, warps)
     constants |= {"DIM": d, "WIDTH": width, "WEIGHTS": len(bases) * n}
     return Plan(attention_kernels().attend_backward_mma, warps, constants)
+
+
+@lru_cache(maxsize=None)
+def _statistics_plan(width: int, dtype: torch.dtype) -> Plan:  # a dtype has a compiled kernel of its own
+    most = max(16, 1 << (width - 1).bit_length())
+    constants = {"ROWS": STATISTICS_ROWS, "WIDTH": most, "FILLED": most == width}
+    return Plan(attention_kernels().attend_statistics, 4, constants)
 
 
 def _constants(body: str, constraints: str, warps: int) -> dict[str, Any]:
@@ -135,11 +157,11 @@ def attend(
     plan = forward_plan(call.shape, call.bases, call.dtype, call.rules)
     out, log_sum = empty_results(call.query, call.value)
     tiles = -(-call.length // (ROWS * plan.warps))
-    with on_device(query):
-        plan.kernel[(call.batch * call.heads * tiles,)](
-            *call.inputs, out, log_sum, *call.strides, *out.stride()[:3], *call.mask_strides, call.weight.stride(0),
-            call.heads, call.group, call.length, call.count, tiles, call.threshold, call.factor, **plan.constants,
-        )  # fmt: skip
+    plan.launch(
+        call.batch * call.heads * tiles,
+        *call.inputs, out, log_sum, *call.strides, *out.stride()[:3], *call.mask_strides, call.weight.stride(0),
+        call.heads, call.group, call.length, call.count, tiles, call.threshold, call.factor,
+    )  # fmt: skip
     if call.shape.width > value.shape[-1]:
         out = empty_results(query, value)[0].copy_(out[..., : value.shape[-1]])
     return out, log_sum
@@ -176,12 +198,12 @@ def attend_backward(
         part = make(strips, call.batch, call.heads, rows, call.query.shape[-1], device=query.device)
         weights = torch.empty(call.batch, call.heads, strips * plan.warps, *weight.shape[1:], device=query.device)
         mode = STORE_HALVES if chunks == 1 else ADD_FLOATS if start else STORE_FLOATS
-        with on_device(query):
-            plan.kernel[(heads * strips,)](
-                *call.inputs, grad, statistics, part, *outputs, weights, *call.strides, *grad.stride()[:3],
-                *call.mask_strides, call.weight.stride(0), call.heads, call.group, count, start, rows, padded, strips,
-                span, tiles, mode, kind.itemsize, call.threshold, call.factor, **plan.constants,
-            )  # fmt: skip
+        plan.launch(
+            heads * strips,
+            *call.inputs, grad, statistics, part, *outputs, weights, *call.strides, *grad.stride()[:3],
+            *call.mask_strides, call.weight.stride(0), call.heads, call.group, count, start, rows, padded, strips,
+            span, tiles, mode, kind.itemsize, call.threshold, call.factor,
+        )  # fmt: skip
         query_grad[:, :, start : start + rows] = part[0] if strips == 1 else part.sum(0)
         weight_grads.append(weights.sum((0, 2)))
     if call.group > 1:
@@ -203,12 +225,10 @@ def _statistics(grad: Tensor, out: Tensor, log_sum: Tensor, padded: int) -> Tens
     batch, heads, length, width = out.shape
     out = aligned(out, 16)
     statistics = torch.empty(batch, heads, padded, 2, device=out.device)
-    rows, most = 64, max(16, 1 << (width - 1).bit_length())
-    with on_device(out):
-        attention_kernels().attend_statistics[(batch * heads * -(-padded // rows),)](
-            out, grad, log_sum, statistics, *out.stride()[:3], *grad.stride()[:3], heads, length, padded, width,
-            ROWS=rows, WIDTH=most, FILLED=most == width,
-        )  # fmt: skip
+    _statistics_plan(width, out.dtype).launch(
+        batch * heads * -(-padded // STATISTICS_ROWS),
+        out, grad, log_sum, statistics, *out.stride()[:3], *grad.stride()[:3], heads, length, padded, width,
+    )  # fmt: skip
     return statistics
 
 

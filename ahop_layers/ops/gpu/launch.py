@@ -38,7 +38,7 @@ def unavailable() -> str | None:
     """Returns the reason why this kernel cannot run here, or None if it can."""
     if not _triton_installed():
         return "Triton is not installed"
-    if not (torch.cuda.is_initialized() or torch.cuda.is_available() or _interpreted()):
+    if not (torch.cuda.is_initialized() or torch.cuda.is_available() or _interpreted()):  # type: ignore[no-untyped-call]
         return "no CUDA device"
     return None
 
@@ -347,6 +347,14 @@ def attention_kernels() -> Any:
     from ahop_layers.ops.gpu import triton_attend
 
     return triton_attend
+
+
+@lru_cache(maxsize=None)
+def launches_compiled_kernels() -> bool:
+    """Returns whether the kernel that Triton returns from a launch takes all arguments in order for further ones."""
+    import triton
+
+    return not _interpreted() and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 def on_device(tensor: Tensor) -> Any:
