@@ -13,14 +13,15 @@ from ahop_layers.association import Mask, Padded, associate, combine_masks
 from ahop_layers.ops import chunked
 from ahop_layers.ops.attend import attend
 from ahop_layers.ops.backend import choose_attention, has_fused_attention
+from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.ops.sliced import Sliced
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device and Triton")]
 BOTH = ("dis", "dot")
+NAMES = ("out", "query", "key", "value", "weight")
 
 
 def tensors(n, heads, length, count, d, width, blocks, dtype, bases=2, key_heads=None):
@@ -30,12 +31,12 @@ def tensors(n, heads, length, count, d, width, blocks, dtype, bases=2, key_heads
     return query, key, value, torch.randn(heads, bases, blocks, device="cuda") / d, grad
 
 
-def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=None):
+def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=None, dropout=0.0, seed=None):
     """The readout and all gradients, by separate operations in a dtype or by a kernel."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in (query, key, value, weight)]
     if kernel is not None:
         with torch.no_grad():
-            options = (weight, bases, mask, causal, 0.0, None)
+            options = (weight, bases, mask, causal, dropout, seed)
             out, log_sum = kernel.attend(query, key, value, *options)
             grads = kernel.attend_backward(grad, query, key, value, *options, out, log_sum, (True,) * 4)
         return [out, *grads]
@@ -44,8 +45,21 @@ def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=
     scores = ah.adaptive_similarity(inputs[0], keys, inputs[3], bases, backend="reference")
     blocked = mask if mask is not None and mask.dtype == torch.bool else None
     full = Mask(blocked, None if mask is None or blocked is not None else mask, causal)
-    out = ah.Separation()(full.apply(scores)) @ values
+    weights = ah.Separation()(full.apply(scores))
+    if dropout:
+        heads, rows, columns = (
+            torch.arange(size, device="cuda") for size in (scores.shape[:2].numel(), *scores.shape[2:])
+        )
+        weights = weights * kept(seed, heads, rows, columns, dropout).view_as(scores) * scale(dropout)
+    out = weights @ values
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))]
+
+
+def check_errors(ours, theirs, exact, rounding):
+    """The error of each result against float64 is at most twice that of plain PyTorch in its dtype, plus rounding."""
+    for name, a, b, c in zip(NAMES, ours, theirs, exact, strict=True):
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + rounding * c.norm()
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
 
 CASES = {
@@ -101,24 +115,20 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(case):
     ours = results(*given, bases, mask, causal, dtype, kernel)
     again = results(*given, bases, mask, causal, dtype, kernel)
     theirs, exact = (results(*given, bases, mask, causal, kind) for kind in (dtype, torch.float64))
-    for name, a, b, c, d in zip(("out", "query", "key", "value", "weight"), ours, theirs, exact, again, strict=True):
-        assert torch.equal(a, d), f"{name} is not deterministic"
-        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 2 * torch.finfo(dtype).eps * c.norm()
-        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+    for name, a, b in zip(NAMES, ours, again, strict=True):
+        assert torch.equal(a, b), f"{name} is not deterministic"
+    check_errors(ours, theirs, exact, 2 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_dropout_drops_what_the_sliced_path_drops(causal):
-    query, key, value, weight, grad = tensors(2, 3, 70, 90, 64, 64, 4, torch.bfloat16)
-    seed = torch.tensor([-(2**62) - 12345], device="cuda")
-    found = []
-    for kernel, dtype in ((fused, torch.bfloat16), (Sliced(chunked), torch.bfloat16), (Sliced(chunked), torch.float64)):
-        q, k, v, g = (tensor.to(dtype) for tensor in (query, key, value, grad))
-        options = (weight.to(accumulation_dtype(dtype)), BOTH, None, causal, 0.3, seed)
-        out, log_sum = kernel.attend(q, k, v, *options)
-        found.append([out, *kernel.attend_backward(g, q, k, v, *options, out, log_sum, (True,) * 4)])
-    for a, b, c in zip(*found, strict=True):
-        assert (a.double() - c).norm() < 2 * (b.double() - c).norm() + 0.02 * c.norm()
+def test_all_kernels_drop_the_same_weights(causal):
+    torch.manual_seed(0)
+    given = tensors(2, 3, 70, 90, 64, 64, 4, torch.bfloat16)
+    seed, dtype = torch.tensor([-(2**62) - 12345], device="cuda"), torch.bfloat16
+    theirs, exact = (results(*given, BOTH, None, causal, kind, None, 0.3, seed) for kind in (dtype, torch.float64))
+    for kernel in (fused, Sliced(chunked), Sliced(gpu)):
+        ours = results(*given, BOTH, None, causal, dtype, kernel, 0.3, seed)
+        check_errors(ours, theirs, exact, 2 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -130,11 +140,8 @@ def test_slices_of_full_footprints(dtype):
     assert isinstance(kernel, Sliced)
     ours = results(*given, BOTH, None, False, dtype, kernel)
     theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (dtype, torch.float64))
-    for name, a, b, c in zip(("out", "query", "key", "value", "weight"), ours, theirs, exact, strict=True):
-        # The weights are exp(score - log_sum), which rounds relative to the size of the scores.
-        rounding = torch.finfo(dtype).eps * (2 if dtype != torch.float32 else 16)
-        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + rounding * c.norm()
-        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+    # The weights are exp(score - log_sum), which rounds relative to the size of the scores.
+    check_errors(ours, theirs, exact, torch.finfo(dtype).eps * (2 if dtype != torch.float32 else 16))
 
 
 @pytest.mark.parametrize(("d", "width", "blocks"), [(64, 64, 4), (64, 20, 4), (12, 12, 1), (64, 64, 64)])

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import product
-from math import e, log2
 from typing import Any
 
 import torch
@@ -135,7 +134,7 @@ def softmax_backward(
     plan = backward_plan(
         query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), False, torch.float32, True
     )
-    statistics = torch.cat([shift[..., :1] * log2(e), mean], -1)
+    statistics = torch.cat([shift[..., :1], mean], -1)
     query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan, statistics)
     return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad), need)
 

@@ -48,7 +48,7 @@ def score_backward(
     memory. ``may_skip`` skips the sort where the weights are constant; the gradient of the weights is then undefined.
 
     With ``of_softmax``, ``grad`` holds gradients of softmax weights in float32, and is overwritten by the weights.
-    ``statistics`` has two numbers per query: the log-sum-exp of its scores in base 2, and the sum of its weights
+    ``statistics`` has two numbers per query: the log-sum-exp of its scores, and the sum of its weights
     times their gradients. The sort that gives the order also gives the score.
     """
     p = Program()
@@ -208,13 +208,14 @@ def _share(
     p: Program, layout: Layout, sorted_items: Sequence[tuple[Sequence[Item], Sequence[str]]], log_sum: str
 ) -> str:
     """Returns the softmax weight of a pair from the sorted dissimilarities of each base."""
-    score = p.op("mov.b32", 0)
+    negative = p.op("mov.b32", 0)  # the score with its sign inverted
     for items, words in sorted_items:
         for (value, _), word in zip(items, words, strict=True):
-            score = p.op("fma.rn.f32", value, word, score)
+            negative = p.op("fma.rn.f32", value, word, negative)
     for distance in distances(1, layout.group):
-        score = p.op("add.f32", score, p.shuffle(score, distance))
-    exponent = p.op("sub.f32", p.op("mul.f32", score, "0fBFB8AA3B"), log_sum)  # -log2(e)
+        negative = p.op("add.f32", negative, p.shuffle(negative, distance))
+    # Large weights have a score close to the log-sum-exp: their difference is exact, that of multiples is not.
+    exponent = p.op("mul.f32", p.op("add.f32", negative, log_sum), "0fBFB8AA3B")  # -log2(e)
     return p.op("ex2.approx.ftz.f32", exponent)
 
 
