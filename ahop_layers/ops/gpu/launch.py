@@ -23,6 +23,9 @@ IMPLEMENTED_BASES = ("dis", "dot", "l1")
 SCRATCH_BYTES = 64 * 2**20
 """Memory limit of the partial sums of one backward launch."""
 
+ATTENTION_SCRATCH_BYTES = SCRATCH_BYTES // 2
+"""The same within attention, whose slices take memory as well."""
+
 PROGRAMS_PER_SLOT = 8
 """Maximum number of programs in a backward launch per concurrently running warp."""
 
@@ -81,13 +84,19 @@ def score_backward(
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if query.numel() * key.numel() == 0:
         return chunked.score_backward(grad, query, key, weight, bases, need)
+    return _score_backward(grad, query, key, weight, bases, need, SCRATCH_BYTES)
+
+
+def _score_backward(
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need, scratch: int
+) -> tuple[Tensor, Tensor, Tensor]:
     plan = backward_plan(
         query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), not need[2], grad.dtype
     )
     if _filled(query.shape[-2], plan.keys) > 1.1 * _filled(key.shape[-2], plan.keys):
-        key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan)
+        key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan, scratch)
     else:
-        query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan)
+        query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan, scratch)
     return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype)), need)
 
 
@@ -128,14 +137,17 @@ def softmax_backward(
     """
     if mean is None or shift.stride(-1) != 0 or not _sorts_for_softmax(query, bases, weight.shape[-1]):
         weights = score(query, key, weight, bases).sub_(shift).exp_()
-        grads = score_backward(sliced.softmax_grad(weights, grad, mean), query, key, weight, bases, need)
+        score_grad = sliced.softmax_grad(weights, grad, mean)
+        grads = _score_backward(score_grad, query, key, weight, bases, need, ATTENTION_SCRATCH_BYTES)
         grad.copy_(weights)
         return grads
     plan = backward_plan(
         query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), False, torch.float32, True
     )
     statistics = torch.cat([shift[..., :1], mean], -1)
-    query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan, statistics)
+    query_grad, key_grad, weight_grad = _launch_backward(
+        grad, query, key, weight, plan, ATTENTION_SCRATCH_BYTES, statistics
+    )
     return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad), need)
 
 
@@ -218,15 +230,21 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan:
 
 
 def _launch_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, statistics: Tensor | None = None
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    plan: Plan,
+    scratch: int,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes gradients in float32, in launches whose partial sums fit in ``SCRATCH_BYTES``."""
+    """Computes gradients in float32, in launches whose partial sums fit in ``scratch`` bytes."""
     n_blocks, size = weight.shape[-1], query.shape[-1] // weight.shape[-1]
     query, key = _rows(query, plan, n_blocks, PAD_QUERY), _rows(key, plan, n_blocks, PAD_KEY)
     weight = _weights(weight, plan)
-    blocks = list(_backward_blocks(query, key, plan, _scratch(statistics)))
+    blocks = list(_backward_blocks(query, key, plan, scratch))
     if len(blocks) == 1:
-        parts = _launch_backward_block(grad, query, key, weight, plan, statistics)
+        parts = _launch_backward_block(grad, query, key, weight, plan, scratch, statistics)
         query_grad, key_grad = (part[0] if len(part) == 1 else part.sum(0) for part in parts[:2])
         weight_grad = parts[2].sum((0, 1, 2, 4))
     else:
@@ -234,17 +252,12 @@ def _launch_backward(
         weight_grad = torch.zeros(weight.shape, device=grad.device)
         for n, rows in blocks:
             own = None if statistics is None else statistics[n, :, rows].contiguous()
-            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan, own)
+            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan, scratch, own)
             query_grad[n, :, rows] = parts[0].sum(0)
             key_grad[n] += parts[1].sum(0)
             weight_grad += parts[2].sum((0, 1, 2, 4))
     query_grad, key_grad = (_in_order(each, plan, n_blocks, size) for each in (query_grad, key_grad))
     return query_grad, key_grad, weight_grad[..., :n_blocks]
-
-
-def _scratch(statistics: Tensor | None) -> int:
-    """Returns the memory limit of partial sums: less within attention, whose slices take memory as well."""
-    return SCRATCH_BYTES if statistics is None else SCRATCH_BYTES // 2
 
 
 def _backward_blocks(query: Tensor, key: Tensor, plan: Plan, scratch: int) -> Iterator[tuple[slice, slice]]:
@@ -257,7 +270,7 @@ def _backward_blocks(query: Tensor, key: Tensor, plan: Plan, scratch: int) -> It
 
 
 def _launch_backward_block(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, statistics: Tensor | None
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, scratch: int, statistics: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes partial sums of the gradients.
 
@@ -272,7 +285,7 @@ def _launch_backward_block(
     span = max(1, n * heads * tiles // (PROGRAMS_PER_SLOT * slots))
     strips = -(-tiles // span)
     programs = n * heads * strips
-    most_chunks = max(1, _scratch(statistics) // (4 * key.shape[:-1].numel() * d))
+    most_chunks = max(1, scratch // (4 * key.shape[:-1].numel() * d))
     warps = programs * plan.constants["num_warps"]
     rows = _rows_per_program(length, warps, query.device, plan, most_chunks)
     chunks = -(-length // rows)
