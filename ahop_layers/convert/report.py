@@ -11,7 +11,7 @@ from torch import nn
 from ahop_layers.ops.gpu.networks import sorting_network
 from ahop_layers.similarity import AdaptiveSimilarity, LazyAdaptiveSimilarity
 
-MEASURED_TIMES = ((0, 1.0), (5, 2.4), (10, 3.0), (19, 3.7), (38, 6.7), (126, 29.1), (1086, 73.1))
+MEASURED_TIMES = ((0, 1.0), (5, 2.1), (10, 3.0), (19, 3.7), (38, 6.7), (126, 28.9), (1086, 72.2))
 """Comparisons for one query-key pair and head, and the time of attention relative to the fused dot product.
 
 Measured on an H200 by ``python -m benchmarks.vit --parts attention``: forward with 1024 images, 6 heads of 64
