@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops import chunked, sliced
+from ahop_layers.ops import sliced
 from ahop_layers.ops.attend import attend
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.separation import Separation
@@ -121,45 +121,6 @@ def test_a_row_of_very_low_additive_masks_keeps_its_weights(low, dtype, causal):
 def test_an_empty_batch_with_shared_keys():
     query, key, value, weight = problem(grad=False)
     assert attend(query[:0], key[:1], value[:1], weight, BASES).shape == (0, H, L, E)
-
-
-class Weighing:
-    """A kernel whose backward pass computes weights from the scores it sorts."""
-
-    score, score_backward = staticmethod(chunked.score), staticmethod(chunked.score_backward)
-
-    def __init__(self):
-        self.calls = 0
-
-    def softmax(self, *args):
-        return sliced.softmax(*args)
-
-    def softmax_backward(self, grad, query, key, weight, bases, shift, mean, need):
-        self.calls += 1
-        assert grad.is_contiguous()
-        assert shift.shape == grad.shape
-        weights = (chunked.score(query, key, weight, bases) - shift).exp()
-        score_grad = weights * (grad - mean)
-        grad.copy_(weights)
-        return chunked.score_backward(score_grad, query, key, weight, bases, need)
-
-
-@pytest.mark.parametrize("scratch", [2**20, 2000])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("name", ["none", "all", "float", "half"])
-def test_a_kernel_that_computes_weights_in_its_backward_pass(name, causal, dropout, scratch, monkeypatch):
-    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
-    query, key, value, weight = problem(key_heads=2, grad=False)
-    inputs = (query, key, value, weight, BASES, masks()[name], causal, dropout)
-    inputs += (torch.tensor([5]) if dropout else None,)
-    plain, weighing = sliced.Sliced(chunked), Weighing()
-    saved = plain.attend(*inputs)
-    for need in ((True,) * 4, (True, False, False, True), (False, False, True, False)):
-        expected = plain.attend_backward(torch.ones_like(saved[0]), *inputs, *saved, need)
-        found = sliced.Sliced(weighing).attend_backward(torch.ones_like(saved[0]), *inputs, *saved, need)
-        torch.testing.assert_close(found, expected)
-    assert weighing.calls
 
 
 def test_gradcheck():

@@ -474,9 +474,6 @@ def test_ptx_assembles(d, n, dtype, tmp_path):
             sizes = (n, d // n, d, BOTH, dtype, 4, rules)
             bodies[attend_kernels.attend(*sizes)] = attend_kernels.ATTEND_CONSTRAINTS
             bodies[attend_backward.attend_backward(*sizes)] = attend_backward.ATTEND_BACKWARD_CONSTRAINTS
-    else:
-        attends = ptx_backward.score_backward(backward, n, BOTH, dtype, 1, half, of_softmax=True)
-        bodies[attends] = ptx_backward.BACKWARD_CONSTRAINTS
     for body, constraints in bodies.items():
         for index, kind in reversed(list(enumerate(constraints.split(",")))):
             body = body.replace(f"${index}", f"operand{index}_{kind[-1]}")

@@ -53,34 +53,10 @@ class Kernel(Protocol):
 
 @runtime_checkable
 class SoftmaxKernel(Protocol):
-    """Interface of a kernel that computes softmax, and whose backward pass computes its weights from what it sorts."""
+    """Interface of a kernel that also computes softmax."""
 
     def softmax(self, scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
         """Computes what :func:`ahop_layers.ops.sliced.softmax` does, from contiguous scores."""
-        ...
-
-    def softmax_backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        shift: Tensor,
-        mean: Tensor | None,
-        need: Need,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes what :meth:`Kernel.score_backward` does for the scores of a softmax.
-
-        Args:
-            grad: ``(N, H, L, S)`` in the accumulation dtype, contiguous: the gradient of the weights. The kernel
-                overwrites it with the weights ``exp(score - shift)``.
-            query, key, weight, bases, need: as in :meth:`Kernel.score_backward`.
-            shift: expanded to ``(N, H, L, S)``, in the accumulation dtype: the log-sum-exp of each query minus the
-                values added to its scores; infinite for a blocked pair.
-            mean: ``(N, H, L, 1)`` in the accumulation dtype, or None: the sum of weights times ``grad``. The gradient
-                of a score is its weight times ``grad - mean``.
-        """
         ...
 
 

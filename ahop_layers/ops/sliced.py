@@ -177,12 +177,6 @@ class Sliced:
         """
         values = per_query_head(part.of_keys(call.value), grad.shape[1])
         weights_grad = call.drop((grad @ values.mT).to(log_sums.dtype), remaining)
-        if isinstance(self.kernel, SoftmaxKernel):
-            shift = log_sums.expand_as(weights_grad)
-            if call.mask is not None or call.causal:
-                shift = shift - _masked(torch.zeros_like(weights_grad), call, part)
-            grads = self.kernel.softmax_backward(weights_grad, *call.scored(part), shift, mean, need)
-            return grads, weights_grad
         weights = self._scores(call, part).sub_(log_sums).exp_()
         score_grad = softmax_grad(weights, weights_grad, mean)
         return self.kernel.score_backward(score_grad, *call.scored(part), need), weights

@@ -20,17 +20,11 @@ MAX_DIMENSIONS = 1024
 IMPLEMENTED_BASES = ("dis", "dot", "l1")
 """Kernels treat a base other than ``dis`` and ``dot`` as ``l1``, so :func:`serves` rejects bases not listed here."""
 
-SCRATCH_BYTES = 64 * 2**20
+SCRATCH_BYTES = 32 * 2**20
 """Memory limit of the partial sums of one backward launch."""
-
-ATTENTION_SCRATCH_BYTES = SCRATCH_BYTES // 2
-"""The same within attention, whose slices take memory as well."""
 
 PROGRAMS_PER_SLOT = 8
 """Maximum number of programs in a backward launch per concurrently running warp."""
-
-MOST_SORTED_TWICE = 128
-"""The largest number of blocks of which a kernel keeps the sorted similarities of two bases."""
 
 PAD_QUERY, PAD_KEY = -1e19, 1e18
 """Values of padding dimensions: less similar than all others in every base, so they sort last."""
@@ -84,19 +78,13 @@ def score_backward(
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if query.numel() * key.numel() == 0:
         return chunked.score_backward(grad, query, key, weight, bases, need)
-    return _score_backward(grad, query, key, weight, bases, need, SCRATCH_BYTES)
-
-
-def _score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need, scratch: int
-) -> tuple[Tensor, Tensor, Tensor]:
     plan = backward_plan(
         query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), not need[2], grad.dtype
     )
     if _filled(query.shape[-2], plan.keys) > 1.1 * _filled(key.shape[-2], plan.keys):
-        key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan, scratch)
+        key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan)
     else:
-        query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan, scratch)
+        query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan)
     return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype)), need)
 
 
@@ -119,44 +107,6 @@ def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, T
             scores, weights, log_sum, log_sum.numel(), scores.shape[-1], ROWS=rows, BLOCK=256
         )
     return weights, log_sum
-
-
-def softmax_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    shift: Tensor,
-    mean: Tensor | None,
-    need: Need,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of :func:`score` behind a softmax; see :class:`ahop_layers.ops.protocols.SoftmaxKernel`.
-
-    Where pairs are shifted alike for each query, the kernel that sorts for the gradients computes the weights as well.
-    """
-    if mean is None or shift.stride(-1) != 0 or not _sorts_for_softmax(query, bases, weight.shape[-1]):
-        weights = score(query, key, weight, bases).sub_(shift).exp_()
-        score_grad = sliced.softmax_grad(weights, grad, mean)
-        grads = _score_backward(score_grad, query, key, weight, bases, need, ATTENTION_SCRATCH_BYTES)
-        grad.copy_(weights)
-        return grads
-    plan = backward_plan(
-        query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), False, torch.float32, True
-    )
-    statistics = torch.cat([shift[..., :1], mean], -1)
-    query_grad, key_grad, weight_grad = _launch_backward(
-        grad, query, key, weight, plan, ATTENTION_SCRATCH_BYTES, statistics
-    )
-    return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad), need)
-
-
-def _sorts_for_softmax(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-    """Returns whether a kernel computes weights and gradients with one sort."""
-    if not runs_ptx(query.device) or blocks > MOST_SORTED_TWICE:
-        return False
-    # In half precision both passes round similarities differently, and the weights would not sum to 1.
-    return query.dtype == torch.float32
 
 
 def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
@@ -230,29 +180,22 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan:
 
 
 def _launch_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    plan: Plan,
-    scratch: int,
-    statistics: Tensor | None = None,
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes gradients in float32, in launches whose partial sums fit in ``scratch`` bytes."""
+    """Computes gradients in float32, in launches whose partial sums fit in ``SCRATCH_BYTES``."""
     n_blocks, size = weight.shape[-1], query.shape[-1] // weight.shape[-1]
     query, key = _rows(query, plan, n_blocks, PAD_QUERY), _rows(key, plan, n_blocks, PAD_KEY)
     weight = _weights(weight, plan)
-    blocks = list(_backward_blocks(query, key, plan, scratch))
+    blocks = list(_backward_blocks(query, key, plan))
     if len(blocks) == 1:
-        parts = _launch_backward_block(grad, query, key, weight, plan, scratch, statistics)
+        parts = _launch_backward_block(grad, query, key, weight, plan)
         query_grad, key_grad = (part[0] if len(part) == 1 else part.sum(0) for part in parts[:2])
         weight_grad = parts[2].sum((0, 1, 2, 4))
     else:
         query_grad, key_grad = (torch.zeros(each.shape, device=grad.device) for each in (query, key))
         weight_grad = torch.zeros(weight.shape, device=grad.device)
         for n, rows in blocks:
-            own = None if statistics is None else statistics[n, :, rows].contiguous()
-            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan, scratch, own)
+            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan)
             query_grad[n, :, rows] = parts[0].sum(0)
             key_grad[n] += parts[1].sum(0)
             weight_grad += parts[2].sum((0, 1, 2, 4))
@@ -260,17 +203,17 @@ def _launch_backward(
     return query_grad, key_grad, weight_grad[..., :n_blocks]
 
 
-def _backward_blocks(query: Tensor, key: Tensor, plan: Plan, scratch: int) -> Iterator[tuple[slice, slice]]:
+def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[slice, slice]]:
     """Yields slices over N and L, as large as the partial sums of the query gradient allow."""
     n, heads, length, d = query.shape
-    room = max(1, scratch // (4 * d * heads * -(-key.shape[-2] // plan.keys)))
+    room = max(1, SCRATCH_BYTES // (4 * d * heads * -(-key.shape[-2] // plan.keys)))
     step = min(length, room)
     outer = max(1, min(n, room // step))
     return product(*([slice(i, i + by) for i in range(0, size, by)] for size, by in ((n, outer), (length, step))))
 
 
 def _launch_backward_block(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, scratch: int, statistics: Tensor | None
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes partial sums of the gradients.
 
@@ -285,7 +228,7 @@ def _launch_backward_block(
     span = max(1, n * heads * tiles // (PROGRAMS_PER_SLOT * slots))
     strips = -(-tiles // span)
     programs = n * heads * strips
-    most_chunks = max(1, scratch // (4 * key.shape[:-1].numel() * d))
+    most_chunks = max(1, SCRATCH_BYTES // (4 * key.shape[:-1].numel() * d))
     warps = programs * plan.constants["num_warps"]
     rows = _rows_per_program(length, warps, query.device, plan, most_chunks)
     chunks = -(-length // rows)
@@ -296,7 +239,6 @@ def _launch_backward_block(
     )
     strides = (*grad.stride(), *query.stride()[:3], *key.stride()[:3], weight.stride(0))
     sizes = [] if "BODY" in plan.constants else [weight.shape[-1], d // weight.shape[-1]]
-    given = [parts[2] if statistics is None else statistics] if "BODY" in plan.constants else []
     with on_device(query):
         plan.kernel[(programs, chunks)](
             grad,
@@ -304,7 +246,6 @@ def _launch_backward_block(
             key,
             weight,
             *parts,
-            *given,
             *strides,
             heads,
             length,

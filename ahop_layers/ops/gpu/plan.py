@@ -84,12 +84,10 @@ def backward_plan(
     bases: tuple[str, ...],
     may_skip: bool,
     grad: torch.dtype,
-    of_softmax: bool = False,
 ) -> Plan:
     """Returns the plan of the backward pass; ``grad`` is the dtype of the scores' gradient.
 
-    ``may_skip`` says that the gradient of the weights is not needed, ``of_softmax`` that ``grad`` holds gradients of
-    softmax weights.
+    ``may_skip`` says that the gradient of the weights is not needed.
     """
     kernels = _kernels()
     if not runs_ptx(device):
@@ -111,9 +109,7 @@ def backward_plan(
         if each <= shares and ptx_backward.shared_bytes(layout, len(bases), each) <= SHARED_BYTES
     )
     tagged = n == d and dtype != torch.float32
-    body = ptx_backward.score_backward(
-        layout, n, bases, PTX_NAMES[dtype], warps, tagged, may_skip, PTX_NAMES[grad], of_softmax
-    )
+    body = ptx_backward.score_backward(layout, n, bases, PTX_NAMES[dtype], warps, tagged, may_skip, PTX_NAMES[grad])
     constants = {
         "BODY": body,
         "CONSTRAINTS": ptx_backward.BACKWARD_CONSTRAINTS,

@@ -20,7 +20,7 @@ TAG_BITS = 10
 
 BACKWARD_ARGUMENTS = (
     "key", "key_stride", "query", "query_stride", "weight", "grad", "grad_stride", "grad_key_stride",
-    "key_grad", "query_grad", "weight_grad", "number", "count", "statistics",
+    "key_grad", "query_grad", "weight_grad", "number", "count",
 )  # fmt: skip
 BACKWARD_CONSTRAINTS = "=r," + "l," * len(BACKWARD_ARGUMENTS) + "r,r"
 
@@ -35,7 +35,6 @@ def score_backward(
     tagged_words: bool = False,
     may_skip: bool = False,
     grad_dtype: str = "f32",
-    of_softmax: bool = False,
 ) -> str:
     """Computes gradients: a warp keeps a tile of keys in registers and loops over queries, then tiles.
 
@@ -46,10 +45,6 @@ def score_backward(
 
     Several ``warps`` process the same queries with different keys and add up the gradients of the queries in shared
     memory. ``may_skip`` skips the sort where the weights are constant; the gradient of the weights is then undefined.
-
-    With ``of_softmax``, ``grad`` holds gradients of softmax weights in float32, and is overwritten by the weights.
-    ``statistics`` has two numbers per query: the log-sum-exp of its scores, and the sum of its weights
-    times their gradients. The sort that gives the order also gives the score.
     """
     p = Program()
     arguments, (all_rows, tiles) = read_arguments(p, BACKWARD_ARGUMENTS, 2)
@@ -58,10 +53,10 @@ def score_backward(
     slots_bytes = _slot(layout.chunk, len(bases), 0)
     scratch = p.op("mad.lo.u32", warp, slots_bytes, p.op("mov.u32", "scratch"))
     column = p.op("mad.lo.u32", lane, 4, scratch)
-    chunk, looped = layout.chunk, n > MAX_UNROLLED and not of_softmax
+    chunk, looped = layout.chunk, n > MAX_UNROLLED
     row_bytes, weight_bytes = 4 * layout.dims, 4 * layout.blocks
     flat = None
-    if may_skip and n >= MIN_SKIPPED and not of_softmax:
+    if may_skip and n >= MIN_SKIPPED:
         flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane)
     # Lanes that share blocks read the derivatives from the columns of all of them.
     first_column = p.op("mad.lo.u32", p.op("and.b32", lane, WARP - layout.split), 4, scratch)
@@ -89,18 +84,15 @@ def score_backward(
     query = p.op("mov.b64", arguments["query"], kind="b64")
     row_place = p.op("mov.b64", arguments["query_grad"], kind="b64")
     rows = p.op("mov.b32", all_rows)
-    statistics = p.op("mov.b64", arguments["statistics"], kind="b64")
 
     p.label("ROW")
     grad = p.load_or_zero(grad_place, grad_dtype, valid)
-    log_sum, mean = p.load_vector(statistics, [p.new(), p.new()]) if of_softmax else ("", "")
     against = p.op("neg.f32", grad)  # derivative of the loss with respect to a weighted dissimilarity
     row_sums = p.op("add.s64", row_place, sums.offset, kind="b64")
     before: list[str] = []
     if warps == 1:  # loaded early, to be added after the sort
         stored = p.op("and.pred", sums.first, again, kind="pred")
         before = p.load_units(row_sums, sums.count, stored, sums.unit, sums.step)
-    sorted_items: list[tuple[list[Item], list[str]]] = []  # of each base, with the weights of these positions
     weight, region = p.op("mov.b64", arguments["weight"], kind="b64"), p.op("mov.b32", 0)
     row = load_dimensions(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
 
@@ -118,10 +110,7 @@ def score_backward(
         words = p.load_words(weight, chunk)
         for (_, place), word in zip(items, words, strict=True):
             p.do("st.shared.b32", f"[{place}]", word)
-        if of_softmax:
-            sorted_items.append((items, words))
-        else:
-            p.switch(left, [partial(_add_products, p, against, items, weight_grads[index]) for index in indices])
+        p.switch(left, [partial(_add_products, p, against, items, weight_grads[index]) for index in indices])
         p.do("add.u32", region, region, _slot(chunk, 1, 0))
         p.do("add.s64", weight, weight, weight_bytes)
 
@@ -137,15 +126,6 @@ def score_backward(
         p.either(flat.holds, partial(deliver_constants, flat), deliver_sorted)
     else:
         deliver_sorted()
-    if of_softmax:
-        share = _share(p, layout, sorted_items, log_sum)
-        first = p.op("setp.eq.u32", part, 0, kind="pred")
-        p.do(f"@{p.op('and.pred', first, valid, kind='pred')} st.global.b32", f"[{grad_place}]", share)
-        grad = p.op("selp.b32", p.op("mul.f32", share, p.op("sub.f32", grad, mean)), 0, valid)
-        against = p.op("neg.f32", grad)
-        for (items, _), totals in zip(sorted_items, weight_grads, strict=True):
-            _add_products(p, against, items, totals)
-        p.do("add.s64", statistics, statistics, 8)
     p.do("bar.warp.sync", "0xffffffff")
     queries = row or load_dimensions(p, layout, query, dtype)
     query_grads = []
@@ -202,21 +182,6 @@ def grad_unit(layout: Layout) -> int:
 def _add_products(p: Program, factor: str, items: Sequence[Item], totals: Sequence[str]) -> None:
     for total, (value, _) in zip(totals, items, strict=True):
         p.do("fma.rn.f32", total, factor, value, total)
-
-
-def _share(
-    p: Program, layout: Layout, sorted_items: Sequence[tuple[Sequence[Item], Sequence[str]]], log_sum: str
-) -> str:
-    """Returns the softmax weight of a pair from the sorted dissimilarities of each base."""
-    negative = p.op("mov.b32", 0)  # the score with its sign inverted
-    for items, words in sorted_items:
-        for (value, _), word in zip(items, words, strict=True):
-            negative = p.op("fma.rn.f32", value, word, negative)
-    for distance in distances(1, layout.group):
-        negative = p.op("add.f32", negative, p.shuffle(negative, distance))
-    # Large weights have a score close to the log-sum-exp: their difference is exact, that of multiples is not.
-    exponent = p.op("mul.f32", p.op("add.f32", negative, log_sum), "0fBFB8AA3B")  # -log2(e)
-    return p.op("ex2.approx.ftz.f32", exponent)
 
 
 def _slot(chunk: int, index: int, slot: int) -> int:

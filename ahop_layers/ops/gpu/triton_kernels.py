@@ -21,7 +21,6 @@ shape_free = triton.jit(
         "query_grad",
         "key_grad",
         "weight_grad",
-        "statistics",
     ],
 )
 
@@ -96,7 +95,7 @@ def score_ptx(
 
 @shape_free
 def score_backward_ptx(
-    grad, query, key, weight, query_grad, key_grad, weight_grad, statistics,
+    grad, query, key, weight, query_grad, key_grad, weight_grad,
     gn: tl.int64, gh: tl.int64, gl: tl.int64, gs: tl.int64,
     qn: tl.int64, qh: tl.int64, ql: tl.int64, kn: tl.int64, kh: tl.int64, ks: tl.int64, wh: tl.int64,
     heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, span: tl.int64,
@@ -136,7 +135,6 @@ def score_backward_ptx(
             (weight_grad + (program * WARPS + thread // 32) * (BASES * GROUP * CHUNK)).to(tl.int64),
             (strip * span * KEYS).to(tl.int64),
             count,
-            (statistics + (head * length + start) * 2).to(tl.int64),
             tl.minimum(rows, length - start).to(tl.int32),
             tl.minimum(span, tiles - strip * span).to(tl.int32),
         ],
