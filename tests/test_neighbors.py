@@ -106,6 +106,24 @@ def test_training_on_a_variant_helps_with_its_corruption():
     assert robust.score(queries, target) > plain.score(queries, target) + 0.1
 
 
+@pytest.mark.parametrize("standardize", [True, False])
+def test_a_variant_receives_standardized_rows(standardize):
+    seen = []
+
+    def record(origin, generator):
+        seen.append(origin)
+        return origin
+
+    settings = {**FAST, "batch_size": 2000, "epochs": 3, "standardize": standardize}
+    model = AdaptiveNeighborsClassifier(**settings, variant=ah.variants.Custom(record)).fit(X, Y)
+    rows = torch.cat(seen).double()
+    mean, std = (torch.zeros(4), torch.ones(4)) if standardize else (torch.tensor(X.mean(0)), torch.tensor(X.std(0)))
+    torch.testing.assert_close(rows.mean(0), mean.double(), atol=0.1, rtol=0)
+    torch.testing.assert_close(rows.std(0), std.double(), atol=0.1, rtol=0)
+    plain = AdaptiveNeighborsClassifier(**settings).fit(X, Y)
+    np.testing.assert_allclose(model.history_, plain.history_, rtol=1e-4)
+
+
 @pytest.mark.parametrize("blocks", [2, np.array([0, 1, 1, 0]), [None, 2], ah.Blocks(2, normalize=True)], ids=str)
 def test_blocks_and_copies(blocks):
     model = AdaptiveNeighborsClassifier(**FAST, bases=("dis", "dot"), blocks=blocks).fit(X, Y)

@@ -17,7 +17,7 @@ from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops.reference import check_bases
 from ahop_layers.tabular.base import Array, ClassPredictions, TabularEstimator, is_integer
 from ahop_layers.tabular.network import Encoding
-from ahop_layers.variants import Mixed, Variant
+from ahop_layers.variants import Custom, Mixed, Variant
 
 TOTAL_VARIANCE = 8.0
 """Variance of a standardized row, the sum over its features: distances then do not grow with their number."""
@@ -34,10 +34,11 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         bases: base similarities of the adaptive similarity, which is initialized to the first.
         blocks: similarities are summed over blocks of features before they are sorted; see
             :class:`~ahop_layers.AdaptiveSimilarity`. ``None`` makes every feature a block.
-        variant: a variant of :mod:`ahop_layers.variants` that corrupts the standardized rows during training, for
-            queries with errors or missing values. ``None`` trains on the rows as they are.
-        standardize: whether to shift each feature to mean 0 and scale it to variance ``8 / features``. If False, rows
-            are compared in their own units.
+        variant: a variant of :mod:`ahop_layers.variants` that corrupts rows during training, for queries with errors or
+            missing values. It receives features of mean 0 and variance 1 if ``standardize`` is True. ``None`` trains on
+            the rows as they are.
+        standardize: whether to shift each feature to mean 0 and scale it to an equal variance. If False, rows are
+            compared in their own units.
         epochs: number of training steps; each draws ``batch_size`` rows at random.
         batch_size: rows per step. A step scores each of them against all stored rows.
         learning_rate: maximum learning rate of Adam. It rises for a tenth of the steps, then falls to zero.
@@ -107,9 +108,14 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
             init=self.bases[0],
             blocks=self.blocks,
         )
-        variant = Mixed() if self.variant is None else self.variant  # without arguments, rows are unchanged
         history = memory.fit(
-            variant, int(self.epochs), self.learning_rate, int(self.batch_size), bool(self.verbose), seed, "label"
+            self._scaled_variant(features.shape[1]),
+            epochs=int(self.epochs),
+            lr=self.learning_rate,
+            batch=int(self.batch_size),
+            progress=bool(self.verbose),
+            seed=seed,
+            by="label",
         )
         # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
         # unpickled on a machine without that device.
@@ -169,8 +175,19 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         if not self.standardize:
             return Encoding(torch.arange(dim), rows.new_zeros(dim), rows.new_ones(dim), (-math.inf, math.inf))
         encoding = Encoding.standard(rows, rows.new_ones(len(rows)))
-        encoding.rate *= math.sqrt(TOTAL_VARIANCE / dim)
+        encoding.rate *= self._deviation(dim)
         return encoding
+
+    def _deviation(self, dim: int) -> float:
+        """Standard deviation of a stored feature, relative to the features that a variant receives."""
+        return math.sqrt(TOTAL_VARIANCE / dim) if self.standardize else 1.0
+
+    def _scaled_variant(self, dim: int) -> Variant:
+        """The variant as a corruption of stored rows ``(n, dim)``."""
+        variant, deviation = self.variant, self._deviation(dim)
+        if variant is None:
+            return Mixed()  # leaves rows unchanged
+        return Custom(lambda origin, generator: variant.corrupt(origin / deviation, generator) * deviation)
 
     def _check_parameters(self) -> None:
         check_bases(self.bases)
