@@ -13,7 +13,7 @@ from ahop_layers import errors
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import fit as fit_module
 from ahop_layers.memory import memory as memory_module
-from ahop_layers.memory.fit import estimate_bias
+from ahop_layers.memory.fit import best_inverse_temperature, estimate_bias, retrieval_batches
 from ahop_layers.memory.kernel import KernelModulation, crowding
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
@@ -303,6 +303,131 @@ def test_fits_with_and_without_noise(variant, share):
     memory.fit(variant, epochs=150, batch=64, progress=False)
     limit = (variant.most_likely(query, patterns) == index).double().mean().item()
     assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
+
+
+def embeddings(seed, scale=1.0, count=200, pairs=1500):
+    """Unit vectors, and noisy queries with most dimensions erased; all multiplied by ``scale``."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.nn.functional.normalize(torch.randn(count, 48, generator=generator), dim=-1)
+    index = torch.randint(count, (pairs + 500,), generator=generator)
+    query = patterns[index] + 0.5 * torch.randn(len(index), 48, generator=generator) / 48**0.5
+    query = scale * query * (torch.rand(query.shape, generator=generator) >= 0.7)
+    return scale * patterns, (index[:pairs], query[:pairs]), (index[pairs:], query[pairs:])
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"debias": True}, {"bases": ("l1", "dot")}, {"bases": ("dis", "l1"), "init": "l1"}, {"prior": True}],
+)
+def test_the_scale_of_the_data_does_not_change_what_a_fit_finds(keywords):
+    found = []
+    for scale in (1.0, 2.0**-10, 2.0**10):  # powers of 2, so that rounding is the same
+        patterns, pairs, (index, query) = embeddings(0, scale)
+        memory = AssociativeMemory.preset("A-Hop", patterns, **keywords)
+        before = (memory.recall(query) == index).double().mean()
+        memory.fit(pairs, epochs=5, batch=256, progress=False)
+        found.append(memory.recall(query))
+        assert (found[-1] == index).double().mean() > before + 0.02
+        assert retrieval_accuracy(memory, index, query) == pytest.approx(
+            (found[-1] == index).double().mean().item(), abs=0.02
+        )
+    for other in found[1:]:
+        assert (other == found[0]).double().mean() >= 0.99
+
+
+def test_the_inverse_temperature_minimizes_the_loss():
+    index = torch.randint(6, (3000,))
+    scores = torch.randn(3000, 6)
+    scores[torch.arange(3000), index] += 1.0  # the log-likelihood ratio of a shift of 1 is the score itself
+    for factor in (1e-6, 1.0, 1e6):
+        beta = best_inverse_temperature(factor * scores, index)
+        assert 0.7 < (factor * beta).item() < 1.1
+    assert best_inverse_temperature(torch.zeros(4, 3), torch.zeros(4).long()).isfinite()
+    assert best_inverse_temperature(torch.eye(4), torch.arange(4)).item() < 100  # a loss without a minimum
+
+
+def test_beta_multiplies_the_scores_in_separation_loss_and_energy():
+    patterns, x = uniform(8, 5), uniform(3, 5)
+    for name in ("M-Hop", "S-Hop", "K-Hop", "K2-Hop", "A-Hop"):
+        memory = AssociativeMemory.preset(name, patterns, beta=3.0)
+        plain = AssociativeMemory.preset(name, patterns)
+        assert torch.equal(memory.scores(x), plain.scores(x))
+        torch.testing.assert_close(memory.retrieve(x), plain.separation(3 * plain.scores(x)) @ patterns)
+    memory, plain = (AssociativeMemory.preset("A-Hop", patterns, beta=beta) for beta in (3.0, None))
+    torch.testing.assert_close(memory.energy(x), -(3 * plain.scores(x)).logsumexp(-1) / 3)
+    assert plain.beta == 1
+    index = torch.tensor([0, 1, 2])
+    expected = torch.nn.functional.cross_entropy(3 * plain.scores(x), index)
+    torch.testing.assert_close(memory._loss((index, x)), expected)
+
+
+@pytest.mark.parametrize("name", ["M-Hop", "S-Hop"])
+def test_energies_fall_at_any_inverse_temperature(name):
+    patterns = uniform(30, 6)
+    for beta in (0.3, 4.0):
+        memory, x = AssociativeMemory.preset(name, patterns, beta=beta), uniform(20, 6)
+        assert (memory.energy(memory.retrieve(x)) <= memory.energy(x) + 1e-9).all()
+
+
+def test_a_fit_keeps_a_given_beta_and_sets_a_missing_one():
+    patterns, pairs, _ = embeddings(0, count=50, pairs=400)
+    for beta in (None, 2.0):
+        memory = AssociativeMemory.preset("A-Hop", patterns, beta=beta)
+        memory.fit(pairs, epochs=2, batch=128, progress=False)
+        assert (memory.beta == 2.0).item() == (beta == 2.0)
+
+
+def test_old_checkpoints_have_the_inverse_temperature_one():
+    memory = AssociativeMemory.preset("M-Hop", uniform(5, 3), beta=4.0)
+    state = memory.state_dict()
+    other = AssociativeMemory(uniform(5, 3))
+    other.load_state_dict(state)
+    assert other.beta == 4
+    del state["beta"]
+    other.load_state_dict(state)
+    assert other.beta == 1
+    assert "beta" not in state
+    pickled = other.__getstate__()
+    pickled["_buffers"].pop("beta")
+    pickled.pop("_fits_beta")
+    old = AssociativeMemory.__new__(AssociativeMemory)
+    old.__setstate__(pickled)
+    assert old.beta == 1
+    assert old._fits_beta
+
+
+def test_a_fit_holds_queries_out_and_keeps_the_best_parameters():
+    patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
+    batches = retrieval_batches((index, query), patterns, 1, 128, torch.Generator().manual_seed(0))
+    drawn = torch.cat([rows for _, rows in batches.draws])
+    assert (len(drawn), len(batches.held_out[1]), batches.steps) == (900, 100, 8)
+    assert not (drawn[:, None] == batches.held_out[1]).all(-1).any()
+    few = retrieval_batches((index[:100], query[:100]), patterns, 1, 128, torch.Generator())
+    assert len(next(few.draws)[0]) == len(few.held_out[0]) == 100
+    memory = AssociativeMemory.preset("A-Hop", patterns)
+    seen, original = [], memory._loss
+    held = retrieval_batches((index, query), patterns, 1, 128, fit_module.seeded_generator(patterns.device, 0)).held_out
+
+    def recorded(batch):
+        loss = original(batch)
+        if not loss.requires_grad:
+            seen.append(loss.item())
+        return loss
+
+    memory._loss = recorded
+    memory.fit((index, query), epochs=10, batch=128, progress=False, lr=0.2)  # so large that the loss rises at times
+    assert 10 <= len(seen) <= 13
+    assert min(seen) < seen[0]
+    assert original(held).item() == pytest.approx(min(seen), rel=1e-4)
+
+
+def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter():
+    patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
+    memory, x = AssociativeMemory.preset("A-Hop", patterns), query[:5]
+    before = memory.scores(x)
+    with pytest.warns(UserWarning, match="fit did not improve the loss of the held-out queries"):
+        memory.fit((index, query), epochs=5, batch=64, progress=False, lr=100.0)
+    torch.testing.assert_close(memory.scores(x), before)
 
 
 def test_an_interrupted_fit_leaves_a_usable_memory():
@@ -606,7 +731,7 @@ def test_recall_needs_little_memory_beside_the_patterns(kind):
         (lambda p: AssociativeMemory(p, objective="separation"), "needs a KernelModulation, got NoneType"),
         (lambda p: AssociativeMemory(p, objective="speed"), "objective must be one of retrieval, separation"),
         (lambda p: AssociativeMemory.preset("Z-Hop", p), "name must be one of Hop, D-Hop"),
-        (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes .* prior, check, got debias"),
+        (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes .* prior, check, beta, got debias"),
         (lambda p: AssociativeMemory(p).scores(p[:, :3]), r"x must be \(..., d\) with d = 4, got \(6, 3\)"),
         (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be .* at least 1, got 0"),
         (lambda p: AssociativeMemory(p).fit(Noisy(0.1)), "must have trainable parameters, got none"),

@@ -1,5 +1,6 @@
 """AssociativeMemory: retrieval from stored patterns Xi by ``y = Xi sep(sim(mod(Xi), x))``."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from ahop_layers.errors import (
     check_choice,
     check_finite_rows,
     check_floating,
+    check_numbers,
     check_patterns,
     check_sizes,
     describe,
@@ -19,16 +21,21 @@ from ahop_layers.errors import (
 from ahop_layers.memory.arranged import arranged_patterns
 from ahop_layers.memory.energy import choose_energy
 from ahop_layers.memory.fit import (
+    Batches,
+    Fitted,
     Pairs,
+    best_inverse_temperature,
     estimate_bias,
     minimize,
     retrieval_batches,
+    scale_of,
     seeded_generator,
     separation_batches,
     unchanged_on_error,
 )
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.presets import named_similarity, preset_arguments
+from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, Associator
 from ahop_layers.variants import Variant
@@ -58,6 +65,8 @@ class AssociativeMemory(Associator):
         objective: the loss of :meth:`fit`. ``"retrieval"`` is the loss of the paper, ``"separation"`` the
             :func:`~ahop_layers.memory.kernel.crowding` of the modulated patterns.
         check: raise if a pattern holds NaN or infinity. False skips the check, which reads all patterns once.
+        beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
+            1 until :meth:`fit` sets it; a number is kept. It does not change which score is the largest.
 
     Raises:
         AHopError: an argument is invalid.
@@ -70,6 +79,8 @@ class AssociativeMemory(Associator):
     """
 
     patterns: Tensor
+    beta: Tensor
+    _fits_beta = True
 
     def __init__(
         self,
@@ -82,8 +93,11 @@ class AssociativeMemory(Associator):
         activation: str | None = None,
         objective: str = "retrieval",
         check: bool = True,
+        beta: float | None = None,
     ) -> None:
         super().__init__()
+        if beta is not None:
+            check_numbers("a positive number", beta=beta)
         check_patterns(patterns)
         if check:
             check_finite_rows(patterns=patterns)
@@ -93,6 +107,8 @@ class AssociativeMemory(Associator):
         if objective == "separation" and not isinstance(modulation, KernelModulation):
             raise AHopError(f"objective='separation' needs a KernelModulation, got {type(modulation).__name__}")
         self.register_buffer("patterns", patterns.detach())
+        self.register_buffer("beta", patterns.new_full((), 1.0 if beta is None else beta))
+        self._fits_beta = beta is None
         self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
         if isinstance(self.similarity, AdaptiveSimilarity):
             self.similarity.fix_norms_(self.patterns)  # not per block of patterns
@@ -111,10 +127,10 @@ class AssociativeMemory(Associator):
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
             patterns: ``(N, d)``.
-            keywords: ``prior`` and ``check`` for all networks; ``degree`` for D-Hop, whose energy does not increase for
-                odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``, ``blocks`` (see
-                :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a learned base
-                similarity to the footprints.
+            keywords: ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop, whose energy does not
+                increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``, ``blocks``
+                (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a learned
+                base similarity to the footprints.
 
         Raises:
             AHopError: the name is unknown, or the network does not have a keyword.
@@ -191,7 +207,7 @@ class AssociativeMemory(Associator):
         """
         energy = choose_energy(self.similarity is dot_product, self.separation)
         scores = self.scores(x)
-        return energy(x, x if self.modulation is None else self.modulation(x), scores, self.separation)
+        return energy(x, x if self.modulation is None else self.modulation(x), scores, self.separation, self.beta)
 
     def fit(
         self,
@@ -206,7 +222,12 @@ class AssociativeMemory(Associator):
 
         The loss is the negative log-likelihood of the pattern that a query was made from, as in the paper. It uses the
         softmax of the scores for every separation, because the logarithm of a sparse weight can be infinite. A bias of
-        zero is first initialized to its least-squares estimate.
+        zero is first initialized to its least-squares estimate, and the inverse temperature :attr:`beta` to the one of
+        the smallest loss. Steps are relative to the scale of the patterns and to ``beta``, so that the result does not
+        depend on the unit of the data.
+
+        A tenth of the pairs, at most 512, is held out; for a variant, 512 further queries. The memory keeps the
+        parameters with the smallest of about ten losses on them. ``fit`` warns if the first is the smallest.
 
         Args:
             data: a variant, from which every epoch draws ``batch`` queries; or pairs ``(index (n,), query (n, d))``,
@@ -234,12 +255,31 @@ class AssociativeMemory(Associator):
         with unchanged_on_error(self, self.patterns):
             if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
                 batches = separation_batches(self.patterns, epochs, batch, generator)
-                return minimize(self, self.modulation.separation_loss, batches, lr, progress)
+                return minimize(self, self.modulation.separation_loss, batches, lr, progress).losses
             batches = retrieval_batches(data, self.patterns, epochs, batch, generator)
             bias = self._bias()
             if bias is not None and bias.requires_grad and data is not None:
                 estimate_bias(bias, data, self.patterns, batch, generator)
-            return minimize(self, self._loss, batches, lr, progress)
+            fitted = self._minimize(batches, lr, progress)
+        if not fitted.best < fitted.first:
+            warnings.warn(
+                f"fit did not improve the loss of the held-out queries, {fitted.first:.4g}, and left the parameters"
+                " unchanged: use more epochs, more pairs or another lr",
+                stacklevel=2,
+            )
+        return fitted.losses
+
+    def _minimize(self, batches: Batches, lr: float, progress: bool) -> Fitted:
+        """Set ``beta`` if it was not given, and train in units of the data."""
+        if self._fits_beta and batches.held_out is not None:
+            rows = max(1, 4 * BLOCK_SCORES // len(self.patterns))
+            index, query = (each[:rows] for each in batches.held_out)
+            with torch.no_grad():
+                self.beta.copy_(best_inverse_temperature(self.scores(query), index))
+        scale, logit = scale_of(self.patterns), 1 / self.beta.item()
+        units = [(self._bias(), scale), (self.prior, logit)]
+        units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
+        return minimize(self, self._loss, batches, lr, progress, units=units, scale=scale)
 
     def add(self, patterns: Tensor, check: bool = True) -> Tensor:
         """Store more ``patterns (n, d)`` without refitting, and return their indices ``(n,)``.
@@ -327,7 +367,13 @@ class AssociativeMemory(Associator):
             before, self.patterns = len(self.patterns), self.patterns.new_empty(stored.shape)  # not the caller's tensor
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
+        state_dict.setdefault(prefix + "beta", torch.ones_like(self.beta))  # state dicts from before beta existed
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled memory, also one from before ``beta`` existed."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._buffers.setdefault("beta", self.patterns.new_ones(()))
 
     def _rows(self, x: Tensor, name: str = "x") -> Tensor:
         """Reshape ``x`` to a matrix. Raises an AHopError if it does not match the patterns."""
@@ -358,7 +404,7 @@ class AssociativeMemory(Associator):
         bias = self._bias()
 
         def attend(state: Tensor) -> Tensor:
-            scores = self.scores(state)
+            scores = self.beta * self.scores(state)
             if self.activation == "sign" and self.separation.name == "exponential":
                 scores = scores - scores.amax(-1, keepdim=True)  # avoids overflow and leaves the signs unchanged
             weights: Tensor = self.separation(scores, masked=False)
@@ -376,4 +422,4 @@ class AssociativeMemory(Associator):
 
     def _loss(self, batch: Pairs) -> Tensor:
         index, query = batch
-        return nn.functional.cross_entropy(self.scores(query), index)
+        return nn.functional.cross_entropy(self.beta * self.scores(query), index)
