@@ -357,7 +357,7 @@ class Noisy(Mixed):
 class Replaced(Mixed):
     """Replaces a fraction ``mask`` of the dimensions by values drawn uniformly from [low, high].
 
-    ``Masked`` is an older name of this class. :class:`Erased` sets the dimensions to a constant.
+    :class:`Erased` sets the dimensions to a constant instead.
 
     Args:
         mask: fraction of the dimensions, a level.
@@ -376,7 +376,14 @@ class Replaced(Mixed):
         super().__init__(mask=mask, low=low, high=high)
 
 
-Masked = Replaced
+class Masked(Replaced):
+    """An older name of :class:`Replaced`.
+
+    >>> import torch, ahop_layers as ah
+    >>> index, query = ah.variants.Masked(0.5).sample(torch.full((1, 8), 3.0), 1)
+    >>> int((query == 3).sum())
+    4
+    """
 
 
 class Biased(Mixed):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-FIGURES = [DOCS / "benchmarks-speed.md", DOCS / "benchmarks-accuracy.md"]
+FIGURES = [DOCS / "benchmarks-speed.md", DOCS / "benchmarks-accuracy.md", DOCS / "blocks.md"]
 CODE = [page for page in PAGES if "```python" in page.read_text()]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 

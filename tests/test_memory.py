@@ -335,15 +335,20 @@ def test_the_scale_of_the_data_does_not_change_what_a_fit_finds(keywords):
         assert (other == found[0]).double().mean() >= 0.99
 
 
+def inverse_temperature(scores, index, batch=1000):
+    batches = list(zip(index.split(batch), scores.split(batch), strict=True))
+    memory = AssociativeMemory(torch.eye(2))
+    return best_inverse_temperature(lambda query: query.chunk(2, -1), memory._pattern_loss, batches).item()
+
+
 def test_the_inverse_temperature_minimizes_the_loss():
     index = torch.randint(6, (3000,))
     scores = torch.randn(3000, 6)
     scores[torch.arange(3000), index] += 1.0  # the log-likelihood ratio of a shift of 1 is the score itself
-    for factor in (1e-6, 1.0, 1e6):
-        beta = best_inverse_temperature(factor * scores, index)
-        assert 0.7 < (factor * beta).item() < 1.1
-    assert best_inverse_temperature(torch.zeros(4, 3), torch.zeros(4).long()).isfinite()
-    assert best_inverse_temperature(torch.eye(4), torch.arange(4)).item() < 100  # a loss without a minimum
+    for factor in (1e-25, 1e-6, 1.0, 1e6, 1e25):
+        assert 0.7 < factor * inverse_temperature(factor * scores, index) < 1.1
+    assert 0 < inverse_temperature(torch.zeros(4, 3), torch.zeros(4).long()) < 2**11
+    assert inverse_temperature(torch.eye(4), torch.arange(4)) < 100  # a loss without a minimum
 
 
 def test_beta_multiplies_the_scores_in_separation_loss_and_energy():
@@ -358,7 +363,7 @@ def test_beta_multiplies_the_scores_in_separation_loss_and_energy():
     assert plain.beta == 1
     index = torch.tensor([0, 1, 2])
     expected = torch.nn.functional.cross_entropy(3 * plain.scores(x), index)
-    torch.testing.assert_close(memory._loss((index, x)), expected)
+    torch.testing.assert_close(memory._pattern_loss(memory._logit_blocks(x), index), expected)
 
 
 @pytest.mark.parametrize("name", ["M-Hop", "S-Hop"])
@@ -400,25 +405,28 @@ def test_a_fit_holds_queries_out_and_keeps_the_best_parameters():
     patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
     batches = retrieval_batches((index, query), patterns, 1, 128, torch.Generator().manual_seed(0))
     drawn = torch.cat([rows for _, rows in batches.draws])
-    assert (len(drawn), len(batches.held_out[1]), batches.steps) == (900, 100, 8)
-    assert not (drawn[:, None] == batches.held_out[1]).all(-1).any()
-    few = retrieval_batches((index[:100], query[:100]), patterns, 1, 128, torch.Generator())
-    assert len(next(few.draws)[0]) == len(few.held_out[0]) == 100
-    memory = AssociativeMemory.preset("A-Hop", patterns)
-    seen, original = [], memory._loss
-    held = retrieval_batches((index, query), patterns, 1, 128, fit_module.seeded_generator(patterns.device, 0)).held_out
+    held_query = torch.cat([rows for _, rows in batches.held_out])
+    assert (len(drawn), len(held_query), batches.steps) == (900, 100, 8)
+    assert not (drawn[:, None] == held_query).all(-1).any()
+    few = retrieval_batches((index[:100], query[:100]), patterns, 1, 60, torch.Generator())
+    assert [len(rows) for rows, _ in few.draws] == [50, 50]
+    assert [len(rows) for rows, _ in few.held_out] == [60, 40]  # no more than a batch at once
+    memory = AssociativeMemory.preset("A-Hop", patterns, beta=20.0)
+    seen, original = [], memory._pattern_loss
 
-    def recorded(batch):
-        loss = original(batch)
+    def recorded(blocks, target):
+        loss = original(blocks, target)
         if not loss.requires_grad:
             seen.append(loss.item())
         return loss
 
-    memory._loss = recorded
+    memory._pattern_loss = recorded
     memory.fit((index, query), epochs=10, batch=128, progress=False, lr=0.2)  # so large that the loss rises at times
     assert 10 <= len(seen) <= 13
-    assert min(seen) < seen[0]
-    assert original(held).item() == pytest.approx(min(seen), rel=1e-4)
+    assert min(seen) < min(seen[0], seen[-1])
+    held = retrieval_batches((index, query), patterns, 1, 128, fit_module.seeded_generator(patterns.device, 0)).held_out
+    loss = original(memory._logit_blocks(held[0][1]), held[0][0])
+    assert loss.item() == pytest.approx(min(seen), rel=1e-4)
 
 
 def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter():
@@ -732,7 +740,10 @@ def test_recall_needs_little_memory_beside_the_patterns(kind):
         (lambda p: AssociativeMemory(p, objective="speed"), "objective must be one of retrieval, separation"),
         (lambda p: AssociativeMemory.preset("Z-Hop", p), "name must be one of Hop, D-Hop"),
         (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes .* prior, check, beta, got debias"),
-        (lambda p: AssociativeMemory(p).scores(p[:, :3]), r"x must be \(..., d\) with d = 4, got \(6, 3\)"),
+        (
+            lambda p: AssociativeMemory(p).scores(p[:, :3]),
+            r"queries x must be \(..., d\) with the d = 4 of .* \(6, 3\)",
+        ),
         (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be .* at least 1, got 0"),
         (lambda p: AssociativeMemory(p).fit(Noisy(0.1)), "must have trainable parameters, got none"),
         (lambda p: AssociativeMemory(p, "adaptive").fit(), "data must be a variant or a pair .*, got NoneType"),
@@ -765,7 +776,7 @@ WRONG_TYPES = {
     "energy": (lambda p: AssociativeMemory.preset("K2-Hop", p).energy(None), "x must be a tensor, got NoneType"),
     "steps": (lambda p: AssociativeMemory(p).retrieve(p, steps="a"), "steps must be .* got 'a'"),
     "add": (lambda p: AssociativeMemory(p).add(None), "patterns must be a tensor, got NoneType"),
-    "add another d": (lambda p: AssociativeMemory(p).add(p[:, :3]), r"patterns must be \(..., d\) with d = 4, got"),
+    "add another d": (lambda p: AssociativeMemory(p).add(p[:, :3]), r"patterns must be \(..., d\) with the d = 4 of"),
     "lr": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr="a"), "lr must be a positive number, got 'a'"),
     "lr None": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=None), "lr must be a positive number"),
     "lr inf": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=float("inf")), "lr must be .* got inf"),

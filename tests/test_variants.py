@@ -294,7 +294,10 @@ def test_a_standard_deviation_is_the_root_of_the_variance():
 
 
 def test_masked_is_the_older_name_of_replaced():
-    assert Masked is Replaced
+    pattern, generators = torch.ones(5, 16), [torch.Generator().manual_seed(0) for _ in range(2)]
+    old, new = (kind(0.5).corrupt(pattern, each) for kind, each in zip((Masked, Replaced), generators, strict=True))
+    assert isinstance(Masked(0.5), Replaced)
+    assert torch.equal(old, new)
     query = Replaced(0.5, low=2.0, high=3.0).corrupt(torch.zeros(100, 8))
     assert ((query >= 2) & (query <= 3)).sum(-1).eq(4).all()
 

@@ -30,6 +30,8 @@ from ahop_layers.variants import Variant
 
 Pairs = tuple[Tensor, Tensor]
 
+Measure = Callable[[Iterable[Tensor], Tensor], Tensor]
+"""Computes the mean loss of logits ``(L, B)`` of consecutive blocks of patterns, for targets ``(L,)``."""
 
 HELD_OUT = 512
 """Largest number of queries that are held out of training."""
@@ -46,11 +48,11 @@ FORM_UNITS = {"original0": 20.0, "original1": 0.2}
 
 
 class Batches(NamedTuple):
-    """The number of steps, an iterator over the batch of each step, and queries that no batch contains."""
+    """The number of steps, an iterator over the batch of each step, and held-out batches."""
 
     steps: int
     draws: Iterator[Any]
-    held_out: Pairs | None = None
+    held_out: Sequence[Pairs] = ()
 
 
 def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
@@ -77,7 +79,7 @@ def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, g
     check_sizes(epochs=epochs, batch=batch)
     if isinstance(data, Variant):
         fresh = data.sample(patterns, HELD_OUT, generator)
-        return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)), fresh)
+        return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)), _split(fresh, batch))
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
     index, query = _check_pairs(data[0], data[1], patterns)
@@ -92,7 +94,12 @@ def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, g
             for rows in torch.tensor_split(kept[order], count):  # of equal size: a small batch has a noisy gradient
                 yield index[rows], query[rows]
 
-    return Batches(epochs * count, shuffled(), (index[held_out], query[held_out]))
+    return Batches(epochs * count, shuffled(), _split((index[held_out], query[held_out]), batch))
+
+
+def _split(pairs: Pairs, batch: int) -> list[Pairs]:
+    """Splits pairs into batches, so that an evaluation needs no more memory than a step."""
+    return list(zip(*(torch.split(each, batch) for each in pairs), strict=True))
 
 
 def _check_pairs(index: object, query: Tensor, patterns: Tensor) -> Pairs:
@@ -147,22 +154,40 @@ def scale_of(patterns: Tensor) -> float:
 
 
 @torch.no_grad()
-def best_inverse_temperature(scores: Tensor, index: Tensor) -> Tensor:
-    """The factor of ``scores (n, N)`` that minimizes the negative log-likelihood of ``index (n,)``: a scalar.
+def best_inverse_temperature(
+    scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs]
+) -> Tensor:
+    """The factor of the scores that minimizes the loss of ``batches``: a scalar.
 
-    The loss is convex in the factor. If the largest score is always right, the loss falls forever; the result is then
-    the smallest factor at which the loss is within 0.01 of the limit of the search. The search is relative to the
-    deviation of the scores, so that the result is inversely proportional to them.
+    The loss of patterns is convex in the factor. If the largest score is always right, the loss falls forever; the
+    result is then the smallest factor at which the loss is within 0.01 of the limit of the search. The search is
+    relative to the deviation of the scores, so that the result is inversely proportional to them.
+
+    Args:
+        scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
+        measure: computes the loss of scores.
+        batches: targets and queries.
     """
-    wide = scores.to(accumulation_dtype(scores.dtype))
-    deviation = wide.var(-1, correction=0).mean().sqrt()
-    unit = torch.where(deviation == 0, 1.0, 1 / deviation)
+    unit = _deviation(scores(batches[0][1])).reciprocal()
     center = torch.zeros_like(unit)
     for step in (1.0, 0.1):
-        powers = center + step * torch.arange(-10, 11, device=scores.device)
-        losses = torch.stack([nn.functional.cross_entropy(power.exp2() * unit * wide, index) for power in powers])
+        powers = center + step * torch.arange(-10, 11, device=unit.device)
+        losses = torch.zeros_like(powers)
+        for target, query in batches:
+            blocks = [block.to(unit.dtype) for block in scores(query)]
+            values = [measure((power.exp2() * unit * block for block in blocks), target) for power in powers]
+            losses += len(target) * torch.stack(values)
+        losses /= sum(len(target) for target, _ in batches)
         center = powers[(losses <= losses.min() + 0.01).int().argmax()]
     return center.exp2() * unit
+
+
+def _deviation(blocks: Iterable[Tensor]) -> Tensor:
+    """The root mean square over queries of the standard deviation of their scores, or 1 if all are equal."""
+    scores = torch.cat(list(blocks), -1)
+    peak = scores.abs().max().to(accumulation_dtype(scores.dtype))  # divides the scores, because squares can overflow
+    deviation = peak * (scores / peak).var(-1, correction=0).mean().sqrt()
+    return torch.where(deviation > 0, deviation, 1.0)
 
 
 def separation_batches(patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
@@ -276,7 +301,7 @@ def minimize(
 class _Best:
     """Keeps the parameters with the smallest loss on held-out queries. Without such queries it does nothing."""
 
-    def __init__(self, loss: Callable[[Any], Tensor], held_out: Pairs | None, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, loss: Callable[[Any], Tensor], held_out: Sequence[Pairs], parameters: Sequence[Tensor]) -> None:
         self._measure, self._held_out, self._parameters = loss, held_out, parameters
         self._values: list[Tensor] = []
         self.loss = math.inf
@@ -286,9 +311,10 @@ class _Best:
     @torch.no_grad()
     def evaluate(self) -> None:
         """Compute the loss on the held-out queries, and copy the parameters if it is the smallest so far."""
-        if self._held_out is None:
+        if not self._held_out:
             return
-        loss = self._measure(self._held_out).item()
+        count = sum(len(target) for target, _ in self._held_out)
+        loss = sum(len(batch[0]) / count * self._measure(batch).item() for batch in self._held_out)
         if loss < self.loss:
             self.loss, self._values = loss, [parameter.detach().clone() for parameter in self._parameters]
 

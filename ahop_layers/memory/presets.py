@@ -59,7 +59,14 @@ def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **opti
 
 
 def preset_arguments(
-    name: str, patterns: Tensor, *, prior: bool = False, check: bool = True, beta: float | None = None, **keywords: Any
+    name: str,
+    patterns: Tensor,
+    *,
+    labels: Any = None,
+    prior: bool = False,
+    check: bool = True,
+    beta: float | None = None,
+    **keywords: Any,
 ) -> dict[str, Any]:
     """The arguments of :class:`AssociativeMemory` for the preset ``name``.
 
@@ -73,7 +80,7 @@ def preset_arguments(
     row = PRESETS[name]
     unknown = [key for key in keywords if key not in row.keywords]
     if unknown:
-        known = ", ".join(("prior", "check", "beta", *row.keywords))
+        known = ", ".join(("labels", "prior", "check", "beta", *row.keywords))
         raise AHopError(f"{name} takes the keywords {known}, got {', '.join(unknown)}")
     kernel = KernelModulation(patterns.shape[1], keywords.pop("features", None)).to(patterns) if row.kernel else None
     separation = Separation(row.separation, degree=keywords.pop("degree", 3))
@@ -83,6 +90,7 @@ def preset_arguments(
         "modulation": kernel,
         "objective": row.objective,
         "activation": row.activation,
+        "labels": labels,
         "prior": prior,
         "beta": beta,
         "check": False,  # checked above, because a table depends on the range of the patterns

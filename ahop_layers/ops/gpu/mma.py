@@ -4,8 +4,9 @@ A warp owns a tile of 16 rows (of keys or queries, all bases are symmetric) and 
 at a time, through shared memory. ``mma`` leaves the similarities of 16 x 8 pairs in the registers of the warp, four
 pairs per lane, and a lane sorts the blocks of its pairs by itself. ``dis`` is computed as half of it, ``q k - q^2 / 2
 - k^2 / 2``, in float32, and its weights are doubled. The error of ``dis`` grows with the square of the distance from
-the origin, measured in distances between query and key: it reaches the rounding of bfloat16 at about 200, that of
-float16 at about 70.
+the origin, measured in distances between query and key; ``tests/test_gpu.py`` checks it at 30. In the backward pass
+the products of weights and the scores' gradient are rounded to the dtype of the inputs, so float16 needs a scaled loss,
+as it does for attention by matrix products.
 """
 
 from collections.abc import Sequence
