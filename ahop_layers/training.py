@@ -107,11 +107,16 @@ def _degree(base: str) -> float:
     return math.log2(large / small) if small * large > 0 else 2.0
 
 
-def _units(part: AdaptiveSimilarity, resolution: int, weight: Tensor, scale: float) -> Tensor:
-    """Returns the unit of the weights of each base, ``(n_bases, 1)``: 1 for the base that ``init`` names."""
-    degrees = [0.0 if part.blocks[resolution].normalize else _degree(base) for base in part.bases]
-    reference = degrees[part.bases.index(part.init)] if part.init in part.bases else max(degrees)
-    return weight.new_tensor([scale ** (reference - degree) for degree in degrees]).unsqueeze(-1)
+def base_units(part: AdaptiveSimilarity, scale: float) -> list[Tensor]:
+    """Returns the unit of the weights of each base, ``(n_bases,)`` for each resolution.
+
+    Base similarities grow with different powers of the scale of the data. In these units, all of them grow with the
+    same power: that of the base that ``init`` names in the first resolution, whose unit is 1, else the largest.
+    """
+    degrees = [[0.0 if blocks.normalize else _degree(base) for base in part.bases] for blocks in part.blocks]
+    named = isinstance(part.init, str) and part.init in part.bases
+    reference = degrees[0][part.bases.index(part.init)] if named else max(map(max, degrees))
+    return [torch.tensor([scale ** (reference - degree) for degree in each]) for each in degrees]
 
 
 def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
@@ -142,7 +147,7 @@ def _reparametrized(
             weight.mul_(factor.unsqueeze(-1))
             factor.fill_(1.0)
         factor.requires_grad_(False)
-        units = _units(part, resolution, weight, data_scale)
+        units = base_units(part, data_scale)[resolution].to(weight).unsqueeze(-1)
         parametrize.register_parametrization(part, w, form(_scale(part, resolution), units))
     try:
         yield

@@ -43,8 +43,11 @@ EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
 
 
-FORM_UNITS = {"original0": 20.0, "original1": 0.2}
+FORM_UNITS = {"original0": 20.0, "original1": 1.0}
 """Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
+
+FORM_EPS = 3.0
+"""Adam's eps of these weights, per weight and in their units. See :func:`_groups`."""
 
 
 class Batches(NamedTuple):
@@ -159,9 +162,10 @@ def best_inverse_temperature(
 ) -> Tensor:
     """The factor of the scores that minimizes the loss of ``batches``: a scalar.
 
-    The loss of patterns is convex in the factor. If the largest score is always right, the loss falls forever; the
-    result is then the smallest factor at which the loss is within 0.01 of the limit of the search. The search is
-    relative to the deviation of the scores, so that the result is inversely proportional to them.
+    The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
+    them. Among the factors with a loss within 0.01 of the smallest, the result is the one that gives the scores a
+    deviation nearest to 1: the loss falls without limit if the largest score is always right, and is smallest for the
+    factor 0 if the scores are unrelated to the targets.
 
     Args:
         scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
@@ -178,7 +182,7 @@ def best_inverse_temperature(
             values = [measure((power.exp2() * unit * block for block in blocks), target) for power in powers]
             losses += len(target) * torch.stack(values)
         losses /= sum(len(target) for target, _ in batches)
-        center = powers[(losses <= losses.min() + 0.01).int().argmax()]
+        center = powers[torch.where(losses <= losses.min() + 0.01, powers.abs(), torch.inf).argmin()]
     return center.exp2() * unit
 
 
@@ -267,15 +271,7 @@ def minimize(
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if lr > torch.finfo(parameters[0].dtype).max / 16:  # Adam divides by 1 - 0.9 in the first step
             raise AHopError(f"lr must be within the range of {parameters[0].dtype}, got {lr!r}")
-        known = {id(parameter): unit for parameter, unit in units}
-        groups = []
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                unit = known.get(id(parameter), FORM_UNITS.get(name.rpartition(".")[2], 1.0))
-                rate = min(lr * unit, torch.finfo(parameter.dtype).max / 16)
-                # The gradient is inversely proportional to the unit, and Adam's eps is relative to the gradient.
-                groups.append({"params": [parameter], "lr": rate, "eps": 1e-8 / unit})
-        optimizer = torch.optim.Adam(groups, lr=lr, fused=parameters[0].is_cuda)
+        optimizer = torch.optim.Adam(_groups(module, lr, units), lr=lr, fused=parameters[0].is_cuda)
         best = _Best(loss, batches.held_out, parameters)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, batches.steps))
         bar = _bar(batches, progress)
@@ -286,7 +282,7 @@ def minimize(
             optimizer.step()
             schedule.step()
             losses.append(value.detach())
-            if step + 1 == batches.steps or (step + 1) % max(1, batches.steps // EVALUATIONS) == 0:
+            if (step + 1) * EVALUATIONS // batches.steps > step * EVALUATIONS // batches.steps:
                 best.evaluate()
             if step % max(1, batches.steps // 20) == 0:
                 _check_finite([value], step, lr)
@@ -296,6 +292,26 @@ def minimize(
         _check_finite([history, *parameters], len(losses) - 1, lr)
         best.restore()
     return Fitted(history, best.first, best.loss)
+
+
+def _groups(module: nn.Module, lr: float, units: Sequence[tuple[Tensor | None, float]]) -> list[dict[str, Any]]:
+    """Returns a parameter group of Adam for each trained parameter, with its learning rate and ``eps``.
+
+    Adam takes full steps along any gradient larger than ``eps``. If nearly all queries are right, gradients are small
+    and noisy, and full steps would undo that. A larger ``eps`` for the weights makes such steps small. As gradients are
+    inversely proportional to the unit, so is ``eps``.
+    """
+    known = {id(parameter): unit for parameter, unit in units}
+    groups = []
+    for path, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            name, eps = path.rpartition(".")[2], 1e-8
+            unit = known.get(id(parameter), 1.0)
+            if name in FORM_UNITS:
+                unit, eps = FORM_UNITS[name], FORM_EPS / parameter.shape[-1]
+            rate = min(lr * unit, torch.finfo(parameter.dtype).max / 16)
+            groups.append({"params": [parameter], "lr": rate, "eps": eps / unit})
+    return groups
 
 
 class _Best:

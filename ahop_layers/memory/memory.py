@@ -362,8 +362,8 @@ class AssociativeMemory(Associator):
             fitted = self._minimize(measure, batches, lr, progress)
         if not fitted.best < fitted.first:
             warnings.warn(
-                f"fit did not improve the loss of the held-out queries, {fitted.first:.4g}, and left the parameters"
-                " unchanged: use more epochs, more pairs or another lr",
+                f"fit did not improve the loss of the held-out queries, {fitted.first:.4g}, and kept the initial"
+                " weights: use more epochs, more pairs or another lr",
                 stacklevel=2,
             )
         return fitted.losses

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity, dot_product, negative_distance
 from ahop_layers.errors import AHopError, check_choice, check_finite_rows, check_patterns
+from ahop_layers.memory.fit import scale_of
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.training import base_units
 
 
 class Preset(NamedTuple):
@@ -52,10 +54,15 @@ def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **opti
     check_choice("similarity", name, (*_FIXED, "adaptive"))
     if name != "adaptive":
         return _FIXED[name]
-    if not table:
-        return AdaptiveSimilarity(patterns.shape[1], **options).to(patterns)
-    low, high = patterns.aminmax()
-    return AdaptiveTableSimilarity(patterns.shape[1], **options, key_range=torch.maximum(-low, high)).to(patterns)
+    if table:
+        low, high = patterns.aminmax()
+        options["key_range"] = torch.maximum(-low, high)
+    similarity = (AdaptiveTableSimilarity if table else AdaptiveSimilarity)(patterns.shape[1], **options).to(patterns)
+    if similarity.init == "uniform":  # bases of different degrees have the same shares of the scores at any scale
+        units = base_units(similarity, scale_of(patterns))
+        for (_, beta), unit in zip(similarity.parameter_names(), units, strict=True):
+            getattr(similarity, beta).data.mul_(unit.to(patterns))
+    return similarity
 
 
 def preset_arguments(
