@@ -43,6 +43,13 @@ EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
 
 
+MIN_DEVIATION = 4.0
+"""Smallest standard deviation of the logits of a query at the start of training.
+
+Scores that say little have their smallest loss at a small inverse temperature. The readout is then an average of many
+patterns, and training is slow.
+"""
+
 FORM_UNITS = {"original0": 20.0, "original1": 1.0}
 """Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
 
@@ -61,11 +68,14 @@ class Batches(NamedTuple):
 def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
     """A random generator on ``device``.
 
+    Its numbers differ from those of a generator with the seed ``seed``: patterns drawn with that seed would otherwise
+    be the values that replace dimensions of the first queries.
+
     Raises:
         AHopError: ``seed`` is not an integer of 64 bits.
     """
     try:
-        return torch.Generator(device).manual_seed(seed)
+        return torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise AHopError(f"seed must be an integer of 64 bits, got {seed!r}") from error
 
@@ -159,13 +169,12 @@ def scale_of(patterns: Tensor) -> float:
 @torch.no_grad()
 def best_inverse_temperature(
     scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs]
-) -> Tensor:
-    """The factor of the scores that minimizes the loss of ``batches``: a scalar.
+) -> Tensor | None:
+    """The factor of the scores that minimizes the loss of ``batches``: a scalar, or None if no factor lowers it.
 
     The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
-    them. Among the factors with a loss within 0.01 of the smallest, the result is the one that gives the scores a
-    deviation nearest to 1: the loss falls without limit if the largest score is always right, and is smallest for the
-    factor 0 if the scores are unrelated to the targets.
+    them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
+    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION.
 
     Args:
         scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
@@ -173,17 +182,22 @@ def best_inverse_temperature(
         batches: targets and queries.
     """
     unit = _deviation(scores(batches[0][1])).reciprocal()
-    center = torch.zeros_like(unit)
-    for step in (1.0, 0.1):
-        powers = center + step * torch.arange(-10, 11, device=unit.device)
-        losses = torch.zeros_like(powers)
+    count = sum(len(target) for target, _ in batches)
+
+    def search(factors: Tensor) -> Tensor:
+        losses = torch.zeros_like(factors)
         for target, query in batches:
             blocks = [block.to(unit.dtype) for block in scores(query)]
-            values = [measure((power.exp2() * unit * block for block in blocks), target) for power in powers]
-            losses += len(target) * torch.stack(values)
-        losses /= sum(len(target) for target, _ in batches)
-        center = powers[torch.where(losses <= losses.min() + 0.01, powers.abs(), torch.inf).argmin()]
-    return center.exp2() * unit
+            values = [measure((factor * unit * block for block in blocks), target) for factor in factors]
+            losses += len(target) / count * torch.stack(values)
+        return factors[(losses <= losses.min() + 0.01).int().argmax()]
+
+    octaves = torch.arange(-6, 11, device=unit.device).to(unit.dtype).exp2()
+    best = search(torch.cat([torch.zeros_like(octaves[:1]), octaves]))
+    if best == 0:
+        return None
+    best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
+    return unit * best.clamp(min=MIN_DEVIATION)
 
 
 def _deviation(blocks: Iterable[Tensor]) -> Tensor:

@@ -371,7 +371,9 @@ class AssociativeMemory(Associator):
     def _minimize(self, measure: Measure, batches: Batches, lr: float, progress: bool) -> Fitted:
         """Set ``beta`` if it was not given, and train in units of the data."""
         if self._fits_beta and batches.held_out:
-            self.beta.copy_(best_inverse_temperature(self._score_blocks, measure, batches.held_out))
+            beta = best_inverse_temperature(self._score_blocks, measure, batches.held_out)
+            if beta is not None:
+                self.beta.copy_(beta)
         scale, logit = scale_of(self.patterns), 1 / self.beta.item()
         units = [(self._bias(), scale), (self.prior, logit)]
         units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
