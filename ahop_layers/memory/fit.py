@@ -53,7 +53,7 @@ patterns, and training is slow.
 FORM_UNITS = {"original0": 20.0, "original1": 1.0}
 """Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
 
-FORM_EPS = 3.0
+FORM_EPS = 0.3
 """Adam's eps of these weights, per weight and in their units. See :func:`_groups`."""
 
 
