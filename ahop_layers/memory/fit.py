@@ -53,6 +53,9 @@ patterns, and training is slow.
 FORM_UNITS = {"original0": 20.0, "original1": 1.0}
 """Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
 
+FORM_STEPS = 40
+"""Number of steps up to which the weights have these units. With more steps, units fall with the root of the number."""
+
 FORM_EPS = 0.3
 """Adam's eps of these weights, per weight and in their units. See :func:`_groups`."""
 
@@ -285,7 +288,7 @@ def minimize(
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if lr > torch.finfo(parameters[0].dtype).max / 16:  # Adam divides by 1 - 0.9 in the first step
             raise AHopError(f"lr must be within the range of {parameters[0].dtype}, got {lr!r}")
-        optimizer = torch.optim.Adam(_groups(module, lr, units), lr=lr, fused=parameters[0].is_cuda)
+        optimizer = torch.optim.Adam(_groups(module, lr, units, batches.steps), lr=lr, fused=parameters[0].is_cuda)
         best = _Best(loss, batches.held_out, parameters)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, batches.steps))
         bar = _bar(batches, progress)
@@ -308,12 +311,15 @@ def minimize(
     return Fitted(history, best.first, best.loss)
 
 
-def _groups(module: nn.Module, lr: float, units: Sequence[tuple[Tensor | None, float]]) -> list[dict[str, Any]]:
+def _groups(
+    module: nn.Module, lr: float, units: Sequence[tuple[Tensor | None, float]], steps: int
+) -> list[dict[str, Any]]:
     """Returns a parameter group of Adam for each trained parameter, with its learning rate and ``eps``.
 
     Adam takes full steps along any gradient larger than ``eps``. If nearly all queries are right, gradients are small
     and noisy, and full steps would undo that. A larger ``eps`` for the weights makes such steps small. As gradients are
-    inversely proportional to the unit, so is ``eps``.
+    inversely proportional to the unit, so is ``eps``. Few steps must be large; many large ones overfit weights that
+    learn from few queries, such as separate weights for each pattern.
     """
     known = {id(parameter): unit for parameter, unit in units}
     groups = []
@@ -322,7 +328,8 @@ def _groups(module: nn.Module, lr: float, units: Sequence[tuple[Tensor | None, f
             name, eps = path.rpartition(".")[2], 1e-8
             unit = known.get(id(parameter), 1.0)
             if name in FORM_UNITS:
-                unit, eps = FORM_UNITS[name], FORM_EPS / parameter.shape[-1]
+                unit = FORM_UNITS[name] * min(1.0, math.sqrt(FORM_STEPS / steps))
+                eps = FORM_EPS / parameter.shape[-1]
             rate = min(lr * unit, torch.finfo(parameter.dtype).max / 16)
             groups.append({"params": [parameter], "lr": rate, "eps": eps / unit})
     return groups
