@@ -355,10 +355,11 @@ def test_unit_embeddings_are_found_and_retrieved_at_any_scale(scale):
 
 
 def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
-    patterns = torch.rand(600, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    patterns = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
     batches = retrieval_batches(Masked(0.8), patterns, 1, 64, fit_module.seeded_generator(patterns.device, 0))
     query = torch.cat([rows for _, rows in batches.held_out])
-    assert (query[:, None] == patterns).double().mean((0, 2)).max() < 0.1
+    equal = (query[:, None] == patterns).double().mean(-1)  # a fifth of the dimensions of the query's own pattern
+    assert equal.max(-1).values.mean() == pytest.approx(0.2, abs=0.05)
 
 
 def inverse_temperature(scores, index, batch=1000):
