@@ -8,7 +8,7 @@ without padding (:class:`ahop_layers.packed.Packed`).
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from einops import rearrange
@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
+from ahop_layers.ops.attend import attend, autocast, is_large, prefers_attend
+from ahop_layers.ops.operators import has_hooks, is_mapped, is_transformed
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import AdaptiveSimilarity
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 """Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
@@ -41,31 +46,50 @@ def negative_distance(query: Tensor, key: Tensor) -> Tensor:
 
 
 class Mask(NamedTuple):
-    """Entries to exclude from the scores, and values to add to them; each broadcasts to ``(N, H, L, S)`` or is None."""
+    """Entries to exclude from the scores, and values to add to them.
+
+    Attributes:
+        blocked: None, or a bool tensor that broadcasts to ``(N, H, L, S)``; True excludes a pair.
+        added: None, or a floating-point tensor that broadcasts to ``(N, H, L, S)``.
+        causal: whether query i may only use keys 0 to i.
+        appended: number of keys at the end that ``causal`` does not exclude.
+    """
 
     blocked: Tensor | None = None
     added: Tensor | None = None
+    causal: bool = False
+    appended: int = 0
 
     def apply(self, scores: Tensor) -> Tensor:
-        """Adds ``added`` to the scores, then sets blocked entries to ``-inf``."""
+        """Adds ``added`` to the scores, then sets excluded entries to ``-inf``."""
         if self.added is not None:
             scores = scores + self.added.to(scores.dtype)
+        if self.causal:
+            scores = scores.masked_fill(self.triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
 
+    def triangle(self, length: int, keys: int, device: torch.device) -> Tensor:
+        """Returns the pairs that ``causal`` excludes, a bool tensor ``(length, keys)``."""
+        triangle = torch.ones(length, keys - self.appended, dtype=torch.bool, device=device).triu(1)
+        return functional.pad(triangle, (0, self.appended)) if self.appended else triangle
+
     def join(self, other: "Mask") -> "Mask":
-        """Combines two masks into one."""
+        """Combines two masks of the same keys into one."""
         blocked = self.blocked if other.blocked is None else other.blocked
         added = self.added if other.added is None else other.added
         if self.blocked is not None and other.blocked is not None:
             blocked = self.blocked | other.blocked
         if self.added is not None and other.added is not None:
             added = self.added + other.added
-        return Mask(blocked, added)
+        appended = self.appended if self.causal else other.appended
+        if self.causal and other.causal:
+            appended = min(self.appended, other.appended)
+        return Mask(blocked, added, self.causal or other.causal, appended)
 
     def grow(self) -> "Mask":
         """Appends one key that no query is blocked from."""
-        blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in self)
-        return Mask(blocked, added)
+        blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (self.blocked, self.added))
+        return Mask(blocked, added, self.causal, self.appended + self.causal)
 
 
 def combine_masks(
@@ -151,7 +175,8 @@ class Padded:
     """Keys and values of a batch, padded to one length; weights are ``(N, H, L, S)``.
 
     Args:
-        key, value: ``(N, H, S, d)``, ``(N, H, S, e)``; N may be 1 where all samples share them.
+        key, value: ``(N, H, S, d)``, ``(N, H, S, e)``; N may be 1 where all samples share them. Fewer heads, a divisor
+            of H, are each used by as many consecutive heads of the query.
         mask: see :func:`combine_masks`.
         zero_association: append a key and a value of zeros that every query may use.
     """
@@ -164,7 +189,7 @@ class Padded:
 
     def score(self, state: Tensor, score: Similarity) -> Tensor:
         """Scores the states against the keys: ``(N, H, L, S)``."""
-        return score(state, self.key)
+        return score(state, per_query_head(self.key, state.shape[1]))
 
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Turns masked scores into weights along the last axis."""
@@ -174,11 +199,11 @@ class Padded:
 
     def next_state(self, weights: Tensor) -> Tensor:
         """Sums the weighted keys: ``(N, H, L, d)``."""
-        return weights @ self.key
+        return weights @ per_query_head(self.key, weights.shape[1])
 
     def read(self, weights: Tensor) -> Tensor:
         """Sums the weighted values: ``(N, H, L, e)``."""
-        return weights @ self.value
+        return weights @ per_query_head(self.value, weights.shape[1])
 
     def change(self, weights: Tensor, before: Tensor) -> Tensor:
         """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
@@ -195,8 +220,13 @@ def associate(
     dropout: float = 0.0,
     steps: Steps = 0,
     eps: float | Tensor = 1e-4,
-) -> tuple[Tensor, Tensor]:
+    need_weights: bool = True,
+) -> tuple[Tensor, Any]:
     """Associates queries with stored keys and reads the stored values.
+
+    Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` of one resolution is
+    computed by one operator that keeps no tensor of size L x S: always where a fused GPU kernel supports the call, and
+    elsewhere if the scores would take much memory.
 
     Args:
         query: ``(N, H, L, d)``; N may be 1 where all samples share it.
@@ -208,10 +238,11 @@ def associate(
         steps: number of update steps, which replace the state by the weighted sum of the keys; an integer, or one per
             head. None or a negative number: until the weights converge.
         eps: a head has converged if its weights change by at most this norm in every sample; a number or ``(H,)``.
+        need_weights: whether to return the weights.
 
     Returns:
-        The readout ``(N, H, L, e)``, and the weights before dropout in the layout of ``stored``. A query without any
-        key, or with all of them masked, reads zeros.
+        The readout ``(N, H, L, e)``, and the weights before dropout in the layout of ``stored``, or None if they are
+        not needed. A query without any key, or with all of them masked, reads zeros.
 
     >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
     >>> output, weights = associate(query, Padded(key, key), separation=Separation(), scaling=8**-0.5)
@@ -220,14 +251,69 @@ def associate(
     (True, torch.Size([2, 4, 3, 5]))
     """
 
+    if not need_weights and isinstance(stored, Padded) and _is_attention(score, separation, steps):
+        readout = _attend(query, stored, score, scaling, dropout)
+        if readout is not None:
+            return readout, None
+
     def scaled(query: Tensor, key: Tensor) -> Tensor:
         return score(query, key) * scaling
 
-    def attend(state: Tensor) -> Tensor:
+    def weigh(state: Tensor) -> Tensor:
         return stored.separate(stored.score(state, scaled), separation)
 
-    weights = iterate(query, attend, stored.next_state, stored.change, steps, eps)
-    return stored.read(functional.dropout(weights, dropout)), weights
+    weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
+    return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None
+
+
+def _is_attention(score: Similarity, separation: Separation, steps: Steps) -> TypeGuard[AdaptiveSimilarity]:
+    """Returns whether ``ahop::attend`` computes this association, and no hook or override observes a part of it."""
+    if not isinstance(score, AdaptiveSimilarity) or not score.is_single():
+        return False
+    softmax = type(separation) is Separation and separation.name == "softmax"
+    watched = any(has_hooks(part) or "forward" in part.__dict__ for part in (score, separation))
+    return softmax and not watched and isinstance(steps, int) and steps == 0 and not is_transformed()
+
+
+def _attend(
+    query: Tensor, stored: Padded, similarity: AdaptiveSimilarity, scaling: float | Tensor, dropout: float
+) -> Tensor | None:
+    """Computes the readout with ``ahop::attend``, or returns None where separate operations are preferable."""
+    mask, added = stored.mask or Mask(), None if stored.mask is None else stored.mask.added
+    if (dropout and is_mapped()) or not _fits_attend(query, stored, similarity):
+        return None
+    if not (query.is_cuda or is_large(query, stored.key)):  # nothing else is prepared in vain
+        return None
+    blocked, causal = mask.blocked, mask.causal
+    if causal and mask.appended:
+        triangle = mask.triangle(query.shape[-2], stored.key.shape[-2], query.device)
+        blocked, causal = triangle if blocked is None else triangle | blocked, False
+    if blocked is not None:
+        added = blocked if added is None else torch.where(blocked, -torch.inf, added)
+    if added is not None:
+        added = added[(None,) * (4 - added.ndim)]
+    query, key, weight = similarity.prepared(query, stored.key)
+    query, key, value = autocast(query, key, stored.value)
+    if not prefers_attend(query, key, value, weight, added, similarity.bases):
+        return None
+    weight = weight.to(accumulation_dtype(weight.dtype)) * scaling
+    return attend(query, key, value, weight, similarity.bases, added, causal, dropout)
+
+
+def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) -> bool:
+    """Returns whether ``ahop::attend`` takes these shapes, and computes a gradient for all that requires one."""
+    key, value, mask = stored.key, stored.value, stored.mask or Mask()
+    if not query.ndim == key.ndim == value.ndim == 4 or value.shape[1] != key.shape[1]:
+        return False
+    for part in (mask.blocked, mask.added):
+        if part is not None and part.ndim == 4 and part.shape[0] not in (1, *(x.shape[0] for x in (query, key, value))):
+            return False
+    if mask.added is not None:
+        learned = mask.added.requires_grad and torch.is_grad_enabled()
+        if learned or not mask.added.is_floating_point():
+            return False
+    grouped = key.shape[1] not in (1, query.shape[1])
+    return not (grouped and similarity.blocks[0].normalize)  # norms are computed for each query head
 
 
 def change(weights: Tensor, before: Tensor) -> Tensor:

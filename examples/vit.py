@@ -1,6 +1,7 @@
 """Train a vision transformer with a choice of attention, or convert a trained one and fine-tune it.
 
 To run: python -m examples.vit                                       (digits, adaptive attention, no download)
+        python -m examples.vit --blocks 0                            (sorts all dimensions: the paper's footprints)
         python -m examples.vit --attention dot --out out/dot
         python -m examples.vit --convert out/dot/best.ckpt           (outputs are unchanged before fine-tuning)
         python -m examples.vit --data cifar10 --data-dir DIR --model small --augment --precision bf16-mixed
@@ -38,12 +39,18 @@ class Classifier(L.LightningModule):
     """Trains a vision transformer. Its checkpoints hold all arguments, so that they restore the model."""
 
     def __init__(
-        self, model: dict[str, Any], attention: str, lr: float, weight_decay: float, similarity_lr: float
+        self,
+        model: dict[str, Any],
+        attention: str,
+        lr: float,
+        weight_decay: float,
+        similarity_lr: float,
+        blocks: int | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = VisionTransformer(**model)
-        use_attention(self.model, attention)
+        use_attention(self.model, attention, blocks)
 
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         """Returns the loss of a batch."""
@@ -104,7 +111,7 @@ def convert(checkpoint: Path, attention: str, images: Tensor, **changes: Any) ->
         raise ah.AHopError(f"expected a checkpoint with dot-product attention, got {classifier.hparams.attention!r}")
     with torch.no_grad():
         before = classifier.model(images)
-        use_attention(classifier.model, attention)
+        use_attention(classifier.model, attention, classifier.hparams.blocks)
         change = (classifier.model(images) - before).abs().max().item()
     classifier.hparams.attention = attention
     return classifier.train(), change
@@ -112,7 +119,8 @@ def convert(checkpoint: Path, attention: str, images: Tensor, **changes: Any) ->
 
 def make_classifier(options: argparse.Namespace, data: ImageSet) -> tuple[Classifier, dict[str, float]]:
     """Returns a new, converted or resumed classifier, and the results of a conversion."""
-    learning, results = {"lr": options.lr, "similarity_lr": options.similarity_lr}, {}
+    learning = {"lr": options.lr, "similarity_lr": options.similarity_lr, "blocks": options.blocks or None}
+    results: dict[str, float] = {}
     image, classes = tuple(data.train.images.shape[1:]), len(data.classes)
     if options.resume:
         classifier = restore(options.resume)
@@ -140,6 +148,8 @@ def make_parser() -> cli.Parser:
     )  # fmt: skip
     add = parser.option
     add("--attention", choices=ATTENTIONS, default="adaptive", help="attention of the transformer blocks")
+    add("--blocks", type=cli.non_negative_int, metavar="N", default=4,
+        help="blocks of dimensions that adaptive attention sorts in each head; 0 sorts single dimensions")  # fmt: skip
     add("--model", choices=MODELS, default="small", help="tiny: 2 blocks; small: 6 blocks; paper: 3 wide blocks")
     add("--data", choices=READERS, default="digits", help="data set; digits comes with scikit-learn")
     add("--download", action="store_true", help="download the data set if it is missing")

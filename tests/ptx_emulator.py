@@ -212,6 +212,15 @@ class Warp:
     def do_max(self, code, operands, guard):
         self.arithmetic(code, operands, guard, np.maximum)
 
+    def do_ex2(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, np.exp2)
+
+    def do_lg2(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, np.log2)
+
+    def do_rcp(self, code, operands, guard):
+        self.arithmetic(code, operands, guard, np.reciprocal)
+
     def do_copysign(self, code, operands, guard):
         self.arithmetic(code, operands, guard, lambda sign, size: np.copysign(size, sign))
 
@@ -265,7 +274,7 @@ class Warp:
     def do_setp(self, code, operands, guard):
         _, comparison, kind = code.split(".")
         a, b = (self.value(name, kind) for name in operands[1:])
-        compare = {"gt": np.greater, "lt": np.less, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}
+        compare = {"gt": np.greater, "lt": np.less, "ge": np.greater_equal, "le": np.less_equal, "eq": np.equal}
         self.set(operands[0], compare.get(comparison, np.not_equal)(a, b), guard)
 
     def do_selp(self, code, operands, guard):
@@ -312,7 +321,7 @@ class Warp:
 
     def do_ld(self, code, operands, guard):
         memory = self.shared if "shared" in code else self.memory.bytes
-        size = 2 if "b16" in code else 4
+        size = 1 if "u8" in code else 2 if "b16" in code else 4
         names = operands[0].strip("{}").split(", ")
         address = self.place(operands[1])
         assert (address[guard] % (size * len(names)) == 0).all(), f"misaligned: {code}"
@@ -323,7 +332,7 @@ class Warp:
                 start = address[lane] + size * index
                 assert 0 <= start <= len(memory) - size, f"out of bounds: {code}"
                 result[lane] = memory[start : start + size].view(f"u{size}")[0]
-            self.registers[name] = result
+            self.registers[name] = result.astype(np.uint32) if size == 1 else result
 
     def do_st(self, code, operands, guard):
         memory = self.shared if "shared" in code else self.memory.bytes

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 COMMANDS = (
     "kernels",
     "packed",
+    "vit",
     "costs",
     "harness.pages",
     *(f"paper.{name}" for name in ("retrieval", "mil", "images", "tabular")),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ahop_layers as ah
+from ahop_layers.ops.gpu import attend_backward, attend_kernels, mma, mma_kernels, plan, ptx_backward, ptx_kernels
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.gpu import mma, mma_kernels, plan, ptx_backward, ptx_kernels
+from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.gpu.ptx import choose_layout
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
 
@@ -434,10 +435,10 @@ def test_contiguous_rows_at_an_odd_address_are_moved():
     """The tensor is contiguous, but a load of four words from it would fault."""
     rows = torch.arange(65.0)[1:].view(1, 1, 4, 16)
     assert rows.is_contiguous()
-    moved = gpu._aligned(rows, 16)
+    moved = gpu.aligned(rows, 16)
     assert moved.data_ptr() % 16 == 0
     assert torch.equal(moved, rows)
-    assert gpu._aligned(moved, 16) is moved
+    assert gpu.aligned(moved, 16) is moved
 
 
 PTX_CASES = [
@@ -469,6 +470,13 @@ def test_ptx_assembles(d, n, dtype, tmp_path):
     if dtype != "f32" and mma.serves(n, d // n, BOTH):
         bodies[mma_kernels.score(n, d // n, BOTH, dtype, 4)] = mma_kernels.SCORE_CONSTRAINTS
         bodies[mma_kernels.score_backward(n, d // n, BOTH, dtype, 4)] = ptx_backward.BACKWARD_CONSTRAINTS
+        for rules in (Rules(), Rules("u8", True, True)):
+            sizes = (n, d // n, d, BOTH, dtype, 4, rules)
+            bodies[attend_kernels.attend(*sizes)] = attend_kernels.ATTEND_CONSTRAINTS
+            bodies[attend_backward.attend_backward(*sizes)] = attend_backward.ATTEND_BACKWARD_CONSTRAINTS
+    else:
+        attends = ptx_backward.score_backward(backward, n, BOTH, dtype, 1, half, of_softmax=True)
+        bodies[attends] = ptx_backward.BACKWARD_CONSTRAINTS
     for body, constraints in bodies.items():
         for index, kind in reversed(list(enumerate(constraints.split(",")))):
             body = body.replace(f"${index}", f"operand{index}_{kind[-1]}")

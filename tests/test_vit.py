@@ -410,6 +410,18 @@ def test_conversion_keeps_the_logits(folder):
     assert tuned["logit_change"] < 1e-5
     with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):
         vit.convert(folder / "tuned" / "best.ckpt", "adaptive", images)
+    for blocks, count in ((8, 8), (None, 32)):
+        classifier, change = vit.convert(checkpoint, "adaptive", images, blocks=blocks)
+        assert change < 1e-5
+        assert {w.shape[-1] for name, w in classifier.named_parameters() if name.endswith("similarity.w")} == {count}
+    restored = vit.restore(folder / "tuned" / "best.ckpt")  # 4 blocks by default
+    assert {w.shape[-1] for name, w in restored.named_parameters() if name.endswith("similarity.w")} == {4}
+
+
+def test_a_number_of_blocks_that_does_not_divide_a_head_is_refused(tmp_path, refused):
+    last = refused(vit.main, *TINY, "--blocks", 3, "--out", tmp_path / "out")
+    assert last.startswith("vit: error: blocks.layers.0.self_attn: ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_names_the_images_it_takes():
@@ -465,7 +477,7 @@ def test_training_benchmark(folder, capsys):
     images.main(["working", *small, "--epochs", "8", "--seeds", "1", "--minutes", "0", *paths])
     assert "would not end" in capsys.readouterr().out
     assert not output.exists()
-    images.main(["working", *small, "--epochs", "3", "--seeds", "1", *paths])
+    images.main(["working", *small, "--epochs", "3", "--seeds", "1", "--attentions", "dot", "adaptive", *paths])
     rows = read(output)
     clean = {row["attention"]: float(row["value"]) for row in rows if row["measure"] == "accuracy"}
     assert clean == {"dot": 1.0, "adaptive": 1.0}
@@ -498,7 +510,7 @@ def test_missing_images_are_named(tmp_path):
         (["--graphs"], "--graphs captures CUDA graphs: expected --device cuda, got cpu"),
         (["--attentions", "dot", "adaptiv"], "attention must be one of adaptive, eager, kernel, sparse, dot"),
         (["--attentions", "dot:debias"], "options of dot must be among none"),
-        (["--attentions", "adaptive:typo"], "options of adaptive must be among lr, last, init, debias, shared"),
+        (["--attentions", "adaptive:typo"], "options of adaptive must be among lr, last, init, debias, shared, blocks"),
         (["--attentions", "adaptive:lr=1,lr=2"], "each at most once, got 'adaptive:lr=1,lr=2'"),
         (["--attentions", "adaptive:"], "got 'adaptive:'"),
         (["--attentions", "kernel:shared"], "options of kernel must be among last"),
@@ -506,6 +518,8 @@ def test_missing_images_are_named(tmp_path):
         (["--attentions", "adaptive:debias=False"], "debias must have no value"),
         (["--attentions", "adaptive:init=dist"], "init must be one of dot, dis, l1, uniform"),
         (["--attentions", "adaptive:last=all"], "last must be a positive integer"),
+        (["--attentions", "adaptive:blocks=0"], "blocks must be a positive integer"),
+        (["--attentions", "eager:blocks=4"], "options of eager must be among lr, last, init, debias, shared, each"),
         (["--attentions", "adaptive:lr"], "lr must be a positive number"),
     ],
 )
@@ -538,6 +552,8 @@ def test_corruptions_are_as_strong_as_they_say():
         ("adaptive:debias", lambda layers: all(layer.similarity.bias is not None for layer in layers)),
         ("adaptive:init=dis", lambda layers: all(layer.similarity.init == "dis" for layer in layers)),
         ("adaptive:last=1", lambda layers: len(layers) == 1),
+        ("adaptive:blocks=4", lambda layers: all(layer.similarity.w.shape == (2, 2, 4) for layer in layers)),
+        ("adaptive:blocks=4,shared", lambda layers: all(layer.similarity.w.shape == (2, 4) for layer in layers)),
         ("adaptive:shared", lambda layers: all(layer.similarity.num_heads is None for layer in layers)),
         (
             "adaptive:debias,init=dis,shared",

@@ -67,8 +67,16 @@ class Adaptive(Associator):
         self.separation = separation.to(like).train(self.training)
 
     def associate(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Mask | None, dropout: float
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        mask: Mask | None,
+        dropout: float,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Any]:
         """Attends with the module's similarity and separation.
 
         Args:
@@ -76,9 +84,11 @@ class Adaptive(Associator):
             scaling: factor of the scores.
             mask: which pairs to exclude and what to add to the scores.
             dropout: probability of dropping a weight in training mode.
+            need_weights: whether to return the weights. Without them, the scores need not be kept in memory; see
+                :func:`~ahop_layers.association.associate`.
 
         Returns:
-            The output ``(N, L, H * e)`` and the weights ``(N, H, L, S)``.
+            The output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or None.
         """
         output, weights = associate(
             query,
@@ -87,6 +97,7 @@ class Adaptive(Associator):
             separation=self.separation,
             scaling=scaling,
             dropout=dropout if self.training else 0.0,
+            need_weights=need_weights,
         )
         return rearrange(output, "n h l e -> n l (h e)"), weights
 
@@ -196,20 +207,23 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         self._check_shapes(query, key, value)
         q, k, v = self._project(query, key, value)
         shape = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-        if is_causal and attn_mask is None:
-            attn_mask = torch.ones(shape[2:], dtype=torch.bool, device=q.device).triu(1)
         mask = combine_masks(key_padding_mask, attn_mask, shape, ("key_padding_mask", "attn_mask"))
+        if is_causal and attn_mask is None:
+            mask = (mask or Mask()).join(Mask(causal=True))
         for extra_k, extra_v in self._extra_keys():
             k, v = (torch.cat([x, extra.expand(shape[0], -1, -1, -1)], 2) for x, extra in ((k, extra_k), (v, extra_v)))
             mask = None if mask is None else mask.grow()
-        output, weights = self.associate(q, k, v, scaling=self.head_dim**-0.5, mask=mask, dropout=self.dropout)
+        output, weights = self.associate(
+            q, k, v, scaling=self.head_dim**-0.5, mask=mask, dropout=self.dropout, need_weights=need_weights
+        )
         output = self.out_proj(output)
         if not batched:
-            output, weights = output.squeeze(0), weights.squeeze(0)
+            output = output.squeeze(0)
         elif not self.batch_first:
             output = output.transpose(0, 1)
         if not need_weights:
             return output, None
+        weights = weights if batched else weights.squeeze(0)
         return output, weights.mean(-3) if average_attn_weights else weights
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -13,18 +13,16 @@ from torch import Tensor, nn
 from ahop_layers.association import Mask
 from ahop_layers.attention.adaptive import Adaptive
 from ahop_layers.errors import AHopError
+from ahop_layers.ops.operators import has_hooks
 
 
-def attend_mask(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Mask | None:
+def attend_mask(mask: Tensor | None, is_causal: bool) -> Mask | None:
     """Converts a mask of ``scaled_dot_product_attention``: True = attend, a float is added to the scores.
 
     With ``is_causal`` the result is the causal mask, whatever ``mask`` is.
     """
-    if is_causal:
-        shape = (query.shape[-2], key.shape[-2])
-        return Mask(blocked=torch.ones(shape, dtype=torch.bool, device=query.device).triu(1))
-    if mask is None:
-        return None
+    if is_causal or mask is None:
+        return Mask(causal=True) if is_causal else None
     return Mask(blocked=~mask) if mask.dtype == torch.bool else Mask(added=mask)
 
 
@@ -49,8 +47,10 @@ class TimmAttention(Adaptive):
         """Computes self-attention within ``x (N, L, dim)``."""
         query, key, value = rearrange(self.qkv(x), "n l (three h d) -> three n h l d", three=3, h=self.num_heads)
         query, key = self.q_norm(query), self.k_norm(key)
-        mask = attend_mask(attn_mask, is_causal, query, key)
-        output, _ = self.associate(query, key, value, scaling=self.scale, mask=mask, dropout=self.attn_drop.p)
+        mask, dropout = attend_mask(attn_mask, is_causal), self.attn_drop.p
+        output, _ = self.associate(
+            query, key, value, scaling=self.scale, mask=mask, dropout=dropout, need_weights=False
+        )
         # Older releases have no norm, and only recent ones have a gate.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         output = output if norm is None else norm(output)
@@ -80,16 +80,35 @@ class TransformersAttention(Adaptive):
         """Returns the number of heads and the dimension of one head."""
         return getattr(self, self.heads), getattr(self, self.width)
 
-    def _attend(self, hidden_states: Tensor, attention_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, is_causal: bool, output_attentions: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
         heads, dim = self.head_shape()
         query, key, value = (
             rearrange(getattr(self, name)(hidden_states), "n l (h d) -> n h l d", h=heads) for name in self.projections
         )
-        mask = attend_mask(attention_mask, is_causal and attention_mask is None, query, key)
         drop = getattr(self, self.drop)
-        dropout = drop.p if isinstance(drop, nn.Dropout) else drop
-        output, weights = self.associate(query, key, value, scaling=dim**-0.5, mask=mask, dropout=dropout)
+        output, weights = self.associate(
+            query,
+            key,
+            value,
+            scaling=dim**-0.5,
+            mask=attend_mask(attention_mask, is_causal and attention_mask is None),
+            dropout=drop.p if isinstance(drop, nn.Dropout) else drop,
+            need_weights=bool(output_attentions) or self._weights_requested(),
+        )
         return output if self.out is None else getattr(self, self.out)(output), weights
+
+    def _weights_requested(self) -> bool:
+        """Returns whether the configuration of the model or a hook on this module asks for weights.
+
+        The eager attention of transformers returns weights, as did the releases whose modules have no configuration.
+        Models record attentions with a forward hook or, before transformers 5, by replacing ``forward``.
+        """
+        config = getattr(self, "config", None)
+        eager = config is None or getattr(config, "_attn_implementation", None) == "eager"
+        watched = has_hooks(self) or "forward" in self.__dict__
+        return eager or bool(getattr(config, "output_attentions", False)) or watched
 
 
 class ViTAttention(TransformersAttention):
@@ -99,10 +118,18 @@ class ViTAttention(TransformersAttention):
     heads, drop = "num_attention_heads", "attention_dropout"
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, is_causal: bool = False, **_: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``."""
-        return self._attend(hidden_states, attention_mask, is_causal)
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        is_causal: bool = False,
+        output_attentions: bool | None = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``.
+
+        The weights are None unless an argument, the configuration or a hook asks for them.
+        """
+        return self._attend(hidden_states, attention_mask, is_causal, output_attentions)
 
 
 class CLIPAttention(TransformersAttention):
@@ -116,16 +143,16 @@ class CLIPAttention(TransformersAttention):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         causal_attention_mask: Tensor | None = None,
-        output_attentions: bool = False,
+        output_attentions: bool | None = False,
         is_causal: bool = False,
         **_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes self-attention within ``hidden_states``; see :class:`ViTAttention`."""
         if attention_mask is None or causal_attention_mask is None:
             mask = causal_attention_mask if attention_mask is None else attention_mask
         else:
             mask = attention_mask + causal_attention_mask
-        return self._attend(hidden_states, mask, is_causal)
+        return self._attend(hidden_states, mask, is_causal, output_attentions)
 
 
 class ViTSelfAttention(TransformersAttention):
@@ -140,9 +167,9 @@ class ViTSelfAttention(TransformersAttention):
         return "dropout_prob" if hasattr(self, "dropout_prob") else "dropout"
 
     def forward(
-        self, hidden_states: Tensor, head_mask: Tensor | None = None, output_attentions: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``."""
+        self, hidden_states: Tensor, head_mask: Tensor | None = None, output_attentions: bool | None = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes self-attention within ``hidden_states``; see :class:`ViTAttention`."""
         if head_mask is not None:
             raise AHopError("head_mask must be None in an adapted model, got a mask")
-        return self._attend(hidden_states, None, False)
+        return self._attend(hidden_states, None, False, output_attentions)

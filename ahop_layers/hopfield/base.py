@@ -57,7 +57,13 @@ class Face(nn.Module):
     def _inner(self) -> "OwnHopfield":
         raise NotImplementedError
 
-    def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
+    def _associate(
+        self,
+        input: Patterns,
+        padding_mask: Tensor | None,
+        association_mask: Tensor | None,
+        need_weights: bool = False,
+    ) -> Retrieval:
         raise NotImplementedError
 
     @torch.no_grad()
@@ -68,7 +74,9 @@ class Face(nn.Module):
         association_mask: Tensor | None = None,
     ) -> Tensor:
         """Computes the weights ``(N, heads, L, S)`` of a call, without gradient."""
-        return self._associate(input, stored_pattern_padding_mask, association_mask).weights
+        retrieval = self._associate(input, stored_pattern_padding_mask, association_mask, need_weights=True)
+        weights: Tensor = retrieval.weights
+        return weights
 
     @torch.no_grad()
     def get_projected_pattern_matrix(
@@ -194,7 +202,13 @@ class OwnHopfield(Face):
         """Normalizes and projects part 0, 1 or 2 (state, stored, projection): ``(N, rows, E) -> (N, H, rows, d)``."""
         return self.association_core.heads(self.normalize(pattern, part), part)
 
-    def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
+    def _associate(
+        self,
+        input: Patterns,
+        padding_mask: Tensor | None,
+        association_mask: Tensor | None,
+        need_weights: bool = False,
+    ) -> Retrieval:
         patterns = as_patterns(input, "stored, state and projection", 3)
         for pattern in patterns:
             if pattern.ndim != 3:
@@ -210,7 +224,9 @@ class OwnHopfield(Face):
             raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
         stored, state, projection = patterns
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
-        retrieval: Retrieval = self.association_core(*normal, padding_mask, association_mask)
+        retrieval: Retrieval = self.association_core(
+            *normal, padding_mask, association_mask, need_weights=need_weights
+        )
         return retrieval
 
     def forward(

@@ -8,17 +8,18 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Padded, Steps, Stored, associate, combine_masks, dot_product
+from ahop_layers.association import Padded, Similarity, Steps, Stored, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, describe
+from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator
 
 
 class Retrieval(NamedTuple):
-    """The result of a core: output ``(N, L, out)``, weights ``(N, H, L, S)``, projected values ``(N, H, S, e)``."""
+    """The result of a core: output ``(N, L, out)``, weights ``(N, H, L, S)`` or None, and values ``(N, H, S, e)``."""
 
     output: Tensor
-    weights: Tensor
+    weights: Any
     projected: Tensor
 
 
@@ -206,17 +207,23 @@ class AssociationCore(Associator):
         """Whether :meth:`score` applies ``scaling`` to the query; otherwise it multiplies the scores."""
         return isinstance(self.scaling, Tensor) and self.scaling.ndim == 1
 
-    def retrieve(self, query: Tensor, stored: Stored) -> tuple[Tensor, Tensor]:
-        """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)`` and weights."""
+    def _similarity(self) -> Similarity:
+        """Returns :meth:`score`, or the similarity module where that is all that it computes."""
+        overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
+        return self.score if overridden or self.scales_query or self.similarity is None else self.similarity
+
+    def retrieve(self, query: Tensor, stored: Stored, need_weights: bool = True) -> tuple[Tensor, Any]:
+        """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
         output, weights = associate(
             query,
             stored,
-            score=self.score,
+            score=self._similarity(),
             separation=self.separation,
             scaling=1.0 if self.scales_query else self.scaling,
             dropout=self.dropout if self.training else 0.0,
             steps=self.steps,
             eps=self.update_steps_eps,
+            need_weights=need_weights,
         )
         output = rearrange(output, "n h l d -> n l (h d)")
         return output if self.out_proj is None else self.out_proj(output), weights
@@ -228,11 +235,15 @@ class AssociationCore(Associator):
         value: Tensor,
         padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
+        need_weights: bool = True,
     ) -> Retrieval:
-        """Associates ``query (N, L, E)`` with ``key (N, S, E)`` and reads ``value (N, S, E)``; N may be 1 for each."""
+        """Associates ``query (N, L, E)`` with ``key (N, S, E)`` and reads ``value (N, S, E)``; N may be 1 for each.
+
+        A hook on this module receives the weights in any case.
+        """
         q, k, v = self.project(query, key, value)
         batch, length, stored = (k if q.shape[0] == 1 else q).shape[0], q.shape[2], k.shape[2]
         mask = combine_masks(padding_mask, association_mask, (batch, self.num_heads, length, stored))
         padded = Padded(k, v, mask, self.add_zero_attn)
-        output, weights = self.retrieve(q, padded)
+        output, weights = self.retrieve(q, padded, need_weights or has_hooks(self))
         return Retrieval(output, weights, padded.value.expand(batch, -1, -1, -1))

@@ -31,8 +31,14 @@ class _WithWeights(Face):
     def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
-    def _associate(self, input: Patterns, padding_mask: Tensor | None, association_mask: Tensor | None) -> Retrieval:
-        return self.hopfield._associate(self._patterns(input), padding_mask, association_mask)
+    def _associate(
+        self,
+        input: Patterns,
+        padding_mask: Tensor | None,
+        association_mask: Tensor | None,
+        need_weights: bool = False,
+    ) -> Retrieval:
+        return self.hopfield._associate(self._patterns(input), padding_mask, association_mask, need_weights)
 
     def _weights(self, name: str, quantity: int, width: int | None, trainable: bool) -> nn.Parameter:
         check_sizes(quantity=quantity)

@@ -3,53 +3,16 @@
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError
 from ahop_layers.ops import chunked, cpu
-from ahop_layers.ops.chunked import Need
+from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-
-
-class Kernel(Protocol):
-    """Interface of a kernel module.
-
-    Tensors have any strides. Weights are folded (see :func:`ahop_layers.ops.reference.fold`). Half-precision inputs
-    are accumulated in float32.
-    """
-
-    def unavailable(self) -> str | None:
-        """Returns the reason why this kernel cannot run in this process, or None if it can."""
-        ...
-
-    def detail(self) -> str:
-        """Returns one line on how this kernel runs here."""
-        ...
-
-    def serves(self, query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-        """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks."""
-        ...
-
-    def score(
-        self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
-
-        ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32.
-        """
-        ...
-
-    def score_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
-
-        ``grad`` may have any dtype that :meth:`score` returns.
-        """
-        ...
+from ahop_layers.ops.protocols import Attention, Kernel
+from ahop_layers.ops.sliced import Sliced
 
 
 class Status(NamedTuple):
@@ -96,6 +59,23 @@ def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int
         got = f"{query.dtype} on {query.device.type} with {sizes} and bases {', '.join(bases)}"
         raise AHopError(f"backend={backend!r} does not support {got}")
     return module
+
+
+def choose_attention(
+    backend: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
+) -> Attention:
+    """Returns the implementation of ``ahop::attend`` for a call: fused, or on top of the kernel ``backend`` names."""
+    kernel = choose_kernel(backend, query, bases, weight.shape[-1])
+    if kernel is gpu and fused.serves(query, key, value, weight, mask, bases):
+        return fused
+    return Sliced(kernel)
+
+
+def has_fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
+) -> bool:
+    """Returns whether a fused kernel, which is as fast as separate operations or faster, supports the call."""
+    return fused.serves(query, key, value, weight, mask, bases)
 
 
 def _fastest(query: Tensor, bases: Sequence[str], blocks: int) -> Kernel:

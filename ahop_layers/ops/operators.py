@@ -12,8 +12,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as modules
 
 from ahop_layers.errors import (
     AHopError,
@@ -95,7 +96,7 @@ def adaptive_similarity(
     elif query.dtype != key.dtype:
         raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
     wide = accumulation_dtype(query.dtype)
-    if custom or backend == "reference" or _is_transformed():
+    if custom or backend == "reference" or is_transformed():
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
             scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names, numbers)
     else:
@@ -104,7 +105,7 @@ def adaptive_similarity(
     return scores.to(wide if autocast else query.dtype)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Returns whether forward-mode AD or torch.func differentiates this call; operators support reverse mode and vmap.
 
     PyTorch has no public function for this. ``forward_ad.unpack_dual`` finds a tangent, but raises under vmap.
@@ -117,6 +118,29 @@ def _is_transformed() -> bool:
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def is_mapped() -> bool:
+    """Returns whether a transform of torch.func, such as vmap, is active."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a forward or backward hook observes calls of the module; hooks of all modules count.
+
+    >>> layer = nn.Identity()
+    >>> handle = layer.register_forward_hook(print)
+    >>> has_hooks(layer), has_hooks(nn.Identity())
+    (True, False)
+    """
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    shared = (
+        modules._global_forward_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_backward_hooks,
+        modules._global_backward_pre_hooks,
+    )
+    return any(len(hooks) > 0 for hooks in (*own, *shared))
 
 
 def _check_weight(
@@ -203,32 +227,42 @@ def _check(
     The implementations and the fakes share this check. Kernels compute addresses from these shapes and dtypes, so a
     call that does not pass must never reach them.
     """
-    names = _kernel_bases(bases)
+    names = kernel_bases(bases)
     check_choice("backend", backend, ("auto", *KERNELS))
     if query.ndim != 4 or key.ndim != 4 or query.shape[-1] == 0:
         got = f"query {describe(query)} and key {describe(key)}"
         raise AHopError(f"query and key must be (N, H, L, d) and (N, H, S, d) with d >= 1, got {got}")
     check_floating(query=query)
+    check_kernel_weight(query, weight, len(names))
     (n, heads, length, d), count, wide = query.shape, key.shape[-2], accumulation_dtype(query.dtype)
-    blocks = weight.shape[-1] if weight.ndim else 0
-    if not _divides(blocks, d):
-        rule = f"({heads}, {len(names)}, n) with n one of {divisors(d)}, the divisors of d"
-        raise AHopError(f"weight must be {rule}, got {describe(weight)}")
-    expected = [("key", key, (n, heads, count, d)), ("weight", weight, (heads, len(names), blocks))]
+    check_tensor("key", key, (n, heads, count, d), query.dtype, query)
     if grad is not None:
-        expected.append(("grad", grad, (n, heads, length, count)))
-    for name, tensor, shape in expected:
-        dtype = query.dtype if name == "key" or tensor.dtype == query.dtype else wide
-        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
-            got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
-            raise AHopError(f"{name} must be {shape} of {dtype} on {query.device} for this query, got {got}")
+        check_tensor("grad", grad, (n, heads, length, count), query.dtype if grad.dtype == query.dtype else wide, query)
     if need is not None and len(need) != 3:
         raise AHopError(f"need must have 3 entries, for query, key and weight, got {need!r}")
     return names
 
 
+def check_kernel_weight(query: Tensor, weight: Tensor, bases: int) -> None:
+    """Raises unless ``weight`` is ``(H, bases, n)`` for ``query (N, H, L, d)``, in its dtype or at least float32."""
+    heads, d, blocks = query.shape[1], query.shape[-1], weight.shape[-1] if weight.ndim else 0
+    if not _divides(blocks, d):
+        rule = f"({heads}, {bases}, n) with n one of {divisors(d)}, the divisors of d"
+        raise AHopError(f"weight must be {rule}, got {describe(weight)}")
+    dtype = query.dtype if weight.dtype == query.dtype else accumulation_dtype(query.dtype)
+    check_tensor("weight", weight, (heads, bases, blocks), dtype, query)
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, query: Tensor) -> None:
+    """Raises unless the tensor has this shape and dtype and is on the device of the query."""
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
+        got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
+        raise AHopError(f"{name} must be {tuple(shape)} of {dtype} on {query.device} for this query, got {got}")
+
+
 @lru_cache(maxsize=None)
-def _kernel_bases(bases: str) -> tuple[str, ...]:
+def kernel_bases(bases: str) -> tuple[str, ...]:
+    """Returns the names in a list separated by commas; raises unless they are built-in bases."""
     names = check_bases(bases.split(","))
     custom = [name for name in names if BASES[name].slopes is None]
     if custom:
@@ -301,7 +335,7 @@ torch.library.register_autograd("ahop::score", _differentiate_score, setup_conte
 torch.library.register_autograd("ahop::score_backward", _refuse_double_backward)
 
 
-def _merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:
+def merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:
     """Merges the mapped axis of each ``(tensor, mapped axis, head axis)`` into its head axis."""
     merged = []
     for tensor, mapped, heads in tensors:
@@ -318,14 +352,14 @@ def _heads(weight: Tensor, mapped: int | None) -> int:
 
 @torch.library.register_vmap("ahop::score")  # type: ignore[untyped-decorator]
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    merged = _merge_heads(info.batch_size, *zip(args[:3], in_dims[:3], (1, 1, 0), strict=True))
+    merged = merge_heads(info.batch_size, *zip(args[:3], in_dims[:3], (1, 1, 0), strict=True))
     heads = _heads(args[2], in_dims[2])
     return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, (info.batch_size, heads)), 1
 
 
 @torch.library.register_vmap("ahop::score_backward")  # type: ignore[untyped-decorator]
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    merged = _merge_heads(info.batch_size, *zip(args[:4], in_dims[:4], (1, 1, 1, 0), strict=True))
+    merged = merge_heads(info.batch_size, *zip(args[:4], in_dims[:4], (1, 1, 1, 0), strict=True))
     grads = torch.ops.ahop.score_backward(*merged, *args[4:])
     need, heads = args[-1], _heads(args[3], in_dims[3])
     split = (

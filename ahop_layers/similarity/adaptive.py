@@ -235,6 +235,35 @@ class AdaptiveSimilarity(nn.Module):
             scores = scores + self._score(index, query, key, keys[index])
         return scores
 
+    def is_single(self) -> bool:
+        """Returns whether :meth:`prepared` has all that a score depends on: one resolution, built-in bases only.
+
+        >>> AdaptiveSimilarity(6).is_single(), AdaptiveSimilarity(6, blocks=[2, 3]).is_single()
+        (True, False)
+        """
+        built_in = all(BASES[base].slopes is not None for base in self.bases)
+        own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
+        return own and len(self.blocks) == 1 and built_in
+
+    def prepared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns query and key as the kernels score them, and their weight ``([H,] n_bases, n)``.
+
+        The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
+
+        Raises:
+            AHopError: a shape, dtype or device is invalid.
+
+        >>> import ahop_layers as ah
+        >>> similarity = AdaptiveSimilarity(4, blocks=torch.tensor([0, 1, 0, 1]))
+        >>> query, key, weight = similarity.prepared(torch.randn(2, 4), torch.randn(3, 4))
+        >>> scores = similarity(query[:, [0, 2, 1, 3]], key[:, [0, 2, 1, 3]])
+        >>> torch.allclose(ah.adaptive_similarity(query, key, weight), scores)
+        True
+        """
+        self._check_rows(query, key)
+        query, key, _ = self._arranged(0, self.unbiased(query), key)
+        return query, key, self.footprint_weight()
+
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
         query, key, numbers = self._arranged(index, query, key, arranged)

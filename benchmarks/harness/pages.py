@@ -2,9 +2,9 @@
 
 To run: python -m benchmarks.harness.pages (--help prints this text and writes nothing)
 
-A page of docs/ marks the place of a table or plot by ``<!-- made: NAME -->`` and ``<!-- end -->``. The command replaces
-the text between the two markers and leaves the rest of the page as it is. A benchmark without rows is replaced by the
-command that measures it.
+README.md or a page of docs/ marks the place of a table or plot by ``<!-- made: NAME -->`` and ``<!-- end -->``. The
+command replaces the text between the two markers and leaves the rest of the page as it is. A benchmark without rows is
+replaced by the command that measures it.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, packed
+from benchmarks import kernels_report, packed, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -22,7 +22,10 @@ from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval import report as retrieval_report
 from benchmarks.paper.tabular import report as tabular_report
 
-DOCS = PICTURES.parent  # every page in this folder is filled
+DOCS = PICTURES.parent
+README = DOCS.parent / "README.md"
+FILLED = (README, *sorted(DOCS.glob("*.md")))
+"""The pages to fill."""
 PLACE = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 Show = Callable[[Sequence[Row]], str]
@@ -50,6 +53,13 @@ def block_rows() -> list[Row]:
     """Returns the rows of the kernel benchmark of the devices on which block footprints were measured."""
     devices = group(rows_of("kernels.csv"), "device").values()
     return [row for rows in devices if any(map(kernels_report.has_blocks, rows)) for row in rows]
+
+
+def vit_rows(*parts: str) -> list[Row]:
+    """Returns the rows of some parts of the benchmark of vision transformers, of models with their default sizes."""
+    sizes = {name: model.settings for name, model in vit.MODELS.items()}
+    rows = [row for row in rows_of("vit.csv") if row["part"] in parts]
+    return [row for row in rows if sizes.get(row["model"], row["settings"]) == row["settings"]]
 
 
 def packed_rows() -> list[Row]:
@@ -109,6 +119,11 @@ def error(rows: Sequence[Row]) -> str:
 SHORT = ("M-Hop", "A-Hop", "A-Hop, debias", "A-Hop, debias, table", retrieval_report.LIMIT, retrieval_report.GUESSED)
 
 TABLES: dict[str, Callable[[], str]] = {
+    "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
+    "vit-short": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.short),
+    "vit-attention": lambda: by_device("vit --parts attention", vit_rows("attention"), vit_report.of_attention),
+    "vit-memory": lambda: by_device("vit --parts memory", vit_rows("memory"), vit_report.of_memory),
+    "vit-compile": lambda: by_device("vit --parts compile-time", vit_rows("compile-time"), vit_report.of_compile_time),
     "kernels": lambda: by_device("kernels", rows_of("kernels.csv"), kernels_report.report),
     "kernels-half": lambda: by_device(
         "kernels", rows_of("kernels.csv", device="NVIDIA H200"), kernels_report.of_half_precision
@@ -176,21 +191,20 @@ def at_place(name: str) -> str:
     return f"![{DRAWN[file].alt}](pictures/{file}.svg)" if DRAWN[file].rows() else ""
 
 
-def fill(page: str) -> str:
-    """Returns the page with new content at every place."""
-    return PLACE.sub(
-        lambda place: f'{place[1]}<div class="wide" markdown>\n\n{at_place(place[2])}\n\n</div>\n{place[3]}', page
-    )
+def fill(page: str, wide: bool = True) -> str:
+    """Returns the page with new content at every place, in a ``div`` of the site's own class if ``wide``."""
+    start, end = ('<div class="wide" markdown>\n\n', "\n</div>\n") if wide else ("\n", "\n")
+    return PLACE.sub(lambda place: f"{place[1]}{start}{at_place(place[2])}\n{end}{place[3]}", page)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fills all pages and draws all plots."""
     make_parser("harness.pages", __doc__).parse_args(arguments)
-    for path in sorted(DOCS.glob("*.md")):
+    for path in FILLED:
         page = path.read_text()
         places = [name for _, name, _ in PLACE.findall(page)]
         if places:
-            path.write_text(fill(page))
+            path.write_text(fill(page, wide=path != README))
             print(f"{path.relative_to(DOCS.parent)}: {', '.join(places)}")
     for name, picture in DRAWN.items():
         rows = picture.rows()

@@ -98,10 +98,18 @@ def _initialize(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
 
 
-def use_attention(model: nn.Module, name: str, **keywords: Any) -> None:
-    """Replaces the dot-product attention of a model in place; keywords are those of ``ah.adapt_``."""
+def use_attention(model: nn.Module, name: str, blocks: int | None = None, **keywords: Any) -> None:
+    """Replaces the dot-product attention of a model in place.
+
+    Args:
+        model: the model.
+        name: a name of ``ATTENTIONS``.
+        blocks: number of blocks that ``adaptive`` sorts per head, None for all dimensions; the others do not sort.
+        keywords: further arguments of ``ah.adapt_``.
+    """
     if name == "dot":
         return
+    keywords |= {"blocks": blocks} if name == "adaptive" else {}
     ah.adapt_(model, separation=SEPARATIONS[name], similarity=SIMILARITIES.get(name), **keywords)
 
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import product
+from math import e, log2
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ahop_layers.ops import chunked
+from ahop_layers.ops import chunked, sliced
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.gpu import ptx_backward
 from ahop_layers.ops.gpu.plan import PTX_NAMES, Plan, backward_plan, runs_ptx, score_plan
@@ -25,6 +26,9 @@ SCRATCH_BYTES = 64 * 2**20
 
 PROGRAMS_PER_SLOT = 8
 """Maximum number of programs in a backward launch per concurrently running warp."""
+
+MOST_SORTED_TWICE = 128
+"""The largest number of blocks of which a kernel keeps the sorted similarities of two bases."""
 
 PAD_QUERY, PAD_KEY = -1e19, 1e18
 """Values of padding dimensions: less similar than all others in every base, so they sort last."""
@@ -85,11 +89,63 @@ def score_backward(
         key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan)
     else:
         query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan)
-    grads = (query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype))
+    return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.to(weight.dtype)), need)
+
+
+def _needed(grads: tuple[Tensor, Tensor, Tensor], need: Need) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns contiguous gradients; those that ``need`` excludes are empty tensors."""
     query_grad, key_grad, weight_grad = (
         each.contiguous() if wanted else each.new_empty(0) for each, wanted in zip(grads, need, strict=True)
     )
     return query_grad, key_grad, weight_grad
+
+
+def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+    """Computes the softmax of scores ``(N, H, L, S)`` in a dtype, and the log-sum-exp ``(N, H, L)``, in one kernel."""
+    if not scores.is_cuda or scores.dtype != torch.float32:
+        return sliced.softmax(scores, dtype, masked)
+    weights, log_sum = torch.empty_like(scores, dtype=dtype), scores.new_empty(scores.shape[:-1])
+    rows = 4
+    with on_device(scores):
+        attention_kernels().softmax_rows[(-(-log_sum.numel() // rows),)](
+            scores, weights, log_sum, log_sum.numel(), scores.shape[-1], ROWS=rows, BLOCK=256
+        )
+    return weights, log_sum
+
+
+def softmax_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    shift: Tensor,
+    mean: Tensor | None,
+    need: Need,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of :func:`score` behind a softmax; see :class:`ahop_layers.ops.protocols.SoftmaxKernel`.
+
+    Where pairs are shifted alike for each query, the kernel that sorts for the gradients computes the weights as well.
+    """
+    if mean is None or shift.stride(-1) != 0 or not _sorts_for_softmax(query, bases, weight.shape[-1]):
+        weights = score(query, key, weight, bases).sub_(shift).exp_()
+        grads = score_backward(sliced.softmax_grad(weights, grad, mean), query, key, weight, bases, need)
+        grad.copy_(weights)
+        return grads
+    plan = backward_plan(
+        query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), False, torch.float32, True
+    )
+    statistics = torch.cat([shift[..., :1] * log2(e), mean], -1)
+    query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan, statistics)
+    return _needed((query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad), need)
+
+
+def _sorts_for_softmax(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+    """Returns whether a kernel computes weights and gradients with one sort."""
+    if not runs_ptx(query.device) or blocks > MOST_SORTED_TWICE:
+        return False
+    # In half precision both passes round similarities differently, and the weights would not sum to 1.
+    return query.dtype == torch.float32
 
 
 def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
@@ -100,7 +156,7 @@ def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
     tensor = tensor.to(plan.dtype)
     layout, size = plan.layout, tensor.shape[-1] // n
     if layout.dims == tensor.shape[-1]:
-        return _aligned(tensor, plan.alignment)
+        return aligned(tensor, plan.alignment)
     padded = tensor.new_zeros(*tensor.shape[:-1], layout.blocks, layout.block_size)
     padded[..., :n, :size] = torch.unflatten(tensor, -1, (n, size))
     padded[..., n:, 0] = fill
@@ -124,7 +180,8 @@ def _in_order(grad: Tensor, plan: Plan, n: int, size: int) -> Tensor:
     return torch.unflatten(grad, -1, (layout.blocks, layout.block_size))[..., :n, :size].flatten(-2)
 
 
-def _aligned(tensor: Tensor, alignment: int) -> Tensor:
+def aligned(tensor: Tensor, alignment: int) -> Tensor:
+    """Returns the tensor with rows of adjacent numbers at aligned addresses. Copies only if necessary."""
     places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
     fits = tensor.stride(-1) == 1 and all(place % alignment == 0 for place in places)
     # clone() instead of contiguous(), which returns a contiguous tensor as it is, even if it is not aligned.
@@ -136,7 +193,7 @@ def _weights(weight: Tensor, plan: Plan) -> Tensor:
     added = plan.layout.blocks - weight.shape[-1]
     if added:
         return torch.nn.functional.pad(weight, (0, added))
-    return _aligned(weight, 16) if weight.stride(1) == weight.shape[-1] else weight.contiguous()
+    return aligned(weight, 16) if weight.stride(1) == weight.shape[-1] else weight.contiguous()
 
 
 def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan: Plan) -> None:
@@ -155,29 +212,30 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan:
         sizes = [tiles] if "BODY" in plan.constants else [tiles, n_blocks, d // n_blocks]
     warps = programs * plan.constants["num_warps"]
     rows = _rows_per_program(length, warps, query.device, plan)
-    with _device(query):
+    with on_device(query):
         plan.kernel[(programs, -(-length // rows))](
             query, key, weight, out, *strides, heads, length, count, rows, *sizes, **plan.constants
         )
 
 
 def _launch_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, statistics: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes gradients in float32, in launches whose partial sums fit in ``SCRATCH_BYTES``."""
     n_blocks, size = weight.shape[-1], query.shape[-1] // weight.shape[-1]
     query, key = _rows(query, plan, n_blocks, PAD_QUERY), _rows(key, plan, n_blocks, PAD_KEY)
     weight = _weights(weight, plan)
-    blocks = list(_backward_blocks(query, key, plan))
+    blocks = list(_backward_blocks(query, key, plan, _scratch(statistics)))
     if len(blocks) == 1:
-        parts = _launch_backward_block(grad, query, key, weight, plan)
+        parts = _launch_backward_block(grad, query, key, weight, plan, statistics)
         query_grad, key_grad = (part[0] if len(part) == 1 else part.sum(0) for part in parts[:2])
         weight_grad = parts[2].sum((0, 1, 2, 4))
     else:
         query_grad, key_grad = (torch.zeros(each.shape, device=grad.device) for each in (query, key))
         weight_grad = torch.zeros(weight.shape, device=grad.device)
         for n, rows in blocks:
-            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan)
+            own = None if statistics is None else statistics[n, :, rows].contiguous()
+            parts = _launch_backward_block(grad[n, :, rows], query[n, :, rows], key[n], weight, plan, own)
             query_grad[n, :, rows] = parts[0].sum(0)
             key_grad[n] += parts[1].sum(0)
             weight_grad += parts[2].sum((0, 1, 2, 4))
@@ -185,17 +243,22 @@ def _launch_backward(
     return query_grad, key_grad, weight_grad[..., :n_blocks]
 
 
-def _backward_blocks(query: Tensor, key: Tensor, plan: Plan) -> Iterator[tuple[slice, slice]]:
+def _scratch(statistics: Tensor | None) -> int:
+    """Returns the memory limit of partial sums: less within attention, whose slices take memory as well."""
+    return SCRATCH_BYTES if statistics is None else SCRATCH_BYTES // 2
+
+
+def _backward_blocks(query: Tensor, key: Tensor, plan: Plan, scratch: int) -> Iterator[tuple[slice, slice]]:
     """Yields slices over N and L, as large as the partial sums of the query gradient allow."""
     n, heads, length, d = query.shape
-    room = max(1, SCRATCH_BYTES // (4 * d * heads * -(-key.shape[-2] // plan.keys)))
+    room = max(1, scratch // (4 * d * heads * -(-key.shape[-2] // plan.keys)))
     step = min(length, room)
     outer = max(1, min(n, room // step))
     return product(*([slice(i, i + by) for i in range(0, size, by)] for size, by in ((n, outer), (length, step))))
 
 
 def _launch_backward_block(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan, statistics: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes partial sums of the gradients.
 
@@ -210,7 +273,7 @@ def _launch_backward_block(
     span = max(1, n * heads * tiles // (PROGRAMS_PER_SLOT * slots))
     strips = -(-tiles // span)
     programs = n * heads * strips
-    most_chunks = max(1, SCRATCH_BYTES // (4 * key.shape[:-1].numel() * d))
+    most_chunks = max(1, _scratch(statistics) // (4 * key.shape[:-1].numel() * d))
     warps = programs * plan.constants["num_warps"]
     rows = _rows_per_program(length, warps, query.device, plan, most_chunks)
     chunks = -(-length // rows)
@@ -221,9 +284,23 @@ def _launch_backward_block(
     )
     strides = (*grad.stride(), *query.stride()[:3], *key.stride()[:3], weight.stride(0))
     sizes = [] if "BODY" in plan.constants else [weight.shape[-1], d // weight.shape[-1]]
-    with _device(query):
+    given = [parts[2] if statistics is None else statistics] if "BODY" in plan.constants else []
+    with on_device(query):
         plan.kernel[(programs, chunks)](
-            grad, query, key, weight, *parts, *strides, heads, length, count, rows, span, *sizes, **plan.constants
+            grad,
+            query,
+            key,
+            weight,
+            *parts,
+            *given,
+            *strides,
+            heads,
+            length,
+            count,
+            rows,
+            span,
+            *sizes,
+            **plan.constants,
         )
     return parts
 
@@ -264,7 +341,15 @@ def _filled(count: int, tile: int) -> float:
     return count / (-(-count // tile) * tile)
 
 
-def _device(tensor: Tensor) -> Any:
+@lru_cache(maxsize=None)
+def attention_kernels() -> Any:
+    """Returns the module of the Triton kernels for attention."""
+    from ahop_layers.ops.gpu import triton_attend
+
+    return triton_attend
+
+
+def on_device(tensor: Tensor) -> Any:
     """Makes the tensor's device the current device, on which Triton launches kernels."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 

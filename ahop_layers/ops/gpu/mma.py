@@ -4,9 +4,9 @@ A warp owns a tile of 16 rows (of keys or queries, all bases are symmetric) and 
 at a time, through shared memory. ``mma`` leaves the similarities of 16 x 8 pairs in the registers of the warp, four
 pairs per lane, and a lane sorts the blocks of its pairs by itself. ``dis`` is computed as half of it, ``q k - q^2 / 2
 - k^2 / 2``, in float32, and its weights are doubled. The error of ``dis`` grows with the square of the distance from
-the origin, measured in distances between query and key; ``tests/test_gpu.py`` checks it at 30. In the backward pass
-the products of weights and the scores' gradient are rounded to the dtype of the inputs, so float16 needs a scaled loss,
-as it does for attention by matrix products.
+the origin, measured in distances between query and key: it reaches the rounding of bfloat16 at about 200, that of
+float16 at about 70. In the backward pass the products of weights and the scores' gradient are rounded to the dtype of
+the inputs, so float16 needs a scaled loss, as it does for attention by matrix products.
 """
 
 from collections.abc import Sequence
@@ -93,9 +93,14 @@ class Tile:
             self.p.do("bar.warp.sync", "0xffffffff")
 
     def put(self, words: Sequence[Sequence[str]], norms: bool) -> None:
+        """Stores fetched rows and their norms, between two barriers."""
+        self.synchronize()  # all reads of the previous rows are finished
+        self.store(words, norms)
+        self.synchronize()
+
+    def store(self, words: Sequence[Sequence[str]], norms: bool) -> None:
         """Stores fetched rows and their norms."""
         p = self.p
-        self.synchronize()  # all reads of the previous rows are finished
         for unit, place, norm_place, exists in zip(words, self.places, self.norm_places, self.exist, strict=True):
             p.do(f"@{exists} st.shared.v4.b32", f"[{place}]", p.vector(unit))
             if not norms:
@@ -109,10 +114,9 @@ class Tile:
                 total = p.op("add.f32", total, p.shuffle(total, distance))
             stores = p.op("and.pred", exists, self.first, kind="pred")
             p.do(f"@{stores} st.shared.b32", f"[{norm_place}]", total)
-        self.synchronize()
 
     def matrices(self, transposed: bool = False) -> list[list[str]]:
-        """Returns 16 x 8 matrices of all chunks, two registers each: rows and dimensions, or the transposed."""
+        """Returns 16 x 8 matrices of all chunks, two registers each: rows and dimensions, or their transpose."""
         kind = "ldmatrix.sync.aligned.m8n8" + (".x4.trans" if transposed else ".x4") + ".shared.b16"
         results: list[list[str]] = []
         for chunk in range(0, self.chunks, 2):
@@ -169,20 +173,23 @@ class Network:
                 places = (f"[{start}+{4 * (ROWS * block + offset)}]" for offset in (0, 8))
                 self.row_norms.append([p.op("ld.shared.b32", place) for place in places])
 
-    def similarities(self, base: str, half: int) -> list[list[str]]:
-        """Returns four similarities per block: of two rows (eight apart) with two adjacent columns each."""
-        p, columns = self.p, self.other.half(half)
-        results = []
+    def similarities(self, bases: Sequence[str], half: int) -> list[list[list[str]]]:
+        """Returns four similarities per base and block: of two rows (eight apart) with two adjacent columns each."""
+        p, columns, step = self.p, self.other.half(half), 2 - self.own.per_block % 2
+        results: list[list[list[str]]] = [[] for _ in bases]
         for block in range(self.n):
-            if base == "dis":
+            norms = [self.zero] * 4
+            if "dis" in bases:
                 place = f"{self.column_norms}+{4 * (ROWS * block + 8 * half)}"
-                norms = p.load_vector(place, [p.new(), p.new()], space="shared")
-                total = [p.op("add.f32", row, column) for row in self.row_norms[block] for column in norms]
-            else:
-                total = [self.zero] * 4
-            for chunk in range(block * self.own.per_block, (block + 1) * self.own.per_block):
-                total = self.multiply(self.matrices[chunk], [columns[chunk]], total)
-            results.append(total)
+                column_norms = p.load_vector(place, [p.new(), p.new()], space="shared")
+                norms = [p.op("add.f32", row, column) for row in self.row_norms[block] for column in column_norms]
+            total = norms if len(bases) == 1 else [self.zero] * 4
+            for chunk in range(block * self.own.per_block, (block + 1) * self.own.per_block, step):
+                matrix = [word for words in self.matrices[chunk : chunk + step] for word in words]
+                total = self.multiply(matrix, columns[chunk : chunk + step], total)
+            for base, found in zip(bases, results, strict=True):
+                apart = base == "dis" and len(bases) > 1
+                found.append([p.op("add.f32", x, y) for x, y in zip(total, norms, strict=True)] if apart else total)
         return results
 
     def multiply(self, a: Sequence[str], b: Sequence[str], total: Sequence[str]) -> list[str]:
@@ -196,6 +203,10 @@ class Network:
         """Adds ``a @ b`` to the registers ``total``."""
         for register, result in zip(total, self.multiply(a, b, total), strict=True):
             self.p.do("mov.b32", register, result)
+
+    def turn(self, matrix: Sequence[str]) -> list[str]:
+        """Returns the transpose of a 16 x 16 matrix."""
+        return [self.p.op("movmatrix.sync.aligned.m8n8.trans.b16", matrix[index]) for index in (0, 2, 1, 3)]
 
     def row_sums(self, sums: Sequence[str], block: int) -> list[str]:
         """Returns column ``block`` of a 16 x 8 matrix for the two rows of this lane."""
@@ -221,88 +232,6 @@ class Network:
         return values
 
 
-class RankedWeights:
-    """Looks weights up by rank: a table of their low bytes and one of their high bytes, in two registers each."""
-
-    def __init__(self, p: Program, n: int, bases: Sequence[str], weight: str, dtype: str) -> None:
-        self.p, self.n, self.tables = p, n, []
-        for index, base in enumerate(bases):
-            factors = [p.op("mul.f32", word, base_factor(base)) for word in p.load_words(weight, n, 4 * n * index)]
-            factors += ["0f00000000"] * (MAX_BLOCKS - n)
-            pairs = [p.op(f"cvt.rn.{dtype}x2.f32", factors[i + 1], factors[i]) for i in range(0, MAX_BLOCKS, 2)]
-            self.tables.append(
-                [[p.op("prmt.b32", *pairs[i : i + 2], pick) for i in (0, 2)] for pick in ("0x6420", "0x7531")]
-            )
-
-    def sort(self, network: Network, values: list[str]) -> tuple[list[str], str]:
-        """Returns values in descending order, and a word that holds the ranks of the blocks, four bits each."""
-        p = self.p
-        # The low five bits hold four times the index of the block, the distance by which its rank is shifted.
-        tagged = [
-            p.op("lop3.b32", value, "0xffffffe0", 4 * block, "0xea") for block, value in enumerate(values)
-        ]  # (value & ~31) | tag
-        ordered = network.sort(tagged, "f32")
-        shifted = [p.op("shf.l.wrap.b32", 0, rank, value) for rank, value in enumerate(ordered)][1:]
-        word = shifted.pop() if shifted else network.zero
-        while shifted:
-            second = shifted.pop()
-            word = p.op("lop3.b32", word, second, shifted.pop() if shifted else 0, "0xfe")  # or
-        return ordered, word
-
-    def weights(self, index: int, ranks: str) -> list[str]:
-        """Returns the weights at the ranks of the blocks, two adjacent blocks per word."""
-        p, words = self.p, []
-        for quad in range(-(-self.n // 4)):
-            pick = p.op("shr.u32", ranks, 16) if quad else ranks
-            low, high = (p.op("prmt.b32", *table, pick) for table in self.tables[index])
-            words += [p.op("prmt.b32", low, high, side) for side in ("0x5140", "0x7362")]
-        return words
-
-
-class TileExchange:
-    """Adds up a tile of gradients over the warps of a program in shared memory, then adds it to its rows in memory."""
-
-    def __init__(self, p: Program, d: int, warps: int, start: int) -> None:
-        self.p, self.d, self.warps = p, d, warps
-        self.row_bytes = 4 * d + 32  # four adjacent rows then cover all banks
-        self.start = p.op("add.u32", p.op("mov.u32", "scratch"), start)
-        thread = p.op("mov.u32", "%tid.x")
-        self.own = p.op("mad.lo.u32", p.op("shr.u32", thread, 5), ROWS * self.row_bytes, self.start)
-        self.units = []
-        for unit in range(0, ROWS * d // 4, WARP * warps):
-            number = p.op("add.u32", thread, unit)
-            row, column = (p.op(f"{part}.u32", number, d // 4) for part in ("div", "rem"))
-            place = p.op("mad.lo.u32", column, 16, p.op("mad.lo.u32", row, self.row_bytes, self.start))
-            self.units.append((row, place, p.op("mul.wide.u32", number, 16, kind="b64")))
-
-    @staticmethod
-    def bytes(d: int, warps: int) -> int:
-        """Returns the shared memory it takes."""
-        return warps * ROWS * (4 * d + 32)
-
-    def store(self, network: "Network", chunks: Sequence[Sequence[str]]) -> None:
-        """Stores the 16 x 8 matrices of this warp."""
-        p = self.p
-        for row in (0, 1):
-            number = p.op("add.u32", network.row, 8 * row)
-            place = p.op("mad.lo.u32", network.column, 4, p.op("mad.lo.u32", number, self.row_bytes, self.own))
-            for chunk, words in enumerate(chunks):
-                p.do("st.shared.v2.b32", f"[{place}+{4 * CHUNK * chunk}]", p.vector(words[2 * row : 2 * row + 2]))
-
-    def add(self, address: str, left: str, again: str) -> None:
-        """Adds the sums of all warps to the ``left`` rows at an address, or stores them unless ``again`` holds."""
-        p = self.p
-        p.do("bar.sync", 0)
-        for row, place, offset in self.units:
-            inside = p.op("setp.lt.s32", row, p.op("min.s32", left, ROWS), kind="pred")
-            totals = [p.op("mov.b32", 0) for _ in range(4)]
-            for warp in range(self.warps):
-                part = [p.op("mov.b32", 0) for _ in range(4)]
-                p.load_vector(f"{place}+{warp * ROWS * self.row_bytes}", part, inside, "shared")
-                totals = [p.op("add.f32", a, b) for a, b in zip(totals, part, strict=True)]
-            p.add_words(p.op("add.s64", address, offset, kind="b64"), totals, inside, again, unit=4)
-
-
 def make_tiles(p: Program, n: int, size: int, dtype: str, warps: int) -> tuple[Tile, Tile]:
     """Returns the own tile of this warp and the streamed tile of the program."""
     step = tile_bytes(n, n * size)
@@ -312,15 +241,26 @@ def make_tiles(p: Program, n: int, size: int, dtype: str, warps: int) -> tuple[T
     return Tile(p, n, size, dtype, own), Tile(p, n, size, dtype, scratch, warps)
 
 
-def shared_bytes(n: int, d: int, warps: int, exchange: bool) -> int:
-    """Returns the shared memory of a program."""
-    return (warps + 1) * tile_bytes(n, d) + (TileExchange.bytes(d, warps) if exchange else 0)
+def shared_bytes(n: int, d: int, warps: int) -> int:
+    """Returns the shared memory of the tiles of a program."""
+    return (warps + 1) * tile_bytes(n, d)
 
 
 def rows_left(p: Program, count: str, first: str) -> str:
     """Returns how many rows of a tile exist, from row ``first`` on; none or fewer if the tile lies past the end."""
     left = p.op("min.s64", p.op("sub.s64", count, first, kind="b64"), ROWS, kind="b64")
     return p.op("cvt.s32.s64", p.op("max.s64", left, 0, kind="b64"))
+
+
+def load_weights(p: Program, n: int, bases: Sequence[str], weight: str, folds: bool = False) -> list[list[str]]:
+    """Loads the weights of each base, times :func:`base_factor`; ``folds`` weights that are not folded yet."""
+    results = []
+    for index, base in enumerate(bases):
+        words = p.load_words(weight, n, 4 * n * index)
+        for position in reversed(range(n - 1)) if folds else ():
+            words[position] = p.op("add.f32", words[position], words[position + 1])
+        results.append([p.op("mul.f32", word, base_factor(base)) for word in words])
+    return results
 
 
 def base_factor(base: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ahop_layers.ops.gpu import mma, mma_kernels, ptx_backward, ptx_kernels
+from ahop_layers.ops.gpu.mma_gradients import TileExchange
 from ahop_layers.ops.gpu.ptx import WARP, Layout, choose_layout
 
 PTX_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -83,17 +84,19 @@ def backward_plan(
     bases: tuple[str, ...],
     may_skip: bool,
     grad: torch.dtype,
+    of_softmax: bool = False,
 ) -> Plan:
     """Returns the plan of the backward pass; ``grad`` is the dtype of the scores' gradient.
 
-    ``may_skip`` says that the gradient of the weights is not needed.
+    ``may_skip`` says that the gradient of the weights is not needed, ``of_softmax`` that ``grad`` holds gradients of
+    softmax weights.
     """
     kernels = _kernels()
     if not runs_ptx(device):
         return _portable_plan(kernels.score_backward_portable, dtype, d, n, bases)
     if dtype != torch.float32 and mma.serves(n, d // n, bases):
         warps = MMA_WARPS[1]
-        while mma.shared_bytes(n, d, warps, exchange=True) > SHARED_BYTES:
+        while mma.shared_bytes(n, d, warps) + TileExchange.bytes(d, warps) > SHARED_BYTES:
             warps //= 2
         body = mma_kernels.score_backward(n, d // n, bases, PTX_NAMES[dtype], warps, PTX_NAMES[grad])
         plan = _mma_plan(kernels.score_backward_ptx, dtype, n, d, warps, body, ptx_backward.BACKWARD_CONSTRAINTS)
@@ -107,10 +110,12 @@ def backward_plan(
         for each in (4, 2, 1)
         if each <= shares and ptx_backward.shared_bytes(layout, len(bases), each) <= SHARED_BYTES
     )
+    tagged = n == d and dtype != torch.float32
+    body = ptx_backward.score_backward(
+        layout, n, bases, PTX_NAMES[dtype], warps, tagged, may_skip, PTX_NAMES[grad], of_softmax
+    )
     constants = {
-        "BODY": ptx_backward.score_backward(
-            layout, n, bases, PTX_NAMES[dtype], warps, n == d and dtype != torch.float32, may_skip, PTX_NAMES[grad]
-        ),
+        "BODY": body,
         "CONSTRAINTS": ptx_backward.BACKWARD_CONSTRAINTS,
         **_lane_constants(layout),
         "BASES": len(bases),
@@ -160,12 +165,20 @@ def _alignment(layout: Layout, dtype: torch.dtype) -> int:
     return 4 * gcd(stretch // 4, 4) if stretch % 4 == 0 else dtype.itemsize
 
 
-@lru_cache(maxsize=None)
 def runs_ptx(device: torch.device) -> bool:
     """Returns whether the device is an NVIDIA GPU that supports all instructions of the PTX bodies."""
+    if torch.compiler.is_compiling():  # the compiler traces the function behind a cache, with a warning
+        return _has_instructions(device)
+    return _runs_ptx(device)
+
+
+def _has_instructions(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+_runs_ptx = lru_cache(maxsize=None)(_has_instructions)
 
 
 @lru_cache(maxsize=None)

@@ -275,12 +275,16 @@ class Program:
     ) -> None:
         """Stores words as :meth:`store_words`; adds them to the stored ones where ``again`` holds too."""
         both = self.op("and.pred", predicate, again, kind="pred")
-        totals = []
-        for start, vector in vectors(words, unit):
-            before = [self.op("mov.b32", 0) for _ in vector]
-            self.load_vector(f"{address}+{4 * (start // unit * unit * step + start % unit)}", before, both)
-            totals += [self.op("add.f32", a, b) for a, b in zip(before, vector, strict=True)]
+        before = self.load_units(address, len(words), both, unit, step)
+        totals = [self.op("add.f32", a, b) for a, b in zip(before, words, strict=True)]
         self.store_words(address, totals, predicate, unit, step)
+
+    def load_units(self, address: str, count: int, predicate: str, unit: int, step: int = 1) -> list[str]:
+        """Loads words that :meth:`store_words` stored, where the predicate holds, and 0 elsewhere."""
+        words = [self.op("mov.b32", 0) for _ in range(count)]
+        for start, vector in vectors(words, unit):
+            self.load_vector(f"{address}+{4 * (start // unit * unit * step + start % unit)}", list(vector), predicate)
+        return words
 
     def load_floats(self, address: str, count: int, dtype: str, offset: int = 0) -> list[str]:
         """Loads ``count`` consecutive values as float32."""

@@ -20,7 +20,7 @@ TAG_BITS = 10
 
 BACKWARD_ARGUMENTS = (
     "key", "key_stride", "query", "query_stride", "weight", "grad", "grad_stride", "grad_key_stride",
-    "key_grad", "query_grad", "weight_grad", "number", "count",
+    "key_grad", "query_grad", "weight_grad", "number", "count", "statistics",
 )  # fmt: skip
 BACKWARD_CONSTRAINTS = "=r," + "l," * len(BACKWARD_ARGUMENTS) + "r,r"
 
@@ -35,6 +35,7 @@ def score_backward(
     tagged_words: bool = False,
     may_skip: bool = False,
     grad_dtype: str = "f32",
+    of_softmax: bool = False,
 ) -> str:
     """Computes gradients: a warp keeps a tile of keys in registers and loops over queries, then tiles.
 
@@ -45,6 +46,10 @@ def score_backward(
 
     Several ``warps`` process the same queries with different keys and add up the gradients of the queries in shared
     memory. ``may_skip`` skips the sort where the weights are constant; the gradient of the weights is then undefined.
+
+    With ``of_softmax``, ``grad`` holds gradients of softmax weights in float32, and is overwritten by the weights.
+    ``statistics`` has two numbers per query: the log-sum-exp of its scores in base 2, and the sum of its weights
+    times their gradients. The sort that gives the order also gives the score.
     """
     p = Program()
     arguments, (all_rows, tiles) = read_arguments(p, BACKWARD_ARGUMENTS, 2)
@@ -53,10 +58,10 @@ def score_backward(
     slots_bytes = _slot(layout.chunk, len(bases), 0)
     scratch = p.op("mad.lo.u32", warp, slots_bytes, p.op("mov.u32", "scratch"))
     column = p.op("mad.lo.u32", lane, 4, scratch)
-    chunk, looped = layout.chunk, n > MAX_UNROLLED
+    chunk, looped = layout.chunk, n > MAX_UNROLLED and not of_softmax
     row_bytes, weight_bytes = 4 * layout.dims, 4 * layout.blocks
     flat = None
-    if may_skip and n >= MIN_SKIPPED:
+    if may_skip and n >= MIN_SKIPPED and not of_softmax:
         flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane)
     # Lanes that share blocks read the derivatives from the columns of all of them.
     first_column = p.op("mad.lo.u32", p.op("and.b32", lane, WARP - layout.split), 4, scratch)
@@ -84,10 +89,18 @@ def score_backward(
     query = p.op("mov.b64", arguments["query"], kind="b64")
     row_place = p.op("mov.b64", arguments["query_grad"], kind="b64")
     rows = p.op("mov.b32", all_rows)
+    statistics = p.op("mov.b64", arguments["statistics"], kind="b64")
 
     p.label("ROW")
     grad = p.load_or_zero(grad_place, grad_dtype, valid)
+    log_sum, mean = p.load_vector(statistics, [p.new(), p.new()]) if of_softmax else ("", "")
     against = p.op("neg.f32", grad)  # derivative of the loss with respect to a weighted dissimilarity
+    row_sums = p.op("add.s64", row_place, sums.offset, kind="b64")
+    before: list[str] = []
+    if warps == 1:  # loaded early, to be added after the sort
+        stored = p.op("and.pred", sums.first, again, kind="pred")
+        before = p.load_units(row_sums, sums.count, stored, sums.unit, sums.step)
+    sorted_items: list[tuple[list[Item], list[str]]] = []  # of each base, with the weights of these positions
     weight, region = p.op("mov.b64", arguments["weight"], kind="b64"), p.op("mov.b32", 0)
     row = load_dimensions(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
 
@@ -102,9 +115,13 @@ def score_backward(
             own_column = p.op("add.u32", column, region)
             places = [p.op("add.u32", own_column, _slot(chunk, 0, slot)) for slot in range(chunk)]
             items = sort(p, list(zip(values, places, strict=True)), layout, Tagged(), lane)
-        for (_, place), word in zip(items, p.load_words(weight, chunk), strict=True):
+        words = p.load_words(weight, chunk)
+        for (_, place), word in zip(items, words, strict=True):
             p.do("st.shared.b32", f"[{place}]", word)
-        p.switch(left, [partial(_add_products, p, against, items, weight_grads[index]) for index in indices])
+        if of_softmax:
+            sorted_items.append((items, words))
+        else:
+            p.switch(left, [partial(_add_products, p, against, items, weight_grads[index]) for index in indices])
         p.do("add.u32", region, region, _slot(chunk, 1, 0))
         p.do("add.s64", weight, weight, weight_bytes)
 
@@ -120,6 +137,15 @@ def score_backward(
         p.either(flat.holds, partial(deliver_constants, flat), deliver_sorted)
     else:
         deliver_sorted()
+    if of_softmax:
+        share = _share(p, layout, sorted_items, log_sum)
+        first = p.op("setp.eq.u32", part, 0, kind="pred")
+        p.do(f"@{p.op('and.pred', first, valid, kind='pred')} st.global.b32", f"[{grad_place}]", share)
+        grad = p.op("selp.b32", p.op("mul.f32", share, p.op("sub.f32", grad, mean)), 0, valid)
+        against = p.op("neg.f32", grad)
+        for (items, _), totals in zip(sorted_items, weight_grads, strict=True):
+            _add_products(p, against, items, totals)
+        p.do("add.s64", statistics, statistics, 8)
     p.do("bar.warp.sync", "0xffffffff")
     queries = row or load_dimensions(p, layout, query, dtype)
     query_grads = []
@@ -136,9 +162,8 @@ def score_backward(
     p.do("bar.warp.sync", "0xffffffff")  # all reads finish before the next query overwrites the weights
     reduced = sums.reduce(query_grads)
     if warps == 1:
-        p.add_words(
-            p.op("add.s64", row_place, sums.offset, kind="b64"), reduced, sums.first, again, sums.unit, sums.step
-        )
+        totals = [p.op("add.f32", a, b) for a, b in zip(before, reduced, strict=True)]
+        p.store_words(row_sums, totals, sums.first, sums.unit, sums.step)
     else:
         exchange.add(reduced, sums, row_place, again)
     p.do("add.s64", row_place, row_place, row_bytes)
@@ -179,6 +204,20 @@ def _add_products(p: Program, factor: str, items: Sequence[Item], totals: Sequen
         p.do("fma.rn.f32", total, factor, value, total)
 
 
+def _share(
+    p: Program, layout: Layout, sorted_items: Sequence[tuple[Sequence[Item], Sequence[str]]], log_sum: str
+) -> str:
+    """Returns the softmax weight of a pair from the sorted dissimilarities of each base."""
+    score = p.op("mov.b32", 0)
+    for items, words in sorted_items:
+        for (value, _), word in zip(items, words, strict=True):
+            score = p.op("fma.rn.f32", value, word, score)
+    for distance in distances(1, layout.group):
+        score = p.op("add.f32", score, p.shuffle(score, distance))
+    exponent = p.op("sub.f32", p.op("mul.f32", score, "0fBFB8AA3B"), log_sum)  # -log2(e)
+    return p.op("ex2.approx.ftz.f32", exponent)
+
+
 def _slot(chunk: int, index: int, slot: int) -> int:
     """Returns the offset in bytes of ``slot`` for base ``index`` within a lane's column."""
     return 4 * WARP * (chunk * index + slot)
@@ -198,7 +237,8 @@ def _sort_words(p: Program, values: Sequence[str], layout: Layout, lane: str, re
     for (word,) in sort(p, words, layout, Values("s32"), lane):
         word = _flip_negative(p, word)
         place = p.op("mad.lo.u32", p.op("and.b32", word, mask), 4, start)
-        items.append((p.op("and.b32", word, ~mask & 0xFFFFFFFF), place))
+        middle = p.op("lop3.b32", word, ~mask & 0xFFFFFFFF, (mask + 1) // 2, "0xea")  # of all values with these bits
+        items.append((middle, place))
     return items
 
 
@@ -246,6 +286,8 @@ class WarpSums:
                 by = count * (1 if count % self.unit else self.step)
                 place = p.op("add.u32", place, p.op("selp.b32", by, 0, upper))
                 self.steps.append((distance, upper))
+        self.count = count
+        """Number of sums that this lane holds."""
         self.offset = p.op("mul.wide.u32", place, 4, kind="b64")
         """Offset in bytes, within a row of values, of the first sum that this lane holds."""
         self.first = p.op("setp.eq.u32", p.op("and.b32", lane, repeated), 0, kind="pred")

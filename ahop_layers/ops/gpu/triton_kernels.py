@@ -12,7 +12,17 @@ NAMES = "qn qh ql kn kh ks wh on oh ol os gn gh gl gs heads length count rows sp
 # No argument is specialized on its value or alignment, so one compiled kernel serves all shapes.
 shape_free = triton.jit(
     do_not_specialize=NAMES,
-    do_not_specialize_on_alignment=["query", "key", "weight", "out", "grad", "query_grad", "key_grad", "weight_grad"],
+    do_not_specialize_on_alignment=[
+        "query",
+        "key",
+        "weight",
+        "out",
+        "grad",
+        "query_grad",
+        "key_grad",
+        "weight_grad",
+        "statistics",
+    ],
 )
 
 
@@ -86,7 +96,7 @@ def score_ptx(
 
 @shape_free
 def score_backward_ptx(
-    grad, query, key, weight, query_grad, key_grad, weight_grad,
+    grad, query, key, weight, query_grad, key_grad, weight_grad, statistics,
     gn: tl.int64, gh: tl.int64, gl: tl.int64, gs: tl.int64,
     qn: tl.int64, qh: tl.int64, ql: tl.int64, kn: tl.int64, kh: tl.int64, ks: tl.int64, wh: tl.int64,
     heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, span: tl.int64,
@@ -126,6 +136,7 @@ def score_backward_ptx(
             (weight_grad + (program * WARPS + thread // 32) * (BASES * GROUP * CHUNK)).to(tl.int64),
             (strip * span * KEYS).to(tl.int64),
             count,
+            (statistics + (head * length + start) * 2).to(tl.int64),
             tl.minimum(rows, length - start).to(tl.int32),
             tl.minimum(span, tiles - strip * span).to(tl.int32),
         ],

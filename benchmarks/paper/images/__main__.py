@@ -12,9 +12,9 @@ To run: python -m benchmarks.paper.images paper|working|throughput|report [--hel
 For each seed, all attentions start from the same weights and see the same batches. Training never uses test images. The
 tables show all learning rates: the best one of an attention is known only from the test images.
 
-An attention can have options, such as ``adaptive:debias``, ``adaptive:init=dis,last=1``, ``adaptive:shared`` (one set
-of weights for all heads) or ``adaptive:lr=0.1`` (learning-rate multiplier of the similarity parameters). ``eager`` is
-the adaptive attention as the paper writes it.
+An attention can have options, such as ``adaptive:blocks=4`` (4 blocks per head are sorted), ``adaptive:debias``,
+``adaptive:init=dis,last=1``, ``adaptive:shared`` (one set of weights for all heads) or ``adaptive:lr=0.1``
+(learning-rate multiplier of the similarity parameters). ``eager`` is the adaptive attention as the paper writes it.
 
 Rows are stored as soon as they are measured and are not measured again. With ``--minutes``, no training starts that
 would end later. docs/data.md lists the files.

@@ -8,7 +8,8 @@ import ahop_layers as ah
 from ahop_layers.similarity import INITS
 
 OPTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("adaptive", "eager"), ("lr", "last", "init", "debias", "shared")),
+    "adaptive": ("lr", "last", "init", "debias", "shared", "blocks"),
+    "eager": ("lr", "last", "init", "debias", "shared"),
     **dict.fromkeys(("kernel", "sparse"), ("last",)),  # the other options are those of adaptive similarities
     "dot": (),
 }
@@ -26,6 +27,7 @@ class Attention:
         init: initialization of the similarities.
         debias: whether the similarities learn a bias.
         shared: whether all heads share one set of weights.
+        blocks: number of blocks that are sorted in each head; None for all dimensions.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Attention:
     init: str = "dot"
     debias: bool = False
     shared: bool = False
+    blocks: int | None = None
 
     @classmethod
     def read(cls, text: str) -> "Attention":
@@ -66,7 +69,8 @@ def _value(option: str, value: str | None, text: str) -> Any:
         if value in INITS:
             return value
     else:
-        kind, expected = (int, "be a positive integer") if option == "last" else (float, "be a positive number")
+        counts = option in ("last", "blocks")
+        kind, expected = (int, "be a positive integer") if counts else (float, "be a positive number")
         with contextlib.suppress(ValueError):
             if (number := kind(value or "")) > 0:
                 return number

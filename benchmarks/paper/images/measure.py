@@ -14,9 +14,10 @@ from examples.vision.batches import channel_scale
 from examples.vision.data import ImageSet
 from examples.vision.model import ATTENTIONS
 
+BLOCKS = ("adaptive:blocks=4", "adaptive:blocks=8")
 SETUPS = {
     "paper": Setup("paper", 25, 128, ATTENTIONS),
-    "working": Setup("small", 40, 256, ("dot", "adaptive"), 1e-3, 0.05, 0.1, augment=True, smoothing=0.1),
+    "working": Setup("small", 40, 256, ("dot", "adaptive", *BLOCKS), 1e-3, 0.05, 0.1, augment=True, smoothing=0.1),
     "throughput": Setup("small", 1, 256, (*ATTENTIONS, "eager")),
 }
 RATES = (1e-3, 3e-4, 1e-4)

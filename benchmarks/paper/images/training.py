@@ -55,6 +55,7 @@ def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[f
     """
     chosen = Attention.read(attention)
     keywords: dict[str, Any] = {"init": chosen.init, "debias": chosen.debias}
+    keywords |= {"blocks": chosen.blocks} if chosen.blocks else {}
     image = tuple(data.train.images.shape[1:])
     model = VisionTransformer(image, len(data.classes), setup.patch or data.patch, **MODELS[setup.model], **scale)
     eager = chosen.name == "eager"

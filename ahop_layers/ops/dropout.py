@@ -1,0 +1,84 @@
+"""Dropout as a function of a seed and a position, so that every kernel drops the same weights.
+
+A hash of the seed, the head, the query and the key decides on each weight. Forward and backward pass compute it, and no
+mask is stored. All arithmetic is that of unsigned 32-bit integers.
+"""
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+WORD = 2**32 - 1
+TILE = {"cpu": 2**17}
+"""Number of positions that are hashed at once, by device type."""
+
+LARGE_TILE = 2**22
+"""The same for other devices, where starting an operation is expensive."""
+
+
+def _signed(constant: int) -> int:
+    """Returns the number of small absolute value that is equal to an unsigned constant modulo 2^32.
+
+    Products with 32-bit numbers then fit into int64.
+    """
+    return constant - 2**32 if constant >= 2**31 else constant
+
+
+FIRST, SECOND = 0x7FEB352D, _signed(0x846CA68B)
+ROW, COLUMN = _signed(0x9E3779B9), _signed(0x85EBCA6B)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = (x * FIRST) & WORD
+    x = x ^ (x >> 15)
+    x = (x * SECOND) & WORD
+    return x ^ (x >> 16)
+
+
+def kept(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropout: float) -> Tensor:
+    """Returns which weights remain, a bool tensor ``(heads, rows, columns)``.
+
+    Args:
+        seed: int64 ``(1,)``.
+        heads: int64 ``(heads,)``, the index ``n * H + h`` of each head of the batch.
+        rows, columns: int64, the indices of queries and of keys.
+        dropout: the probability of dropping a weight.
+
+    >>> seed, heads, rows, columns = torch.tensor([7]), torch.arange(2), torch.arange(40), torch.arange(50)
+    >>> all_bits = kept(seed, heads, rows, columns, 0.25)
+    >>> all_bits.shape, round(all_bits.double().mean().item(), 2)
+    (torch.Size([2, 40, 50]), 0.75)
+    >>> torch.equal(kept(seed, heads[1:], rows[5:8], columns[9:], 0.25), all_bits[1:, 5:8, 9:])
+    True
+    """
+    low, high = seed & WORD, (seed >> 32) & WORD
+    start = _mix(low ^ _mix(heads))[:, None]
+    row = _mix((start + rows * ROW) & WORD)
+    other = _mix(row ^ high)
+    column, limit = (columns * COLUMN) & WORD, threshold(dropout)
+    bits = torch.empty(len(heads), len(rows), len(columns), dtype=torch.bool, device=seed.device)
+    room = max(1, TILE.get(seed.device.type, LARGE_TILE) // max(1, len(columns)))
+    step = max(1, min(len(rows), room))
+    steps = ((len(heads), max(1, room // step)), (len(rows), step))
+    for place in product(*([slice(i, i + by) for i in range(0, size, by)] for size, by in steps)):
+        y = (row[place].unsqueeze(-1) + column) & WORD
+        y ^= y >> 16
+        y.mul_(FIRST).bitwise_and_(WORD)
+        y ^= y >> 15
+        y ^= other[place].unsqueeze(-1)
+        y.mul_(SECOND).bitwise_and_(WORD)
+        y ^= y >> 16
+        bits[place] = y >= limit
+    return bits
+
+
+def threshold(dropout: float) -> int:
+    """Returns the smallest hash of a weight that remains."""
+    return min(round(dropout * 2**32), WORD)
+
+
+def scale(dropout: float) -> float:
+    """Returns the factor of the weights that remain."""
+    return 0.0 if dropout >= 1 else 1 / (1 - dropout)

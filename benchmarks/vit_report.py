@@ -1,0 +1,107 @@
+"""Tables of the benchmark of vision transformers."""
+
+import re
+from collections.abc import Sequence
+
+from benchmarks.harness.report import group, number, table
+from benchmarks.harness.rows import Row
+
+SHORT = {"small": ("4 blocks", "8 blocks", "full")}
+"""The attentions of a model in the short table; of the others only 4 blocks."""
+COLUMNS = [(label, part) for label in ("training", "inference") for part in ("eager", "compiled")]
+Cells = dict[tuple[str, str], Row]
+
+
+def _arrange(rows: Sequence[Row]) -> dict[tuple[str, ...], Cells]:
+    """Returns (model, settings, attention) -> (pass, part) -> row."""
+    groups = group(rows, "model", "settings", "attention")
+    return {key: {(row["pass"], row["part"]): row for row in mine} for key, mine in groups.items()}
+
+
+def _name(model: str, settings: str) -> str:
+    return f"ViT-{model.partition('-')[0]}, {settings}"
+
+
+def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Returns a table without empty columns."""
+    kept = [index for index in range(len(header)) if any(line[index] for line in body)]
+    return table([header[index] for index in kept], [[line[index] for index in kept] for line in body])
+
+
+def shares(rows: Sequence[Row]) -> str:
+    """Images per second and peak memory in training, relative to the fused dot product in the same run."""
+    body = []
+    for (model, settings, attention), cells in _arrange(rows).items():
+        if attention == "dot":
+            continue
+        line = [_name(model, settings), attention]
+        for column, figure in [*((column, "images/s") for column in COLUMNS), (("training", "eager"), "MB")]:
+            row = cells.get(column)
+            line.append(f"{float(row[figure]) / float(row[f'sdpa {figure}']):.2f}" if row and row[figure] else "")
+        body.append(line)
+    labels = [f"{label}, {part}" for label, part in COLUMNS]
+    return _table(["model", "attention", *labels, "peak memory, training"], body)
+
+
+def baselines(rows: Sequence[Row]) -> str:
+    """Images per second and peak memory of the fused dot product."""
+    body = []
+    for (model, settings, attention), cells in _arrange(rows).items():
+        if attention == "dot":
+            speeds = [f"{float(cells[column]['images/s']):,.0f}" if column in cells else "" for column in COLUMNS]
+            used = cells.get(("training", "eager"), {}).get("MB")
+            body.append([_name(model, settings), *speeds, f"{float(used):,.0f}" if used else ""])
+    labels = [f"{label}, {part}, images/s" for label, part in COLUMNS]
+    return _table(["model", *labels, "peak memory, training, MB"], body)
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The relative and the absolute figures of all models."""
+    caption = "The fused dot product (`scaled_dot_product_attention`) itself:"
+    return f"{shares(rows)}\n\n{caption}\n\n{baselines(rows)}"
+
+
+def short(rows: Sequence[Row]) -> str:
+    """The relative figures of the attentions in SHORT."""
+    return shares([row for row in rows if row["attention"] in SHORT.get(row["model"], ("4 blocks",))])
+
+
+def of_attention(rows: Sequence[Row]) -> str:
+    """Milliseconds of one attention without projections, and its time relative to the fused dot product."""
+    labels, body = list(dict.fromkeys(row["pass"] for row in rows)), []
+    for (attention,), mine in group(rows, "attention").items():
+        cells = {row["pass"]: row for row in mine}
+        body.append([attention, *(cell for label in labels for cell in _times(cells.get(label)))])
+    header = [f"{label}, {unit}" for label in labels for unit in ("ms", "relative")]
+    return _table(["attention", *header], body)
+
+
+def _times(row: Row | None) -> tuple[str, str]:
+    if row is None:
+        return "", ""
+    seconds = float(row["seconds"])
+    return number(1e3 * seconds), f"{seconds / float(row['sdpa seconds']):.2f}"
+
+
+def of_memory(rows: Sequence[Row]) -> str:
+    """Peak memory of one layer by sequence length, and its range over the lengths."""
+    body, lengths = [], list(dict.fromkeys(row["settings"] for row in rows))
+    for (attention,), mine in group(rows, "attention").items():
+        used = {row["settings"]: float(row["MB"]) for row in mine}
+        ratio = f"{max(used.values()) / min(used.values()):.3f}"
+        body.append([attention, *(f"{used[each]:,.1f}" if each in used else "" for each in lengths), ratio])
+    names = [f"{re.sub('^.*, ', '', each)}, MB" for each in lengths]
+    return _table(["attention", *names, "largest / smallest"], body)
+
+
+def of_compile_time(rows: Sequence[Row]) -> str:
+    """Seconds of the first call and of the first call with another length, and the kernels compiled by each."""
+    body, labels = [], list(dict.fromkeys(row["pass"] for row in rows))
+    for (attention,), mine in group(rows, "attention").items():
+        cells = {row["pass"]: row for row in mine}
+        figures = [
+            value for label in labels for value in (f"{float(cells[label]['seconds']):.2f}", cells[label]["kernels"])
+        ]
+        body.append([attention, *figures])
+    header = [f"{label}, {unit}" for label in labels for unit in ("s", "entries in Triton's cache")]
+    return table(["attention", *header], body)

@@ -1,0 +1,415 @@
+"""The operator ahop::attend: values, gradients, slices, dropout, checks, transforms of torch."""
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.ops import chunked, sliced
+from ahop_layers.ops.attend import attend
+from ahop_layers.ops.dropout import kept, scale
+from ahop_layers.separation import Separation
+
+N, H, L, S, D, E = 2, 4, 7, 9, 8, 5
+BASES = ("dis", "dot")
+
+
+def problem(*, heads=H, key_heads=None, length=L, count=S, d=D, width=E, blocks=4, dtype=torch.float64, grad=True):
+    key_heads = key_heads or heads
+    tensors = (
+        torch.randn(N, heads, length, d, dtype=dtype),
+        torch.randn(N, key_heads, count, d, dtype=dtype),
+        torch.randn(N, key_heads, count, width, dtype=dtype),
+        torch.randn(heads, 2, blocks, dtype=dtype) / blocks,
+    )
+    return tuple(tensor.requires_grad_(grad) for tensor in tensors)
+
+
+def expected_readout(query, key, value, weight, mask=None, causal=False, remains=None):
+    """Computes the readout from all scores at once, in plain PyTorch."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = ah.adaptive_similarity(query, key, weight, BASES, backend="reference")
+    if mask is not None:
+        scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    weights = Separation()(scores)
+    return (weights if remains is None else weights * remains) @ value
+
+
+def results_and_grads(function, inputs):
+    """Returns the result of a function and the gradients of its inputs."""
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    result = function(*inputs)
+    grad = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).reshape(result.shape)
+    return result, *torch.autograd.grad(result, inputs, grad, allow_unused=True)
+
+
+def masks():
+    """Returns masks of all shapes and dtypes by name."""
+    blocked = torch.rand(N, H, L, S) < 0.3
+    blocked[..., 2, :] = True
+    added = torch.randn(N, H, L, S, dtype=torch.float64).masked_fill(blocked, -torch.inf)
+    return {
+        "none": None,
+        "all": blocked,
+        "pairs": blocked[:1, :1],
+        "keys": blocked[:, :1, :1],
+        "queries": blocked[:1, :, :, :1],
+        "everything": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        "float": added,
+        "float keys": added[:, :1, :1],
+        "half": added[:1].to(torch.float16),
+    }
+
+
+@pytest.mark.parametrize("scratch", [2**20, 2000, 1], ids=["one-slice", "some-slices", "rows"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("name", masks())
+def test_readout_and_gradients(name, causal, scratch, monkeypatch):
+    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
+    mask, inputs = masks()[name], problem()
+    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, causal), inputs)
+    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, mask, causal), inputs)
+    torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked"])
+@pytest.mark.parametrize("scratch", [2**20, 9000, 2500, 1])
+@pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
+def test_grouped_queries(key_heads, scratch, backend, monkeypatch):
+    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
+    inputs = problem(heads=6, key_heads=key_heads)
+    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, None, False, 0.0, backend), inputs)
+    torch.testing.assert_close(results, results_and_grads(expected_readout, inputs))
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 3), (3, 0), (0, 0), (1, 1), (1, 5), (5, 1)])
+def test_few_queries_and_keys(length, count):
+    inputs = problem(length=length, count=count)
+    results = results_and_grads(lambda *tensors: attend(*tensors, BASES), inputs)
+    torch.testing.assert_close(results, results_and_grads(expected_readout, inputs))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+@pytest.mark.parametrize("width", [1, 5, 8])
+def test_numbers_of_blocks_and_widths(blocks, width):
+    inputs = problem(blocks=blocks, width=width)
+    results = results_and_grads(lambda *tensors: attend(*tensors, BASES), inputs)
+    torch.testing.assert_close(results, results_and_grads(expected_readout, inputs))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_row_of_very_low_additive_masks_keeps_its_weights(low, dtype, causal):
+    mask = torch.zeros(N, 1, L, S)
+    mask[:, :, 3] = low
+    mask[0, :, 4, :5] = low  # with causal: the keys that the query sees
+    mask[1, :, 5] = -torch.inf
+    inputs = problem(dtype=dtype)
+    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, causal), inputs)
+    exact = [tensor.double() for tensor in inputs]
+    seen = torch.ones(L, S, dtype=torch.bool).tril() if causal else torch.ones(L, S, dtype=torch.bool)
+    lowest = ((mask == low) | ~seen).all(-1, keepdim=True)
+    shifted = torch.where(lowest & (mask == low), 0.0, mask)
+    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, shifted, causal), exact)
+    for found, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
+
+
+def test_an_empty_batch_with_shared_keys():
+    query, key, value, weight = problem(grad=False)
+    assert attend(query[:0], key[:1], value[:1], weight, BASES).shape == (0, H, L, E)
+
+
+class Weighing:
+    """A kernel whose backward pass computes weights from the scores it sorts."""
+
+    score, score_backward = staticmethod(chunked.score), staticmethod(chunked.score_backward)
+
+    def __init__(self):
+        self.calls = 0
+
+    def softmax(self, *args):
+        return sliced.softmax(*args)
+
+    def softmax_backward(self, grad, query, key, weight, bases, shift, mean, need):
+        self.calls += 1
+        assert grad.is_contiguous()
+        assert shift.shape == grad.shape
+        weights = (chunked.score(query, key, weight, bases) - shift).exp()
+        score_grad = weights * (grad - mean)
+        grad.copy_(weights)
+        return chunked.score_backward(score_grad, query, key, weight, bases, need)
+
+
+@pytest.mark.parametrize("scratch", [2**20, 2000])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("name", ["none", "all", "float", "half"])
+def test_a_kernel_that_computes_weights_in_its_backward_pass(name, causal, dropout, scratch, monkeypatch):
+    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
+    query, key, value, weight = problem(key_heads=2, grad=False)
+    inputs = (query, key, value, weight, BASES, masks()[name], causal, dropout)
+    inputs += (torch.tensor([5]) if dropout else None,)
+    plain, weighing = sliced.Sliced(chunked), Weighing()
+    saved = plain.attend(*inputs)
+    for need in ((True,) * 4, (True, False, False, True), (False, False, True, False)):
+        expected = plain.attend_backward(torch.ones_like(saved[0]), *inputs, *saved, need)
+        found = sliced.Sliced(weighing).attend_backward(torch.ones_like(saved[0]), *inputs, *saved, need)
+        torch.testing.assert_close(found, expected)
+    assert weighing.calls
+
+
+def test_gradcheck():
+    mask = torch.rand(N, 1, 3, 4) < 0.3
+    inputs = problem(heads=2, key_heads=1, length=3, count=4, d=4, width=3, blocks=2)
+    assert torch.autograd.gradcheck(lambda *tensors: attend(*tensors, BASES, mask), inputs, fast_mode=True)
+
+
+def test_only_needed_gradients_are_computed():
+    inputs = problem()
+    expected = results_and_grads(expected_readout, inputs)[1:]
+    for needed in ((0,), (1,), (2,), (3,), (0, 3), (1, 2)):
+        tensors = [tensor.detach().clone().requires_grad_(index in needed) for index, tensor in enumerate(inputs)]
+        result = attend(*tensors, BASES)
+        result.backward(torch.linspace(-1, 2, result.numel(), dtype=result.dtype).reshape(result.shape))
+        for index, tensor in enumerate(tensors):
+            if index in needed:
+                torch.testing.assert_close(tensor.grad, expected[index])
+            else:
+                assert tensor.grad is None
+
+
+def test_non_contiguous_inputs():
+    query, key, value, weight = problem(grad=False)
+    packed = torch.randn(N, L, 3 * H * D, dtype=torch.float64).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
+    for tensors in (packed, (query.mT.contiguous().mT, key.flip(-1), value[:1].expand(N, -1, -1, -1))):
+        inputs = (*tensors, weight)
+        assert not any(tensor.is_contiguous() for tensor in tensors[:1])
+        torch.testing.assert_close(attend(*inputs, BASES), expected_readout(*inputs))
+
+
+def test_shared_batch_entries():
+    query, key, value, weight = problem()
+    expected = expected_readout(query[:1].expand_as(query), key, value, weight)
+    torch.testing.assert_close(attend(query[:1], key, value, weight, BASES), expected)
+    expected = expected_readout(query, key[1:].expand_as(key), value, weight)
+    torch.testing.assert_close(attend(query, key[1:], value, weight, BASES), expected)
+
+
+def test_log_sum_and_layout_of_the_output():
+    query, key, value, weight = problem(grad=False)
+    mask = masks()["keys"]
+    mask[1] = True
+    out, log_sum = torch.ops.ahop.attend(query, key, value, weight, mask, None, "dis,dot", False, 0.0, "auto")
+    scores = ah.adaptive_similarity(query, key, weight, BASES).masked_fill(mask, -torch.inf)
+    torch.testing.assert_close(log_sum[0], scores[0].logsumexp(-1))
+    assert (log_sum[1] == torch.inf).all()
+    assert not out[1].any()
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_error_is_at_most_that_of_separate_operations(dtype):
+    inputs = [tensor.detach().to(dtype) for tensor in problem(length=33, count=40, d=16, blocks=16)]
+
+    def separate(query, key, value, weight):
+        scores = ah.adaptive_similarity(query, key, weight, BASES)
+        return Separation()(scores) @ value
+
+    exact = results_and_grads(expected_readout, [tensor.double() for tensor in inputs])
+    found = results_and_grads(lambda *tensors: attend(*tensors, BASES), inputs)
+    reference = results_and_grads(separate, inputs)
+    for true, ours, theirs in zip(exact, found, reference, strict=True):
+        assert ours.dtype == dtype
+        bound = 2 * (theirs.double() - true).norm() + 2 * torch.finfo(dtype).eps * true.norm()
+        assert (ours.double() - true).norm() <= bound
+
+
+# dropout
+
+
+def test_dropout_hash():
+    def mix(x):
+        x ^= x >> 16
+        x = x * 0x7FEB352D % 2**32
+        x ^= x >> 15
+        x = x * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    seed, heads, rows, columns = 0x7123456789ABCDEF, [0, 3, 2**20], [0, 1, 70000], [0, 5, 2**17 + 1]
+    low, high, expected = seed % 2**32, seed >> 32, []
+    for head in heads:
+        for i in rows:
+            r0 = mix((mix(low ^ mix(head)) + i * 0x9E3779B9) % 2**32)
+            r1 = mix(r0 ^ high)
+            for j in columns:
+                y = (r0 + j * 0x85EBCA6B) % 2**32
+                y ^= y >> 16
+                y = y * 0x7FEB352D % 2**32
+                y ^= y >> 15
+                y = (y ^ r1) * 0x846CA68B % 2**32
+                y ^= y >> 16
+                expected.append(y)
+    for dropout in (0.1, 0.5, 0.9):
+        found = kept(torch.tensor([seed]), *(torch.tensor(each) for each in (heads, rows, columns)), dropout)
+        assert found.flatten().tolist() == [y >= round(dropout * 2**32) for y in expected]
+
+
+def correlation(a, b):
+    """Returns the correlation of two tensors of bits."""
+    return torch.corrcoef(torch.stack([a.flatten().double(), b.flatten().double()]))[0, 1].abs().item()
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_dropped_weights_are_uniform_and_independent(dropout):
+    heads, rows, columns = torch.arange(12), torch.arange(120), torch.arange(130)
+    bits = kept(torch.tensor([1]), heads, rows, columns, dropout)
+    deviation = (dropout * (1 - dropout)) ** 0.5
+    assert abs(bits.double().mean().item() - (1 - dropout)) < 4 * deviation / bits.numel() ** 0.5
+    for axes, count in (((1, 2), 120 * 130), ((0, 2), 12 * 130), ((0, 1), 12 * 120)):
+        means = (bits.double().mean(axes) - (1 - dropout)) / (deviation / count**0.5)
+        assert means.abs().max() < 5
+    limit = 5 / bits.numel() ** 0.5
+    other = kept(torch.tensor([2]), heads, rows, columns, dropout)
+    far = kept(torch.tensor([1 + 2**32]), heads, rows, columns, dropout)
+    assert correlation(bits, other) < limit
+    assert correlation(bits, far) < limit
+    for axis in range(3):
+        for shift in (1, 2, 7):
+            assert correlation(bits, bits.roll(shift, axis)) < limit
+
+
+@pytest.mark.parametrize("scratch", [2**20, 3000, 1])
+@pytest.mark.parametrize("dropout", [0.3, 1.0])
+def test_dropout(dropout, scratch, monkeypatch):
+    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
+    inputs, mask = problem(key_heads=2), masks()["pairs"]
+    seed = torch.randint(2**63 - 1, (1,), generator=torch.Generator().manual_seed(5))
+    bits = kept(seed, torch.arange(N * H), torch.arange(L), torch.arange(S), dropout).unflatten(0, (N, H))
+
+    def dropped(*tensors):
+        torch.manual_seed(5)
+        return attend(*tensors, BASES, mask, True, dropout)
+
+    results = results_and_grads(dropped, inputs)
+    remains = bits * scale(dropout)
+    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, mask, True, remains), inputs)
+    torch.testing.assert_close(results, expected)
+
+
+def test_dropout_draws_from_the_generator_of_torch():
+    inputs = problem(grad=False)
+    torch.manual_seed(1)
+    first, second = (attend(*inputs, BASES, None, False, 0.5) for _ in range(2))
+    torch.manual_seed(1)
+    torch.testing.assert_close(attend(*inputs, BASES, None, False, 0.5), first)
+    assert not torch.equal(first, second)
+
+
+# torch
+
+
+@pytest.mark.parametrize("name", ["none", "float keys", "pairs"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_opcheck(name, dropout):
+    mask, seed, inputs = masks()[name], torch.tensor([7]) if dropout else None, problem(key_heads=2)
+    options = ("dis,dot", True, dropout, "auto")
+    torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options))
+    inputs = [tensor.detach() for tensor in inputs]
+    out, log_sum = torch.ops.ahop.attend(*inputs, mask, seed, *options)
+    for need in ([True] * 4, [True, False, False, True], [False, True, True, False]):
+        arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, need)
+        torch.library.opcheck(torch.ops.ahop.attend_backward, arguments)
+
+
+def test_double_backward_is_refused():
+    inputs = problem()
+    (grad,) = torch.autograd.grad(attend(*inputs, BASES).sum(), inputs[:1], create_graph=True)
+    with pytest.raises(ah.AHopError, match="ahop::attend is differentiable once"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("mapped", ["all", "query", "weight", "mask"])
+def test_vmap_of_the_operator(mapped, dropout):
+    count = 3
+    query, key, value, weight = problem(key_heads=2, grad=False)
+    mask = torch.randn(N, 1, L, S, dtype=torch.float64)
+    stacks = [torch.randn(count, *tensor.shape, dtype=torch.float64) for tensor in (query, key, value, weight, mask)]
+    names = ("query", "key", "value", "weight", "mask")
+    tensors = [
+        stack if mapped in ("all", name) else single
+        for name, stack, single in zip(names, stacks, (query, key, value, weight, mask), strict=True)
+    ]
+    axes = [0 if mapped in ("all", name) else None for name in names]
+    seed = torch.tensor([3]) if dropout else None
+
+    def call(*tensors):
+        return torch.ops.ahop.attend(*tensors, seed, "dis,dot", False, dropout, "auto")
+
+    def backward(*tensors):
+        results = call(*tensors)
+        grad = torch.ones_like(results[0])
+        options = (seed, *results, "dis,dot", False, dropout, "auto", [True, False, True, True])
+        grads = torch.ops.ahop.attend_backward(grad, *tensors, *options)
+        return grads[0], grads[2], grads[3]
+
+    for function in (call, backward):
+        singles = [[t[i] if a == 0 else t for t, a in zip(tensors, axes, strict=True)] for i in range(count)]
+        expected = [torch.stack(parts) for parts in zip(*(function(*each) for each in singles), strict=True)]
+        found = torch.vmap(function, in_dims=tuple(axes))(*tensors)
+        torch.testing.assert_close(list(found), expected)
+
+
+q, k, v, w = (tensor.detach() for tensor in problem(dtype=torch.float32))
+BAD_CALLS = {  # changed arguments and the error message
+    "dimensions": ({"query": q[0]}, r"query, key and value must be \(N, H, L, d\), .* got \(4, 7, 8\), \(2, 4, 9, 8\)"),
+    "width": ({"key": k[..., :4]}, r"key must be \(2, 4, 9, 8\) .* got \(2, 4, 9, 4\)"),
+    "dtype": ({"key": k.double()}, "key must be .* of torch.float32 .* got .* of torch.float64"),
+    "value": ({"value": v[:, :, :3]}, r"value must be \(2, 4, 9, 5\) .* got \(2, 4, 3, 5\)"),
+    "value dtype": ({"value": v.double()}, "value must be .* of torch.float32 .* got .* of torch.float64"),
+    "key heads": ({"key": k[:, :3], "value": v[:, :3]}, "key heads must divide the 4 query heads"),
+    "value heads": ({"value": v[:, :2]}, r"value must be \(2, 4, 9, 5\)"),
+    "weight": ({"weight": w[:2]}, r"weight must be \(4, 2, 4\) .* got \(2, 2, 4\)"),
+    "blocks": ({"weight": w[..., :3]}, "weight must be .* n one of 1, 2, 4, 8"),
+    "mask shape": ({"mask": torch.ones(2, 4, 7, 3).bool()}, r"mask must .* \(2, 4, 7, 9\), got \(2, 4, 7, 3\)"),
+    "mask dimensions": ({"mask": torch.ones(7, 9).bool()}, r"mask must have 4 dimensions, .* got \(7, 9\)"),
+    "mask dtype": ({"mask": torch.ones(2, 4, 7, 9).int()}, "mask must .* bool or floating point"),
+    "no seed": ({"dropout": 0.5}, "seed must be given if and only if dropout > 0, got None with dropout=0.5"),
+    "seed": ({"seed": torch.tensor([1])}, "seed must be given if and only if dropout > 0"),
+    "seed dtype": ({"seed": torch.tensor([1.0]), "dropout": 0.5}, r"seed must be \(1,\) of torch.int64"),
+    "dropout": ({"seed": torch.tensor([1]), "dropout": 1.5}, "dropout must be a number between 0 and 1, got 1.5"),
+    "bases": ({"bases": "dis,unknown"}, "bases must be names"),
+    "backend": ({"backend": "unknown"}, "backend must be one of auto, chunked, cpu, triton"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls(name):
+    changed, message = BAD_CALLS[name]
+    arguments = {"query": q, "key": k, "value": v, "weight": w, "mask": None, "seed": None, "bases": "dis,dot"}
+    arguments |= {"causal": False, "dropout": 0.0, "backend": "auto"} | changed
+    with pytest.raises(ah.AHopError, match=message):
+        torch.ops.ahop.attend(**arguments)
+
+
+def test_bad_backward_calls():
+    out, log_sum = torch.ops.ahop.attend(q, k, v, w, None, None, "dis,dot", False, 0.0, "auto")
+    tensors = (q, k, v, w, None, None)
+    for grad, saved, need, message in (
+        (out[:1], (out, log_sum), [True] * 4, "grad must be"),
+        (out, (out[..., :2], log_sum), [True] * 4, "out must be"),
+        (out, (out, log_sum.double()), [True] * 4, "log_sum must be .* of torch.float32"),
+        (out, (out, log_sum), [True] * 3, "need must have 4 entries"),
+    ):
+        with pytest.raises(ah.AHopError, match=message):
+            torch.ops.ahop.attend_backward(grad, *tensors, *saved, "dis,dot", False, 0.0, "auto", need)
+
+
+def test_a_mask_with_a_gradient_is_refused():
+    mask = torch.zeros(1, 1, L, S, requires_grad=True)
+    with pytest.raises(ah.AHopError, match="mask must not require a gradient"):
+        attend(q, k, v, w, BASES, mask)

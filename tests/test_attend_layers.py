@@ -1,0 +1,567 @@
+"""Attention without weights in associate and the layers: the choice of ahop::attend, and what it leaves unchanged."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
+
+import ahop_layers as ah
+from ahop_layers import association
+from ahop_layers.association import Mask, Padded, associate
+from ahop_layers.attention.vision import attend_mask
+from ahop_layers.ops.attend import attend, prefers_attend
+from ahop_layers.separation import Separation
+from tests.frameworks import framework
+
+N, H, L, S, D, E = 2, 4, 7, 9, 8, 5
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Makes associate choose ahop::attend for small calls too, and returns the list of these calls."""
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return attend(*args)
+
+    monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", -1)
+    monkeypatch.setattr(association, "attend", counted)
+    return calls
+
+
+def inputs(dtype=torch.float64, key_heads=H):
+    shapes = (N, H, L, D), (N, key_heads, S, D), (N, key_heads, S, E)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def trained(**keywords):
+    """Returns a similarity with random weights."""
+    similarity = ah.AdaptiveSimilarity(D, H, **keywords).double()
+    for parameter in similarity.parameters():
+        parameter.data += torch.randn_like(parameter) / 4
+    return similarity
+
+
+def both(call, parameters):
+    """Returns outputs and gradients of ``call(need_weights)`` without and with weights."""
+    results = []
+    for need_weights in (False, True):
+        output = call(need_weights)
+        grad = torch.linspace(-1, 2, output.numel(), dtype=output.dtype).reshape(output.shape)
+        results.append((output, *torch.autograd.grad(output, parameters, grad)))
+    return results
+
+
+SIMILARITIES = {
+    "full": {},
+    "blocks": {"blocks": 4},
+    "debias": {"blocks": 2, "debias": True},
+    "gathered": {"blocks": torch.tensor([0, 1, 0, 2, 1, 0, 2, 2])},
+    "normalized": {"blocks": ah.Blocks(2, normalize=True)},
+    "l1": {"bases": ("l1", "dot")},
+}
+
+
+@pytest.mark.parametrize("scaling", [0.3, torch.tensor(0.3), torch.rand(H, 1, 1)], ids=["number", "tensor", "heads"])
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_associate_without_weights(name, scaling, calls):
+    similarity, tensors = trained(**SIMILARITIES[name]), inputs()
+    learned = list(tensors)
+    if isinstance(scaling, torch.Tensor):
+        scaling = scaling.double().requires_grad_()
+        learned.append(scaling)
+    mask = Mask(torch.rand(N, 1, 1, S) < 0.3, torch.randn(L, S, dtype=torch.float64), causal=True)
+
+    def call(need_weights):
+        output, weights = associate(
+            tensors[0],
+            Padded(*tensors[1:], mask),
+            score=similarity,
+            separation=Separation(),
+            scaling=scaling,
+            need_weights=need_weights,
+        )
+        assert (weights is None) is not need_weights
+        return output
+
+    found, expected = both(call, [*learned, *similarity.parameters()])
+    assert len(calls) == 1
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_associate_with_grouped_queries(need_weights, calls):
+    similarity, (query, key, value) = trained(), inputs(key_heads=2)
+    options = {"score": similarity, "separation": Separation(), "need_weights": need_weights}
+    repeated = [each.repeat_interleave(2, 1) for each in (key, value)]
+    expected = associate(query, Padded(*repeated), score=similarity, separation=Separation())[0]
+    torch.testing.assert_close(associate(query, Padded(key, value), **options)[0], expected)
+    assert len(calls) == (not need_weights)
+
+
+def test_grouped_queries_with_normalized_blocks(calls):
+    similarity, (query, key, value) = trained(blocks=ah.Blocks(2, normalize=True)), inputs(key_heads=2)
+    options = {"score": similarity, "separation": Separation()}
+    expected = associate(query, Padded(key, value), **options)[0]
+    torch.testing.assert_close(associate(query, Padded(key, value), **options, need_weights=False)[0], expected)
+
+
+class Rescored(ah.AdaptiveSimilarity):
+    def _score(self, *args):
+        return 2 * super()._score(*args)
+
+
+class Doubled(ah.AdaptiveSimilarity):
+    def forward(self, query, key, arranged=None):
+        return 2 * super().forward(query, key, arranged)
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, output: None)
+    return module
+
+
+def replaced(module):
+    module.forward = module.forward
+    return module
+
+
+def pre_hooked(module):
+    module.register_forward_pre_hook(lambda module, args: None)
+    return module
+
+
+OTHERS = {  # keywords of associate that separate operations compute
+    "sparsemax": {"separation": Separation("sparsemax")},
+    "entmax": {"separation": Separation("entmax", H).double()},
+    "update steps": {"steps": 1},
+    "steps of heads": {"steps": [0, 1, 0, 0]},
+    "until convergence": {"steps": None, "eps": 1e-2},
+    "dot product": {"score": association.dot_product},
+    "resolutions": {"score": ah.AdaptiveSimilarity(D, H, blocks=[2, 4]).double()},
+    "subclass": {"score": Doubled(D, H).double()},
+    "subclass with another score": {"score": Rescored(D, H).double()},
+    "integer mask": {"mask": Mask(added=torch.ones(1, H, L, S, dtype=torch.int64))},
+    "mask of several samples": {"mask": Mask(torch.rand(3, 1, L, S) < 0.3), "samples": 1},
+    "hook on the similarity": {"score": hooked(trained())},
+    "replaced forward": {"score": replaced(trained())},
+    "hook on the separation": {"separation": hooked(Separation())},
+    "pre-hook on the separation": {"separation": pre_hooked(Separation())},
+    "learned mask": {"mask": Mask(added=torch.zeros(1, H, L, S, dtype=torch.float64, requires_grad=True))},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_associations_are_separate_operations(name, calls):
+    tensors, keywords = inputs(), {"score": trained(), "separation": Separation(), **OTHERS[name]}
+    tensors = [tensor[: keywords.get("samples", N)] for tensor in tensors]
+    keywords.pop("samples", None)
+    padded = Padded(*tensors[1:], keywords.pop("mask", None))
+    expected, _ = associate(tensors[0], padded, **keywords)
+    output, weights = associate(tensors[0], padded, need_weights=False, **keywords)
+    assert weights is None
+    assert not calls
+    assert torch.equal(output, expected)
+
+
+def test_hooks_of_all_modules_see_every_call(calls):
+    tensors, separation, seen = inputs(), Separation(), []
+    handle = register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        associate(tensors[0], Padded(*tensors[1:]), score=trained(), separation=separation, need_weights=False)
+    finally:
+        handle.remove()
+    assert separation in seen
+    assert not calls
+
+
+def test_a_registered_base_is_separate_operations(calls, monkeypatch):
+    from ahop_layers.ops.reference import BASES, Base
+
+    monkeypatch.setitem(BASES, "mean_for_this_test", Base(lambda query, key: (query + key) / 2))
+    similarity, tensors = trained(bases=("dot", "mean_for_this_test")), inputs()
+    output, _ = associate(
+        tensors[0], Padded(*tensors[1:]), score=similarity, separation=Separation(), need_weights=False
+    )
+    assert output.isfinite().all()
+    assert not calls
+
+
+def test_small_calls_on_the_cpu_are_separate_operations(calls, monkeypatch):
+    monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", N * H * L * S * 8)
+    similarity, (query, key, value) = trained(), inputs()
+    options = {"score": similarity, "separation": Separation(), "need_weights": False}
+    associate(query, Padded(key, value), **options)
+    assert not calls
+    more = [torch.cat([each, each[:, :, :1]], 2) for each in (key, value)]
+    associate(query, Padded(*more), **options)
+    assert len(calls) == 1
+
+
+def test_choice_on_a_gpu(monkeypatch):
+    """Full footprints and calls of a fused kernel take ahop::attend; without Triton, none does."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(N, H, rows, D, device="cuda") for rows in (L, S, S))
+        full, blocks = (torch.empty(H, 2, n, device="cuda") for n in (D, 2))
+    tensors = (query, key, value)
+    monkeypatch.setattr("ahop_layers.ops.attend._TRITON", True)
+    for fused in (False, True):
+        monkeypatch.setattr("ahop_layers.ops.attend.has_fused_attention", lambda *args, fused=fused: fused)
+        assert prefers_attend(*tensors, full, None, ("dis", "dot"))
+        assert prefers_attend(*tensors, blocks, None, ("dis", "dot")) is fused
+    monkeypatch.setattr("ahop_layers.ops.attend._TRITON", False)
+    assert not prefers_attend(*tensors, full, None, ("dis", "dot"))
+
+
+# masks
+
+
+def test_causal_masks():
+    scores = torch.randn(N, H, L, S)
+    triangle = torch.ones(L, S, dtype=torch.bool).triu(1)
+    blocked = torch.rand(N, 1, 1, S) < 0.5
+    expected = scores.masked_fill(triangle, -torch.inf)
+    assert torch.equal(Mask(causal=True).apply(scores), expected)
+    for joined in (Mask(causal=True).join(Mask(blocked)), Mask(blocked).join(Mask(causal=True))):
+        assert torch.equal(joined.apply(scores), expected.masked_fill(blocked, -torch.inf))
+    grown = Mask(causal=True).grow().grow()
+    expected = scores.masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1) & (torch.arange(S) < S - 2), -torch.inf)
+    assert torch.equal(grown.apply(scores), expected)
+    assert Mask(blocked).grow().appended == 0
+    assert attend_mask(None, True) == Mask(causal=True)
+    assert attend_mask(None, False) is None
+
+
+@pytest.mark.parametrize("blocked", [None, torch.rand(N, 1, 1, S) < 0.5], ids=["", "padding"])
+def test_appended_keys_are_visible(blocked, calls):
+    similarity, (query, key, value) = trained(), inputs()
+    padded = Padded(key, value, Mask(blocked, causal=True), zero_association=True)
+    found, expected = (
+        associate(query, padded, score=similarity, separation=Separation(), need_weights=need)[0]
+        for need in (False, True)
+    )
+    assert len(calls) == 1
+    torch.testing.assert_close(found, expected)
+
+
+# layers
+
+
+def attention(**keywords):
+    layer = ah.AdaptiveAttention(16, H, batch_first=True, **keywords)
+    for parameter in layer.parameters():
+        parameter.data += torch.randn_like(parameter) / 8
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("keywords", [{}, {"add_zero_attn": True, "add_bias_kv": True}, {"blocks": 2}], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_multihead_attention(is_causal, keywords, dtype, calls):
+    layer, x = attention(**keywords).to(dtype), torch.randn(N, L, 16, dtype=dtype, requires_grad=True)
+    ignored = torch.arange(L) > torch.tensor([[4], [L]])
+
+    def call(need_weights):
+        return layer(x, x, x, key_padding_mask=ignored, need_weights=need_weights, is_causal=is_causal)[0]
+
+    found, expected = both(call, [x, *(p for p in layer.parameters())])
+    assert len(calls) == 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_causal_encoder_needs_no_mask_tensor(calls):
+    layer, x = attention(), torch.randn(N, L, 16)
+    output, _ = layer(x, x, x, need_weights=False, is_causal=True)
+    assert calls[0][5] is None
+    assert calls[0][6] is True
+    torch.testing.assert_close(output[:, :3], layer(x[:, :3], x[:, :3], x[:, :3], is_causal=True)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_on_the_cpu(dtype, calls):
+    layer, x = attention(), torch.randn(N, L, 16)
+    torch.backends.mkldnn.enabled = False  # it warns on a CPU without bfloat16
+    with torch.autocast("cpu", dtype):
+        found, expected = both(lambda need: layer(x, x, x, need_weights=need)[0], list(layer.parameters()))
+    assert len(calls) == 1
+    assert found[0].dtype == expected[0].dtype == dtype
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 4 * torch.finfo(dtype).eps * theirs.norm()
+
+
+HOPFIELD = {
+    "association": (ah.AdaptiveHopfield, {}),
+    "scaling": (ah.AdaptiveHopfield, {"scaling": nn.Parameter(torch.rand(2, 1, 1))}),
+    "scaling of dimensions": (ah.AdaptiveHopfield, {"scaling": torch.rand(2)}),
+    "zero association": (ah.AdaptiveHopfield, {"add_zero_association": True}),
+    "lookup": (ah.AdaptiveHopfieldLayer, {"quantity": 5}),
+    "pooling": (ah.AdaptiveHopfieldPooling, {"quantity": 3}),
+}
+
+
+@pytest.mark.parametrize("name", HOPFIELD)
+def test_hopfield_layers(name, calls):
+    kind, keywords = HOPFIELD[name]
+    layer, x = kind(8, num_heads=2, **copy.deepcopy(keywords)), torch.randn(3, L, 8)
+    core = layer.association_core if kind is ah.AdaptiveHopfield else layer.hopfield.association_core
+    output, weights = layer(x), layer.get_association_matrix(x)
+    assert len(calls) == (name != "scaling of dimensions")
+    assert weights.shape[:2] == (3, 2)
+    seen = []
+    core.register_forward_hook(lambda module, args, result: seen.append(result.weights))
+    torch.testing.assert_close(layer(x), output)  # a hook makes it compute the weights
+    torch.testing.assert_close(seen[0], weights)
+
+
+def test_an_override_of_the_score_is_called(calls):
+    layer = ah.AdaptiveHopfield(input_size=D, num_heads=2, batch_first=True)
+    seen, core = [], layer.association_core
+    score = core.score
+    core.score = lambda *args: seen.append(args) or score(*args)
+    layer(torch.randn(N, L, D))
+    assert seen
+    assert not calls
+
+
+def test_association_maps(calls):
+    layer, x = attention(), torch.randn(N, L, 16)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2)
+    ah.adapt_(model)
+    maps = ah.association_maps(model.eval(), x)
+    assert [each.shape for each in maps.values()] == [(N, 2, L, L)] * 2
+    assert not calls
+    model(x)
+    assert len(calls) == 2
+    assert layer(x, x, x)[1].shape == (N, L, L)
+
+
+def test_copies_and_pickles(calls):
+    layer, x = attention(), torch.randn(N, L, 16)
+    expected = layer(x, x, x, need_weights=False)[0]
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x, x, x, need_weights=False)[0], expected)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_with_dropout(use_reentrant, calls):
+    layer, x = attention(dropout=0.4), torch.randn(N, L, 16, requires_grad=True)
+
+    def call(x):
+        return layer(x, x, x, need_weights=False)[0]
+
+    results = []
+    for function in (call, lambda x: checkpoint(call, x, use_reentrant=use_reentrant)):
+        torch.manual_seed(3)
+        output = function(x)
+        grads = torch.autograd.grad(output.square().sum(), x) if not use_reentrant else None
+        if use_reentrant:
+            x.grad = None
+            output.square().sum().backward()
+            grads = (x.grad,)
+        results.append((output, *grads))
+    torch.testing.assert_close(*results)
+    assert not torch.equal(results[0][0], call(x))
+    assert len(calls) == 4
+
+
+# torch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend, dropout, monkeypatch):
+    monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", -1)
+    from torch._dynamo.testing import CompileCounterWithBackend  # imports the compiler, which takes seconds
+
+    torch._dynamo.reset()
+    layer, counter = attention(dropout=dropout), CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for length in (7, 12, 15):
+        x = torch.randn(N, length, 16, requires_grad=True)
+        results = []
+        for function in (layer, compiled):
+            output = function(x, x, x, need_weights=False, is_causal=True)[0]
+            results.append((output, *torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])))
+        if not dropout:
+            torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == 2
+    graph = counter.graphs[-1]
+    assert sum(node.target is torch.ops.ahop.attend.default for node in graph.graph.nodes) == 1
+
+
+@pytest.mark.slow
+def test_the_limit_of_memory_under_compile(monkeypatch):
+    """A compiled layer changes to slices where an eager one does."""
+    monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", N * H * 40 * 40 * 4)
+    from torch._dynamo.testing import CompileCounterWithBackend  # imports the compiler, which takes seconds
+
+    torch._dynamo.reset()
+    layer, counter = attention(), CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    found = {}
+    for length in (10, 20, 30, 40, 41, 50):
+        x = torch.randn(N, length, 16)
+        before = counter.frame_count
+        torch.testing.assert_close(compiled(x, x, x, need_weights=False), layer(x, x, x, need_weights=False))
+        found[length] = counter.frame_count - before
+    assert found == {10: 1, 20: 1, 30: 0, 40: 0, 41: 1, 50: 0}
+    used = [any("attend" in str(node.target) for node in each.graph.nodes) for each in counter.graphs]
+    assert used == [False, False, True]
+
+
+@pytest.mark.slow
+def test_export(calls):
+    layer, x = attention().eval(), torch.randn(N, L, 16)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x, x, x, need_weights=False)[0]
+
+    dynamic = {"x": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}}
+    program = torch.export.export(Model(), (x,), dynamic_shapes=dynamic)
+    for shape in ((N, L, 16), (5, 13, 16)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(program.module()(x), Model()(x))
+
+
+def test_torch_func(calls):
+    layer, x = attention().double(), torch.randn(3, N, L, 16, dtype=torch.float64)
+    parameters = dict(layer.named_parameters())
+
+    def output(x, need_weights=False):
+        return layer(x, x, x, need_weights=need_weights)[0]
+
+    def loss(parameters, x, need_weights):
+        return torch.func.functional_call(layer, parameters, (x, x, x), {"need_weights": need_weights})[0].sum()
+
+    torch.testing.assert_close(torch.vmap(output)(x), torch.stack([output(each, True) for each in x]))
+    assert len(calls) == 1
+    found, expected = (torch.func.grad(loss)(parameters, x[0], need) for need in (False, True))
+    torch.testing.assert_close(found, expected)
+    samples, _ = (
+        torch.vmap(torch.func.grad(loss), in_dims=(None, 0, None))(parameters, x, need) for need in (False, True)
+    )
+    torch.testing.assert_close(samples["similarity.w"][0], found["similarity.w"])
+    _, tangent = torch.func.jvp(output, (x[0],), (x[1],))
+    assert tangent.shape == x[0].shape
+    assert len(calls) == 1
+
+
+def test_vmap_with_dropout_is_separate_operations(calls):
+    layer, x = attention(dropout=0.5), torch.randn(3, N, L, 16)
+    output = torch.vmap(lambda x: layer(x, x, x, need_weights=False)[0], randomness="different")(x)
+    assert output.shape == x.shape
+    assert not calls
+
+
+# memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [None, 2])
+def test_memory_is_bounded(blocks):
+    """Peak memory of a training step does not grow with L x S: a single tensor of scores takes 268 MB here."""
+    length = 8192
+    similarity = ah.AdaptiveSimilarity(4, 1, blocks=blocks)
+    tensors = [torch.randn(1, 1, length, 4, requires_grad=True) for _ in range(3)]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        output, _ = associate(
+            tensors[0],
+            Padded(*tensors[1:], Mask(causal=True)),
+            score=similarity,
+            separation=Separation(),
+            dropout=0.1,
+            need_weights=False,
+        )
+        output.sum().backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert 0 < peak <= 64e6
+
+
+# transformers and timm
+
+
+@pytest.fixture
+def vit():
+    transformers = framework("transformers")
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
+    config = transformers.ViTConfig(image_size=8, patch_size=4, **sizes)
+    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    ah.adapt_(model)
+    return model
+
+
+def test_transformers_without_weights(vit, calls):
+    x = torch.randn(2, 3, 8, 8)
+    expected = vit(x).last_hidden_state
+    assert len(calls) == 2
+    recorded = vit(x, output_attentions=True)
+    assert len(calls) == 2
+    assert [each.shape for each in recorded.attentions] == [(2, 3, 5, 5)] * 2
+    torch.testing.assert_close(recorded.last_hidden_state, expected)
+
+
+def test_transformers_configuration_asks_for_weights(vit, calls):
+    x = torch.randn(2, 3, 8, 8)
+    vit.set_attn_implementation("eager")
+    vit.config.output_attentions = True
+    assert [each.shape for each in vit(x).attentions] == [(2, 3, 5, 5)] * 2
+    assert not calls
+
+
+def test_transformers_hook_sees_weights(vit, calls):
+    seen = []
+    layer = next(module for module in vit.modules() if isinstance(module, ah.Adaptive))
+    layer.register_forward_hook(lambda module, args, output: seen.append(output[1]))
+    vit(torch.randn(2, 3, 8, 8))
+    assert seen[0].shape == (2, 3, 5, 5)
+    assert len(calls) == 1
+
+
+def test_a_replaced_forward_of_transformers_sees_weights(vit, calls):
+    """Releases before 5 record attentions so."""
+    seen = []
+    module = next(each for each in vit.modules() if isinstance(each, ah.Adaptive))
+    forward = module.forward
+    module.forward = lambda *args, **keywords: seen.append(forward(*args, **keywords)) or seen[-1]
+    with torch.no_grad():
+        vit(torch.randn(1, 3, 8, 8))
+    assert seen[0][1] is not None
+
+
+def test_transformers_eager_attention_returns_weights(vit, calls):
+    layer = next(module for module in vit.modules() if isinstance(module, ah.Adaptive))
+    x = torch.randn(2, 5, 12)
+    assert layer(x)[1] is None
+    layer.config._attn_implementation = "eager"
+    assert layer(x)[1].shape == (2, 3, 5, 5)
+
+
+def test_timm_without_weights(calls):
+    timm = framework("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=48, num_heads=3, num_classes=4)
+    x = torch.randn(2, 3, 32, 32)
+    expected = model.eval()(x)
+    ah.adapt_(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2

@@ -1,0 +1,324 @@
+"""Fused attention on a GPU: its errors, masks, dropout, memory, and what torch does with it."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.association import Mask, Padded, associate, combine_masks
+from ahop_layers.ops import chunked
+from ahop_layers.ops.attend import attend
+from ahop_layers.ops.backend import choose_attention, has_fused_attention
+from ahop_layers.ops.gpu import attend as fused
+from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.ops.sliced import Sliced
+
+HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device and Triton")]
+BOTH = ("dis", "dot")
+
+
+def tensors(n, heads, length, count, d, width, blocks, dtype, bases=2, key_heads=None):
+    key_heads = key_heads or heads
+    shapes = (n, heads, length, d), (n, key_heads, count, d), (n, key_heads, count, width), (n, heads, length, width)
+    query, key, value, grad = (torch.randn(shape, device="cuda").to(dtype) for shape in shapes)
+    return query, key, value, torch.randn(heads, bases, blocks, device="cuda") / d, grad
+
+
+def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=None):
+    """The readout and all gradients, by separate operations in a dtype or by a kernel."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (query, key, value, weight)]
+    if kernel is not None:
+        with torch.no_grad():
+            options = (weight, bases, mask, causal, 0.0, None)
+            out, log_sum = kernel.attend(query, key, value, *options)
+            grads = kernel.attend_backward(grad, query, key, value, *options, out, log_sum, (True,) * 4)
+        return [out, *grads]
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in inputs[1:3])
+    scores = ah.adaptive_similarity(inputs[0], keys, inputs[3], bases, backend="reference")
+    blocked = mask if mask is not None and mask.dtype == torch.bool else None
+    full = Mask(blocked, None if mask is None or blocked is not None else mask, causal)
+    out = ah.Separation()(full.apply(scores)) @ values
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))]
+
+
+CASES = {
+    "vit": {"shape": (2, 3, 197, 197, 64, 64), "blocks": 4, "dtype": torch.bfloat16},
+    "8 blocks": {"shape": (2, 3, 65, 130, 64, 64), "blocks": 8, "dtype": torch.float16},
+    "one block": {"shape": (1, 2, 40, 33, 64, 64), "blocks": 1, "dtype": torch.bfloat16},
+    "wide": {"shape": (1, 2, 100, 300, 128, 128), "blocks": 4, "dtype": torch.bfloat16},
+    "padded blocks": {"shape": (2, 4, 65, 70, 80, 80), "blocks": 4, "dtype": torch.bfloat16},
+    "narrow values": {"shape": (2, 2, 33, 47, 32, 20), "blocks": 8, "dtype": torch.float16},
+    "dot alone": {"shape": (2, 2, 65, 65, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "bases": ("dot",)},
+    "dis alone": {"shape": (2, 2, 65, 65, 64, 64), "blocks": 2, "dtype": torch.float16, "bases": ("dis",)},
+    "few long heads": {"shape": (1, 1, 1000, 3000, 64, 64), "blocks": 4, "dtype": torch.bfloat16},
+    "one pair": {"shape": (1, 1, 1, 1, 16, 8), "blocks": 2, "dtype": torch.bfloat16},
+    "one query": {"shape": (3, 2, 1, 500, 64, 64), "blocks": 4, "dtype": torch.bfloat16},
+    "grouped queries": {"shape": (2, 6, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "key_heads": 2},
+    "key padding": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "mask": "padding"},
+    "blocked": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "mask": "blocked"},
+    "added": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "mask": "added"},
+    "added halves": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 8, "dtype": torch.float16, "mask": "added halves"},
+    "causal": {"shape": (2, 3, 300, 300, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "causal": True},
+    "causal and long": {"shape": (1, 1, 2000, 2000, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "causal": True},
+    "causal and padded": {
+        "shape": (2, 3, 65, 80, 64, 64),
+        "blocks": 4,
+        "dtype": torch.bfloat16,
+        "mask": "padding",
+        "causal": True,
+    },
+}
+
+
+def make_mask(kind, n, heads, length, count):
+    if kind == "padding":
+        ends = torch.tensor([count - 7, 0], device="cuda")[:n]  # the second sample has no keys at all
+        return (torch.arange(count, device="cuda") >= ends[:, None])[:, None, None]
+    if kind == "blocked":
+        return torch.rand(n, heads, length, count, device="cuda") < 0.4
+    if kind == "added":
+        return torch.randn(length, count, device="cuda")[None, None]
+    return None if kind is None else torch.randn(n, heads, length, count, device="cuda").half()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_error_is_at_most_twice_that_of_plain_pytorch(case):
+    torch.manual_seed(0)
+    bases, dtype, causal = case.get("bases", BOTH), case["dtype"], case.get("causal", False)
+    shape = case["shape"]
+    given = tensors(*shape, case["blocks"], dtype, len(bases), case.get("key_heads"))
+    mask = make_mask(case.get("mask"), *shape[:4])
+    query, key, value, weight, _ = given
+    kernel = choose_attention("triton", query, key, value, weight, mask, bases)
+    assert kernel is fused
+    ours = results(*given, bases, mask, causal, dtype, kernel)
+    again = results(*given, bases, mask, causal, dtype, kernel)
+    theirs, exact = (results(*given, bases, mask, causal, kind) for kind in (dtype, torch.float64))
+    for name, a, b, c, d in zip(("out", "query", "key", "value", "weight"), ours, theirs, exact, again, strict=True):
+        assert torch.equal(a, d), f"{name} is not deterministic"
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 2 * torch.finfo(dtype).eps * c.norm()
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_drops_what_the_sliced_path_drops(causal):
+    query, key, value, weight, grad = tensors(2, 3, 70, 90, 64, 64, 4, torch.bfloat16)
+    seed = torch.tensor([-(2**62) - 12345], device="cuda")
+    found = []
+    for kernel, dtype in ((fused, torch.bfloat16), (Sliced(chunked), torch.bfloat16), (Sliced(chunked), torch.float64)):
+        q, k, v, g = (tensor.to(dtype) for tensor in (query, key, value, grad))
+        options = (weight.to(accumulation_dtype(dtype)), BOTH, None, causal, 0.3, seed)
+        out, log_sum = kernel.attend(q, k, v, *options)
+        found.append([out, *kernel.attend_backward(g, q, k, v, *options, out, log_sum, (True,) * 4)])
+    for a, b, c in zip(*found, strict=True):
+        assert (a.double() - c).norm() < 2 * (b.double() - c).norm() + 0.02 * c.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_slices_of_full_footprints(dtype):
+    """The backward kernel computes the weights from what it sorts."""
+    torch.manual_seed(0)
+    given = tensors(2, 3, 65, 80, 64, 64, 64, dtype)
+    kernel = choose_attention("triton", *given[:4], None, BOTH)
+    assert isinstance(kernel, Sliced)
+    ours = results(*given, BOTH, None, False, dtype, kernel)
+    theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (dtype, torch.float64))
+    for name, a, b, c in zip(("out", "query", "key", "value", "weight"), ours, theirs, exact, strict=True):
+        # The weights are exp(score - log_sum), which rounds relative to the size of the scores.
+        rounding = torch.finfo(dtype).eps * (2 if dtype != torch.float32 else 16)
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + rounding * c.norm()
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+@pytest.mark.parametrize(("d", "width", "blocks"), [(64, 64, 4), (64, 20, 4), (12, 12, 1), (64, 64, 64)])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_opcheck(d, width, blocks, dropout):
+    query, key, value, weight, _ = tensors(2, 4, 20, 30, d, width, blocks, torch.bfloat16, key_heads=2)
+    inputs = [x.requires_grad_() for x in (query, key, value, weight)]
+    seed = torch.tensor([3], device="cuda") if dropout else None
+    args = (*inputs, None, seed, ",".join(BOTH), False, dropout, "auto")
+    torch.library.opcheck(torch.ops.ahop.attend.default, args)
+
+
+def test_rows_of_very_low_additive_masks():
+    query, key, value, weight, grad = tensors(1, 2, 20, 30, 64, 64, 4, torch.bfloat16)
+    for low in (-1e9, torch.finfo(torch.bfloat16).min):
+        mask = torch.zeros(1, 1, 20, 30, device="cuda", dtype=torch.bfloat16)
+        mask[..., 3, :] = low
+        inputs = [x.detach().requires_grad_() for x in (query, key, value, weight)]
+        found, right = (torch.autograd.grad(attend(*inputs, BOTH, each), inputs, grad) for each in (mask, None))
+        assert_near([x.float() for x in found], [x.float() for x in right])
+
+
+def test_fully_masked_queries_read_zeros():
+    query, key, value, weight, grad = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
+    mask = torch.zeros(2, 1, 20, 30, dtype=torch.bool, device="cuda")
+    mask[0, :, 3] = mask[1] = True
+    ours = results(query, key, value, weight, grad, BOTH, mask, False, torch.bfloat16, fused)
+    assert all(x.isfinite().all() for x in ours)
+    assert not ours[0][0, :, 3].any()
+    assert not ours[0][1].any()
+    assert not ours[1][0, :, 3].any()
+    assert not ours[2][1].any()
+
+
+def test_nan_reaches_the_output():
+    query, key, value, weight, _ = tensors(1, 1, 40, 40, 64, 64, 4, torch.bfloat16)
+    query[0, 0, 5, 7] = torch.nan
+    out = attend(query, key, value, weight, BOTH)
+    assert out[0, 0, 5].isnan().all()
+    assert out[0, 0, [0, 4, 6, 39]].isfinite().all()
+
+
+def adapted(dropout=0.0, blocks=4, **options):
+    torch.manual_seed(0)
+    layer = ah.AdaptiveAttention(128, 2, dropout, batch_first=True, blocks=blocks, **options).cuda()
+    with torch.no_grad():
+        for parameter in (layer.similarity.w, layer.similarity.beta):
+            parameter.add_(torch.randn_like(parameter) / 8)
+    return layer
+
+
+def step(layer, x, **options):
+    layer.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = layer(x, x, x, **options)[0]
+    out.float().square().sum().backward()
+    return [out.detach().float(), *(p.grad.clone().float() for p in layer.parameters())]
+
+
+def assert_near(ours, theirs, bound=0.03):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= bound * b.norm() + 1e-6
+
+
+def test_layers_give_the_same_with_and_without_weights():
+    layer, x = adapted(), torch.randn(2, 70, 128, device="cuda")
+    for options in ({}, {"key_padding_mask": torch.arange(70, device="cuda").expand(2, 70) > 50}, {"is_causal": True}):
+        assert_near(step(layer, x, need_weights=False, **options), step(layer, x, need_weights=True, **options))
+
+
+def test_scaling_gets_a_gradient():
+    query, key, value, _, _ = tensors(2, 3, 20, 30, 64, 64, 4, torch.bfloat16)
+    similarity = ah.AdaptiveSimilarity(64, 3, blocks=4).cuda()
+    grads = []
+    for need_weights in (False, True):
+        scaling = torch.full((3, 1, 1), 0.125, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out, weights = associate(
+            query, Padded(key, value), score=similarity, separation=ah.Separation(), scaling=scaling,
+            need_weights=need_weights,
+        )  # fmt: skip
+        assert (weights is None) == (not need_weights)
+        grads.append(torch.autograd.grad(out.float().square().sum(), scaling)[0])
+    assert_near(grads[:1], grads[1:])
+
+
+def test_a_learned_mask_gets_a_gradient():
+    query, key, value, _, _ = tensors(2, 3, 20, 30, 64, 64, 4, torch.bfloat16)
+    similarity = ah.AdaptiveSimilarity(64, 3, blocks=4).cuda()
+    bias = torch.randn(20, 30, device="cuda", requires_grad=True)
+    padded = Padded(key, value, combine_masks(None, bias, (2, 3, 20, 30)))
+    out, _ = associate(query, padded, score=similarity, separation=ah.Separation(), need_weights=False)
+    assert torch.autograd.grad(out.float().square().sum(), bias)[0].norm() > 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_compiles_as_one_graph(dropout):
+    layer, x = adapted(dropout), torch.randn(2, 70, 128, device="cuda")
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = compiled(x, x, x, need_weights=False)[0]
+    if not dropout:
+        assert_near(step(compiled, x, need_weights=False), step(layer, x, need_weights=False))
+    longer = torch.randn(2, 90, 128, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert compiled(longer, longer, longer, need_weights=False)[0].shape == longer.shape
+    assert out.isfinite().all()
+
+
+def test_checkpointing_replays_dropout():
+    layer, x = adapted(0.3), torch.randn(2, 70, 128, device="cuda", requires_grad=True)
+
+    def run(again):
+        torch.manual_seed(1)
+        layer.zero_grad()
+        forward = lambda x: layer(x, x, x, need_weights=False)[0]  # noqa: E731
+        with torch.autocast("cuda", torch.bfloat16):
+            out = (
+                torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=again) if again is not None else forward(x)
+            )
+        out.float().square().sum().backward()
+        return [out.detach().float(), *(p.grad.clone() for p in layer.parameters())]
+
+    plain = run(None)
+    for again in (True, False):
+        assert all(torch.equal(a, b) for a, b in zip(run(again), plain, strict=True))
+
+
+def test_cuda_graphs_replay_dropout_with_new_numbers():
+    query, key, value, weight, _ = tensors(2, 2, 64, 64, 64, 64, 4, torch.bfloat16)
+    attend(query, key, value, weight, BOTH, dropout=0.5)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(query, key, value, weight, BOTH, dropout=0.5)
+    outs = []
+    for _ in range(2):
+        graph.replay()
+        outs.append(out.clone())
+    assert not torch.equal(*outs)
+    assert (sum(outs) / 2 - attend(query, key, value, weight, BOTH)).norm() < 2 * out.norm()
+
+
+def test_memory_does_not_grow_with_the_length():
+    def peak(n, length, blocks):
+        query, key, value, weight, grad = tensors(n, 2, length, length, 64, 64, blocks, torch.bfloat16)
+        inputs = [x.requires_grad_() for x in (query, key, value, weight)]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(attend(*inputs, BOTH), inputs, grad)
+        return torch.cuda.max_memory_allocated() - before
+
+    pairs = 2 * 16384 * 16384 * 2
+    for blocks in (4, 64):
+        assert peak(1, 16384, blocks) < pairs / 2
+    few, many = peak(64, 128, 4), peak(1, 8192, 4)
+    assert many < 3 * few
+
+
+def test_one_kernel_serves_all_lengths(tmp_path):
+    code = """
+import torch
+from ahop_layers.ops.attend import attend
+from ahop_layers.ops.gpu import triton_attend
+for n, length, count in ((2, 65, 65), (1, 1, 70), (3, 200, 17), (1, 128, 256)):
+    query, key = (torch.randn(n, 2, size, 64, device="cuda", dtype=torch.bfloat16) for size in (length, count))
+    weight = torch.randn(2, 2, 4, device="cuda")
+    inputs = [x.requires_grad_() for x in (query, key, weight)]
+    attend(query, key, key, weight, ("dis", "dot")).sum().backward()
+kernels = triton_attend.attend_mma, triton_attend.attend_backward_mma, triton_attend.attend_statistics
+print([sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels])
+"""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[1, 1, 1]"
+
+
+def test_what_is_not_fused_is_sliced():
+    query, key, value, weight, _ = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
+    full = torch.randn(2, 2, 64, device="cuda") / 64
+    assert has_fused_attention(query, key, value, weight, None, BOTH)
+    assert not has_fused_attention(query, key, value, full, None, BOTH)
+    assert not has_fused_attention(query.float(), key.float(), value.float(), weight, None, BOTH)
+    assert not has_fused_attention(query, key, value, weight, None, ("l1", "dot"))
+    sliced = attend(query, key, value, full, BOTH)
+    separate = results(query, key, value, full, sliced, BOTH, None, False, torch.float64)[0]
+    assert (sliced.double() - separate).norm() < 0.02 * separate.norm()

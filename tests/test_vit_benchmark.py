@@ -1,0 +1,165 @@
+"""The benchmark of vision transformers: its measurements, rows and tables."""
+
+import sys
+
+import pytest
+import torch
+from frameworks import framework
+
+import ahop_layers as ah
+from ahop_layers.convert.report import MEASURED_TIMES
+from benchmarks import vit, vit_layers, vit_report
+from benchmarks.harness import pages
+from benchmarks.harness.rows import RESULTS, read
+
+pytestmark = pytest.mark.slow
+SMALL = ["--models", "tiny", "--batch", "2", "--image", "32", "--turns", "1", "--seconds", "0"]
+
+
+def test_training_and_inference_are_compared_with_the_dot_product_of_the_same_run(tmp_path, capsys):
+    framework("timm")
+    output = ["--output", str(tmp_path / "vit.csv")]
+    vit.main([*SMALL, "--parts", "eager", "--attentions", "4 blocks", *output])
+    rows = read(tmp_path / "vit.csv")
+    assert [(row["attention"], row["pass"]) for row in rows] == [
+        (attention, label) for label in vit.PASSES for attention in ("dot", "4 blocks")
+    ]
+    assert {row["settings"] for row in rows} == {"32 px, batch 2"}
+    assert all(float(row["images/s"]) > 0 and not row["MB"] for row in rows)  # memory is measured on a GPU only
+    for dot, blocks in (rows[:2], rows[2:]):
+        assert dot["images/s"] == dot["sdpa images/s"] == blocks["sdpa images/s"]
+    assert "tiny       training   4 blocks" in capsys.readouterr().out
+    vit.main([*SMALL, "--parts", "eager", "--attentions", "dot", "--passes", "inference", *output])
+    again = read(tmp_path / "vit.csv")  # the same measurement is replaced, the others are kept
+    assert [row["attention"] for row in again] == [row["attention"] for row in rows]
+    assert again[0] == rows[0]
+    assert again[3] == rows[3]
+
+
+def test_candidates_sort():
+    """The weights of every base differ, so that kernels cannot skip the sort, and are the same in every run."""
+    layers = [vit_layers.make_layer("4 blocks", "cpu") for _ in range(2)]
+    assert torch.equal(layers[0].similarity.w, layers[1].similarity.w)
+    w, beta = layers[0].similarity.w, layers[0].similarity.beta
+    assert (w.sort(-1).values.diff(dim=-1) > 1e-6).all()
+    assert (beta.abs() > 1e-6).all()
+    assert not list(ah.similarity_parameters(vit_layers.make_layer("dot", "cpu")))
+
+
+def test_attention_alone_is_compared_with_the_dot_product(tmp_path):
+    framework("timm")
+    few = ["--attentions", "8 blocks", "--batch", "1", "--turns", "1", "--seconds", "0"]
+    vit.main(["--parts", "attention", *few, "--output", str(tmp_path / "vit.csv")])
+    rows = read(tmp_path / "vit.csv")
+    assert [(row["attention"], row["pass"]) for row in rows] == [
+        (attention, label) for label in ("forward", "forward + backward") for attention in ("dot", "8 blocks")
+    ]
+    assert rows[0]["seconds"] == rows[1]["sdpa seconds"]
+    assert vit_report.of_attention(rows).splitlines()[2].split(" | ")[2::2] == ["1.00", "1.00 |"]
+
+
+@pytest.mark.parametrize("name", vit_layers.TIMED)
+def test_attention_alone_has_no_projections(name):
+    framework("timm")
+    layer, x = vit_layers.bare_attention(vit_layers.TIMED[name], "cpu"), torch.randn(1, 3, 3 * vit_layers.WIDTH)
+    assert layer(x).shape == (1, 3, vit_layers.WIDTH)
+    owners = {parameter.rpartition(".")[0] for parameter, _ in layer.named_parameters()}
+    assert owners == (set() if name == "dot" else {"similarity"})
+
+
+def test_one_layer_at_a_constant_number_of_tokens(tmp_path, monkeypatch):
+    shapes = []
+    monkeypatch.setattr(vit_layers, "in_own_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(vit_layers, "reset_peak", lambda device: 5_000_000)
+    monkeypatch.setattr(vit_layers, "peak", lambda device: 7_000_000)
+    monkeypatch.setattr(vit_layers, "forward_and_backward", lambda layer, x: shapes.append(tuple(x.shape)))
+    few = ["--parts", "memory", "--tokens", "64", "--lengths", "16", "64", "--attentions", "4 blocks"]
+    vit.main([*few, "--output", str(tmp_path / "vit.csv")])
+    assert [shape for shape in shapes if shape[1] > 8] == [(4, 16, vit_layers.WIDTH), (1, 64, vit_layers.WIDTH)]
+    rows = read(tmp_path / "vit.csv")
+    assert [(row["settings"], row["MB"]) for row in rows] == [
+        ("64 tokens, length 16", "2"),
+        ("64 tokens, length 64", "2"),
+    ]
+    assert vit_report.of_memory(rows).splitlines()[-1] == "| 4 blocks | 2.0 | 2.0 | 1.000 |"
+
+
+def test_the_first_calls_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # restored at the end
+    monkeypatch.setattr(vit_layers, "in_own_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(vit_layers, "CALLS", {"first call": 5, "another length": 7})
+    vit.main(["--parts", "compile-time", "--attentions", "full", "--output", str(tmp_path / "vit.csv")])
+    rows = read(tmp_path / "vit.csv")
+    assert [(row["settings"], row["kernels"]) for row in rows] == [("length 5", "0"), ("length 7", "0")]
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert vit_report.of_compile_time(rows).splitlines()[2].startswith("| full | 0.")
+
+
+def test_candidates_take_turns():
+    calls = []
+    steps = {name: lambda name=name: calls.append(name) for name in "ab"}
+    times = vit_layers.seconds_per_step(steps, "cpu", turns=2, least=0)
+    assert "".join(calls) == "aaabbb" + "aabb" * 2  # a warm-up and an estimate, then turns of two steps
+    assert set(times) == {"a", "b"}
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(SystemExit, match=r"expected the package timm \(pip install timm\), got: .*timm"):
+        vit.main([*SMALL, "--parts", "eager", "--output", str(tmp_path / "vit.csv")])
+
+
+def test_layers_have_no_last_blocks(capsys):
+    with pytest.raises(SystemExit):
+        vit.parse(["--attentions", "last 4"])
+    assert "expected attentions of one layer for the parts attention, memory, compile-time, got last 4" in (
+        capsys.readouterr().err
+    )
+
+
+def made_row(part, model, attention, label, speed, memory="", settings=None):
+    figures = {"images/s": speed, "sdpa images/s": "2000", "MB": memory, "sdpa MB": memory and "400"}
+    return {
+        **dict(
+            zip(vit_layers.KEY, (part, model, settings or vit.MODELS[model].settings, attention, label), strict=True)
+        ),
+        **{name: figures.get(name, "") for name in vit_layers.FIGURES},
+        **{"device": "GPU", "torch": "2", "commit": "c", "date": "d"},
+    }
+
+
+ROWS = [
+    made_row("eager", "small", "dot", "training", "2000", "400"),
+    made_row("eager", "small", "4 blocks", "training", "1600", "410"),
+    made_row("eager", "small", "last 4", "training", "1900", "401"),
+    made_row("compiled", "small", "4 blocks", "training", "1500", "420"),
+    made_row("eager", "small-384", "8 blocks", "training", "500", "420"),
+    made_row("eager", "small", "8 blocks", "training", "1", settings="64 px, batch 2"),
+]
+
+
+def test_models_are_shown_relative_to_the_dot_product(monkeypatch):
+    monkeypatch.setattr(pages, "read", lambda path: ROWS)
+    shown = pages.TABLES["vit"]()
+    assert shown.splitlines()[:5] == [
+        "| model | attention | training, eager | training, compiled | peak memory, training |",
+        "| --- | --- | --- | --- | --- |",
+        "| ViT-small, 224 px, batch 256 | 4 blocks | 0.80 | 0.75 | 1.02 |",
+        "| ViT-small, 224 px, batch 256 | last 4 | 0.95 |  | 1.00 |",
+        "| ViT-small, 384 px, batch 64 | 8 blocks | 0.25 |  | 1.05 |",
+    ]
+    assert "| ViT-small, 224 px, batch 256 | 2,000 | 400 |" in shown
+    assert "64 px, batch 2" not in shown  # trials with other sizes are not shown
+    assert pages.TABLES["vit-short"]().splitlines()[2:4] == [
+        "| ViT-small, 224 px, batch 256 | 4 blocks | 0.80 | 0.75 | 1.02 |",
+        "",
+    ]
+    assert pages.TABLES["vit-memory"]() == "Not measured yet. To measure it: `python -m benchmarks.vit --parts memory`."
+
+
+def test_the_report_of_adapt_quotes_measured_times():
+    names = ("4 blocks, one base", "4 blocks", "8 blocks, one base", "8 blocks", "16 blocks", "full")
+    rows = [row for row in read(RESULTS / "vit.csv") if row["part"] == "attention" and row["pass"] == "forward"]
+    forward = {row["attention"]: row for row in rows}
+    measured = [float(forward[name]["seconds"]) / float(forward[name]["sdpa seconds"]) for name in names]
+    assert [time for _, time in MEASURED_TIMES] == [1.0, *(round(time, 1) for time in measured)]
