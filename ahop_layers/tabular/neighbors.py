@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
-from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
+from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_numbers
@@ -17,10 +17,7 @@ from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops.reference import check_bases
 from ahop_layers.tabular.base import Array, ClassPredictions, TabularEstimator, is_integer
 from ahop_layers.tabular.network import Encoding
-from ahop_layers.variants import Custom, Mixed, Variant
-
-TOTAL_VARIANCE = 8.0
-"""Variance of a standardized row, the sum over its features: distances then do not grow with their number."""
+from ahop_layers.variants import Mixed, Variant
 
 
 class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
@@ -37,8 +34,8 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         variant: a variant of :mod:`ahop_layers.variants` that corrupts rows during training, for queries with errors or
             missing values. It receives features of mean 0 and variance 1 if ``standardize`` is True. ``None`` trains on
             the rows as they are.
-        standardize: whether to shift each feature to mean 0 and scale it to an equal variance. If False, rows are
-            compared in their own units.
+        standardize: whether to shift each feature to mean 0 and scale it to variance 1. If False, rows are compared in
+            their own units.
         epochs: number of training steps; each draws ``batch_size`` rows at random.
         batch_size: rows per step. A step scores each of them against all stored rows.
         learning_rate: maximum learning rate of Adam. It rises for a tenth of the steps, then falls to zero.
@@ -109,7 +106,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
             blocks=self.blocks,
         )
         history = memory.fit(
-            self._scaled_variant(features.shape[1]),
+            Mixed() if self.variant is None else self.variant,  # Mixed() leaves rows unchanged
             epochs=int(self.epochs),
             lr=self.learning_rate,
             batch=int(self.batch_size),
@@ -125,7 +122,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         return self
 
     def kneighbors(
-        self, X: ArrayLike, n_neighbors: int = 5, return_distance: bool = True
+        self, X: ArrayLike | None = None, n_neighbors: int = 5, return_distance: bool = True
     ) -> tuple[Array, Array] | Array:
         """Find the stored rows that are most similar to each row.
 
@@ -133,7 +130,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         is not a metric: it can be negative, and the distance of a row to itself is 0 only for ``dis`` and ``l1``.
 
         Args:
-            X: ``(n, features)``.
+            X: ``(n, features)``, or None for the stored rows, each without itself.
             n_neighbors: number of rows to find.
             return_distance: whether to return distances.
 
@@ -142,7 +139,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
             ``(n, n_neighbors)`` of the rows in the training set. Equal distances are ordered by index.
 
         Raises:
-            AHopError: ``n_neighbors`` is not an integer between 1 and the number of stored rows.
+            AHopError: ``n_neighbors`` is not an integer between 1 and the number of rows that can be found.
 
         >>> from ahop_layers.tabular import AdaptiveNeighborsClassifier
         >>> X, y = np.arange(8.0)[:, None], np.arange(8) > 3
@@ -150,20 +147,28 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         >>> model.kneighbors([[2.1], [7.0]], n_neighbors=2, return_distance=False)
         array([[2, 3],
                [7, 6]])
+        >>> model.kneighbors(n_neighbors=1, return_distance=False)[-1]
+        array([6])
         """
-        rows = self._check_rows(X)
-        count = len(self.memory_.patterns)
+        if X is None:
+            check_is_fitted(self, self._fitted)
+            queries = self.memory_.patterns.numpy()
+        else:
+            queries = self._apply(self._encoding, self._check_rows(X))
+        count = len(self.memory_.patterns) - (X is None)
         if not (is_integer(n_neighbors) and 1 <= n_neighbors <= count):
-            raise AHopError(
-                f"n_neighbors must be an integer between 1 and the {count} stored rows, got {n_neighbors!r}"
-            )
+            known = f"{count} stored rows" if X is not None else f"{count} other stored rows"
+            raise AHopError(f"n_neighbors must be an integer between 1 and the {known}, got {n_neighbors!r}")
+        wanted = int(n_neighbors) + (X is None)
 
         def nearest(part: Tensor) -> Tensor:
-            scores, indices = self.memory_.search(self._encoding(part), int(n_neighbors))
+            scores, indices = self.memory_.search(part, wanted)
             return torch.stack([-scores, indices.to(scores.dtype)], 1)
 
-        distances, found = self._apply(nearest, rows).swapaxes(0, 1)
+        distances, found = self._apply(nearest, queries).swapaxes(0, 1)
         neighbors = found.astype(np.int64)
+        if X is None:
+            distances, neighbors = _without_self(distances, neighbors)
         return (distances, neighbors) if return_distance else neighbors
 
     def _outputs(self, X: ArrayLike) -> Array:
@@ -171,23 +176,10 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         return self._apply(lambda part: self.memory_.class_scores(self._encoding(part)), rows)
 
     def _make_encoding(self, rows: Tensor) -> Encoding:
+        if self.standardize:
+            return Encoding.standard(rows, rows.new_ones(len(rows)))
         dim = rows.shape[1]
-        if not self.standardize:
-            return Encoding(torch.arange(dim), rows.new_zeros(dim), rows.new_ones(dim), (-math.inf, math.inf))
-        encoding = Encoding.standard(rows, rows.new_ones(len(rows)))
-        encoding.rate *= self._deviation(dim)
-        return encoding
-
-    def _deviation(self, dim: int) -> float:
-        """Standard deviation of a stored feature, relative to the features that a variant receives."""
-        return math.sqrt(TOTAL_VARIANCE / dim) if self.standardize else 1.0
-
-    def _scaled_variant(self, dim: int) -> Variant:
-        """The variant as a corruption of stored rows ``(n, dim)``."""
-        variant, deviation = self.variant, self._deviation(dim)
-        if variant is None:
-            return Mixed()  # leaves rows unchanged
-        return Custom(lambda origin, generator: variant.corrupt(origin / deviation, generator) * deviation)
+        return Encoding(torch.arange(dim), rows.new_zeros(dim), rows.new_ones(dim), (-math.inf, math.inf))
 
     def _check_parameters(self) -> None:
         check_bases(self.bases)
@@ -198,3 +190,11 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         check_numbers("a positive number", learning_rate=self.learning_rate)
         if not isinstance(self.variant, Variant | None):
             raise AHopError(f"variant must be a variant or None, got {self.variant!r}")
+
+
+def _without_self(distances: Array, neighbors: Array) -> tuple[Array, Array]:
+    """Remove row i from its own neighbors ``(n, k + 1)``, or the last neighbor if row i is not among them."""
+    others = neighbors != np.arange(len(neighbors))[:, None]
+    others[others.all(1), -1] = False
+    shape = (len(neighbors), -1)
+    return distances[others].reshape(shape), neighbors[others].reshape(shape)
