@@ -833,3 +833,30 @@ def test_wrong_types_are_named(name):
     make, message = WRONG_TYPES[name]
     with pytest.raises(AHopError, match=message):
         make(torch.rand(6, 4))
+
+
+class _OfEachPattern(torch.nn.Module):
+    """Separate weights for each pattern: a head of the similarity scores one pattern."""
+
+    def __init__(self, count, dim):
+        super().__init__()
+        self.each = AdaptiveSimilarity(dim, num_heads=count)
+
+    def forward(self, query, key):
+        return self.each(query.expand(len(key), -1, -1), key[:, None]).squeeze(-1).T
+
+
+def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones():
+    """A head learns from the queries of its pattern, so its gradients are small. Adam's eps must not exceed them."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.rand(40, 32, generator=generator) * 2 - 1
+
+    def draw(count):  # even patterns are strongly masked, odd ones are noisy
+        index = torch.randint(0, 40, (count,), generator=generator)
+        masked = Masked(0.85).corrupt(patterns[index], generator)
+        noisy = Noisy(1.0).corrupt(patterns[index], generator)
+        return index, torch.where(index[:, None] % 2 == 0, masked, noisy)
+
+    memory = AssociativeMemory(patterns, _OfEachPattern(40, 32))
+    memory.fit(draw(4000), epochs=15, batch=256, progress=False)
+    assert retrieval_accuracy(memory, *draw(4000)) > 0.675

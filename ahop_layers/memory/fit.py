@@ -57,7 +57,7 @@ FORM_STEPS = 40
 """Number of steps up to which the weights have these units. With more steps, units fall with the root of the number."""
 
 FORM_EPS = 0.3
-"""Adam's eps of these weights, per weight and in their units. See :func:`_groups`."""
+"""Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""
 
 
 class Batches(NamedTuple):
@@ -318,8 +318,9 @@ def _groups(
 
     Adam takes full steps along any gradient larger than ``eps``. If nearly all queries are right, gradients are small
     and noisy, and full steps would undo that. A larger ``eps`` for the weights makes such steps small. As gradients are
-    inversely proportional to the unit, so is ``eps``. Few steps must be large; many large ones overfit weights that
-    learn from few queries, such as separate weights for each pattern.
+    inversely proportional to the unit, so is ``eps``. It is divided by the number of ranks and of heads, because heads
+    share the gradient of a query; separate weights for each pattern are heads. Few steps must be large; many large
+    ones overfit.
     """
     known = {id(parameter): unit for parameter, unit in units}
     groups = []
@@ -329,7 +330,7 @@ def _groups(
             unit = known.get(id(parameter), 1.0)
             if name in FORM_UNITS:
                 unit = FORM_UNITS[name] * min(1.0, math.sqrt(FORM_STEPS / steps))
-                eps = FORM_EPS / parameter.shape[-1]
+                eps = FORM_EPS * parameter.shape[-2] / parameter.numel()
             rate = min(lr * unit, torch.finfo(parameter.dtype).max / 16)
             groups.append({"params": [parameter], "lr": rate, "eps": eps / unit})
     return groups
