@@ -25,7 +25,8 @@ class Lookup(nn.Module):
         values: ``(N, v)``, what is read, such as labels; None for the stored instances themselves.
         keep: fraction of the blocks that counts initially: the most similar ones.
         blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. All resolutions have equal shares of the initial scores.
-        bases: base similarities, with equal shares of the initial scores.
+        bases: base similarities. Initially, normalized blocks are compared by ``dot`` if it is among them, and other
+            blocks by the first one.
 
     Attributes:
         layer: the :class:`~ahop_layers.AdaptiveHopfieldLayer`. Its similarity and its scaling are trained.
@@ -44,8 +45,7 @@ class Lookup(nn.Module):
     ) -> None:
         super().__init__()
         values, entries = stored if values is None else values, resolutions(blocks)
-        parts = len(entries) * len(bases)
-        init = [torch.stack([_initial_weight(stored, keep, entry, base) for base in bases]) for entry in entries]
+        init = [_initial_weight(stored, keep, entry, bases) / len(entries) for entry in entries]
         static = [f"{name}_as_static" for name in ("stored_pattern", "state_pattern", "pattern_projection")]
         norms = [f"normalize_{name.removesuffix('_as_static')}" for name in static]
         self.layer = ah.AdaptiveHopfieldLayer(
@@ -60,7 +60,7 @@ class Lookup(nn.Module):
             quantity=len(stored),
             trainable=False,
             bases=bases,
-            init=[weight[None] / parts for weight in init] if len(init) > 1 else init[0][None] / parts,
+            init=init,
             blocks=blocks,
         ).to(stored)
         self.similarity.fix_norms_(stored)
@@ -87,11 +87,15 @@ class Lookup(nn.Module):
 
 
 @torch.no_grad()
-def _initial_weight(stored: Tensor, keep: float, entry: Blocks, base: str) -> Tensor:
-    """Returns the weight ``(n,)`` of the sum of the most similar blocks, for scores of standard deviation 1."""
+def _initial_weight(stored: Tensor, keep: float, entry: Blocks, bases: Sequence[str]) -> Tensor:
+    """Returns the weights ``(1, n_bases, n)`` of one resolution, for scores of standard deviation 1.
+
+    Entry k of a footprint is the sum of the k most similar blocks.
+    """
+    base = "dot" if entry.normalize and "dot" in bases else bases[0]
     n = entry.count(stored.shape[1])
-    weight = torch.zeros(1, n)
-    weight[0, max(1, round(keep * n)) - 1] = 1.0
-    probe = ah.AdaptiveSimilarity(stored.shape[1], bases=(base,), init=weight, blocks=entry).to(stored)
+    weight = torch.zeros(1, len(bases), n)
+    weight[0, list(bases).index(base), max(1, round(keep * n)) - 1] = 1.0
+    probe = ah.AdaptiveSimilarity(stored.shape[1], bases=bases, init=weight[0], blocks=entry).to(stored)
     scores = probe.fix_norms_(stored)(stored[:: max(1, len(stored) // 64)], stored)
-    return weight[0] / scores.std(-1).mean().clamp(min=torch.finfo(scores.dtype).tiny).cpu()
+    return weight / scores.std(-1).mean().clamp(min=torch.finfo(scores.dtype).tiny).cpu()
