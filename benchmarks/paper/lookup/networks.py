@@ -18,6 +18,8 @@ WEIGHT_RATE = 0.03
 class FaceClassifier(nn.Module):
     """Extracts features of faces ``(n, side * side)``, and classifies them by an MLP.
 
+    With a lookup, the logits are the sum of its log-probabilities and the output of the MLP, which is initially zero.
+
     Args:
         name: one of FACE_NETWORKS: what precedes the MLP. ``"lookup, not trained"`` has no MLP.
         stored: ``(N, side * side)``, the faces of the lookup.
@@ -36,16 +38,19 @@ class FaceClassifier(nn.Module):
         self.cnn = convolutions(side) if "cnn" in name else None
         width = count * ("lookup" in name) + 256 * ("cnn" in name) or side * side
         hidden = nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, count))
-        self.head = nn.Identity() if name == "lookup, not trained" else hidden
+        self.head = None if name == "lookup, not trained" else hidden
+        if self.lookup is not None:
+            nn.init.zeros_(hidden[-1].weight)
+            nn.init.zeros_(hidden[-1].bias)
 
     def forward(self, images: Tensor, without: Tensor | None = None) -> Tensor:
         """Computes logits ``(n, persons)``; a lookup leaves out the stored image ``without (n,)`` of each image."""
-        features = []
+        features = [] if self.cnn is None else [self.cnn(images)]
+        found: Tensor | float = 0.0
         if self.lookup is not None:
-            features.append((self.lookup(images, without) + 1e-3).log())
-        if self.cnn is not None:
-            features.append(self.cnn(images))
-        return self.head(torch.cat(features, -1) if features else images)
+            found = (self.lookup(images, without) + 1e-3).log()
+            features.append(found)
+        return found if self.head is None else found + self.head(torch.cat(features or [images], -1))
 
 
 def convolutions(side: int) -> nn.Module:
