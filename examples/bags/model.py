@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ahop_layers as ah
 from ahop_layers.errors import check_choice
 from examples.bags.pooling import POOLINGS, make_pooling
+from examples.common.lookup import Lookup
 
 
 class Standardize(nn.Module):
@@ -44,11 +45,41 @@ def embed_features(features: int, width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(features, width), nn.ReLU())
 
 
-def embed_digits(width: int) -> nn.Module:
-    """Returns a small convolutional network for 28 x 28 pixels, given as rows of 784."""
+def embed_digits(width: int, side: int = 28) -> nn.Module:
+    """Returns a small convolutional network for images of 28 x 28 or 8 x 8 pixels, given as rows."""
+    kernel, stride = (5, 2) if side == 28 else (3, 1)
     return nn.Sequential(
-        nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(16 * 16, width), nn.ReLU(),
+        nn.Unflatten(1, (1, side, side)), nn.Conv2d(1, 8, kernel, stride), nn.ReLU(), nn.Conv2d(8, 16, kernel, stride),
+        nn.ReLU(), nn.Flatten(), nn.Linear(16 * 16, width), nn.ReLU(),
+    )  # fmt: skip
+
+
+FIRST = ("none", "lookup", "cnn")
+"""First layers of a network for digits."""
+
+
+def first_layer(name: str, side: int, stored: Tensor | None = None, keep: float = 1.0) -> nn.Module:
+    """Returns a layer that maps corrupted images to images, rows of ``side * side`` pixels.
+
+    Args:
+        name: ``"none"``, ``"cnn"`` (three convolutions), or ``"lookup"``: reads similar stored images.
+        side: height and width of an image.
+        stored: clean images ``(N, side * side)`` for the lookup.
+        keep: see :class:`~examples.common.lookup.Lookup`.
+
+    Raises:
+        AHopError: an unknown name, or a lookup without stored images.
+    """
+    check_choice("first", name, FIRST)
+    if name == "lookup":
+        if stored is None or not len(stored):
+            raise ah.AHopError("first='lookup' needs stored images, got none")
+        return Lookup(stored, keep=keep, blocks=[None, ah.patches(side, side, 2)])
+    if name == "none":
+        return nn.Identity()
+    return nn.Sequential(
+        nn.Unflatten(1, (1, side, side)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(), nn.Conv2d(32, 1, 3, padding=1), nn.Flatten(),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ def write(folder: Path, results: dict[str, Any], labels: Tensor, logits: Tensor,
     write_json(folder / "results.json", results)
     write_figure(folder / "roc.png", draw_roc(labels, logits, results["test_auc"]))
     write_atomic(folder / "instances.csv", _ranked(bags).encode())
-    if bags and bags[0].instances.shape[1] == 784:
+    if bags and bags[0].instances.shape[1] in (64, 784):
         write_figure(folder / "instances.png", draw_digits(bags))
 
 
@@ -69,13 +70,14 @@ def draw_roc(labels: Tensor, logits: Tensor, area: float) -> Figure:
 def draw_digits(bags: list[Decided], most: int = 10) -> Figure:
     """Draws the digits of each bag in descending order of weight."""
     figure = Figure(figsize=(0.8 * most + 2.2, 1.05 * len(bags)), layout="constrained")
+    side = math.isqrt(bags[0].instances.shape[1])
     for row, bag in zip(figure.subplots(len(bags), most, squeeze=False), bags, strict=True):
         order = bag.weights.argsort(descending=True).tolist()[:most]
         for axis in row:
             axis.set(xticks=[], yticks=[])
             axis.set_frame_on(False)
         for axis, instance in zip(row, order, strict=False):
-            axis.imshow(np.asarray(bag.instances[instance].reshape(28, 28)), cmap="gray_r", vmin=0, vmax=1)
+            axis.imshow(np.asarray(bag.instances[instance].reshape(side, side)), cmap="gray_r", vmin=0, vmax=1)
             axis.set_title(f"{bag.weights[instance]:.2f}", fontsize=8)
         text = f"label {bag.label:.0f}, predicted {torch.tensor(bag.logit).sigmoid():.2f}"
         row[0].set_ylabel(text, rotation=0, ha="right", va="center", fontsize=8)

@@ -1,0 +1,119 @@
+"""The benchmarks of lookup layers and of pairs: networks, rows, tables, and splits of the data."""
+
+import gzip
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import pairs
+from benchmarks.harness.rows import read
+from benchmarks.paper.lookup import __main__ as command
+from benchmarks.paper.lookup import measure, networks, report
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Random faces of 16 x 16 pixels and random digits, in the files of the benchmark."""
+    folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    (folder / "faces").mkdir()
+    images = random.integers(0, 256, (24, 16, 16), dtype=np.uint8)
+    np.savez(folder / measure.FACES, images=images, labels=np.arange(24) % 3)
+    (folder / "mnist").mkdir()
+    (folder / measure.DIGITS[0]).write_bytes(gzip.compress(bytes(16) + random.bytes(12_000 * 784), 1))
+    (folder / measure.DIGITS[1]).write_bytes(
+        gzip.compress(bytes(8) + bytes(number % 10 for number in range(12_000)), 1)
+    )
+    return folder
+
+
+def test_all_networks_are_measured_once(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "STORED", 20)
+    arguments = ["--quick", "--seeds", "1", "--device", "cpu", "--data-dir", str(home), "--output"]
+    command.main([*arguments, str(tmp_path / "rows.csv")])
+    rows = read(tmp_path / "rows.csv")
+    found = {(row["part"], row["corruption"], row["network"]) for row in rows}
+    assert len(found) == 2 * len(networks.FACE_NETWORKS) + 2 * len(measure.BAG_NETWORKS)
+    assert all(0 <= float(row["value"]) <= 1 for row in rows)
+    text = capsys.readouterr().out
+    assert "| pixels replaced | 90 % |" in text
+    assert "| 70 % |" in text
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("measured again"))
+    command.main([*arguments, str(tmp_path / "rows.csv")])
+    assert read(tmp_path / "rows.csv") == rows
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"yale_b\.npz"):
+        command.main(["--quick", "--parts", "faces", "--data-dir", str(tmp_path), "--output", str(tmp_path / "a.csv")])
+
+
+def test_half_of_each_person_is_stored():
+    labels = torch.arange(30) % 3
+    chosen = measure.half_of_each(labels, 0)
+    assert labels[chosen].bincount().tolist() == [5, 5, 5]
+    assert not torch.equal(chosen, measure.half_of_each(labels, 1))
+
+
+@pytest.mark.parametrize("name", ["lookup", "lookup and cnn"])
+def test_a_network_with_a_lookup_starts_as_the_lookup(name):
+    torch.manual_seed(0)
+    stored, labels = torch.rand(20, 256), torch.arange(20) % 4
+    model = networks.FaceClassifier(name, stored, labels, 16, "pixels").eval()
+    with torch.no_grad():
+        assert torch.allclose(model(stored), (model.lookup(stored) + 1e-3).log())
+        assert (model(stored).argmax(1) == labels).all()
+        left_out = model(stored, torch.arange(20))
+        assert not torch.allclose(left_out, model(stored))
+
+
+def test_training_changes_the_lookup_and_the_rest():
+    torch.manual_seed(0)
+    stored, labels = torch.rand(20, 256), torch.arange(20) % 4
+    model = networks.FaceClassifier("lookup", stored, labels, 16, "pixels")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    networks.train_faces(model, stored, labels, measure.corruption("pixels", (0.0, 0.5), 16), 3, 0)
+    after = model.state_dict()
+    assert set(after) == set(before)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert {"lookup.layer.lookup_weights", "lookup.layer.target_weights"} <= same
+    assert not {name for name in same if name.startswith("head.3") or ".w_" in name or name.endswith("scaling")}
+
+
+def test_tables_have_the_best_network_in_bold():
+    row = {"part": "bags", "corruption": "pixels 0.5", "measure": "auc"}
+    rows = [
+        {**row, "network": name, "seed": seed, "value": value}
+        for name, values in (("none", ("0.6", "0.8")), ("lookup", ("0.9", "0.9")))
+        for seed, value in zip("01", values, strict=True)
+    ]
+    assert report.bag_table(rows).splitlines() == [
+        "| pixels replaced | none | lookup |",
+        "| --- | --- | --- |",
+        "| 50 % | 0.700 ± 0.141 | **0.900 ± 0.000** |",
+    ]
+    assert report.report(rows) == report.bag_table(rows)
+
+
+def test_pairs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pairs, "PATTERNS", 40)
+    monkeypatch.setattr(pairs, "QUERIES", 200)
+    pairs.main(["--pairs", "0", "500", "--seeds", "1", "--output", str(tmp_path / "pairs.csv")])
+    rows = read(tmp_path / "pairs.csv")
+    assert [row["pairs"] for row in rows] == ["0", "500", "described"]
+    assert float(rows[0]["accuracy"]) < float(rows[1]["accuracy"])
+    assert "| 500 | " in capsys.readouterr().out
+    assert (tmp_path / "pairs.png").stat().st_size > 5_000
+
+
+def test_epochs_give_a_hundred_steps():
+    assert [pairs.epochs_for(count) for count in (100, 500, 1000, 16000)] == [100, 100, 50, 5]
+
+
+def test_queries_are_damaged_as_described():
+    origin = torch.nn.functional.normalize(torch.randn(2000, 64, generator=torch.Generator().manual_seed(0)), dim=-1)
+    query = pairs.damage(origin, torch.Generator().manual_seed(1))
+    assert abs((query == 0).float().mean() - 0.7) < 0.01
+    assert abs((query - origin)[query != 0].std() - 0.5 / 8) < 0.002
