@@ -50,6 +50,20 @@ BLOCK_SCORES = 2**23
 """Number of scores that are stored at once where the scores of all patterns are needed."""
 
 
+GPU_BLOCK_ELEMENTS = 2**26
+"""Number of elements of the patterns that a GPU scores at once: one million patterns with 64 dimensions."""
+
+
+def block_size(dim: int, queries: int, device: str) -> int:
+    """Returns the number of patterns of ``dim`` dimensions that are scored at once.
+
+    On a GPU, blocks are as large as the memory of their scores allows, because each call has a fixed cost: blocks for
+    the cache of a CPU would spend most of the time of a search for few queries on calls.
+    """
+    size = max(1, BLOCK_ELEMENTS // dim)
+    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // max(1, queries))) if device == "cuda" else size
+
+
 class AssociativeMemory(Associator):
     """Stores patterns and retrieves the one that a corrupted query was made from.
 
@@ -511,12 +525,14 @@ class AssociativeMemory(Associator):
         """Returns the queries ``x (..., d)`` as a matrix with the dtype of the patterns, or raises."""
         return as_queries(x, self.patterns).reshape(-1, self.patterns.shape[1])
 
-    def _block_size(self) -> int:
-        return max(1, BLOCK_ELEMENTS // self.patterns.shape[1])
+    def _block_size(self, queries: int) -> int:
+        # Other similarities may need several times the memory of a block.
+        large = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.is_single()
+        return block_size(self.patterns.shape[1], queries, self.patterns.device.type if large else "cpu")
 
     def _score_blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the scores of ``rows (L, d)`` for one block of patterns at a time."""
-        size, copies = self._block_size(), None
+        size, copies = self._block_size(len(rows)), None
         if isinstance(self.similarity, AdaptiveSimilarity) and self.modulation is None:
             copies = arranged_patterns(self.similarity, self.patterns)
         for start, block in zip(range(0, len(self.patterns), size), torch.split(self.patterns, size), strict=True):
