@@ -42,6 +42,7 @@ def make(name: str) -> ah.AssociativeMemory:
 
 def answers(memory: ah.AssociativeMemory, x: torch.Tensor) -> dict[str, torch.Tensor]:
     found = {f"search {k}": memory.search(x, k) for k in (1, 10, 120)}
+    found |= {f"shortlist {m}": memory.search(x, 3, shortlist=m) for m in (5, 120)}
     results = {f"{name} scores": scores for name, (scores, _) in found.items()}
     results |= {f"{name} indices": indices for name, (_, indices) in found.items()}
     results |= {"scores": memory.scores(x), "recall": memory.recall(x), "retrieve": memory.retrieve(x, 2)}

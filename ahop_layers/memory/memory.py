@@ -38,6 +38,7 @@ from ahop_layers.memory.labels import Classes, as_labels, class_logsumexp, class
 from ahop_layers.memory.presets import named_similarity, preset_arguments
 from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, check_width, top_k
 from ahop_layers.memory.shards import Rows, Shard, ShardedRows
+from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
 from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
@@ -104,6 +105,7 @@ class AssociativeMemory(Associator):
     labels: Tensor | None
     shard: Shard | None = None
     _classes: Classes | None = None  # of all ranks, if sharded
+    _index: Index | None = None
 
     def __init__(
         self,
@@ -219,19 +221,24 @@ class AssociativeMemory(Associator):
         return self.search(x)[1].reshape(x.shape[:-1])
 
     @torch.no_grad()
-    def search(self, x: Array, k: int = 1) -> tuple[Array, Array]:
+    def search(self, x: Array, k: int = 1, shortlist: int | None = None) -> tuple[Array, Array]:
         """Find the ``k`` patterns with the largest scores. Memory is independent of N.
 
         Args:
             x: queries ``(..., d)``, a tensor or a NumPy array.
             k: number of patterns to find for each query.
+            shortlist: score only this number of patterns for each query, those with the largest approximate scores. The
+                approximation is linear in the patterns and costs one matrix product; after :meth:`build_index`, the
+                index finds the patterns. The result is not exact: a pattern that is not on the shortlist is not found.
+                None scores all patterns.
 
         Returns:
             The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
             index.
 
         Raises:
-            AHopError: ``x`` does not match the patterns, or ``k`` is not an integer from 1 to N.
+            AHopError: ``x`` does not match the patterns, ``k`` is not an integer from 1 to N, or ``shortlist`` is not
+                an integer of at least ``k``.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.eye(4))
@@ -246,15 +253,73 @@ class AssociativeMemory(Associator):
         check_sizes(k=k)
         if k > self._count:
             raise AHopError(f"k must be at most the number of patterns, {self._count}, got {k}")
+        if shortlist is not None:
+            check_sizes(shortlist=shortlist)
+            if shortlist < k:
+                raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
         rows, own = self._all_rows(x)
-        found = zip(*(self._search(chunk, k) for chunk in torch.split(rows, QUERY_ROWS)), strict=True)
+        found = zip(*(self._search(chunk, k, shortlist) for chunk in torch.split(rows, QUERY_ROWS)), strict=True)
         scores, indices = (torch.cat(each)[own].reshape(*x.shape[:-1], k) for each in found)
         return as_given(x, scores), as_given(x, indices)
 
-    def _search(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _search(self, rows: Tensor, k: int, m: int | None) -> tuple[Tensor, Tensor]:
         """Returns the ``k`` largest scores of queries ``rows (L, d)`` and their indices, ``(L, k)`` each."""
+        if m is not None and m < self._count:
+            return self._search_shortlist(rows, k, m)
         scores, indices = top_k(self._score_blocks(rows), min(k, len(self.patterns)))
         return (scores, indices) if self.shard is None else self.shard.best(scores, indices, k)
+
+    def _search_shortlist(self, rows: Tensor, k: int, m: int) -> tuple[Tensor, Tensor]:
+        """Returns the ``k`` largest scores out of the patterns with the ``m`` largest approximate scores."""
+        evenly = torch.linspace(0, self._count - 1, min(SAMPLE, self._count), device=rows.device).long()
+        linear = linear_scores(self.similarity, self._modulated, rows, self._stored(self.patterns)[evenly])
+        own = min(m, len(self.patterns))
+        if self._index is None:
+            first, indices = first_stage(linear, self.patterns, self._own_prior(), own)
+        else:
+            self._index.check(self.patterns)
+            first, indices = self._index.shortlist(linear, own)
+        scores = self._score_pairs(rows, indices).masked_fill(first == -torch.inf, -torch.inf)
+        if self.shard is not None:
+            first, scores, indices = self.shard.candidates(first, scores, indices, m=m)
+        scores, indices = best_of_shortlist(first, scores, indices, m, k)
+        if self._index is not None and (scores == -torch.inf).any():
+            raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
+        return scores, indices
+
+    def _score_pairs(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """Scores each query ``rows (L, d)`` against its own patterns ``indices (L, m)``: ``(L, m)``."""
+        size = max(1, BLOCK_ELEMENTS // (indices.shape[1] * rows.shape[1]))
+        parts = []
+        for queries, places in zip(torch.split(rows, size), torch.split(indices, size), strict=True):
+            key = self._modulated(self.patterns[places.flatten()])
+            key = key.reshape(*places.shape, key.shape[-1])
+            if isinstance(self.similarity, AdaptiveSimilarity):
+                parts.append(self.similarity(queries[:, None], key).squeeze(1))
+            else:
+                parts += [self.similarity(query[None], each) for query, each in zip(queries, key, strict=True)]
+        scores = torch.cat(parts) if parts else rows.new_empty(indices.shape)
+        prior = self._own_prior()
+        return scores if prior is None else scores + prior[indices]
+
+    def build_index(self, description: str = "HNSW32", metric: str | None = None) -> Any:
+        """Build a FAISS index of the patterns, which finds the shortlists of later searches, and return it.
+
+        An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
+        saved. If the patterns change, it must be built again. With shards, each rank builds one of its part.
+
+        Args:
+            description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
+                index, such as ``nprobe``, on the result.
+            metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
+
+        Raises:
+            AHopError: FAISS is not installed (extra ``search``), or an argument is invalid.
+        """
+        metric = metric or ("dot" if self.similarity is dot_product else "dis")
+        check_choice("metric", metric, ("dis", "dot"))
+        self._index = Index(self.patterns, description, metric)
+        return self._index.faiss
 
     @property
     def classes(self) -> Tensor:
@@ -313,8 +378,7 @@ class AssociativeMemory(Associator):
         """
         energy = choose_energy(self.similarity is dot_product, self.separation)
         state = as_queries(x, self.patterns)
-        modulated = state if self.modulation is None else self.modulation(state)
-        return as_given(x, energy(state, modulated, self.scores(state), self.separation, self.beta))
+        return as_given(x, energy(state, self._modulated(state), self.scores(state), self.separation, self.beta))
 
     def fit(
         self,
@@ -554,6 +618,15 @@ class AssociativeMemory(Associator):
         """The number of patterns, of all ranks together."""
         return len(self.patterns) if self.shard is None else self.shard.count
 
+    def _own_prior(self) -> Tensor | None:
+        """The prior of the patterns of this rank."""
+        shard = self.shard
+        return self.prior if self.prior is None or shard is None else self.prior[shard.start : shard.stop]
+
+    def _modulated(self, patterns: Tensor) -> Tensor:
+        modulated: Tensor = patterns if self.modulation is None else self.modulation(patterns)
+        return modulated
+
     def _given_classes(self) -> Classes:
         """The classes, with the class of each pattern of this rank."""
         if self.labels is None:
@@ -660,11 +733,11 @@ class AssociativeMemory(Associator):
     def _score_blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the scores of ``rows (L, d)`` for one block of patterns at a time."""
         size, copies = self._block_size(len(rows)), None
-        prior = self.prior if self.prior is None or self.shard is None else self.prior[self.shard.start :]
+        prior = self._own_prior()
         if isinstance(self.similarity, AdaptiveSimilarity) and self.modulation is None:
             copies = arranged_patterns(self.similarity, self.patterns)
         for start, block in zip(range(0, len(self.patterns), size), torch.split(self.patterns, size), strict=True):
-            key = block if self.modulation is None else self.modulation(block)
+            key = self._modulated(block)
             if copies is None:
                 scores = self.similarity(rows, key)
             else:

@@ -71,6 +71,12 @@ class Shard:
         values, places = (self._gather_columns(each, widths) for each in (scores, indices + self.start))
         return merge(list(zip(values, places, strict=True)), k)
 
+    def candidates(self, *tensors: Tensor, m: int) -> list[Tensor]:
+        """Concatenates candidates ``(L, min(m, stop - start))`` of all ranks; the last tensor has their indices."""
+        widths = [min(m, size) for size in self.sizes]
+        places = tensors[-1] + self.start
+        return [torch.cat(self._gather_columns(each, widths), -1) for each in (*tensors[:-1], places)]
+
     def _gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor]:
         """Returns the tensors ``(L, widths[r])`` of each rank r."""
         gathered = self.gather(functional.pad(tensor, (0, max(widths) - tensor.shape[-1])))
