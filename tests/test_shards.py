@@ -13,11 +13,12 @@ from ahop_layers.variants import Masked, Noisy
 
 pytestmark = pytest.mark.slow
 
-PATTERNS = torch.rand(203, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
+# Multiples of 1/64: distances are exact, and scores of equal patterns are equal in any block and on any rank.
+PATTERNS = torch.randint(-64, 65, (203, 8), generator=torch.Generator().manual_seed(1)) / 64
 PATTERNS[150:160] = PATTERNS[:10]  # equal scores, in different shards
 LABELS = torch.arange(203).remainder(7).mul(3).sub(5)
 LABELS[120] = 99  # the only one of its class
-QUERIES = PATTERNS[::9] + 0.2 * torch.randn(23, 8, generator=torch.Generator().manual_seed(2))
+QUERIES = PATTERNS[::9] + torch.randint(-16, 17, (23, 8), generator=torch.Generator().manual_seed(2)) / 64
 PAIRS = (torch.arange(203).repeat(2), PATTERNS.repeat(2, 1) + 0.1)
 MEMORIES = {
     "A-Hop": lambda: ah.AssociativeMemory.preset("A-Hop", PATTERNS, debias=True, labels=LABELS, prior=True),

@@ -135,6 +135,13 @@ def test_norms_follow_the_patterns():
     assert recall(memory, patterns(10), 5, k=5) == 1
 
 
+def shares(result, argument):
+    """Returns whether a result of an operator has the memory of an argument."""
+    if not isinstance(argument, torch.Tensor):
+        return False
+    return result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
+
+
 class Largest(TorchDispatchMode):
     """Records the number of elements of the largest new tensor."""
 
@@ -145,7 +152,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         for result in results if isinstance(results, (tuple, list)) else [results]:
-            if isinstance(result, torch.Tensor) and not result._is_view():
+            if isinstance(result, torch.Tensor) and not any(shares(result, argument) for argument in args):
                 self.elements = max(self.elements, result.numel())
         return results
 

@@ -70,7 +70,9 @@ class AssociativeMemory(Associator):
     """Stores patterns and retrieves the one that a corrupted query was made from.
 
     Args:
-        patterns: ``(N, d)``, not copied. If the similarity has blocks that are not consecutive or not of equal width
+        patterns: ``(N, d)``, not copied. They may be memory-mapped and larger than the memory of the machine
+            (``torch.from_file``, ``torch.load(..., mmap=True)``); :meth:`search` and :meth:`class_scores` read them
+            block by block. If the similarity has blocks that are not consecutive or not of equal width
             (``blocks`` is a tensor), scoring arranges the patterns by block once and keeps that copy, up to 2**28
             elements; larger memories are arranged in each call, to save memory. To need neither, permute the dimensions
             so that blocks are consecutive, and give their number. The copy is renewed if ``patterns`` is replaced or
@@ -670,7 +672,9 @@ class AssociativeMemory(Associator):
                     self.shard, self.patterns, self.labels, self._classes = before
                 raise
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
         """Take the number of patterns from the state dict."""
         stored, prior = (state_dict.get(prefix + name) for name in ("patterns", "prior"))
         if isinstance(stored, Tensor) and stored.ndim == 2 and stored.shape[1] == self.patterns.shape[1]:
@@ -682,13 +686,15 @@ class AssociativeMemory(Associator):
             self._load_labels(state_dict, prefix + "labels", len(stored))
             before = self._count
             if self.shard is None:
-                self.patterns = self.patterns.new_empty(stored.shape)  # not the caller's tensor
+                # Not the caller's tensor, except with assign: it may be mapped and larger than the memory.
+                assigned = local_metadata.get("assign_to_params_buffers", False)
+                self.patterns = stored if assigned else self.patterns.new_empty(stored.shape)
             else:
                 self._keep_loaded(state_dict, prefix)
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
         state_dict.setdefault(prefix + "beta", torch.ones_like(self.beta))  # state dicts from before beta existed
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _keep_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Keep this rank's part of the patterns and labels of a state dict, and remove them from it."""
