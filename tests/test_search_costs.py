@@ -14,9 +14,8 @@ pytestmark = pytest.mark.slow
 def test_all_parts_run_and_are_reported(tmp_path, capsys):
     output = tmp_path / "costs.csv"
     sizes = "--sizes 300,600 --queries 1,3 --repeats 1 --shortlist 50 --recall-patterns 2500 --recall-queries 40"
-    main(
-        [*sizes.split(), "--dim", "8", "--recall-shortlists", "20,200", "--recall-epochs", "4", "--output", str(output)]
-    )
+    recalls = "--recall-shortlists 20,200 --recall-epochs 4"
+    main([*sizes.split(), *recalls.split(), "--dim", "8", "--output", str(output)])
     rows, shown = read(output), capsys.readouterr().out
     assert {row["part"] for row in rows} == {"exact", "shortlist", "recall"}
     assert sum(row["part"] == "exact" for row in rows) == 4

@@ -19,7 +19,8 @@ PATTERNS[150:160] = PATTERNS[:10]  # equal scores, in different shards
 LABELS = torch.arange(203).remainder(7).mul(3).sub(5)
 LABELS[120] = 99  # the only one of its class
 QUERIES = PATTERNS[::9] + torch.randint(-16, 17, (23, 8), generator=torch.Generator().manual_seed(2)) / 64
-PAIRS = (torch.arange(203).repeat(2), PATTERNS.repeat(2, 1) + 0.1)
+NOISE = torch.randn(406, 8, generator=torch.Generator().manual_seed(3))
+PAIRS = (torch.arange(203).repeat(2), PATTERNS.repeat(2, 1) + 0.4 * NOISE)
 MEMORIES = {
     "A-Hop": lambda: ah.AssociativeMemory.preset("A-Hop", PATTERNS, debias=True, labels=LABELS, prior=True),
     "blocks": lambda: ah.AssociativeMemory.preset(
@@ -53,11 +54,12 @@ def answers(memory: ah.AssociativeMemory, x: torch.Tensor) -> dict[str, torch.Te
     return {name: value.detach() for name, value in results.items()}
 
 
+# Pairs in float64: in float32 a rounding error can swap two ranks that are nearly tied, and Adam amplifies that.
 FITS = {
     "variant": ("A-Hop", lambda memory: memory.fit(Masked(0.5), epochs=12, batch=32, progress=False)),
-    "pairs": ("A-Hop", lambda memory: memory.fit(PAIRS, epochs=3, batch=64, progress=False)),
+    "pairs": ("double", lambda memory: memory.fit(PAIRS, epochs=3, batch=64, progress=False)),
     "label variant": ("A-Hop", lambda memory: memory.fit(Noisy(0.1), 12, batch=32, by="label", progress=False)),
-    "label pairs": (  # in float32, Adam turns rounding errors of gradients near zero into larger ones
+    "label pairs": (
         "double",
         lambda memory: memory.fit((LABELS[PAIRS[0]], PAIRS[1]), 3, batch=64, by="label", progress=False),
     ),

@@ -128,6 +128,14 @@ def test_inference_mode_and_later_gradients():
     assert found.flatten().tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("count", [1, 255, 257, 20_000_001, 10**9 + 7])
+def test_the_sample_is_spread_over_all_patterns(count):
+    index = shortlist_module.sample_index(count, torch.device("cpu"))
+    assert len(index.unique()) == min(count, 256)
+    assert 0 == index[0] <= index[-1] < count
+    assert count - index[-1] <= -(-count // len(index))
+
+
 def test_norms_follow_the_patterns():
     memory = ah.AssociativeMemory(patterns(), "dis")
     memory.search(patterns(1), shortlist=5)

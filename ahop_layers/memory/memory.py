@@ -38,7 +38,7 @@ from ahop_layers.memory.labels import Classes, as_labels, class_logsumexp, class
 from ahop_layers.memory.presets import named_similarity, preset_arguments
 from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, check_width, top_k
 from ahop_layers.memory.shards import Rows, Shard, ShardedRows
-from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
+from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
 from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
@@ -273,8 +273,8 @@ class AssociativeMemory(Associator):
 
     def _search_shortlist(self, rows: Tensor, k: int, m: int) -> tuple[Tensor, Tensor]:
         """Returns the ``k`` largest scores out of the patterns with the ``m`` largest approximate scores."""
-        evenly = torch.linspace(0, self._count - 1, min(SAMPLE, self._count), device=rows.device).long()
-        linear = linear_scores(self.similarity, self._modulated, rows, self._stored(self.patterns)[evenly])
+        sample = self._stored(self.patterns)[sample_index(self._count, rows.device)]
+        linear = linear_scores(self.similarity, self._modulated, rows, sample)
         own = min(m, len(self.patterns))
         if self._index is None:
             first, indices = first_stage(linear, self.patterns, self._own_prior(), own)
@@ -317,6 +317,12 @@ class AssociativeMemory(Associator):
 
         Raises:
             AHopError: FAISS is not installed (extra ``search``), or an argument is invalid.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
+        >>> index = memory.build_index("HNSW32")  # doctest: +SKIP
+        >>> memory.search(memory.patterns[:2], shortlist=100)[1].flatten()
+        tensor([0, 1])
         """
         metric = metric or ("dot" if self.similarity is dot_product else "dis")
         check_choice("metric", metric, ("dis", "dot"))
