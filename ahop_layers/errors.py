@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +75,8 @@ def check_module(**modules: object) -> None:
             raise AHopError(f"{name} must be a module, got {type(module).__name__}")
 
 
-def check_same_device(**tensors: Tensor) -> None:
-    """Raises unless all tensors are on one device."""
+def check_same_device(**tensors: Any) -> None:
+    """Raises unless all tensors, or other objects with a device, are on one device."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         got = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise AHopError(f"all tensors must be on one device, got {got}")

@@ -651,6 +651,13 @@ class _Memory(Protocol):
     def retrieve(self, x: Tensor) -> Tensor: ...
 
 
+def _all_patterns(memory: _Memory) -> Tensor:
+    """Returns the patterns of a memory; raises if it has only a part of them."""
+    if getattr(memory, "shard", None) is not None:
+        raise AHopError("memory must hold all patterns, got a sharded memory: compare memory.recall with the index")
+    return memory.patterns
+
+
 @torch.no_grad()
 def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
     """The fraction of queries whose retrieved pattern is nearest to the pattern that the query was made from.
@@ -660,12 +667,16 @@ def retrieval_accuracy(memory: _Memory, index: Tensor, query: Tensor) -> float:
         index: ``(n,)``, the index of the pattern of each query.
         query: ``(n, d)``.
 
+    Raises:
+        AHopError: the memory is sharded.
+
     >>> import torch, ahop_layers as ah
     >>> memory = ah.AssociativeMemory(torch.eye(4))
     >>> ah.variants.retrieval_accuracy(memory, torch.tensor([0, 1]), torch.eye(4)[:2])
     1.0
     """
-    patterns = memory.patterns.to(accumulation_dtype(memory.patterns.dtype))
+    stored = _all_patterns(memory)
+    patterns = stored.to(accumulation_dtype(stored.dtype))
     chunks = torch.split(memory.retrieve(query).to(patterns), max(1, BLOCK_DISTANCES // len(patterns)))
     nearest = torch.cat([negative_distance(chunk, patterns).argmax(-1) for chunk in chunks])
     return (nearest == index).double().mean().item()
@@ -678,12 +689,15 @@ def retrieval_error(memory: _Memory, index: Tensor, query: Tensor) -> float:
     Args:
         memory, index, query: as in :func:`retrieval_accuracy`.
 
+    Raises:
+        AHopError: the memory is sharded.
+
     >>> import torch, ahop_layers as ah
     >>> memory = ah.AssociativeMemory(torch.eye(4), separation="argmax")
     >>> ah.variants.retrieval_error(memory, torch.tensor([0, 1]), torch.eye(4)[:2])
     0.0
     """
-    return (memory.retrieve(query) - memory.patterns[index]).double().square().mean().item()
+    return (memory.retrieve(query) - _all_patterns(memory)[index]).double().square().mean().item()
 
 
 @torch.no_grad()

@@ -585,6 +585,14 @@ def test_a_fit_reads_only_a_few_losses(monkeypatch):
     assert len(looks) == 21
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_fit_takes_pairs_of_another_dtype(dtype):
+    patterns = uniform(20, 6, torch.float32)
+    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True)
+    losses = memory.fit((torch.arange(20), (patterns + 0.1).to(dtype)), epochs=3, progress=False)
+    assert losses.isfinite().all()
+
+
 def test_added_patterns_take_the_dtype_of_the_memory():
     memory = AssociativeMemory(uniform(5, 3, torch.float32))
     memory.add(uniform(2, 3))

@@ -72,6 +72,24 @@ def test_scores_are_ranked_in_bounded_blocks(monkeypatch):
         assert sum(ranked) == 3 * count
 
 
+def test_distinct_scores_are_ranked_by_one_topk(monkeypatch):
+    """Only scores that equal the k-th largest need the slower ranking by index."""
+    monkeypatch.setattr(search_module, "_first_of_block", lambda *args: pytest.fail("ranked by index"))
+    memory = AssociativeMemory(torch.randn(300, 8).double())
+    x = torch.randn(3, 8).double()
+    for k in (2, 10, 299, 300):
+        assert torch.equal(memory.search(x, k)[1], stable_sort(memory, x, k)[1])
+
+
+@pytest.mark.parametrize("queries", [1, 2, 100, 10**6])
+def test_blocks_on_a_gpu_are_large_for_few_queries(queries):
+    """A GPU needs few large calls; the scores of a block stay bounded for many queries."""
+    size = memory_module.block_size(64, queries, "cuda")
+    assert memory_module.block_size(64, queries, "cpu") == 2**15 <= size <= 2**20
+    assert size == 2**15 or size * queries <= memory_module.BLOCK_SCORES
+    assert queries > 2 or size == 2**20
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_search(name):
     memory, x = AssociativeMemory.preset(name, torch.randn(20, 8).double()), torch.randn(5, 8).double()

@@ -24,6 +24,7 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
+from ahop_layers.memory.shards import Rows, Shard
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.training import rise_and_fall, trainable_forms
 from ahop_layers.variants import Variant
@@ -83,7 +84,7 @@ def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
         raise AHopError(f"seed must be an integer of 64 bits, got {seed!r}") from error
 
 
-def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
+def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
     """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
 
     Of given pairs, a tenth is held out. A tenth of fewer than 320 pairs is too small an estimate, so all of them are
@@ -94,8 +95,9 @@ def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, g
     """
     check_sizes(epochs=epochs, batch=batch)
     if isinstance(data, Variant):
-        fresh = data.sample(patterns, HELD_OUT, generator)
-        return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)), _split(fresh, batch))
+        fresh = _sample(data, patterns, HELD_OUT, generator)
+        draws = (_sample(data, patterns, batch, generator) for _ in range(epochs))
+        return Batches(epochs, draws, _split(fresh, batch))
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
     index, query = _check_pairs(data[0], data[1], patterns)
@@ -113,12 +115,20 @@ def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, g
     return Batches(epochs * count, shuffled(), _split((index[held_out], query[held_out]), batch))
 
 
+def _sample(variant: Variant, patterns: Rows, n: int, generator: torch.Generator) -> Pairs:
+    """Draws ``n`` queries as :meth:`ahop_layers.variants.Variant.sample`, the same on all ranks of a sharded memory."""
+    if isinstance(patterns, Tensor):
+        return variant.sample(patterns, n, generator)
+    index = torch.randint(len(patterns), (n,), generator=generator, device=patterns.device)
+    return index, variant.corrupt(patterns[index], generator)
+
+
 def _split(pairs: Pairs, batch: int) -> list[Pairs]:
     """Splits pairs into batches, so that an evaluation needs no more memory than a step."""
     return list(zip(*(torch.split(each, batch) for each in pairs), strict=True))
 
 
-def _check_pairs(index: object, query: Tensor, patterns: Tensor) -> Pairs:
+def _check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
     check_floating(query=query)
     check_same_device(query=query, patterns=patterns)
     try:
@@ -139,9 +149,7 @@ def _check_pairs(index: object, query: Tensor, patterns: Tensor) -> Pairs:
 
 
 @torch.no_grad()
-def estimate_bias(
-    bias: Tensor, data: Variant | Pairs, patterns: Tensor, batch: int, generator: torch.Generator
-) -> None:
+def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: int, generator: torch.Generator) -> None:
     """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
 
     ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. Gradient
@@ -149,7 +157,7 @@ def estimate_bias(
     """
     if bias.any():
         return
-    index, query = data.sample(patterns, 8 * batch, generator) if isinstance(data, Variant) else data
+    index, query = _sample(data, patterns, 8 * batch, generator) if isinstance(data, Variant) else data
     origin = patterns[index]
     mean = origin.mean(0)
     deviation = origin - mean
@@ -171,7 +179,7 @@ def scale_of(patterns: Tensor) -> float:
 
 @torch.no_grad()
 def best_inverse_temperature(
-    scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs]
+    scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], shard: Shard | None = None
 ) -> Tensor | None:
     """The factor of the scores that minimizes the loss of ``batches``: a scalar, or None if no factor lowers it.
 
@@ -183,8 +191,9 @@ def best_inverse_temperature(
         scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
         measure: computes the loss of scores.
         batches: targets and queries.
+        shard: the part of the patterns that ``scores`` and ``measure`` have; None for all.
     """
-    unit = _deviation(scores(batches[0][1])).reciprocal()
+    unit = _deviation(scores(batches[0][1]), shard).reciprocal()
     count = sum(len(target) for target, _ in batches)
 
     def search(factors: Tensor) -> Tensor:
@@ -203,15 +212,22 @@ def best_inverse_temperature(
     return unit * best.clamp(min=MIN_DEVIATION)
 
 
-def _deviation(blocks: Iterable[Tensor]) -> Tensor:
+def _deviation(blocks: Iterable[Tensor], shard: Shard | None) -> Tensor:
     """The root mean square over queries of the standard deviation of their scores, or 1 if all are equal."""
     scores = torch.cat(list(blocks), -1)
     peak = scores.abs().max().to(accumulation_dtype(scores.dtype))  # divides the scores, because squares can overflow
-    deviation = peak * (scores / peak).var(-1, correction=0).mean().sqrt()
+    if shard is None:
+        variance = (scores / peak).var(-1, correction=0)
+    else:
+        peak = shard.gather(peak).max()
+        scaled = scores / peak
+        mean = shard.total(scaled.sum(-1)) / shard.count
+        variance = shard.total((scaled - mean[:, None]).square().sum(-1)) / shard.count
+    deviation = peak * variance.mean().sqrt()
     return torch.where(deviation > 0, deviation, 1.0)
 
 
-def separation_batches(patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
+def separation_batches(patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
     """One batch per epoch: ``batch`` random patterns without replacement."""
     check_sizes(epochs=epochs, batch=batch)
 
@@ -262,6 +278,7 @@ def minimize(
     *,
     units: Sequence[tuple[Tensor | None, float]] = (),
     scale: float = 1.0,
+    shard: Shard | None = None,
 ) -> Fitted:
     """Take one Adam step per batch. The learning rate rises for a tenth of the steps, then falls to zero.
 
@@ -275,6 +292,7 @@ def minimize(
         progress: whether to show a progress bar.
         units: parameters and the size of a unit of each; the learning rate is in these units. Others have the unit 1.
         scale: scale of the data, for :func:`ahop_layers.training.trainable_forms`.
+        shard: averages gradients over the ranks of a sharded memory; None for a memory on one rank.
 
     Raises:
         AHopError: there are no trainable parameters, ``lr`` is not a positive number, or the loss or a parameter is not
@@ -296,6 +314,8 @@ def minimize(
             value = loss(batch)
             optimizer.zero_grad()
             torch.autograd.backward(value)
+            if shard is not None:
+                shard.average_gradients(parameters)
             optimizer.step()
             schedule.step()
             losses.append(value.detach())

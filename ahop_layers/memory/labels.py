@@ -1,7 +1,7 @@
 """Labels of stored patterns: checks, classes, and scores of classes."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,22 @@ from ahop_layers.errors import AHopError, describe
 from ahop_layers.memory.search import from_numpy
 from ahop_layers.ops.reference import accumulation_dtype
 
-_kept: MutableMapping[Tensor, tuple[int, Tensor, Tensor]] = WeakTensorKeyDictionary()
+
+class Classes(NamedTuple):
+    """The classes of labels.
+
+    Attributes:
+        labels: the distinct labels in ascending order ``(n_classes,)``.
+        counts: number of patterns of each class ``(n_classes,)``.
+        of_pattern: the class of each pattern ``(N,)``, from 0 to ``n_classes - 1``.
+    """
+
+    labels: Tensor
+    counts: Tensor
+    of_pattern: Tensor
+
+
+_kept: MutableMapping[Tensor, tuple[int, Classes]] = WeakTensorKeyDictionary()
 
 
 def as_labels(
@@ -34,19 +49,24 @@ def as_labels(
     return given.detach().to(device or given.device, torch.int64, copy=True)
 
 
-def classes_of(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct labels in ascending order ``(n_classes,)``, and the class of each pattern ``(N,)``.
+def classes_of(labels: Tensor) -> Classes:
+    """Returns the classes of ``labels (N,)``.
 
-    Both are kept for as long as ``labels`` exists, and are computed again if the tensor was modified in place.
+    They are kept for as long as ``labels`` exists, and are computed again if the tensor was modified in place.
     """
     if labels.is_inference():  # no version counter
-        return labels.unique(return_inverse=True)  # type: ignore[no-untyped-call, no-any-return]
+        return _classes(labels)
     kept = _kept.get(labels)
     if kept is None or kept[0] != labels._version:
         # Tensors created in inference mode could not be used with gradients later.
         with torch.inference_mode(False):
-            kept = _kept[labels] = (labels._version, *labels.unique(return_inverse=True))  # type: ignore[no-untyped-call]
-    return kept[1:]
+            kept = _kept[labels] = (labels._version, _classes(labels))
+    return kept[1]
+
+
+def _classes(labels: Tensor) -> Classes:
+    distinct, index, counts = labels.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+    return Classes(distinct, counts, index)
 
 
 def class_logsumexp(blocks: Iterable[Tensor], index: Tensor, n_classes: int) -> Tensor:
@@ -77,37 +97,43 @@ def _block_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
     return torch.zeros_like(shift).index_add(-1, index, exponentials).log() + shift
 
 
-def labeled_data(data: Any, labels: Tensor, patterns: Tensor) -> tuple[Any, Tensor]:
+def labeled_data(
+    data: Any, classes: Classes, patterns: Tensor, total: Callable[[Tensor], Tensor]
+) -> tuple[Any, Tensor] | None:
     """Returns the pairs ``(label, query)`` as ``(class, query)``, and the mean pattern of each class.
 
-    Other data, such as a variant, is returned unchanged and with ``patterns``.
+    Returns None for other data, such as a variant.
+
+    Args:
+        data: as for :meth:`ahop_layers.AssociativeMemory.fit`.
+        classes: the classes of the patterns.
+        patterns: ``(N, d)``, or the part of this rank.
+        total: sums a tensor over all ranks.
 
     Raises:
         AHopError: a label is not an integer, or no stored pattern has it.
     """
     if not isinstance(data, (tuple, list)) or len(data) != 2 or not isinstance(data[1], Tensor) or not data[1].ndim:
-        return data, patterns
-    classes, index = classes_of(labels)
-    given = as_labels(data[0], len(data[1]), labels.device, "labels of data", "query")
-    position = torch.searchsorted(classes, given).clamp(max=len(classes) - 1)
-    unknown = given[classes[position] != given]
+        return None
+    given = as_labels(data[0], len(data[1]), patterns.device, "labels of data", "query")
+    position = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
+    unknown = given[classes.labels[position] != given]
     if len(unknown):
         raise AHopError(f"labels of data must be labels of stored patterns, got {unknown[0].item()}")
     wide = patterns.to(accumulation_dtype(patterns.dtype))
-    sums = wide.new_zeros(len(classes), patterns.shape[1]).index_add(0, index, wide)
-    return (position, data[1]), (sums / index.bincount()[:, None]).to(patterns.dtype)
+    sums = total(wide.new_zeros(len(classes.labels), patterns.shape[1]).index_add(0, classes.of_pattern, wide))
+    return (position, data[1]), (sums / classes.counts[:, None]).to(patterns.dtype)
 
 
-def leave_out(blocks: Iterable[Tensor], index: Tensor, classes: Tensor) -> Iterator[Tensor]:
+def leave_out(blocks: Iterable[Tensor], index: Tensor) -> Iterator[Tensor]:
     """Yields the scores ``(L, B)`` of each block, with -inf for the pattern ``index (L,)`` of each row.
 
-    A pattern is kept if it is the only one of its class. ``classes (N,)`` has the class of each pattern.
+    An index that no block contains changes nothing.
     """
-    alone = classes.bincount()[classes[index]] == 1
     start = 0
     for scores in blocks:
         column = (index - start)[:, None]
-        inside = (column >= 0) & (column < scores.shape[-1]) & ~alone[:, None]
+        inside = (column >= 0) & (column < scores.shape[-1])
         column = column.clamp(0, scores.shape[-1] - 1)
         yield scores.scatter(-1, column, scores.gather(-1, column).masked_fill(inside, -torch.inf))
         start += scores.shape[-1]

@@ -1,7 +1,7 @@
 """Search for the patterns with the largest scores, and conversion of queries from and to NumPy."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ Array = TypeVar("Array", Tensor, "NDArray[Any]")
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""
 
-RANKED_SCORES = 2**21
+RANKED_SCORES = 2**22
 """Number of scores that are ranked at once. Small blocks are concatenated, because each ranking has a fixed cost."""
 
 
@@ -80,11 +80,18 @@ def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
         values, indices = _top_of_block(scores, min(k, scores.shape[-1]))
         best.append((values, indices + start))
         start += scores.shape[-1]
-        # Candidates with equal scores are in the order of their indices, and a stable sort keeps it.
-        values, indices = (torch.cat(each, -1) for each in zip(*best, strict=True))
-        values, order = values.sort(dim=-1, descending=True, stable=True)
-        best = [(values[..., :k], indices.gather(-1, order[..., :k]))]
+        best = [merge(best, k)]
     return best[0]
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest scores and their indices out of several results ``(L, K)`` of :func:`top_k`.
+
+    All indices of a part are smaller than those of the next one. Within a part, equal scores are ordered by index.
+    """
+    values, indices = (torch.cat(each, -1) for each in zip(*parts, strict=True))
+    values, order = values.sort(dim=-1, descending=True, stable=True)  # keeps the order of equal scores
+    return values[..., :k], indices.gather(-1, order[..., :k])
 
 
 def _concatenated(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -106,12 +113,23 @@ def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 1:
         values, indices = scores.max(-1, keepdim=True)  # the first maximum
         return values, indices
-    # topk chooses arbitrarily among scores that equal the k-th largest, so a second one ranks unique integers: first
-    # all scores above the k-th largest, then all that equal it, each in the order of their indices. NaN is largest.
     size = scores.shape[-1]
-    threshold = scores.topk(k, -1).values[..., -1:]
+    largest = scores.topk(min(k + 1, size), -1)
+    # topk chooses arbitrarily among scores that equal the k-th largest. NaN, which is largest, equals nothing.
+    unique = largest.values[..., -1] < largest.values[..., -2] if k < size else scores.new_ones(1)
+    if unique.all():
+        indices = largest.indices[..., :k].sort(-1).values
+    else:
+        indices = _first_of_block(scores, k, largest.values[..., k - 1 : k])
+    return scores.gather(-1, indices), indices
+
+
+def _first_of_block(scores: Tensor, k: int, threshold: Tensor) -> Tensor:
+    """The indices of the ``k`` largest of ``scores (L, B)``, the first of those that equal the ``threshold (L, 1)``."""
+    # Ranks unique integers: first all scores above the k-th largest, then all that equal it, each in the order of their
+    # indices.
+    size = scores.shape[-1]
     group = 1 + (scores <= threshold).int() - ((scores >= threshold) | scores.isnan()).int()
     rank = group.mul_(size).add_(torch.arange(size, dtype=torch.int32, device=scores.device))
     chosen = rank.topk(k, -1, largest=False, sorted=False).values.long() % size
-    indices = chosen.sort(-1).values
-    return scores.gather(-1, indices), indices
+    return chosen.sort(-1).values

@@ -1,0 +1,197 @@
+"""Shards: each rank of a process group keeps a part of the patterns of a memory.
+
+All communication is one operation, a gather that is differentiable. Its gradient is the sum over the losses of all
+ranks, so the mean of the parameter gradients over the ranks, as DistributedDataParallel computes it, is the gradient of
+the mean loss.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+
+from ahop_layers.errors import AHopError, describe
+from ahop_layers.memory.search import merge
+from ahop_layers.ops.reference import accumulation_dtype
+
+
+class Shard:
+    """The part ``start:stop`` of ``count`` patterns that this rank keeps, and the communication with other ranks.
+
+    Args:
+        group: a process group of ``torch.distributed``; None for all processes.
+        count: number of patterns of all ranks together.
+        scale: scale of all patterns, see :func:`ahop_layers.memory.fit.scale_of`.
+
+    Raises:
+        AHopError: there is no process group, this process is not in it, or it has more ranks than there are patterns.
+    """
+
+    def __init__(self, group: Any, count: int, scale: float) -> None:
+        if not distributed.is_available() or not distributed.is_initialized():
+            raise AHopError("shard_ needs torch.distributed: call torch.distributed.init_process_group first, got none")
+        self.group, self.count, self.scale = group, count, scale
+        self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
+        if self.rank < 0:
+            raise AHopError("group must contain this process, got a group of other processes")
+        if count < self.ranks:
+            raise AHopError(f"the memory must have a pattern for each of {self.ranks} ranks, got {count} patterns")
+        self.bounds = [count * rank // self.ranks for rank in range(self.ranks + 1)]
+        self.start, self.stop = self.bounds[self.rank : self.rank + 2]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise AHopError("a sharded memory cannot be pickled: save its state dict")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of patterns of each rank."""
+        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Stacks the tensors of all ranks, of equal shape and dtype: ``(...) -> (ranks, ...)``. Differentiable."""
+        gathered: Tensor = _Gather.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Sums the tensors of all ranks, in the order of the ranks."""
+        return self.gather(tensor).sum(0)
+
+    def columns(self, scores: Tensor) -> Tensor:
+        """Concatenates the scores ``(L, stop - start)`` of the patterns of all ranks: ``(L, count)``."""
+        return torch.cat(self._gather_columns(scores, self.sizes), -1)
+
+    def best(self, scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Returns the ``k`` largest scores and their indices, out of those of the patterns of each rank ``(L, K)``."""
+        widths = [min(k, size) for size in self.sizes]
+        values, places = (self._gather_columns(each, widths) for each in (scores, indices + self.start))
+        return merge(list(zip(values, places, strict=True)), k)
+
+    def candidates(self, *tensors: Tensor, m: int) -> list[Tensor]:
+        """Concatenates candidates ``(L, min(m, stop - start))`` of all ranks; the last tensor has their indices."""
+        widths = [min(m, size) for size in self.sizes]
+        places = tensors[-1] + self.start
+        return [torch.cat(self._gather_columns(each, widths), -1) for each in (*tensors[:-1], places)]
+
+    def _gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        """Returns the tensors ``(L, widths[r])`` of each rank r."""
+        gathered = self.gather(functional.pad(tensor, (0, max(widths) - tensor.shape[-1])))
+        return [part[..., :width] for part, width in zip(gathered, widths, strict=True)]
+
+    def queries(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``.
+
+        Every rank scores the queries of all ranks against its patterns. Queries that are equal on all ranks and need no
+        gradient are scored once.
+        """
+        differentiable = rows.requires_grad and torch.is_grad_enabled()
+        header = self.gather(torch.tensor([len(rows), differentiable], device=rows.device)).tolist()
+        lengths = [length for length, _ in header]
+        padded = self.gather(functional.pad(rows, (0, 0, 0, max(lengths) - len(rows))))
+        if not any(needed for _, needed in header) and len(set(lengths)) == 1 and bool((padded == padded[0]).all()):
+            return rows, slice(None)
+        first = sum(lengths[: self.rank])
+        joined = torch.cat([part[:length] for part, length in zip(padded, lengths, strict=True)])
+        return joined, slice(first, first + len(rows))
+
+    def cross_entropy(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Computes the mean cross entropy of the logits of all ranks, ``(L, stop - start)`` here, for equal targets.
+
+        ``index (L,)`` is the index of a pattern out of those of all ranks.
+        """
+        wide = logits.to(accumulation_dtype(logits.dtype))
+        column = index - self.start
+        own = (column >= 0) & (column < wide.shape[-1])
+        picked = wide.gather(-1, column.clamp(0, wide.shape[-1] - 1)[:, None])[:, 0]
+        sums, targets = self.gather(torch.stack([wide.logsumexp(-1), torch.where(own, picked, 0.0)])).unbind(1)
+        return (sums.logsumexp(0) - targets.sum(0)).mean()
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replaces the gradient of each parameter by its mean over the ranks."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.copy_(self.total(parameter.grad) / self.ranks)
+
+    @torch.no_grad()
+    def check_equal(self, name: str, *tensors: Tensor) -> None:
+        """Raises unless tensors have the same shapes, and probably the same values, on all ranks."""
+        for tensor in tensors:
+            self.check_shapes(name, tensor)
+            values = tensor.double()
+            mean = values.abs().mean() if values.numel() else values.sum()
+            sums = self.gather(torch.stack([mean, (values.flatten() * _ramp(values)).sum()]))
+            if not bool((sums == sums[0]).all() | sums.isnan().any()):
+                raise AHopError(f"{name} must be equal on all ranks of a sharded memory, got different values")
+
+    def check_shapes(self, name: str, tensor: Tensor) -> None:
+        """Raises unless a tensor has the same shape and dtype on all ranks."""
+        code = sum(map(ord, str(tensor.dtype)))
+        header = torch.tensor([tensor.ndim, code, *[*tensor.shape, 0, 0, 0][:3]], device=tensor.device)
+        if not bool((self.gather(header) == header).all()):
+            raise AHopError(f"{name} must have the same shape and dtype on all ranks, got {describe(tensor)} on this")
+
+    @torch.no_grad()
+    def copy_from_first_rank(self, module: nn.Module) -> None:
+        """Makes all parameters and buffers of a module equal to those of the first rank of the group."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.copy_(self.gather(tensor)[0])
+
+
+class _Gather(torch.autograd.Function):
+    """Stacks a tensor of each rank; the gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shard: Shard) -> Tensor:
+        """Gathers ``(...) -> (ranks, ...)``."""
+        ctx.shard = shard
+        return _all_gather(tensor, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Sums the gradients ``(ranks, ...)`` of all ranks, and returns the part of this rank."""
+        total = grad.to(accumulation_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
+        distributed.all_reduce(total, group=ctx.shard.group)
+        return total[ctx.shard.rank].to(grad.dtype), None
+
+
+def _all_gather(tensor: Tensor, shard: Shard) -> Tensor:
+    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # gloo does not support all dtypes
+    if not len(flat):
+        return tensor.new_empty(shard.ranks, *tensor.shape)
+    parts = [torch.empty_like(flat) for _ in range(shard.ranks)]
+    try:
+        distributed.all_gather(parts, flat, group=shard.group)
+    except RuntimeError as error:
+        backend = distributed.get_backend(shard.group)
+        raise AHopError(f"group must support tensors on {tensor.device.type}, got {backend}: {error}") from error
+    return torch.stack(parts).view(tensor.dtype).reshape(shard.ranks, *tensor.shape)
+
+
+def _ramp(values: Tensor) -> Tensor:
+    return torch.linspace(1, 2, values.numel(), dtype=values.dtype, device=values.device)
+
+
+class ShardedRows:
+    """Rows ``(N, ...)`` of which each rank keeps a part. Every rank must index the same rows at the same time."""
+
+    def __init__(self, shard: Shard, rows: Tensor) -> None:
+        self._shard, self._rows = shard, rows
+        self.shape, self.device, self.dtype = (shard.count, *rows.shape[1:]), rows.device, rows.dtype
+
+    def __len__(self) -> int:
+        return self._shard.count
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        column = index - self._shard.start
+        own = (column >= 0) & (column < len(self._rows))
+        found = self._rows.new_zeros(len(index), *self._rows.shape[1:])
+        found[own] = self._rows[column[own]]
+        return self._shard.total(found)
+
+
+Rows = Tensor | ShardedRows
+"""Rows ``(N, ...)`` that are indexed by tensors."""

@@ -1,0 +1,214 @@
+"""The first stage of a search with a shortlist: scores that are linear in a pattern, by a matrix product or by FAISS.
+
+For each query, a score is approximated by ``slope . pattern - curvature * |pattern|^2``. An adaptive similarity is
+first replaced by a sum over blocks whose weights do not depend on the pattern: the mean weight of the block over a
+sample of the patterns. A dimension that differs from all patterns, such as an outlier, has a low rank and a small
+weight there as well. The mean gradient of this sum over the sample is the slope, and a regression of the rest is the
+curvature. For the dot product and the negative squared distance, the approximation is exact up to a constant.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ahop_layers.association import Similarity
+from ahop_layers.errors import AHopError
+from ahop_layers.memory.search import top_k
+from ahop_layers.memory.table import AdaptiveTableSimilarity
+from ahop_layers.ops.reference import accumulation_dtype, fold
+from ahop_layers.similarity import AdaptiveSimilarity
+
+SAMPLE = 256
+"""Number of patterns of the sample."""
+
+SAMPLE_ELEMENTS = 2**21
+"""Number of elements of query-pattern pairs of the sample that are processed at once."""
+
+FIRST_STAGE_SCORES = 2**22
+"""Number of scores of the first stage that are computed at once."""
+
+KEPT_NORMS = 2**28
+"""Maximum number of squared norms that are kept for later searches: 1 GiB in float32."""
+
+_norms: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+
+def sample_index(count: int, device: torch.device) -> Tensor:
+    """Returns the indices of the sample, evenly spaced among ``count`` patterns."""
+    size = min(SAMPLE, count)
+    return torch.arange(size, device=device) * count // size
+
+
+class Linear(NamedTuple):
+    """Approximate scores: ``slope (L, d)`` and ``curvature (L, 1)`` of each query."""
+
+    slope: Tensor
+    curvature: Tensor
+
+
+def linear_scores(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: Tensor, sample: Tensor) -> Linear:
+    """Approximates the scores of queries ``rows (L, d)``, from a ``sample (S, d)`` of the patterns.
+
+    Raises:
+        AHopError: the similarity is not differentiable.
+    """
+    size = max(1, SAMPLE_ELEMENTS // sample.numel())
+    with torch.inference_mode(False):  # gradients are not recorded in inference mode
+        parts = [_linear(similarity, modulate, part.clone(), sample.clone()) for part in torch.split(rows, size)]
+    return Linear(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: Tensor, sample: Tensor) -> Linear:
+    sample = sample.to(accumulation_dtype(sample.dtype))
+    with torch.enable_grad():
+        # A copy for each query, because the gradient of a shared sample would be summed over the queries.
+        keys = sample.expand(len(rows), *sample.shape).clone().requires_grad_()
+        key = modulate(keys.to(rows.dtype))
+        if isinstance(similarity, AdaptiveSimilarity):
+            scores = _without_ranks(similarity, rows.unsqueeze(1), key)
+        else:
+            scores = torch.cat([similarity(row[None], each) for row, each in zip(rows, key, strict=True)])
+        if not scores.requires_grad:
+            raise AHopError("shortlist needs a similarity that is differentiable in the patterns, got one that is not")
+        (gradient,) = torch.autograd.grad(scores.sum(), keys)
+    slope, rest = gradient.mean(1), scores.detach().to(sample.dtype)
+    mean = sample.mean(0)
+    square = (sample - mean).square().sum(-1)
+    square = square - square.mean()
+    rest = rest - slope @ (sample - mean).mT
+    curvature = -(rest @ square)[:, None] / square.square().sum().clamp(min=torch.finfo(square.dtype).tiny)
+    curvature = curvature.clamp(min=0)
+    return Linear(slope + 2 * curvature * mean, curvature)  # |pattern - mean|^2, expanded
+
+
+def _without_ranks(similarity: AdaptiveSimilarity, query: Tensor, key: Tensor) -> Tensor:
+    """Scores ``query (L, 1, d)`` against ``key (L, S, d)`` with the mean weight of each block: ``(L, S)``."""
+    total = query.new_zeros(())
+    for resolution in range(len(similarity.blocks)):
+        weights = fold(similarity.footprint_weight(resolution).detach())
+        for base, weight in zip(similarity.bases, weights, strict=True):
+            values = similarity.block_similarities(query, key, base, resolution).squeeze(1)
+            rank = values.detach().argsort(-1, descending=True).argsort(-1)
+            total = total + (values * weight[rank].mean(1, keepdim=True)).sum(-1)
+    if isinstance(similarity, AdaptiveTableSimilarity):
+        total = total + similarity.table(similarity.unbiased(query), key).squeeze(1)
+    return total
+
+
+def first_stage(linear: Linear, patterns: Tensor, prior: Tensor | None, m: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``m`` largest approximate scores of ``patterns (N, d)`` and their indices: ``(L, m)`` each."""
+    slope, curvature = linear
+    norms = squared_norms(patterns) if curvature.any() else None
+    size = FIRST_STAGE_SCORES // max(1, len(slope))
+    if slope.dtype != patterns.dtype:  # blocks in half precision are converted, because a slope can overflow
+        size = min(size, FIRST_STAGE_SCORES // patterns.shape[1])
+    size = max(1, size)
+
+    def blocks() -> Iterator[Tensor]:
+        for start in range(0, len(patterns), size):
+            block = patterns[start : start + size].to(slope.dtype)
+            scores = (block @ slope[0])[None] if len(slope) == 1 else slope @ block.mT
+            if norms is not None:
+                square = _squares(block) if norms.numel() == 0 else norms[start : start + size]
+                scores = torch.addcmul(scores, curvature, square, value=-1)
+            yield scores if prior is None else scores + prior[start : start + size]
+
+    return top_k(blocks(), m)
+
+
+def best_of_shortlist(first: Tensor, scores: Tensor, indices: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest scores and their indices, out of the ``m`` candidates with the largest ``first``.
+
+    All tensors are ``(L, K)`` with ``K >= m``, and the result is ``(L, k)``. Equal scores are ordered by index.
+    """
+    order = first.sort(dim=-1, descending=True, stable=True).indices[..., :m]
+    indices, by_index = indices.gather(-1, order).sort(-1)
+    scores = scores.gather(-1, order).gather(-1, by_index)
+    scores, order = scores.sort(dim=-1, descending=True, stable=True)
+    return scores[..., :k], indices.gather(-1, order[..., :k])
+
+
+def squared_norms(patterns: Tensor) -> Tensor:
+    """Returns the squared norm of each pattern ``(N,)``, or an empty tensor if there are too many to keep.
+
+    They are kept for as long as ``patterns`` exists, and are computed again if the tensor was modified in place.
+    """
+    if len(patterns) > KEPT_NORMS or patterns.is_inference():
+        return patterns.new_empty(0)
+    kept = _norms.get(patterns)
+    if kept is None or kept[0] != patterns._version:
+        size = max(1, FIRST_STAGE_SCORES // patterns.shape[1])
+        with torch.inference_mode(False), torch.no_grad():
+            norms = torch.cat([_squares(block) for block in torch.split(patterns, size)])
+        kept = _norms[patterns] = (patterns._version, norms)
+    return kept[1]
+
+
+def _squares(block: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(block, dim=-1, dtype=accumulation_dtype(block.dtype))
+    return norms.square()
+
+
+class Index:
+    """A FAISS index of patterns ``(N, d)``.
+
+    Args:
+        patterns: the patterns.
+        description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``.
+        metric: ``"dis"`` or ``"dot"``.
+
+    Raises:
+        AHopError: FAISS is not installed or refuses the description.
+    """
+
+    def __init__(self, patterns: Tensor, description: str, metric: str) -> None:
+        try:
+            faiss = importlib.import_module("faiss")
+        except ImportError as error:
+            message = "build_index needs FAISS, got no installation: install ahop-layers[search]"
+            raise AHopError(message) from error
+        self.patterns, self.version, self.metric = patterns, patterns._version, metric
+        self.radius = _squares(patterns[:: max(1, len(patterns) // SAMPLE)]).mean().sqrt()
+        kind = faiss.METRIC_INNER_PRODUCT if metric == "dot" else faiss.METRIC_L2
+        try:
+            self.faiss = faiss.index_factory(patterns.shape[1], description, kind)
+            size = max(1, FIRST_STAGE_SCORES // patterns.shape[1])
+            if not self.faiss.is_trained:
+                step = max(1, len(patterns) // size)
+                self.faiss.train(_array(patterns[::step]))
+            for block in torch.split(patterns, size):
+                self.faiss.add(_array(block))
+        except RuntimeError as error:
+            raise AHopError(f"description must be that of a FAISS index, got {description!r}: {error}") from error
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # an index is neither copied nor saved
+
+    def check(self, patterns: Tensor) -> None:
+        """Raises unless the index was built for these patterns."""
+        if self.patterns is not patterns or self.version != patterns._version:
+            raise AHopError("the index must be that of the stored patterns, got one of others: call build_index again")
+
+    def shortlist(self, linear: Linear, m: int) -> tuple[Tensor, Tensor]:
+        """Returns approximate scores and the indices of ``m`` patterns for each query: ``(L, m)`` each.
+
+        A score is -inf where the index found fewer patterns. For ``"dis"``, the query is the point where the
+        approximate score is largest. It is at most four times as far from zero as the patterns are.
+        """
+        slope, curvature = linear
+        if self.metric == "dis":
+            length = torch.linalg.vector_norm(slope, dim=-1, keepdim=True)
+            slope = slope / (2 * curvature).maximum(length / (4 * self.radius.to(slope))).clamp(min=1e-30)
+        if hasattr(self.faiss, "hnsw"):
+            self.faiss.hnsw.efSearch = max(self.faiss.hnsw.efSearch, m)
+        found, places = (torch.from_numpy(each).to(slope.device) for each in self.faiss.search(_array(slope), m))
+        scores = found if self.metric == "dot" else -found
+        return scores.masked_fill(places < 0, -torch.inf), places.clamp(min=0)
+
+
+def _array(rows: Tensor) -> Any:
+    return rows.detach().float().cpu().contiguous().numpy()

@@ -1,0 +1,43 @@
+"""The benchmark of search runs on small sizes, and its report has the measured and the extrapolated figures."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.rows import read
+from benchmarks.search_costs import extrapolation, main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
+def test_all_parts_run_and_are_reported(tmp_path, capsys):
+    output = tmp_path / "costs.csv"
+    sizes = "--sizes 300,600 --queries 1,3 --repeats 1 --shortlist 50 --recall-patterns 2500 --recall-queries 40"
+    recalls = "--recall-shortlists 20,200 --recall-epochs 4"
+    main([*sizes.split(), *recalls.split(), "--dim", "8", "--output", str(output)])
+    rows, shown = read(output), capsys.readouterr().out
+    assert {row["part"] for row in rows} == {"exact", "shortlist", "recall"}
+    assert sum(row["part"] == "exact" for row in rows) == 4
+    assert all(float(row["seconds"]) > 0 for row in rows if row["part"] != "recall")
+    recall = {(row["corruption"], row["shortlist"]): float(row["value"]) for row in rows if row["measure"] == "recall"}
+    assert len(recall) == 6
+    for (name, shortlist), value in recall.items():
+        assert value >= recall[name, "20"] - 0.051 * (shortlist == "200")
+        assert 0 <= value <= 1
+    assert "| 600 | 3 | 50 |" in shown
+    assert "Extrapolated to 1,000,000,000 patterns" in shown
+    main([*sizes.split(), "--dim", "8", "--parts", "exact", "--output", str(output)])  # replaces rows
+    assert len(read(output)) == len(rows)
+
+
+def test_the_extrapolation_is_proportional_to_the_largest_measurement():
+    rows = [
+        {"part": "exact", "queries": "2", "dim": "64", "patterns": "1000", "seconds": "9"},
+        {"part": "exact", "queries": "2", "dim": "64", "patterns": "20000000", "seconds": "0.03"},
+    ]
+    assert extrapolation(rows).splitlines()[-1] == "| exact | 2 | 20,000,000 | 256 | 3 | 1.50 | 0.50 |"
+
+
+def test_unknown_parts_are_refused(refused):
+    assert "--parts must be out of exact, shortlist, recall, got all" in refused(main, "--parts", "all")

@@ -1,0 +1,232 @@
+"""Search with a shortlist: the first stage, the second stage, bounded memory, FAISS and errors."""
+
+import copy
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ahop_layers as ah
+from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory import shortlist as shortlist_module
+from ahop_layers.variants import Mixed
+
+N, D = 3000, 16
+NORMALIZED = [None, ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True)]
+MEMORIES = {
+    "A-Hop": lambda p: ah.AssociativeMemory.preset("A-Hop", p, debias=True, init="uniform"),
+    "l1": lambda p: ah.AssociativeMemory.preset("A-Hop", p, bases=("l1",), init="uniform", prior=True),
+    "blocks": lambda p: ah.AssociativeMemory.preset("A-Hop", p, bases=("l1", "dot"), blocks=NORMALIZED),
+    "table": lambda p: ah.AssociativeMemory.preset("A-Hop", p, table=True),
+    "U-Hop": lambda p: ah.AssociativeMemory.preset("U-Hop", p),
+    "K-Hop": lambda p: ah.AssociativeMemory.preset("K-Hop", p),
+    "function": lambda p: ah.AssociativeMemory(p, lambda query, key: -torch.cdist(query, key).pow(1.5)),
+}
+
+
+def patterns(count=N):
+    return torch.rand(count, D) * 2 - 1
+
+
+def recall(memory, x, m, k=1):
+    """Returns the fraction of the k patterns of an exact search that a search with a shortlist finds."""
+    exact, found = memory.search(x, k)[1], memory.search(x, k, shortlist=m)[1]
+    return (exact[..., None] == found[..., None, :]).any(-1).double().mean().item()
+
+
+@pytest.mark.parametrize("similarity", ["dot", "dis"])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_the_first_stage_of_the_fixed_similarities_is_exact(similarity, spread):
+    stored = (patterns().double() + 3) * torch.exp(spread * torch.randn(N, 1).double())
+    memory, x = ah.AssociativeMemory(stored, similarity), stored[:20] + 0.1
+    for got, expected in zip(memory.search(x, 10, shortlist=10), memory.search(x, 10), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_the_shortlist_has_what_a_search_finds(name):
+    memory = MEMORIES[name](patterns())
+    x = memory.patterns[::100] + 0.1 * torch.randn(30, D)
+    assert recall(memory, x, 100) >= 0.96
+    scores, indices = memory.search(x, 5, shortlist=100)
+    torch.testing.assert_close(scores, memory.scores(x).detach().gather(-1, indices))
+    assert bool((scores.diff(dim=-1) <= 0).all())
+
+
+def test_outliers_count_little_in_the_first_stage():
+    """A query with outliers is far from its pattern; weights of the first stage follow those of the similarity."""
+    variant, stored = Mixed(0.4, low=-6, high=6), patterns()
+    memory = ah.AssociativeMemory.preset("A-Hop", stored, init=torch.tensor([[1.0] * 4 + [0.0] * 12, [0.0] * 16]))
+    index, query = variant.sample(stored, 200, torch.Generator().manual_seed(0))
+    distance = torch.cdist(query, stored).topk(50, largest=False).indices
+    nearest = (distance == index[:, None]).any(-1).double().mean()
+    found = (memory.search(query, 50, shortlist=50)[1] == index[:, None]).any(-1).double().mean()
+    assert nearest < 0.5
+    assert found > 0.9
+
+
+def test_the_bias_is_removed_and_the_prior_counts():
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns().double(), debias=True, prior=True, init="dis")
+    with torch.no_grad():
+        memory.similarity.bias.fill_(2.0)
+        memory.prior[7] = 100.0
+    assert recall(memory, memory.patterns[::100] + 2.1, 20, k=10) == 1
+    assert memory.search(memory.patterns[:5] + 2, shortlist=2)[1].flatten().tolist() == [7] * 5
+
+
+@pytest.mark.parametrize("m", [N, 10 * N])
+def test_a_shortlist_of_all_patterns_is_exact(m):
+    memory, x = MEMORIES["A-Hop"](patterns()), patterns(9)
+    for got, expected in zip(memory.search(x, 7, shortlist=m), memory.search(x, 7), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_equal_scores_are_ordered_by_index():
+    memory = ah.AssociativeMemory(patterns(40).repeat(3, 1), "dis")
+    indices = memory.search(memory.patterns[:40], 3, shortlist=6)[1]
+    assert torch.equal(indices, torch.arange(40)[:, None] + torch.tensor([0, 40, 80]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["A-Hop", "U-Hop"])
+def test_dtypes(name, dtype):
+    memory = MEMORIES[name](patterns().to(dtype))
+    assert recall(memory, memory.patterns[::100], 200) >= 0.96
+    assert memory.search(memory.patterns[:2], shortlist=5)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(D,), (2, 3, D), (0, D)])
+def test_leading_dimensions_and_numpy(shape):
+    memory, x = MEMORIES["A-Hop"](patterns()), torch.randn(shape)
+    scores, indices = memory.search(x.numpy(), 3, shortlist=50)
+    assert isinstance(indices, np.ndarray)
+    assert scores.shape == indices.shape == (*shape[:-1], 3)
+    np.testing.assert_array_equal(indices, memory.search(x, 3, shortlist=50)[1].numpy())
+
+
+def test_a_query_does_not_depend_on_the_others(monkeypatch):
+    memory, x = MEMORIES["A-Hop"](patterns().double()), torch.randn(9, D).double()
+    together = memory.search(x, 3, shortlist=20)[1]
+    monkeypatch.setattr(shortlist_module, "SAMPLE_ELEMENTS", 1)
+    monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 100)
+    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 1)
+    assert torch.equal(together, memory.search(x, 3, shortlist=20)[1])
+
+
+def test_inference_mode_and_later_gradients():
+    memory = MEMORIES["A-Hop"](patterns())
+    with torch.inference_mode():
+        found = memory.search(memory.patterns[:3] + 0.01, shortlist=20)[1]
+    assert found.flatten().tolist() == [0, 1, 2]
+    memory.scores(patterns(2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in memory.parameters())
+    with torch.inference_mode():
+        stored = patterns()
+        found = ah.AssociativeMemory(stored, "dis").search(stored[:3], shortlist=9)[1]
+    assert found.flatten().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 255, 257, 20_000_001, 10**9 + 7])
+def test_the_sample_is_spread_over_all_patterns(count):
+    index = shortlist_module.sample_index(count, torch.device("cpu"))
+    assert len(index.unique()) == min(count, 256)
+    assert 0 == index[0] <= index[-1] < count
+    assert count - index[-1] <= -(-count // len(index))
+
+
+def test_norms_follow_the_patterns():
+    memory = ah.AssociativeMemory(patterns(), "dis")
+    memory.search(patterns(1), shortlist=5)
+    memory.patterns.mul_(torch.linspace(1, 3, N)[:, None])
+    assert recall(memory, patterns(10), 5, k=5) == 1
+
+
+def shares(result, argument):
+    """Returns whether a result of an operator has the memory of an argument."""
+    if not isinstance(argument, torch.Tensor):
+        return False
+    return result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(result, torch.Tensor) and not any(shares(result, argument) for argument in args):
+                self.elements = max(self.elements, result.numel())
+        return results
+
+
+def test_memory_is_bounded(monkeypatch):
+    """No tensor is as large as queries x patterns, or as queries x shortlist x dimensions."""
+    for module, name in (
+        (memory_module, "BLOCK_ELEMENTS"),
+        (shortlist_module, "SAMPLE_ELEMENTS"),
+        (shortlist_module, "FIRST_STAGE_SCORES"),
+        (sys.modules["ahop_layers.memory.search"], "RANKED_SCORES"),
+    ):
+        monkeypatch.setattr(module, name, 2**13)
+    memory, x = MEMORIES["A-Hop"](patterns(5000)), torch.randn(50, D)
+    memory.search(x[:1], shortlist=10)  # keeps the norms
+    with Largest() as largest:
+        memory.search(x, 3, shortlist=200)
+    assert largest.elements <= 50 * 200 * 2  # candidates of two blocks, less than 50 x 5,000 and 50 x 200 x 16
+
+
+@pytest.mark.parametrize(
+    ("find", "message"),
+    [
+        (lambda m, x: m.search(x, 5, shortlist=4), "shortlist must be at least k = 5, got 4"),
+        (lambda m, x: m.search(x, shortlist=0), "shortlist must be an integer of at least 1, got 0"),
+        (lambda m, x: m.search(x, shortlist=2.0), r"shortlist must be an integer of at least 1, got 2\.0"),
+        (lambda m, x: m.build_index(metric="l1"), "metric must be one of dis, dot, got 'l1'"),
+        (
+            lambda m, x: ah.AssociativeMemory(x, lambda q, k: (q @ k.T).detach()).search(x, shortlist=3),
+            "shortlist needs a similarity that is differentiable in the patterns",
+        ),
+    ],
+)
+def test_errors(find, message):
+    with pytest.raises(ah.AHopError, match=message):
+        find(MEMORIES["A-Hop"](patterns(50)), patterns(50))
+
+
+def test_without_faiss_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ah.AHopError, match=r"build_index needs FAISS, .* install ahop-layers\[search\]"):
+        MEMORIES["A-Hop"](patterns(50)).build_index()
+
+
+@pytest.mark.parametrize("description", ["Flat", "HNSW16", "IVF16,Flat"])
+@pytest.mark.parametrize("name", ["A-Hop", "K-Hop", "U-Hop"])
+def test_an_index_finds_the_shortlist(name, description):
+    pytest.importorskip("faiss")
+    memory = MEMORIES[name](patterns())
+    x = memory.patterns[::100] + 0.1 * torch.randn(30, D)
+    index = memory.build_index(description)
+    if description.startswith("IVF"):
+        index.nprobe = 8
+    assert recall(memory, x, 100) >= 0.9
+    copied = copy.deepcopy(memory)
+    assert recall(copied, x, 100) >= 0.96  # without the index
+    memory.add(patterns(3))
+    with pytest.raises(ah.AHopError, match=r"the index must be that of the stored patterns, .* call build_index again"):
+        memory.search(x, shortlist=100)
+
+
+def test_errors_of_an_index():
+    pytest.importorskip("faiss")
+    memory = MEMORIES["A-Hop"](patterns())
+    with pytest.raises(ah.AHopError, match="description must be that of a FAISS index, got 'Nonsense'"):
+        memory.build_index("Nonsense")
+    memory.build_index("IVF64,Flat").nprobe = 1
+    with pytest.raises(ah.AHopError, match="the index must find at least k = 200 patterns for a query, got fewer"):
+        memory.search(memory.patterns[:5], 200, shortlist=400)

@@ -1,0 +1,122 @@
+"""Memories on disk: state dicts as torch.save and safetensors write them, and memory-mapped patterns."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ahop_layers as ah
+
+BLOCKS = [ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True), None]
+
+
+def make(count: int) -> ah.AssociativeMemory:
+    patterns = torch.rand(count, 16) * 2 - 1
+    return ah.AssociativeMemory.preset(
+        "A-Hop", patterns, labels=torch.arange(count) % 5, prior=True, debias=True, blocks=BLOCKS, bases=("l1", "dot")
+    )
+
+
+def with_torch(memory: ah.AssociativeMemory, other: ah.AssociativeMemory, path: Path) -> None:
+    torch.save(memory.state_dict(), path)
+    other.load_state_dict(torch.load(path, weights_only=True))
+
+
+def with_torch_mapped(memory: ah.AssociativeMemory, other: ah.AssociativeMemory, path: Path) -> None:
+    torch.save(memory.state_dict(), path)
+    other.load_state_dict(torch.load(path, weights_only=True, mmap=True), assign=True)
+
+
+def with_safetensors(memory: ah.AssociativeMemory, other: ah.AssociativeMemory, path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(memory.state_dict(), path)
+    other.load_state_dict(safetensors.load_file(path))
+
+
+def with_safetensors_model(memory: ah.AssociativeMemory, other: ah.AssociativeMemory, path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(memory, str(path))
+    safetensors.load_model(other, str(path))
+
+
+@pytest.mark.parametrize("copy", [with_torch, with_torch_mapped, with_safetensors, with_safetensors_model])
+def test_a_fitted_memory_is_saved_and_loaded(copy, tmp_path):
+    memory, other = make(61), make(3)
+    memory.fit(ah.variants.Masked(0.3), epochs=5, batch=32, progress=False)
+    copy(memory, other, tmp_path / "memory")
+    x = torch.randn(7, 16)
+    assert other.beta == memory.beta != 1
+    for method in ("scores", "recall", "retrieve", "class_scores", "classify", "energy"):
+        assert torch.equal(getattr(other, method)(x), getattr(memory, method)(x)), method
+    for shortlist in (None, 20):
+        for got, expected in zip(other.search(x, 5, shortlist), memory.search(x, 5, shortlist), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_loading_with_assign_allocates_no_second_copy(tmp_path, monkeypatch):
+    """Patterns that are larger than memory can be mapped, but not allocated."""
+    torch.save(make(61).state_dict(), tmp_path / "memory.pt")
+    state, other = torch.load(tmp_path / "memory.pt", weights_only=True, mmap=True), make(3)
+    allocated = []
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *args, **kw: allocated.append(args[1]) or new_empty(*args, **kw)
+    )
+    other.load_state_dict(state, assign=True)
+    assert (torch.Size([61, 16]),) not in allocated
+    assert other.patterns.data_ptr() == state["patterns"].data_ptr()
+
+
+def mapped(kind: str, path: Path, patterns: torch.Tensor) -> torch.Tensor:
+    if kind == "torch":
+        patterns.numpy().tofile(path)
+        return torch.from_file(str(path), size=patterns.numel()).view(patterns.shape)
+    np.save(path, patterns.numpy())
+    return torch.from_numpy(np.load(path, mmap_mode="c"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_mapped_patterns_are_not_copied(kind, tmp_path):
+    patterns = torch.rand(500, 16) * 2 - 1
+    stored = mapped(kind, tmp_path / "patterns.npy", patterns)
+    memory = ah.AssociativeMemory.preset("A-Hop", stored, init="uniform")
+    expected = ah.AssociativeMemory.preset("A-Hop", patterns, init="uniform")
+    assert memory.patterns.data_ptr() == stored.data_ptr()
+    for shortlist in (None, 50):
+        found, wanted = (each.search(patterns[:9], 5, shortlist) for each in (memory, expected))
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1], wanted[1])
+
+
+def shares(result, argument):
+    """Returns whether a result of an operator has the memory of an argument."""
+    if not isinstance(argument, torch.Tensor):
+        return False
+    return result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest new tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(result, torch.Tensor) and not any(shares(result, argument) for argument in args):
+                self.elements = max(self.elements, result.numel())
+        return results
+
+
+def test_mapped_patterns_are_read_block_by_block(tmp_path):
+    """No tensor is nearly as large as the patterns: they need not fit into memory."""
+    patterns = torch.rand(100_000, 64) * 2 - 1
+    stored = mapped("torch", tmp_path / "patterns", patterns)
+    with Largest() as largest:
+        memory = ah.AssociativeMemory.preset("A-Hop", stored, init="uniform", labels=torch.arange(100_000) % 3)
+        for shortlist in (None, 100):
+            assert memory.search(patterns[[5, 99_990]] + 0.01, 2, shortlist)[1][:, 0].tolist() == [5, 99_990]
+        memory.class_scores(patterns[:2])
+    assert largest.elements < patterns.numel() / 2
