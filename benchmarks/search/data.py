@@ -1,0 +1,149 @@
+"""Images, seeded splits into stored and asked images, and the two kinds of corruption."""
+
+import gzip
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from ahop_layers.variants import Erased, Level, Occluded, Variant
+
+FACES = Path("faces") / "yale_b.npz"
+FASHION = Path("fashion-mnist")
+FASHION_FILES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
+SETS = ("faces", "digits", "fashion")
+
+MAX_IMAGES = 4000
+"""Largest number of images of a split. Of larger sets, each split uses a random subset."""
+
+LEVELS = {
+    "pixels": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    "block": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
+}
+"""Kind of corruption -> fractions of the image that are corrupted in the queries."""
+
+TRAINING_LEVELS = (0.0, 0.9)
+"""Range of the levels in the training queries, from which each query draws its own."""
+
+
+class Images(NamedTuple):
+    """Gray images with values from 0 to 1, flattened to rows, and their classes."""
+
+    rows: Tensor
+    labels: Tensor
+    side: int
+
+    def subset(self, index: Tensor) -> "Images":
+        """Returns the images with these indices."""
+        return self._replace(rows=self.rows[index], labels=self.labels[index])
+
+    def to(self, device: torch.device) -> "Images":
+        """Moves images and labels to a device."""
+        return self._replace(rows=self.rows.to(device), labels=self.labels.to(device))
+
+
+class Split(NamedTuple):
+    """Stored images, and the images whose corrupted copies are the queries."""
+
+    stored: Images
+    asked: Images
+
+
+@dataclass(frozen=True)
+class ReplacedPixels(Variant):
+    """Replaces a fraction of the pixels by values drawn uniformly from 0 to the largest value of the image.
+
+    Wright et al. (2009) corrupt faces in this way.
+
+    Args:
+        share: fraction of the pixels, a level.
+    """
+
+    share: Level
+
+    def corrupt(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Corrupts each row of ``origin (n, d)``: ``(n, d)``."""
+        kept = Erased(self.share).corrupt(torch.ones_like(origin), generator).bool()
+        values = torch.empty_like(origin).uniform_(generator=generator) * origin.amax(-1, keepdim=True)
+        return torch.where(kept, origin, values)
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignBlock(Variant):
+    """Covers a square block with the same part of another image, turned upside down.
+
+    Args:
+        share: fraction of the area of the image, a level.
+        others: the images ``(N, side * side)`` from which the other image is drawn.
+        side: height and width of an image.
+    """
+
+    share: Level
+    others: Tensor
+    side: int
+
+    def corrupt(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Corrupts each row of ``origin (n, d)``: ``(n, d)``."""
+        kept = Occluded(self.share, self.side, self.side).corrupt(torch.ones_like(origin), generator).bool()
+        place = torch.randint(len(self.others), (len(origin),), generator=generator, device=origin.device)
+        turned = self.others[place].unflatten(-1, (self.side, self.side)).flip(-2).flatten(-2)
+        return torch.where(kept, origin, turned)
+
+
+def corruption(kind: str, level: Level, images: Images) -> Variant:
+    """Returns a kind of corruption. Foreign blocks come from ``images``."""
+    if kind == "pixels":
+        return ReplacedPixels(level)
+    return ForeignBlock(level, images.rows, images.side)
+
+
+def queries(split: Split, kind: str, level: float, seed: int) -> Tensor:
+    """Returns one corrupted copy of each asked image. The random numbers are equal on all devices."""
+    asked = split.asked.to(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1000 * seed + round(100 * level))
+    return corruption(kind, level, asked).corrupt(asked.rows, generator).to(split.asked.rows.device)
+
+
+def available(folder: Path) -> list[str]:
+    """Returns the names of the data sets whose files are in ``folder``; the digits come with scikit-learn."""
+    files = {"faces": [folder / FACES], "fashion": [folder / FASHION / name for name in FASHION_FILES]}
+    return [name for name in SETS if all(file.exists() for file in files.get(name, ()))]
+
+
+def load(name: str, folder: Path) -> Images:
+    """Loads a data set.
+
+    Raises:
+        FileNotFoundError: its files are missing.
+    """
+    if name not in available(folder):
+        expected = folder / (FACES if name == "faces" else FASHION / FASHION_FILES[0])
+        raise FileNotFoundError(f"expected the data set {name} in {expected}, got no such file")
+    if name == "digits":
+        digits = load_digits()
+        pixels, labels, maximum = digits.images, digits.target, 16.0
+    elif name == "faces":
+        with np.load(folder / FACES) as arrays:
+            pixels, labels, maximum = arrays["images"], arrays["labels"], 255.0
+    else:
+        read = [gzip.decompress((folder / FASHION / file).read_bytes()) for file in FASHION_FILES]
+        pixels = np.frombuffer(read[0], np.uint8, offset=16).reshape(-1, 28, 28)
+        labels, maximum = np.frombuffer(read[1], np.uint8, offset=8), 255.0
+    rows = torch.from_numpy(pixels.astype(np.float32) / np.float32(maximum)).flatten(1)
+    return Images(rows, torch.from_numpy(labels.astype(np.int64)), pixels.shape[-1])
+
+
+def split_halves(images: Images, seed: int) -> Split:
+    """Splits the images of each class at random: the first half is stored, the rest is asked."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images.labels), generator=generator)[:MAX_IMAGES]
+    stored, asked = [], []
+    for label in images.labels[order].unique():
+        own = order[images.labels[order] == label]
+        stored.append(own[: len(own) // 2])
+        asked.append(own[len(own) // 2 :])
+    return Split(images.subset(torch.cat(stored)), images.subset(torch.cat(asked)))
