@@ -137,7 +137,7 @@ def sparse(stored: Images, variant: Variant, seed: int) -> Classifier:
     return SparseRepresentation(stored)
 
 
-def network(n_classes: int, width: int = 64) -> nn.Sequential:
+def network(n_classes: int, width: int) -> nn.Sequential:
     """Returns a network of six 3 x 3 convolutions, with a pooling after each second one, for gray images."""
     layers: list[nn.Module] = []
     channels = 1
@@ -151,14 +151,16 @@ def network(n_classes: int, width: int = 64) -> nn.Sequential:
     return nn.Sequential(*layers, *pooled)
 
 
-def convolutional(stored: Images, variant: Variant, seed: int, steps: int = 3000, batch: int = 128) -> Classifier:
+def convolutional(
+    stored: Images, variant: Variant, seed: int, steps: int = 3000, batch: int = 128, width: int = 64
+) -> Classifier:
     """A convolutional network, trained on corrupted stored images. It names a class and no stored image."""
     device, shape = stored.rows.device, (1, stored.side, stored.side)
     classes, target = stored.labels.unique(return_inverse=True)
     # Without a forked state, the initialization would change the random numbers of the caller.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        model = network(len(classes)).to(device)
+        model = network(len(classes), width).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
         for _ in range(steps):
