@@ -159,9 +159,20 @@ def test_the_adaptive_memory_finds_the_class_of_a_corrupted_image(kind, images):
     split = data.split_halves(images, 0)
     variant = data.corruption(kind, (0.0, 0.6), split.stored)
     classify = ours.adaptive(split.stored, variant, 0, steps=20, batch=32)
-    answer = classify(data.queries(split, kind, 0.5, 0))
+    query = data.queries(split, kind, 0.5, 0)
+    answer = classify(query)
+    assert torch.equal(answer.label, classify.memory.classify(query))
     assert (answer.label == split.asked.labels).float().mean() > 0.9
     assert torch.equal(split.stored.labels[answer.index], answer.label)
+
+
+def test_patches_agree_where_the_query_is_intact(images):
+    classify = ours.adaptive(images, ReplacedPixels(0.5), 0, steps=1, batch=8)
+    query = images.rows[:2].clone()
+    query.reshape(2, SIDE, SIDE)[:, :4, :4] = images.rows[-2:].reshape(2, SIDE, SIDE)[:, :4, :4]
+    agreement = classify.agreement(query, torch.tensor([0, 1])).reshape(2, SIDE, SIDE)
+    torch.testing.assert_close(agreement[:, 4:], torch.ones(2, 4, SIDE), atol=0.01, rtol=0)
+    assert (agreement[:, :4, :4] < 0.9).all()
 
 
 def test_pixels_are_compared_only_where_pixels_are_corrupted():
@@ -202,12 +213,14 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
     assert read(output) == rows
 
 
-def test_the_picture_shows_the_answer_of_each_method(folder, tmp_path):
-    shown = measure.answers("faces", "pixels", 0.3, ["Euclid", "L1"], folder, torch.device("cpu"), count=3)
+def test_the_picture_shows_the_answer_of_each_method(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, steps=2, batch=8))
+    shown = measure.answers("faces", "pixels", 0.3, ["Euclid", ours.OURS], folder, torch.device("cpu"), count=3)
     assert isinstance(shown.split, Split)
     assert shown.query.shape == (3, SIDE * SIDE)
     assert shown.split.asked.labels.tolist() == [0, 1, 3]
-    assert list(shown.answers) == ["Euclid", "L1"]
+    assert list(shown.answers) == ["Euclid", ours.OURS]
+    assert shown.agreement.shape == shown.query.shape
     assert command.report.draw_answers(shown, tmp_path / "answers.png").stat().st_size > 0
 
 

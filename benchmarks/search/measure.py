@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, corruption, load, queries, split_halves
-from benchmarks.search.ours import OURS, adaptive
+from benchmarks.search.ours import OURS, AdaptiveClassifier, adaptive
 from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
 
 METHODS: dict[str, Training] = {**RIVALS, OURS: adaptive}
@@ -31,12 +31,12 @@ class Trained(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Queries at one level, and what each method answered."""
+    """Queries, what each method answered, and how the patches of query and answer of the adaptive memory agree."""
 
     split: Split
-    level: float
     query: Tensor
     answers: dict[str, Answer]
+    agreement: Tensor | None
 
 
 def wanted(
@@ -114,5 +114,10 @@ def answers(
     spread = classes[torch.linspace(0, len(classes) - 1, min(count, len(classes))).long()]
     chosen = torch.stack([(split.asked.labels == label).nonzero()[0, 0] for label in spread])
     query = queries(split, kind, level, 0)[chosen]
-    found = {method: train(method, split, kind, 0)(query) for method in methods}
-    return Shown(split._replace(asked=split.asked.subset(chosen)), level, query, found)
+    found, agreement = {}, None
+    for method in methods:
+        classify = train(method, split, kind, 0)
+        found[method] = classify(query)
+        if isinstance(classify, AdaptiveClassifier):
+            agreement = classify.agreement(query, found[method].index)
+    return Shown(split._replace(asked=split.asked.subset(chosen)), query, found, agreement)

@@ -66,7 +66,10 @@ def draw_curves(rows: Sequence[Row], path: Path) -> Path:
 
 
 def draw_answers(shown: Shown, path: Path) -> Path:
-    """Draws each query, its clean image, and the stored image that each method answered, framed by right or wrong."""
+    """Draws each query, its clean image, and the stored image that each method answered, framed green if it is right.
+
+    The last column shows the correlation of each patch of the query with that of the answer of the adaptive memory.
+    """
     split, side = shown.split, shown.split.stored.side
 
     def image(row: Tensor) -> np.ndarray:
@@ -77,9 +80,9 @@ def draw_answers(shown: Shown, path: Path) -> Path:
         ("clean image", split.asked.rows, None),
         *((name, split.stored.rows[given.index], given.label) for name, given in shown.answers.items()),
     ]
-    truth = split.asked.labels
-    with drawing(path, (1.3 * len(columns), 1.35 * len(truth) + 0.4)) as figure:
-        axes = figure.subplots(len(truth), len(columns), squeeze=False)
+    truth, extra = split.asked.labels, shown.agreement is not None
+    with drawing(path, (1.3 * (len(columns) + extra), 1.35 * len(truth) + 0.4)) as figure:
+        axes = figure.subplots(len(truth), len(columns) + extra, squeeze=False)
         for place, (name, rows, labels) in enumerate(columns):
             axes[0, place].set_title(name.replace(" ", "\n"), fontsize=9)
             for line, axis in enumerate(axes[:, place]):
@@ -88,4 +91,9 @@ def draw_answers(shown: Shown, path: Path) -> Path:
                 color = None if labels is None else RIGHT if labels[line] == truth[line] else WRONG
                 for spine in axis.spines.values():
                     spine.set(visible=color is not None, color=color, linewidth=2.5)
+        if shown.agreement is not None:
+            axes[0, -1].set_title("patches\nthat agree", fontsize=9)
+            for axis, row in zip(axes[:, -1], shown.agreement, strict=True):
+                axis.imshow(image(row), cmap="RdYlGn", vmin=-1, vmax=1)
+                axis.set_axis_off()
     return path
