@@ -12,7 +12,7 @@ from benchmarks.search.rivals import Answer
 OURS = "adaptive memory"
 SIZES = (2, 4, 8)
 """Sides of the patches."""
-STEPS, BATCH = 300, 128
+STEPS, BATCH, LR = 300, 128, 0.1
 
 
 def similarity(side: int, pixels: bool) -> ah.AdaptiveSimilarity:
@@ -89,6 +89,5 @@ def adaptive(stored: Images, variant: Variant, seed: int, steps: int = STEPS, ba
     pixels = isinstance(variant, ReplacedPixels)
     score = similarity(stored.side, pixels).to(stored.rows.device)
     classifier = AdaptiveClassifier(stored, score, batch)
-    rate = 0.3 if pixels else 0.1
-    classifier.memory.fit(variant, epochs=steps, lr=rate, batch=batch, by="label", seed=seed, progress=False)
+    classifier.memory.fit(variant, epochs=steps, lr=LR, batch=batch, by="label", seed=seed, progress=False)
     return classifier
