@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ahop_layers.errors import check_module
-from ahop_layers.ops.reference import fold
+from ahop_layers.ops.reference import BASES, fold
 from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, similarity_parameters
 
 
@@ -52,7 +52,7 @@ def parameter_groups(
 class _Folded(nn.Module):
     """Parametrizes ``w`` by the folded weight ``u``: ``w`` is the difference of consecutive entries of ``u``."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, units: Tensor) -> None:
         super().__init__()
 
     def forward(self, folded: Tensor) -> Tensor:
@@ -63,17 +63,18 @@ class _Folded(nn.Module):
 
 
 class _FoldedAndPlain(nn.Module):
-    """Parametrizes ``w`` as the sum of a folded weight's differences and a second, unfolded weight."""
+    """Parametrizes ``w`` as the sum of a folded weight's differences and a second, unfolded weight, in units."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, units: Tensor) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self.units = scale, units
 
     def forward(self, folded: Tensor, weight: Tensor) -> Tensor:
-        return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1)) + self.scale * weight
+        differences = folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
+        return self.units * (differences + self.scale * weight)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return fold(weight), torch.zeros_like(weight)
+        return fold(weight / self.units), torch.zeros_like(weight)
 
 
 def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
@@ -86,13 +87,36 @@ def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
     return _reparametrized(module, _Folded)
 
 
-def trainable_forms(module: nn.Module) -> AbstractContextManager[None]:
+def trainable_forms(module: nn.Module, scale: float = 1.0) -> AbstractContextManager[None]:
     """Trains folded and unfolded weights together: the weights are the sum of both.
 
     Noisy queries need small steps, masked queries without noise need weights in the thousands. An optimizer with a
     fixed step size, such as Adam, can reach both with two parametrizations.
+
+    Args:
+        module: the module whose similarities are trained.
+        scale: scale of queries and keys. The bases grow with different powers of it, such as 1 for ``"l1"`` and 2 for
+            ``"dot"``. Steps are relative to these powers, so that they have the same effect for data of any scale.
     """
-    return _reparametrized(module, _FoldedAndPlain)
+    return _reparametrized(module, _FoldedAndPlain, scale)
+
+
+def _degree(base: str) -> float:
+    """Returns the power of the scale of query and key with which a base similarity grows."""
+    small, large = (BASES[base].value(torch.tensor(unit), torch.tensor(3.0 * unit)).item() for unit in (1.0, 2.0))
+    return math.log2(large / small) if small * large > 0 else 2.0
+
+
+def base_units(part: AdaptiveSimilarity, scale: float) -> list[Tensor]:
+    """Returns the unit of the weights of each base, ``(n_bases,)`` for each resolution.
+
+    Base similarities grow with different powers of the scale of the data. In these units, all of them grow with the
+    same power: that of the base that ``init`` names in the first resolution, whose unit is 1, else the largest.
+    """
+    degrees = [[0.0 if blocks.normalize else _degree(base) for base in part.bases] for blocks in part.blocks]
+    named = isinstance(part.init, str) and part.init in part.bases
+    reference = degrees[0][part.bases.index(part.init)] if named else max(map(max, degrees))
+    return [torch.tensor([scale ** (reference - degree) for degree in each]) for each in degrees]
 
 
 def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
@@ -107,7 +131,9 @@ def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
 
 
 @contextmanager
-def _reparametrized(module: nn.Module, form: Callable[[float], nn.Module]) -> Iterator[None]:
+def _reparametrized(
+    module: nn.Module, form: Callable[[float, Tensor], nn.Module], data_scale: float = 1.0
+) -> Iterator[None]:
     """Trains the weights of every adaptive similarity through a parametrization inside the context."""
     original = []
     adaptive = [part for part in named_similarities(module).values() if isinstance(part, AdaptiveSimilarity)]
@@ -121,7 +147,8 @@ def _reparametrized(module: nn.Module, form: Callable[[float], nn.Module]) -> It
             weight.mul_(factor.unsqueeze(-1))
             factor.fill_(1.0)
         factor.requires_grad_(False)
-        parametrize.register_parametrization(part, w, form(_scale(part, resolution)))
+        units = base_units(part, data_scale)[resolution].to(weight).unsqueeze(-1)
+        parametrize.register_parametrization(part, w, form(_scale(part, resolution), units))
     try:
         yield
     finally:

@@ -169,7 +169,7 @@ def test_labels_are_saved_and_loaded(tmp_path, assign):
 
 def test_a_checkpoint_without_labels_loads_into_a_memory_without_labels():
     memory = AssociativeMemory(torch.eye(3))
-    assert set(memory.state_dict()) == {"patterns"}
+    assert set(memory.state_dict()) == {"patterns", "beta"}
     memory.load_state_dict({"patterns": torch.ones(2, 3)})
     assert memory.labels is None
     labeled = AssociativeMemory(torch.eye(3), labels=[0, 1, 1])
@@ -261,7 +261,7 @@ def test_the_label_loss_leaves_a_pattern_out_of_its_own_memory(block):
         of_class = kept & (labels == labels[place])
         expected.append(row[kept].logsumexp(-1) - row[of_class].logsumexp(-1))
     expected = torch.stack(expected).mean()
-    loss = memory._label_loss((index, query))
+    loss = memory._label_loss(memory._logit_blocks(query), index)
     torch.testing.assert_close(loss, expected)
     inputs = list(memory.parameters())
     pairs = zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True)

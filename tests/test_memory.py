@@ -10,10 +10,11 @@ import torch
 from torch.nn import functional
 
 from ahop_layers import errors
+from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import fit as fit_module
 from ahop_layers.memory import memory as memory_module
-from ahop_layers.memory.fit import estimate_bias
+from ahop_layers.memory.fit import best_inverse_temperature, estimate_bias, retrieval_batches
 from ahop_layers.memory.kernel import KernelModulation, crowding
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
@@ -303,6 +304,169 @@ def test_fits_with_and_without_noise(variant, share):
     memory.fit(variant, epochs=150, batch=64, progress=False)
     limit = (variant.most_likely(query, patterns) == index).double().mean().item()
     assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
+
+
+def embeddings(seed, scale=1.0, count=200, dim=48, pairs=1500, dtype=torch.float32):
+    """Unit vectors, and noisy queries with 70 % of the dimensions erased; all multiplied by ``scale``."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.nn.functional.normalize(torch.randn(count, dim, generator=generator, dtype=dtype), dim=-1)
+    index = torch.randint(count, (pairs + 1000,), generator=generator)
+    query = patterns[index] + 0.5 * torch.randn(len(index), dim, generator=generator, dtype=dtype) / dim**0.5
+    query = scale * query * (torch.rand(query.shape, generator=generator) >= 0.7)
+    return scale * patterns, (index[:pairs], query[:pairs]), (index[pairs:], query[pairs:])
+
+
+@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"bases": ("l1",), "init": "l1"},
+        {"bases": ("dot",)},
+        {"bases": ("dis",), "init": "dis"},
+        {},
+        {"bases": ("l1", "dot", "dis"), "init": "uniform"},
+        {"bases": ("l1", "dot"), "blocks": [Blocks(4, normalize=True), 48]},
+        {"bases": ("l1", "dot"), "blocks": [48, Blocks(4, normalize=True)], "prior": True},
+    ],
+    ids=["l1", "dot", "dis", "both", "all", "normalized", "resolutions"],
+)
+def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, debias):
+    found = []
+    for scale in (1.0, 1e-3, 1e3):
+        patterns, pairs, (_, query) = embeddings(0, scale, count=50, pairs=600, dtype=torch.float64)
+        memory = AssociativeMemory.preset("A-Hop", patterns, debias=debias, **keywords)
+        before = memory.recall(query)
+        memory.fit(pairs, epochs=12, batch=128, progress=False)
+        found.append((before, memory.recall(query)))
+        assert not torch.equal(*found[-1])  # fit kept trained weights
+    for before, after in found[1:]:
+        assert torch.equal(before, found[0][0])
+        assert torch.equal(after, found[0][1])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_unit_embeddings_are_found_and_retrieved_at_any_scale(scale):
+    patterns, pairs, (index, query) = embeddings(3, scale, count=500, dim=64, pairs=4000)
+    memory = AssociativeMemory.preset("A-Hop", patterns)
+    memory.fit(pairs, epochs=5, progress=False)
+    assert (memory.recall(query) == index).double().mean() >= 0.94
+    assert 0.95 < memory.retrieve(query).norm(dim=-1).median() / scale < 1.05
+    assert retrieval_accuracy(memory, index, query) >= 0.94
+
+
+def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
+    patterns = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    batches = retrieval_batches(Masked(0.8), patterns, 1, 64, fit_module.seeded_generator(patterns.device, 0))
+    query = torch.cat([rows for _, rows in batches.held_out])
+    equal = (query[:, None] == patterns).double().mean(-1)  # a fifth of the dimensions of the query's own pattern
+    assert equal.max(-1).values.mean() == pytest.approx(0.2, abs=0.05)
+
+
+def inverse_temperature(scores, index, batch=1000):
+    batches = list(zip(index.split(batch), scores.split(batch), strict=True))
+    memory = AssociativeMemory(torch.eye(2))
+    beta = best_inverse_temperature(lambda query: query.chunk(2, -1), memory._pattern_loss, batches)
+    return None if beta is None else beta.item()
+
+
+def test_the_inverse_temperature_minimizes_the_loss():
+    index = torch.randint(6, (3000,))
+    scores = torch.randn(3000, 6)
+    scores[torch.arange(3000), index] += 3.0  # the log-likelihood ratio of a shift of 3 is 3 times the score
+    for factor in (1e-25, 1e-6, 1.0, 1e6, 1e25):
+        assert 2.6 < factor * inverse_temperature(factor * scores, index) < 3.3
+    scores[torch.arange(3000), index] -= 2.0  # the best factor would be 1
+    assert 3.5 < inverse_temperature(scores, index) < 4.5  # logits with a deviation of 4
+    assert inverse_temperature(torch.zeros(4, 3), torch.zeros(4).long()) is None
+    assert inverse_temperature(torch.randn(3000, 6), index) is None
+    assert inverse_temperature(torch.eye(4), torch.arange(4)) < 100  # a loss without a minimum
+
+
+def test_beta_multiplies_the_scores_in_separation_loss_and_energy():
+    patterns, x = uniform(8, 5), uniform(3, 5)
+    for name in ("M-Hop", "S-Hop", "K-Hop", "K2-Hop", "A-Hop"):
+        memory = AssociativeMemory.preset(name, patterns, beta=3.0)
+        plain = AssociativeMemory.preset(name, patterns)
+        assert torch.equal(memory.scores(x), plain.scores(x))
+        torch.testing.assert_close(memory.retrieve(x), plain.separation(3 * plain.scores(x)) @ patterns)
+    memory, plain = (AssociativeMemory.preset("A-Hop", patterns, beta=beta) for beta in (3.0, None))
+    torch.testing.assert_close(memory.energy(x), -(3 * plain.scores(x)).logsumexp(-1) / 3)
+    assert plain.beta == 1
+    index = torch.tensor([0, 1, 2])
+    expected = torch.nn.functional.cross_entropy(3 * plain.scores(x), index)
+    torch.testing.assert_close(memory._pattern_loss(memory._logit_blocks(x), index), expected)
+
+
+@pytest.mark.parametrize("name", ["M-Hop", "S-Hop"])
+def test_energies_fall_at_any_inverse_temperature(name):
+    patterns = uniform(30, 6)
+    for beta in (0.3, 4.0):
+        memory, x = AssociativeMemory.preset(name, patterns, beta=beta), uniform(20, 6)
+        assert (memory.energy(memory.retrieve(x)) <= memory.energy(x) + 1e-9).all()
+
+
+def test_a_fit_keeps_a_given_beta_and_sets_a_missing_one():
+    patterns, pairs, _ = embeddings(0, count=50, pairs=400)
+    for beta in (None, 2.0):
+        memory = AssociativeMemory.preset("A-Hop", patterns, beta=beta)
+        memory.fit(pairs, epochs=2, batch=128, progress=False)
+        assert (memory.beta == 2.0).item() == (beta == 2.0)
+
+
+def test_old_checkpoints_have_the_inverse_temperature_one():
+    memory = AssociativeMemory.preset("M-Hop", uniform(5, 3), beta=4.0)
+    state = memory.state_dict()
+    other = AssociativeMemory(uniform(5, 3))
+    other.load_state_dict(state)
+    assert other.beta == 4
+    del state["beta"]
+    other.load_state_dict(state)
+    assert other.beta == 1
+    assert "beta" not in state
+    pickled = other.__getstate__()
+    pickled["_buffers"].pop("beta")
+    pickled.pop("_fits_beta")
+    old = AssociativeMemory.__new__(AssociativeMemory)
+    old.__setstate__(pickled)
+    assert old.beta == 1
+    assert old._fits_beta
+
+
+def test_a_fit_holds_queries_out_and_keeps_the_best_parameters():
+    patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
+    batches = retrieval_batches((index, query), patterns, 1, 128, torch.Generator().manual_seed(0))
+    drawn = torch.cat([rows for _, rows in batches.draws])
+    held_query = torch.cat([rows for _, rows in batches.held_out])
+    assert (len(drawn), len(held_query), batches.steps) == (900, 100, 8)
+    assert not (drawn[:, None] == held_query).all(-1).any()
+    few = retrieval_batches((index[:100], query[:100]), patterns, 1, 60, torch.Generator())
+    assert [len(rows) for rows, _ in few.draws] == [50, 50]
+    assert [len(rows) for rows, _ in few.held_out] == [60, 40]  # no more than a batch at once
+    memory = AssociativeMemory.preset("A-Hop", patterns, beta=20.0)
+    seen, original = [], memory._pattern_loss
+
+    def recorded(blocks, target):
+        loss = original(blocks, target)
+        if not loss.requires_grad:
+            seen.append(loss.item())
+        return loss
+
+    memory._pattern_loss = recorded
+    memory.fit((index, query), epochs=10, batch=128, progress=False, lr=0.2)  # so large that the loss rises at times
+    assert 10 <= len(seen) <= 13
+    assert min(seen) < min(seen[0], seen[-1])
+    held = retrieval_batches((index, query), patterns, 1, 128, fit_module.seeded_generator(patterns.device, 0)).held_out
+    loss = original(memory._logit_blocks(held[0][1]), held[0][0])
+    assert loss.item() == pytest.approx(min(seen), rel=1e-4)
+
+
+def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter():
+    patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
+    memory, x = AssociativeMemory.preset("A-Hop", patterns), query[:5]
+    before = memory.scores(x)
+    with pytest.warns(UserWarning, match="fit did not improve the loss of the held-out queries"):
+        memory.fit((index, query), epochs=5, batch=64, progress=False, lr=100.0)
+    torch.testing.assert_close(memory.scores(x), before)
 
 
 def test_an_interrupted_fit_leaves_a_usable_memory():
@@ -606,7 +770,7 @@ def test_recall_needs_little_memory_beside_the_patterns(kind):
         (lambda p: AssociativeMemory(p, objective="separation"), "needs a KernelModulation, got NoneType"),
         (lambda p: AssociativeMemory(p, objective="speed"), "objective must be one of retrieval, separation"),
         (lambda p: AssociativeMemory.preset("Z-Hop", p), "name must be one of Hop, D-Hop"),
-        (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes .* prior, check, got debias"),
+        (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes .* prior, check, beta, got debias"),
         (
             lambda p: AssociativeMemory(p).scores(p[:, :3]),
             r"queries x must be \(..., d\) with the d = 4 of .* \(6, 3\)",

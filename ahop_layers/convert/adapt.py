@@ -119,7 +119,7 @@ def adapt_(
     layers.0.self_attn  passed over: not in the last 1 blocks
     adapted 1, passed over 1; 36 new parameters
     sorting takes 76 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 20
-    expected time of attention on a GPU: about 7.8x the fused dot product, with blocks=4 about 3.1x
+    expected time of attention on a GPU: about 6.7x the fused dot product, with blocks=4 about 3x
     """
     check_module(model=model)
     check_given_sizes(last=last)

@@ -11,11 +11,12 @@ from torch import nn
 from ahop_layers.ops.gpu.networks import sorting_network
 from ahop_layers.similarity import AdaptiveSimilarity, LazyAdaptiveSimilarity
 
-MEASURED_TIMES = ((0, 1.0), (5, 1.9), (10, 3.1), (19, 3.9), (38, 7.8), (1086, 61.0))
+MEASURED_TIMES = ((0, 1.0), (5, 2.4), (10, 3.0), (19, 3.7), (38, 6.7), (126, 29.1), (1086, 73.1))
 """Comparisons for one query-key pair and head, and the time of attention relative to the fused dot product.
 
-Measured on an H200: forward with 256 images, 6 heads of 64 dimensions, 197 tokens, in bfloat16. The points are 4 blocks
-with one base and with both, 8 blocks with one base and with both, and full footprints with both.
+Measured on an H200 by ``python -m benchmarks.vit --parts attention``: forward with 1024 images, 6 heads of 64
+dimensions, 197 tokens, in bfloat16. The points are 4 blocks with one base and with both, 8 blocks likewise, 16 blocks
+with both, and full footprints with both.
 """
 
 

@@ -1,7 +1,7 @@
 """Energies of associative memories, which do not increase along the dynamics.
 
 Each function takes the states ``x (..., d)``, the modulated states ``(..., d)``, the scores ``(..., N)`` and the
-separation, and returns the energy ``(...)``.
+separation, and returns the energy ``(...)``. The inverse temperature ``beta`` multiplies the scores in the separation.
 """
 
 from collections.abc import Callable
@@ -11,46 +11,47 @@ from torch import Tensor
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
 
-Energy = Callable[[Tensor, Tensor, Tensor, Separation], Tensor]
+Energy = Callable[[Tensor, Tensor, Tensor, Separation, Tensor], Tensor]
 
 
-def conjugate(scores: Tensor, separation: Separation) -> Tensor:
-    """The function of the scores ``(..., N) -> (...)`` whose gradient is the separation.
+def conjugate(scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
+    """The function of the scores ``(..., N) -> (...)`` whose gradient is the separation of ``beta * scores``.
 
     For softmax this is the log-sum-exp. For the entmax family it is ``p . s`` plus the Tsallis entropy of the weights
     ``p``.
     """
     if separation.name == "softmax":
-        return scores.logsumexp(-1)
-    weights, alpha = separation(scores), separation.alpha
+        return (beta * scores).logsumexp(-1) / beta
+    weights, alpha = separation(beta * scores), separation.alpha
     entropy = (weights - weights**alpha).sum(-1) / (alpha * (alpha - 1))
-    total: Tensor = (weights * scores).sum(-1) + entropy
+    total: Tensor = (weights * scores).sum(-1) + entropy / beta
     return total
 
 
-def attention_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation) -> Tensor:
+def attention_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
     """Half the squared norm of the state minus the conjugate of the separation: M-Hop, S-Hop, K-Hop."""
-    return 0.5 * (x * modulated).sum(-1) - conjugate(scores, separation)
+    return 0.5 * (x * modulated).sum(-1) - conjugate(scores, separation, beta)
 
 
-def adaptive_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation) -> Tensor:
+def adaptive_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
     """The negative log-sum-exp of the scores: A-Hop.
 
     For the similarity ``-|x - bias - pattern|^2`` it does not increase and is at least ``-log N``. For other weights
     the paper makes no statement.
     """
-    return -scores.logsumexp(-1)
+    return -(beta * scores).logsumexp(-1) / beta
 
 
-def classic_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation) -> Tensor:
+def classic_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
     """The negative sum over patterns of the antiderivative of the separation: Hop, D-Hop, E-Hop.
 
     The paper's table has the sum over the patterns inside the power and the exponential. This is the sum of the powers
     and exponentials, whose gradient gives the dynamics. It does not increase for odd degrees. For the exponential the
-    energy is the logarithm of that sum, which is monotonic in it and does not overflow.
+    energy is the logarithm of that sum, which is monotonic in it and does not overflow. The signs of the other two do
+    not depend on ``beta``.
     """
     if separation.name == "exponential":
-        return -scores.logsumexp(-1)
+        return -(beta * scores).logsumexp(-1) / beta
     degree = separation.degree if separation.name == "polynomial" else 1
     return -(scores ** (degree + 1)).sum(-1) / (degree + 1)
 

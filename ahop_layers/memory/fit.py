@@ -7,7 +7,7 @@ every twentieth loss is read.
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,27 +24,61 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.training import rise_and_fall, trainable_forms
 from ahop_layers.variants import Variant
 
 Pairs = tuple[Tensor, Tensor]
 
+Measure = Callable[[Iterable[Tensor], Tensor], Tensor]
+"""Computes the mean loss of logits ``(L, B)`` of consecutive blocks of patterns, for targets ``(L,)``."""
+
+HELD_OUT = 512
+"""Largest number of queries that are held out of training."""
+
+HELD_OUT_SHARE = 0.1
+"""Fraction of the given pairs that are held out."""
+
+EVALUATIONS = 10
+"""Number of evaluations on the held-out queries during training."""
+
+
+MIN_DEVIATION = 4.0
+"""Smallest standard deviation of the logits of a query at the start of training.
+
+Scores that say little have their smallest loss at a small inverse temperature. The readout is then an average of many
+patterns, and training is slow.
+"""
+
+FORM_UNITS = {"original0": 20.0, "original1": 1.0}
+"""Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
+
+FORM_STEPS = 40
+"""Number of steps up to which the weights have these units. With more steps, units fall with the root of the number."""
+
+FORM_EPS = 0.3
+"""Adam's eps of these weights, per weight and in their units. See :func:`_groups`."""
+
 
 class Batches(NamedTuple):
-    """The number of steps, and an iterator over the batch of each step."""
+    """The number of steps, an iterator over the batch of each step, and held-out batches."""
 
     steps: int
     draws: Iterator[Any]
+    held_out: Sequence[Pairs] = ()
 
 
 def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
     """A random generator on ``device``.
 
+    Its numbers differ from those of a generator with the seed ``seed``: patterns drawn with that seed would otherwise
+    be the values that replace dimensions of the first queries.
+
     Raises:
         AHopError: ``seed`` is not an integer of 64 bits.
     """
     try:
-        return torch.Generator(device).manual_seed(seed)
+        return torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise AHopError(f"seed must be an integer of 64 bits, got {seed!r}") from error
 
@@ -52,23 +86,36 @@ def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
 def retrieval_batches(data: object, patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
     """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
 
+    Of given pairs, a tenth is held out. A tenth of fewer than 320 pairs is too small an estimate, so all of them are
+    used for training and for evaluation.
+
     Raises:
         AHopError: ``data`` is neither a variant nor a pair, or does not match the patterns.
     """
     check_sizes(epochs=epochs, batch=batch)
     if isinstance(data, Variant):
-        return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)))
+        fresh = data.sample(patterns, HELD_OUT, generator)
+        return Batches(epochs, (data.sample(patterns, batch, generator) for _ in range(epochs)), _split(fresh, batch))
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
     index, query = _check_pairs(data[0], data[1], patterns)
+    size = min(int(HELD_OUT_SHARE * len(index)), HELD_OUT)
+    mixed = torch.randperm(len(index), generator=generator, device=generator.device)
+    held_out, kept = (mixed[:size], mixed[size:]) if size >= 32 else (mixed[:HELD_OUT], mixed)
+    count = math.ceil(len(kept) / batch)
 
     def shuffled() -> Iterator[Pairs]:
         for _ in range(epochs):
-            order = torch.randperm(len(index), generator=generator, device=generator.device)
-            for rows in torch.split(order, batch):
+            order = torch.randperm(len(kept), generator=generator, device=generator.device)
+            for rows in torch.tensor_split(kept[order], count):  # of equal size: a small batch has a noisy gradient
                 yield index[rows], query[rows]
 
-    return Batches(epochs * math.ceil(len(index) / batch), shuffled())
+    return Batches(epochs * count, shuffled(), _split((index[held_out], query[held_out]), batch))
+
+
+def _split(pairs: Pairs, batch: int) -> list[Pairs]:
+    """Splits pairs into batches, so that an evaluation needs no more memory than a step."""
+    return list(zip(*(torch.split(each, batch) for each in pairs), strict=True))
 
 
 def _check_pairs(index: object, query: Tensor, patterns: Tensor) -> Pairs:
@@ -110,6 +157,60 @@ def estimate_bias(
     bias.copy_(query.mean(0) - slope * mean)
 
 
+@torch.no_grad()
+def scale_of(patterns: Tensor) -> float:
+    """The half width of a uniform distribution with the variance of the patterns: 1 for patterns uniform in [-1, 1].
+
+    It estimates the variance about the mean of each dimension from at most 2**21 values. It is 1 for equal patterns.
+    """
+    rows = patterns[:: max(1, patterns.numel() // 2**21)]
+    values = rows.to(accumulation_dtype(rows.dtype))
+    scale = (3 * (values - values.mean(0)).square().mean()).sqrt().item()
+    return scale if scale > 0 else 1.0
+
+
+@torch.no_grad()
+def best_inverse_temperature(
+    scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs]
+) -> Tensor | None:
+    """The factor of the scores that minimizes the loss of ``batches``: a scalar, or None if no factor lowers it.
+
+    The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
+    them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
+    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION.
+
+    Args:
+        scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
+        measure: computes the loss of scores.
+        batches: targets and queries.
+    """
+    unit = _deviation(scores(batches[0][1])).reciprocal()
+    count = sum(len(target) for target, _ in batches)
+
+    def search(factors: Tensor) -> Tensor:
+        losses = torch.zeros_like(factors)
+        for target, query in batches:
+            blocks = [block.to(unit.dtype) for block in scores(query)]
+            values = [measure((factor * unit * block for block in blocks), target) for factor in factors]
+            losses += len(target) / count * torch.stack(values)
+        return factors[(losses <= losses.min() + 0.01).int().argmax()]
+
+    octaves = torch.arange(-6, 11, device=unit.device).to(unit.dtype).exp2()
+    best = search(torch.cat([torch.zeros_like(octaves[:1]), octaves]))
+    if best == 0:
+        return None
+    best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
+    return unit * best.clamp(min=MIN_DEVIATION)
+
+
+def _deviation(blocks: Iterable[Tensor]) -> Tensor:
+    """The root mean square over queries of the standard deviation of their scores, or 1 if all are equal."""
+    scores = torch.cat(list(blocks), -1)
+    peak = scores.abs().max().to(accumulation_dtype(scores.dtype))  # divides the scores, because squares can overflow
+    deviation = peak * (scores / peak).var(-1, correction=0).mean().sqrt()
+    return torch.where(deviation > 0, deviation, 1.0)
+
+
 def separation_batches(patterns: Tensor, epochs: int, batch: int, generator: torch.Generator) -> Batches:
     """One batch per epoch: ``batch`` random patterns without replacement."""
     check_sizes(epochs=epochs, batch=batch)
@@ -144,11 +245,36 @@ def unchanged_on_error(module: nn.Module, constant: Tensor) -> Iterator[None]:
         raise
 
 
-def minimize(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches, lr: float, progress: bool) -> Tensor:
+class Fitted(NamedTuple):
+    """The loss of every step ``(steps,)``, and the first and the best loss on the held-out queries."""
+
+    losses: Tensor
+    first: float = math.inf
+    best: float = -math.inf
+
+
+def minimize(
+    module: nn.Module,
+    loss: Callable[[Any], Tensor],
+    batches: Batches,
+    lr: float,
+    progress: bool,
+    *,
+    units: Sequence[tuple[Tensor | None, float]] = (),
+    scale: float = 1.0,
+) -> Fitted:
     """Take one Adam step per batch. The learning rate rises for a tenth of the steps, then falls to zero.
 
-    Returns:
-        The loss of every step ``(steps,)``.
+    If the batches have held-out queries, the parameters are those with the smallest loss on them.
+
+    Args:
+        module: the module whose parameters are trained.
+        loss: computes the loss of a batch.
+        batches: the batches of all steps.
+        lr: learning rate.
+        progress: whether to show a progress bar.
+        units: parameters and the size of a unit of each; the learning rate is in these units. Others have the unit 1.
+        scale: scale of the data, for :func:`ahop_layers.training.trainable_forms`.
 
     Raises:
         AHopError: there are no trainable parameters, ``lr`` is not a positive number, or the loss or a parameter is not
@@ -158,11 +284,12 @@ def minimize(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches,
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise AHopError("the memory must have trainable parameters, got none in its similarity, modulation and prior")
     losses = []
-    with torch.enable_grad(), trainable_forms(module):
+    with torch.enable_grad(), trainable_forms(module, scale):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if lr > torch.finfo(parameters[0].dtype).max / 16:  # Adam divides by 1 - 0.9 in the first step
             raise AHopError(f"lr must be within the range of {parameters[0].dtype}, got {lr!r}")
-        optimizer = torch.optim.Adam(parameters, lr=lr, fused=parameters[0].is_cuda)
+        optimizer = torch.optim.Adam(_groups(module, lr, units, batches.steps), lr=lr, fused=parameters[0].is_cuda)
+        best = _Best(loss, batches.held_out, parameters)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, batches.steps))
         bar = _bar(batches, progress)
         for step, batch in enumerate(bar):
@@ -172,13 +299,67 @@ def minimize(module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches,
             optimizer.step()
             schedule.step()
             losses.append(value.detach())
+            if (step + 1) * EVALUATIONS // batches.steps > step * EVALUATIONS // batches.steps:
+                best.evaluate()
             if step % max(1, batches.steps // 20) == 0:
                 _check_finite([value], step, lr)
                 if hasattr(bar, "set_postfix"):
                     bar.set_postfix(loss=f"{value.item():.3f}")
         history = torch.stack(losses)
         _check_finite([history, *parameters], len(losses) - 1, lr)
-    return history
+        best.restore()
+    return Fitted(history, best.first, best.loss)
+
+
+def _groups(
+    module: nn.Module, lr: float, units: Sequence[tuple[Tensor | None, float]], steps: int
+) -> list[dict[str, Any]]:
+    """Returns a parameter group of Adam for each trained parameter, with its learning rate and ``eps``.
+
+    Adam takes full steps along any gradient larger than ``eps``. If nearly all queries are right, gradients are small
+    and noisy, and full steps would undo that. A larger ``eps`` for the weights makes such steps small. As gradients are
+    inversely proportional to the unit, so is ``eps``. Few steps must be large; many large ones overfit weights that
+    learn from few queries, such as separate weights for each pattern.
+    """
+    known = {id(parameter): unit for parameter, unit in units}
+    groups = []
+    for path, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            name, eps = path.rpartition(".")[2], 1e-8
+            unit = known.get(id(parameter), 1.0)
+            if name in FORM_UNITS:
+                unit = FORM_UNITS[name] * min(1.0, math.sqrt(FORM_STEPS / steps))
+                eps = FORM_EPS / parameter.shape[-1]
+            rate = min(lr * unit, torch.finfo(parameter.dtype).max / 16)
+            groups.append({"params": [parameter], "lr": rate, "eps": eps / unit})
+    return groups
+
+
+class _Best:
+    """Keeps the parameters with the smallest loss on held-out queries. Without such queries it does nothing."""
+
+    def __init__(self, loss: Callable[[Any], Tensor], held_out: Sequence[Pairs], parameters: Sequence[Tensor]) -> None:
+        self._measure, self._held_out, self._parameters = loss, held_out, parameters
+        self._values: list[Tensor] = []
+        self.loss = math.inf
+        self.evaluate()
+        self.first = self.loss
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Compute the loss on the held-out queries, and copy the parameters if it is the smallest so far."""
+        if not self._held_out:
+            return
+        count = sum(len(target) for target, _ in self._held_out)
+        loss = sum(len(batch[0]) / count * self._measure(batch).item() for batch in self._held_out)
+        if loss < self.loss:
+            self.loss, self._values = loss, [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the parameters to those of the smallest loss."""
+        for parameter, value in zip(self._parameters, self._values, strict=False):
+            parameter.copy_(value)
 
 
 def _check_finite(tensors: list[Tensor], step: int, lr: float) -> None:

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity, dot_product, negative_distance
 from ahop_layers.errors import AHopError, check_choice, check_finite_rows, check_patterns
+from ahop_layers.memory.fit import scale_of
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.training import base_units
 
 
 class Preset(NamedTuple):
@@ -52,14 +54,26 @@ def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **opti
     check_choice("similarity", name, (*_FIXED, "adaptive"))
     if name != "adaptive":
         return _FIXED[name]
-    if not table:
-        return AdaptiveSimilarity(patterns.shape[1], **options).to(patterns)
-    low, high = patterns.aminmax()
-    return AdaptiveTableSimilarity(patterns.shape[1], **options, key_range=torch.maximum(-low, high)).to(patterns)
+    if table:
+        low, high = patterns.aminmax()
+        options["key_range"] = torch.maximum(-low, high)
+    similarity = (AdaptiveTableSimilarity if table else AdaptiveSimilarity)(patterns.shape[1], **options).to(patterns)
+    if similarity.init == "uniform":  # bases of different degrees have the same shares of the scores at any scale
+        units = base_units(similarity, scale_of(patterns))
+        for (_, beta), unit in zip(similarity.parameter_names(), units, strict=True):
+            getattr(similarity, beta).data.mul_(unit.to(patterns))
+    return similarity
 
 
 def preset_arguments(
-    name: str, patterns: Tensor, *, labels: Any = None, prior: bool = False, check: bool = True, **keywords: Any
+    name: str,
+    patterns: Tensor,
+    *,
+    labels: Any = None,
+    prior: bool = False,
+    check: bool = True,
+    beta: float | None = None,
+    **keywords: Any,
 ) -> dict[str, Any]:
     """The arguments of :class:`AssociativeMemory` for the preset ``name``.
 
@@ -73,7 +87,7 @@ def preset_arguments(
     row = PRESETS[name]
     unknown = [key for key in keywords if key not in row.keywords]
     if unknown:
-        known = ", ".join(("labels", "prior", "check", *row.keywords))
+        known = ", ".join(("labels", "prior", "check", "beta", *row.keywords))
         raise AHopError(f"{name} takes the keywords {known}, got {', '.join(unknown)}")
     kernel = KernelModulation(patterns.shape[1], keywords.pop("features", None)).to(patterns) if row.kernel else None
     separation = Separation(row.separation, degree=keywords.pop("degree", 3))
@@ -85,5 +99,6 @@ def preset_arguments(
         "activation": row.activation,
         "labels": labels,
         "prior": prior,
+        "beta": beta,
         "check": False,  # checked above, because a table depends on the range of the patterns
     }

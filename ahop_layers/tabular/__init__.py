@@ -3,21 +3,21 @@
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from sklearn.base import ClassifierMixin, RegressorMixin  # type: ignore[import-untyped]
+from sklearn.base import RegressorMixin  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from ahop_layers.errors import AHopError
-from ahop_layers.tabular.base import AdaptiveMemory, Array
+from ahop_layers.tabular.base import AdaptiveMemory, Array, ClassPredictions
+from ahop_layers.tabular.neighbors import AdaptiveNeighborsClassifier
 from ahop_layers.tabular.rows import merge_rows
 from ahop_layers.tabular.training import Loss, absolute_error, log_loss, squared_error, squared_loss
 
-__all__ = ["AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor"]
+__all__ = ["AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor", "AdaptiveNeighborsClassifier"]
 
 
-class AdaptiveMemoryClassifier(ClassifierMixin, AdaptiveMemory):  # type: ignore[misc]
+class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
     """Classifier that computes ``MLP(LayerNorm(similarity(cases, row)))``; cases are rows of the training set.
 
     Features are numeric. Encode categories as integer codes, for example with ``OrdinalEncoder``. Cases, embedding,
@@ -79,28 +79,10 @@ class AdaptiveMemoryClassifier(ClassifierMixin, AdaptiveMemory):  # type: ignore
         check_classification_targets(labels)
         rows = merge_rows(features, np.unique(labels, return_inverse=True)[1], sample_weight)
         # Rows of weight zero are dropped by now, so that a label that only they have is not a class.
-        classes, target = np.unique(labels[rows.indices], return_inverse=True)
-        if len(classes) < 2:
-            raise ValueError(f"{type(self).__name__} needs at least 2 classes, got only one class: {classes[0]}")
+        classes, target = self._classes_of(labels[rows.indices])
         self._train(rows._replace(target=target), len(classes))
         self.classes_, self.case_targets_ = classes, labels[self.case_indices_]
         return self
-
-    def predict_proba(self, X: ArrayLike) -> Array:
-        """Return the class probabilities ``(n, classes)`` of rows ``X (n, features)``."""
-        probabilities: Array = torch.from_numpy(self._outputs(X)).softmax(-1).numpy()
-        return probabilities
-
-    def decision_function(self, X: ArrayLike) -> Array:
-        """Return the logits ``(n, classes)``, or for two classes the log odds ``(n,)`` of the second."""
-        outputs = self._outputs(X)
-        return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
-
-    def predict(self, X: ArrayLike) -> Array:
-        """Return the most probable class label ``(n,)`` of rows ``X (n, features)``."""
-        best = self._outputs(X).argmax(1)
-        labels: Array = self.classes_[best]
-        return labels
 
 
 class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[misc]

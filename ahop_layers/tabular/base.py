@@ -1,4 +1,4 @@
-"""Base class of the tabular estimators: parameters, training, and the explanation of predictions."""
+"""Base classes of the tabular estimators: parameters, training, and the explanation of predictions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator  # type: ignore[import-untyped]
+from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
 from sklearn.utils import check_random_state  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 from torch import Tensor
@@ -22,9 +22,73 @@ from ahop_layers.training import folded_weights
 Array = NDArray[Any]
 
 
-class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
-    """Base class of the classifier and the regressor."""
+class TabularEstimator(BaseEstimator):  # type: ignore[misc]
+    """Base class of all estimators: checks of rows and device, and prediction in chunks."""
 
+    _fitted: ClassVar[str]  # name of an attribute that a successful fit sets
+    device: str
+
+    @property
+    def partial_fit(self) -> NoReturn:
+        """Not supported: the encoding of rows is computed from all of them at once."""
+        raise AttributeError(f"{type(self).__name__} has no partial_fit, because it needs all rows at once: use fit")
+
+    def _check_rows(self, X: ArrayLike) -> Array:
+        check_is_fitted(self, self._fitted)
+        rows: Array = validate_data(self, X, dtype=np.float64, reset=False)
+        return rows
+
+    def _apply(self, function: Callable[[Tensor], Tensor], rows: Array) -> Array:
+        with torch.inference_mode():
+            # Copies read-only rows, which from_numpy does not support.
+            tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
+            result: Array = apply_in_chunks(function, tensor).numpy()
+        return result
+
+    def _check_device(self) -> torch.device:
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        try:
+            scalar = torch.zeros((), device=name)
+            scalar.item()  # fails on the meta device
+        except Exception as error:  # of several types, by device
+            raise AHopError(f"device must be 'auto' or an available PyTorch device, got {self.device!r}") from error
+        return scalar.device
+
+
+class ClassPredictions(ClassifierMixin):  # type: ignore[misc]
+    """Predictions of a classifier from its logits ``_outputs(X)``, one column for each of ``classes_``."""
+
+    classes_: Array
+    _outputs: Callable[[ArrayLike], Array]
+
+    def predict_proba(self, X: ArrayLike) -> Array:
+        """Return the class probabilities ``(n, classes)`` of rows ``X (n, features)``."""
+        probabilities: Array = torch.from_numpy(self._outputs(X)).softmax(-1).numpy()
+        return probabilities
+
+    def decision_function(self, X: ArrayLike) -> Array:
+        """Return the logits ``(n, classes)``, or for two classes the log odds ``(n,)`` of the second."""
+        outputs = self._outputs(X)
+        return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
+
+    def predict(self, X: ArrayLike) -> Array:
+        """Return the most probable class label ``(n,)`` of rows ``X (n, features)``."""
+        best = self._outputs(X).argmax(1)
+        labels: Array = self.classes_[best]
+        return labels
+
+    def _classes_of(self, labels: Array) -> tuple[Array, Array]:
+        """Return the classes, and the class of each row ``(n,)``. Raises if there is only one class."""
+        classes, target = np.unique(labels, return_inverse=True)
+        if len(classes) < 2:
+            raise ValueError(f"{type(self).__name__} needs at least 2 classes, got only one class: {classes[0]}")
+        return classes, target
+
+
+class AdaptiveMemory(TabularEstimator):
+    """Base class of the estimators that apply an MLP to the scores of cases."""
+
+    _fitted = "network_"
     _losses: ClassVar[dict[str, Loss]]  # by the values of the parameter ``loss``
 
     def __init__(
@@ -70,11 +134,6 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         self.device = device
         self.verbose = verbose
 
-    @property
-    def partial_fit(self) -> NoReturn:
-        """Not supported: cases and knots are chosen from all rows at once."""
-        raise AttributeError(f"{type(self).__name__} has no partial_fit, because cases come from all rows: use fit")
-
     def nearest_cases(self, X: ArrayLike, n_nearest: int = 5) -> tuple[Array, Array]:
         """Explain predictions by the most similar cases.
 
@@ -99,7 +158,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         ((2, 3), True)
         """
         rows = self._check_rows(X)
-        if not (_is_integer(n_nearest) and 1 <= n_nearest <= len(self.cases_)):
+        if not (is_integer(n_nearest) and 1 <= n_nearest <= len(self.cases_)):
             raise AHopError(
                 f"n_nearest must be an integer between 1 and the {len(self.cases_)} cases, got {n_nearest!r}"
             )
@@ -111,21 +170,9 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         weights, cases = self._apply(heaviest, rows).swapaxes(0, 1)
         return cases.astype(np.int64), weights
 
-    def _check_rows(self, X: ArrayLike) -> Array:
-        check_is_fitted(self, "network_")
-        rows: Array = validate_data(self, X, dtype=np.float64, reset=False)
-        return rows
-
     def _outputs(self, X: ArrayLike) -> Array:
         rows = self._check_rows(X)
         return self._apply(self.network_, rows)
-
-    def _apply(self, function: Callable[[Tensor], Tensor], rows: Array) -> Array:
-        with torch.inference_mode():
-            # Copies read-only rows, which from_numpy does not support.
-            tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
-            result: Array = apply_in_chunks(function, tensor).numpy()
-        return result
 
     def _train(self, rows: TrainingSet, outputs: int) -> None:
         """Choose the cases and train the network. Sets no attribute before the training has succeeded."""
@@ -193,11 +240,11 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
         for name in ("n_cases", "max_epochs", "batch_size", "patience", "embedding_dim", "knots"):
             value, least = getattr(self, name), 2 if name == "knots" else 1
             optional = name not in ("n_cases", "max_epochs")
-            if not (optional and value is None) and not (_is_integer(value) and value >= least):
+            if not (optional and value is None) and not (is_integer(value) and value >= least):
                 none = " or None" if optional else ""
                 raise AHopError(f"{name} must be an integer of at least {least}{none}, got {value!r}")
         widths = self.hidden if isinstance(self.hidden, Sequence | np.ndarray) else [0]
-        if not all(_is_integer(width) and width >= 1 for width in widths):
+        if not all(is_integer(width) and width >= 1 for width in widths):
             raise AHopError(f"hidden must be a sequence of integers of at least 1, got {self.hidden!r}")
         check_numbers("a positive number", learning_rate=self.learning_rate)
         check_numbers("a number of at least 0", weight_decay=self.weight_decay)
@@ -219,15 +266,7 @@ class AdaptiveMemory(BaseEstimator):  # type: ignore[misc]
                 f" got embedding_dim={self.embedding_dim!r}"
             )
 
-    def _check_device(self) -> torch.device:
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        try:
-            scalar = torch.zeros((), device=name)
-            scalar.item()  # fails on the meta device
-        except Exception as error:  # of several types, by device
-            raise AHopError(f"device must be 'auto' or an available PyTorch device, got {self.device!r}") from error
-        return scalar.device
 
-
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether ``value`` is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

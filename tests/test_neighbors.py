@@ -1,0 +1,200 @@
+"""The nearest-neighbor classifier. tests/test_tabular.py runs the checks of scikit-learn on it."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_iris
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import ahop_layers as ah
+from ahop_layers.tabular import AdaptiveNeighborsClassifier
+
+X, Y = load_iris(return_X_y=True)
+NAMES = np.array(["setosa", "versicolor", "virginica"])
+FAST = {"epochs": 15, "batch_size": 32, "random_state": 0, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def fitted() -> AdaptiveNeighborsClassifier:
+    return AdaptiveNeighborsClassifier(**FAST).fit(X[::2], NAMES[Y[::2]])
+
+
+def standardized(rows: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    return (rows - stored.mean(0)) / stored.std(0) * np.sqrt(8 / rows.shape[1])
+
+
+def scores_by_hand(model: AdaptiveNeighborsClassifier, rows: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """Scores ``(n, N)`` of an l1 similarity, from the definition."""
+    similarity = model.memory_.similarity
+    footprints = np.sort(-np.abs(rows[:, None] - stored), -1)[..., ::-1].cumsum(-1)
+    return footprints @ (similarity.beta * similarity.w[0]).detach().numpy()
+
+
+def test_probabilities_are_the_softmax_weights_of_a_class(fitted):
+    stored, rows = standardized(X[::2], X[::2]), standardized(X[1::2], X[::2])
+    weights = np.exp(scores_by_hand(fitted, rows, stored))
+    weights /= weights.sum(1, keepdims=True)
+    expected = np.stack([weights[:, Y[::2] == label].sum(1) for label in range(3)], 1)
+    probabilities = fitted.predict_proba(X[1::2])
+    np.testing.assert_allclose(probabilities, expected, rtol=1e-8)
+    assert fitted.classes_.tolist() == NAMES.tolist()
+    assert (fitted.predict(X[1::2]) == NAMES[expected.argmax(1)]).all()
+    assert fitted.score(X[1::2], NAMES[Y[1::2]]) > 0.9
+
+
+def test_neighbors_are_ordered_by_negative_scores(fitted):
+    distances, indices = fitted.kneighbors(X[1::2], n_neighbors=75)
+    scores = scores_by_hand(fitted, standardized(X[1::2], X[::2]), standardized(X[::2], X[::2]))
+    np.testing.assert_allclose(distances, -np.take_along_axis(scores, indices, 1), atol=1e-10)
+    assert (np.diff(distances) >= 0).all()
+    assert (np.sort(indices) == np.arange(75)).all()
+    few = fitted.kneighbors(X[1::2], return_distance=False)
+    assert few.dtype == np.int64
+    assert np.array_equal(few, indices[:, :5])
+
+
+@pytest.mark.parametrize("bases", [("l1",), ("dis",)])
+def test_a_stored_row_has_distance_zero_to_itself(bases):
+    rows = np.random.default_rng(0).normal(1e6, 1.0, (40, 3))  # rounding to float32 would move them
+    model = AdaptiveNeighborsClassifier(**FAST, bases=bases).fit(rows, rows[:, 0] > 1e6)
+    distances, indices = model.kneighbors(rows, 40)
+    own = indices == np.arange(40)[:, None]
+    assert (distances[own] == 0).all()
+
+
+@pytest.mark.parametrize("count", [0, 76, 1.5, "a", None, True])
+def test_bad_numbers_of_neighbors(fitted, count):
+    message = f"n_neighbors must be an integer between 1 and the 75 stored rows, got {count!r}"
+    with pytest.raises(ah.AHopError, match=message):
+        fitted.kneighbors(X, count)
+
+
+def test_training_leaves_a_row_out_of_its_own_memory():
+    """Labels without structure: with a row in its own memory, the loss would fall to zero by a sharp similarity."""
+    random = np.random.default_rng(0)
+    rows, labels = random.normal(size=(60, 4)), random.permutation(np.arange(60) % 2)
+    model = AdaptiveNeighborsClassifier(**{**FAST, "epochs": 60, "batch_size": 60}).fit(rows, labels)
+    assert np.mean(model.history_[-10:]) > 0.5
+
+
+def test_training_sharpens_weights_that_are_too_uniform():
+    settings = {**FAST, "epochs": 60, "standardize": False}
+    history = AdaptiveNeighborsClassifier(**settings).fit(0.1 * X, Y).history_
+    assert len(history) == 60
+    assert np.mean(history[-10:]) < 0.6 * history[0]
+
+
+def test_training_on_a_variant_helps_with_its_corruption():
+    random = np.random.default_rng(0)
+    centers = random.normal(size=(20, 16))
+    labels = np.repeat(np.arange(20), 6)
+    stored = centers[labels] + 0.3 * random.normal(size=(120, 16))
+    target = random.integers(20, size=400)
+    clean = centers[target] + 0.3 * random.normal(size=(400, 16))
+    queries = np.where(random.random(clean.shape) < 0.4, random.uniform(-6, 6, clean.shape), clean)
+    variant = ah.variants.Replaced(0.4, low=-4.0, high=4.0)
+    settings = {**FAST, "epochs": 60, "bases": ("dis",)}
+    plain, robust = (
+        AdaptiveNeighborsClassifier(**settings, variant=each).fit(stored, labels) for each in (None, variant)
+    )
+    assert robust.score(queries, target) > plain.score(queries, target) + 0.1
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+def test_a_variant_receives_standardized_rows(standardize):
+    seen = []
+
+    def record(origin, generator):
+        seen.append(origin)
+        return origin
+
+    settings = {**FAST, "batch_size": 2000, "epochs": 3, "standardize": standardize}
+    model = AdaptiveNeighborsClassifier(**settings, variant=ah.variants.Custom(record)).fit(X, Y)
+    rows = torch.cat(seen).double()
+    mean, std = (torch.zeros(4), torch.ones(4)) if standardize else (torch.tensor(X.mean(0)), torch.tensor(X.std(0)))
+    torch.testing.assert_close(rows.mean(0), mean.double(), atol=0.1, rtol=0)
+    torch.testing.assert_close(rows.std(0), std.double(), atol=0.1, rtol=0)
+    plain = AdaptiveNeighborsClassifier(**settings).fit(X, Y)
+    np.testing.assert_allclose(model.history_, plain.history_, rtol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [2, np.array([0, 1, 1, 0]), [None, 2], ah.Blocks(2, normalize=True)], ids=str)
+def test_blocks_and_copies(blocks):
+    model = AdaptiveNeighborsClassifier(**FAST, bases=("dis", "dot"), blocks=blocks).fit(X, Y)
+    expected = model.predict_proba(X)
+    assert model.score(X, Y) > 0.7
+    for copy in (pickle.loads(pickle.dumps(model)), clone(model).fit(X, Y)):
+        assert np.array_equal(copy.predict_proba(X), expected)
+    assert not hasattr(clone(model), "classes_")
+
+
+def test_scale_of_a_feature_matters_only_without_standardization(fitted):
+    factor = np.array([1.0, 8.0, 0.25, 1.0])
+    scaled = AdaptiveNeighborsClassifier(**FAST).fit(X[::2] * factor, NAMES[Y[::2]])
+    np.testing.assert_allclose(scaled.predict_proba(X * factor), fitted.predict_proba(X), rtol=1e-4)
+    raw = AdaptiveNeighborsClassifier(**FAST, standardize=False).fit(X, Y)
+    torch.testing.assert_close(raw.memory_.patterns, torch.from_numpy(X), rtol=0, atol=0)
+    assert raw.score(X, Y) > 0.9
+
+
+def test_the_seed_alone_determines_a_fit(fitted):
+    torch.manual_seed(7)
+    models = [AdaptiveNeighborsClassifier(**{**FAST, "random_state": seed}) for seed in (0, 1)]
+    same, other = (model.fit(X[::2], NAMES[Y[::2]]).history_ for model in models)
+    assert same == fitted.history_ != other
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(7).get_state())
+
+
+def test_pipelines_and_searches():
+    model = make_pipeline(StandardScaler(), AdaptiveNeighborsClassifier(**FAST))
+    name = "adaptiveneighborsclassifier__"
+    search = GridSearchCV(model, {name + "bases": [("l1",), ("dis",)]}, cv=2).fit(X, Y)
+    assert search.best_score_ > 0.85
+
+
+def test_feature_names():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(X, columns=list("abcd"))
+    model = AdaptiveNeighborsClassifier(**FAST).fit(frame, Y)
+    assert model.feature_names_in_.tolist() == list("abcd")
+    with pytest.raises(ValueError, match="feature names"):
+        model.kneighbors(frame[list("badc")])
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"bases": ("cosine",)}, r"bases must be .*, got \('cosine',\)"),
+    ({"blocks": 3}, "blocks must divide d = 4: expected one of 1, 2, 4, got 3"),
+    ({"blocks": "feature"}, "blocks must be None, an integer, .* got 'feature'"),
+    ({"variant": 0.5}, "variant must be a variant or None, got 0.5"),
+    ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
+    ({"epochs": True}, "epochs must be an integer of at least 1, got True"),
+    ({"batch_size": None}, "batch_size must be an integer of at least 1, got None"),
+    ({"learning_rate": 0}, "learning_rate must be a positive number, got 0"),
+    ({"learning_rate": "a"}, "learning_rate must be a positive number, got 'a'"),
+    ({"device": "nonsense"}, "device must be 'auto' or an available PyTorch device, got 'nonsense'"),
+], ids=str)  # fmt: skip
+def test_bad_parameters(settings, message):
+    model = AdaptiveNeighborsClassifier(**{**FAST, **settings})
+    with pytest.raises(ah.AHopError, match=message):
+        model.fit(X, Y)
+    with pytest.raises(NotFittedError):
+        model.predict(X)
+
+
+@pytest.mark.parametrize("labels", [np.zeros(150), np.linspace(0, 1, 150)], ids=["one class", "continuous"])
+def test_bad_labels(labels):
+    with pytest.raises(ValueError, match=r"only one class: 0\.0|Unknown label type"):
+        AdaptiveNeighborsClassifier(**FAST).fit(X, labels)
+
+
+def test_numpy_numbers_are_accepted(fitted):
+    numbers = {"epochs": np.int64(15), "batch_size": np.int32(32), "learning_rate": np.float32(0.05)}
+    model = AdaptiveNeighborsClassifier(**{**FAST, **numbers}).fit(X[::2], NAMES[Y[::2]])
+    np.testing.assert_allclose(model.history_, fitted.history_, rtol=1e-5)
+    assert model.kneighbors(X[:2], np.int64(3))[0].shape == (2, 3)
