@@ -22,6 +22,7 @@ COMMANDS = (
     "vit",
     "costs",
     "search",
+    "search.tune",
     "harness.pages",
     *(f"paper.{name}" for name in ("retrieval", "mil", "images", "tabular")),
 )

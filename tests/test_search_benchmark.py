@@ -9,7 +9,7 @@ import torch
 
 import benchmarks.search.__main__ as command
 from benchmarks.harness.rows import read
-from benchmarks.search import data, measure, ours, rivals
+from benchmarks.search import data, measure, ours, rivals, tune
 from benchmarks.search.data import ForeignBlock, Images, ReplacedPixels, Split
 
 SIDE, CLASSES, EACH = 8, 4, 10
@@ -77,28 +77,24 @@ def test_queries_depend_on_level_and_seed_alone(images):
     assert torch.equal(data.queries(split, "pixels", 0.0, 0), split.asked.rows)
 
 
-def test_idx_files_of_fashion_mnist_are_read(tmp_path):
-    (tmp_path / data.FASHION).mkdir()
+@pytest.mark.parametrize("name", data.IDX)
+def test_idx_files_are_read(name, tmp_path):
+    (tmp_path / data.IDX[name]).mkdir()
     pixels = np.arange(2 * 784, dtype=np.int64).astype(np.uint8)
-    for name, header, content in zip(
-        data.FASHION_FILES,
+    for file, header, content in zip(
+        data.IDX_FILES,
         (struct.pack(">4i", 2051, 2, 28, 28), struct.pack(">2i", 2049, 2)),
         (pixels.tobytes(), bytes([7, 9])),
         strict=True,
     ):
-        (tmp_path / data.FASHION / name).write_bytes(gzip.compress(header + content))
-    assert data.available(tmp_path) == ["digits", "fashion"]
-    images = data.load("fashion", tmp_path)
+        (tmp_path / data.IDX[name] / file).write_bytes(gzip.compress(header + content))
+    assert data.available(tmp_path) == [name]
+    images = data.load(name, tmp_path)
     assert images.labels.tolist() == [7, 9]
+    assert images.side == 28
     assert torch.equal((images.rows.flatten() * 255).round().to(torch.uint8), torch.from_numpy(pixels))
     with pytest.raises(FileNotFoundError, match=r"expected the data set faces in .*yale_b\.npz"):
         data.load("faces", tmp_path)
-
-
-def test_digits_have_values_from_0_to_1(tmp_path):
-    digits = data.load("digits", tmp_path)
-    assert digits.rows.shape == (1797, 64)
-    assert digits.rows.aminmax() == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1"])
@@ -158,7 +154,7 @@ def test_the_network_learns_and_leaves_the_random_state_alone(images):
 def test_the_adaptive_memory_finds_the_class_of_a_corrupted_image(kind, images):
     split = data.split_halves(images, 0)
     variant = data.corruption(kind, (0.0, 0.6), split.stored)
-    classify = ours.adaptive(split.stored, variant, 0, steps=20, batch=32)
+    classify = ours.adaptive(split.stored, variant, 0, ours.SETTINGS[kind]._replace(steps=20, batch=32))
     query = data.queries(split, kind, 0.5, 0)
     answer = classify(query)
     assert torch.equal(answer.label, classify.memory.classify(query))
@@ -167,7 +163,7 @@ def test_the_adaptive_memory_finds_the_class_of_a_corrupted_image(kind, images):
 
 
 def test_patches_agree_where_the_query_is_intact(images):
-    classify = ours.adaptive(images, ReplacedPixels(0.5), 0, steps=1, batch=8)
+    classify = ours.AdaptiveClassifier(images, ("pixels",))
     query = images.rows[:2].clone()
     query.reshape(2, SIDE, SIDE)[:, :4, :4] = images.rows[-2:].reshape(2, SIDE, SIDE)[:, :4, :4]
     agreement = classify.agreement(query, torch.tensor([0, 1])).reshape(2, SIDE, SIDE)
@@ -175,9 +171,54 @@ def test_patches_agree_where_the_query_is_intact(images):
     assert (agreement[:, :4, :4] < 0.9).all()
 
 
-def test_pixels_are_compared_only_where_pixels_are_corrupted():
-    assert [each.count(64) for each in ours.similarity(8, pixels=True).blocks] == [64, 16, 4]
-    assert [each.count(1024) for each in ours.similarity(32, pixels=False).blocks] == [256, 64, 16]
+def test_views_compare_pixels_contrasts_and_patches(images):
+    def dims(*views):
+        return [
+            [entry.count(part.score.dim) for entry in part.score.blocks]
+            for part in ours.ImageSimilarity(images, views).parts
+        ]
+
+    assert dims("patches", "pixels") == [[16, 4], [64]]
+    assert dims("contrasts", "diagonals", "distant") == [[56], [56], [49], [49], [48], [48]]
+
+
+@pytest.mark.parametrize("offset", [each for offsets in ours.OFFSETS.values() for each in offsets])
+def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
+    image = torch.rand(3, 5, 5) + 0.1
+    found = ours.contrasts(image.flatten(1), 5, offset)
+    pairs = [
+        (image[:, i, j], image[:, i + offset[0], j + offset[1]])
+        for i in range(5 - offset[0])
+        for j in range(5)
+        if 0 <= j + offset[1] < 5
+    ]
+    expected = torch.stack([(b - a) / (a + b + 2 * ours.DARK) for a, b in pairs], 1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_initial_score_is_the_mean_similarity_of_each_view(images):
+    score = ours.ImageSimilarity(images, ("pixels", "contrasts"))
+    seen = [images.rows, *(ours.contrasts(images.rows, SIDE, offset) for offset in ours.OFFSETS["contrasts"])]
+    expected = -ours.LEVEL * sum(torch.cdist(rows, rows, p=1) / rows.shape[1] for rows in seen)
+    torch.testing.assert_close(score(images.rows, images.rows), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_settings_are_compared_on_held_out_stored_images(folder, capsys):
+    stored = data.split_halves(data.load("faces", folder), 0).stored
+    held = tune.hold_out(stored)
+    assert held.stored.labels.bincount().tolist() == [4] * CLASSES
+    assert held.asked.labels.bincount().tolist() == [1] * CLASSES
+    assert torch.equal(torch.cat([part.rows for part in held]).unique(dim=0), stored.rows.unique(dim=0))
+    given = ["--data-dir", str(folder), "--device", "cpu", "--corruptions", "occlusion", "--views", "pixels", "patches"]
+    tune.main([*given, "--steps", "2", "--batch", "256", "--lr", "0.1", "0.2"])
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith("| p")]
+    assert [line.split(" | ")[:4] for line in table] == [
+        [f"| {views}", "2", "256", lr] for views in ("pixels", "patches") for lr in ("0.1", "0.2")
+    ]
+    with pytest.raises(SystemExit):
+        tune.main(["--views", "pixels+colors"])
+    assert "argument --views: expected some of pixels" in capsys.readouterr().err
 
 
 def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, capsys):
@@ -194,10 +235,12 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
         "--splits",
         "2",
     ]
-    few = [*options, "--levels", "0.0", "0.3", "--only", "Euclid", "trimmed L1"]
+    quick = ours.Settings(("patches",), steps=2, batch=256)
+    monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, quick))
+    few = [*options, "--levels", "0.0", "0.3", "--rivals", "Euclid", "trimmed L1"]
     command.main(few)
     rows = read(output)
-    assert len(rows) == 2 * 2 * 3  # methods, splits, two levels of pixels and one of blocks
+    assert len(rows) == 3 * 2 * 3  # methods, splits, two levels of pixels and one of occlusion
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
     text = capsys.readouterr().out
     assert "Accuracy on faces by the fraction of pixels replaced, 2 splits." in text
@@ -207,14 +250,15 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
     def fail(*arguments: object) -> None:
         raise AssertionError("a stored row was measured again")
 
-    monkeypatch.setitem(measure.METHODS, "Euclid", fail)
-    monkeypatch.setitem(measure.METHODS, "trimmed L1", fail)
+    for name in ("Euclid", "trimmed L1", ours.OURS):
+        monkeypatch.setitem(measure.METHODS, name, fail)
     command.main(few)
     assert read(output) == rows
 
 
 def test_the_picture_shows_the_answer_of_each_method(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, steps=2, batch=8))
+    quick = ours.Settings(("pixels", "patches"), steps=2, batch=256)
+    monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, quick))
     shown = measure.answers("faces", "pixels", 0.3, ["Euclid", ours.OURS], folder, torch.device("cpu"), count=3)
     assert isinstance(shown.split, Split)
     assert shown.query.shape == (3, SIDE * SIDE)

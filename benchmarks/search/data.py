@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from ahop_layers.variants import Erased, Level, Occluded, Variant
 
 FACES = Path("faces") / "yale_b.npz"
-FASHION = Path("fashion-mnist")
-FASHION_FILES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
-SETS = ("faces", "digits", "fashion")
+IDX = {"digits": Path("mnist"), "fashion": Path("fashion-mnist")}
+"""Data set -> its folder, with the training images and labels of MNIST or Fashion-MNIST."""
+IDX_FILES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
+SETS = ("faces", *IDX)
 
-MAX_IMAGES = 4000
-"""Largest number of images of a split. Of larger sets, each split uses a random subset."""
+MAX_IMAGES = 2414
+"""Largest number of images of a split, that of the faces. Of larger sets, each split uses a random subset."""
 
 LEVELS = {
     "pixels": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-    "block": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
+    "occlusion": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
 }
 """Kind of corruption -> fractions of the image that are corrupted in the queries."""
 
@@ -108,32 +108,34 @@ def queries(split: Split, kind: str, level: float, seed: int) -> Tensor:
     return corruption(kind, level, asked).corrupt(asked.rows, generator).to(split.asked.rows.device)
 
 
+def files(name: str, folder: Path) -> list[Path]:
+    """Returns the files of a data set."""
+    return [folder / FACES] if name == "faces" else [folder / IDX[name] / file for file in IDX_FILES]
+
+
 def available(folder: Path) -> list[str]:
-    """Returns the names of the data sets whose files are in ``folder``; the digits come with scikit-learn."""
-    files = {"faces": [folder / FACES], "fashion": [folder / FASHION / name for name in FASHION_FILES]}
-    return [name for name in SETS if all(file.exists() for file in files.get(name, ()))]
+    """Returns the names of the data sets whose files are in ``folder``."""
+    return [name for name in SETS if all(file.exists() for file in files(name, folder))]
 
 
 def load(name: str, folder: Path) -> Images:
     """Loads a data set.
 
     Raises:
-        FileNotFoundError: its files are missing.
+        FileNotFoundError: one of its files is missing.
     """
-    if name not in available(folder):
-        expected = folder / (FACES if name == "faces" else FASHION / FASHION_FILES[0])
-        raise FileNotFoundError(f"expected the data set {name} in {expected}, got no such file")
-    if name == "digits":
-        digits = load_digits()
-        pixels, labels, maximum = digits.images, digits.target, 16.0
-    elif name == "faces":
-        with np.load(folder / FACES) as arrays:
-            pixels, labels, maximum = arrays["images"], arrays["labels"], 255.0
+    paths = files(name, folder)
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"expected the data set {name} in {path}, got no such file")
+    if name == "faces":
+        with np.load(paths[0]) as arrays:
+            pixels, labels = arrays["images"], arrays["labels"]
     else:
-        read = [gzip.decompress((folder / FASHION / file).read_bytes()) for file in FASHION_FILES]
-        pixels = np.frombuffer(read[0], np.uint8, offset=16).reshape(-1, 28, 28)
-        labels, maximum = np.frombuffer(read[1], np.uint8, offset=8), 255.0
-    rows = torch.from_numpy(pixels.astype(np.float32) / np.float32(maximum)).flatten(1)
+        content = [gzip.decompress(path.read_bytes()) for path in paths]
+        pixels = np.frombuffer(content[0], np.uint8, offset=16).reshape(-1, 28, 28)
+        labels = np.frombuffer(content[1], np.uint8, offset=8)
+    rows = torch.from_numpy(pixels.astype(np.float32) / np.float32(255)).flatten(1)
     return Images(rows, torch.from_numpy(labels.astype(np.int64)), pixels.shape[-1])
 
 

@@ -1,13 +1,13 @@
 """The measurements of the search benchmark: the accuracy of each method at each level of corruption."""
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, corruption, load, queries, split_halves
@@ -15,6 +15,18 @@ from benchmarks.search.ours import OURS, AdaptiveClassifier, adaptive
 from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
 
 METHODS: dict[str, Training] = {**RIVALS, OURS: adaptive}
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device of an option: "auto" means a GPU if there is one."""
+    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
+
+
+def seconds(device: torch.device) -> float:
+    """Returns the time after all work on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Trained(NamedTuple):
@@ -59,42 +71,54 @@ def train(method: str, split: Split, kind: str, seed: int) -> Classifier:
     return METHODS[method](split.stored, corruption(kind, TRAINING_LEVELS, split.stored), seed)
 
 
-def accuracies(each: Trained, levels: Sequence[float], split: Split) -> Iterator[dict[str, object]]:
-    """Trains a method, and yields its accuracy, and the seconds of training and of the queries, at each level."""
+def accuracies(each: Trained, asked: dict[float, Tensor], split: Split) -> list[dict[str, object]]:
+    """Trains a method and returns its accuracy at each level, with the seconds of training and of the queries.
 
-    def seconds() -> float:
-        if split.stored.rows.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    start = seconds()
+    Args:
+        each: the method.
+        asked: level -> queries ``(n, d)``.
+        split: stored and asked images.
+    """
+    device = split.stored.rows.device
+    start = seconds(device)
     classify = train(each.method, split, each.kind, each.split)
-    fit = seconds() - start
-    for level in levels:
-        query = queries(split, each.kind, level, each.split)
-        start = seconds()
+    fit = seconds(device) - start
+    rows: list[dict[str, object]] = []
+    for level, query in asked.items():
+        start = seconds(device)
         label = classify(query).label
         accuracy = (label == split.asked.labels).double().mean().item()
-        times = {"fit_s": f"{fit:.3g}", "query_s": f"{seconds() - start:.3g}"}
-        yield {**each.row(level), "accuracy": f"{accuracy:.4f}", **times}
+        times = {"fit_s": f"{fit:.3g}", "query_s": f"{seconds(device) - start:.3g}"}
+        rows.append({**each.row(level), "accuracy": f"{accuracy:.4f}", **times})
+    return rows
 
 
 def measure_missing(
     levels_of: dict[Trained, list[float]], folder: Path, device: torch.device, results: ResultTable
 ) -> None:
-    """Measures and stores what the results do not have yet for this device."""
+    """Measures and stores what the results do not have yet for this device. Prints a line for each method."""
     missing = {
         each: left
         for each, levels in levels_of.items()
         if (left := [level for level in levels if not results.has(each.row(level))])
     }
-    split, source = None, None
-    for each, levels in tqdm(missing.items(), desc="search", unit="method", disable=None):
-        if split is None or source != (each.data, each.split):
-            source = (each.data, each.split)
-            images = load(each.data, folder)
-            split = Split(*(part.to(device) for part in split_halves(images, each.split)))
-        results.add(*accuracies(each, levels, split))
+    start = seconds(device)
+    for (data, split), parts in itertools.groupby(missing, lambda each: (each.data, each.split)):
+        halves = Split(*(half.to(device) for half in split_halves(load(data, folder), split)))
+        for kind, methods in itertools.groupby(parts, lambda each: each.kind):
+            asked = {level: queries(halves, kind, level, split) for level in LEVELS[kind]}
+            for each in methods:
+                rows = accuracies(each, {level: asked[level] for level in missing[each]}, halves)
+                results.add(*rows)
+                print(f"{seconds(device) - start:6.1f} s  {_shown(each, rows)}", flush=True)
+
+
+def _shown(each: Trained, rows: Sequence[dict[str, object]]) -> str:
+    """Returns a line with the accuracy at each level and the seconds of training and of all queries."""
+    asked = sum(float(str(row["query_s"])) for row in rows)
+    figures = " ".join(f"{row['accuracy']}" for row in rows)
+    name = f"{each.data}, split {each.split}, {each.kind}, {each.method}"
+    return f"{name}: {figures} (fit {rows[0]['fit_s']} s, queries {asked:.3g} s)"
 
 
 def rows_of(levels_of: dict[Trained, list[float]], rows: Sequence[Row]) -> list[Row]:

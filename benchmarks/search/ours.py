@@ -1,7 +1,10 @@
-"""The adaptive memory of the search benchmark: footprints of pixels and of patches of several sizes."""
+"""The adaptive memory of the search benchmark: footprints of pixels, contrasts, and patches of several sizes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ahop_layers as ah
 from ahop_layers.memory.labels import class_logsumexp, classes_of
@@ -10,31 +13,126 @@ from benchmarks.search.data import Images, ReplacedPixels
 from benchmarks.search.rivals import Answer
 
 OURS = "adaptive memory"
+OFFSETS = {"contrasts": ((0, 1), (1, 0)), "diagonals": ((1, 1), (1, -1)), "distant": ((0, 2), (2, 0))}
+"""View -> distances in rows and columns of the two pixels of a contrast."""
+VIEWS = ("pixels", *OFFSETS, "patches")
 SIZES = (2, 4, 8)
 """Sides of the patches."""
-STEPS, BATCH, LR = 300, 128, 0.1
+LEVEL = 20.0
+"""Sum of the initial weights of a footprint. A similarity of the view is then 20 times its mean over the blocks."""
+DARK = 0.02
+"""Added to the brightness of two pixels before their difference is divided by it."""
+SCORED = 256
+"""Number of queries that are scored at once."""
 
 
-def similarity(side: int, pixels: bool) -> ah.AdaptiveSimilarity:
-    """Returns an adaptive similarity of images with normalized patches of several sizes.
+class Settings(NamedTuple):
+    """Views and training of an adaptive memory.
 
-    The initial score is the sum of the negative L1 distances of pixels, if there are any, and of the similarities of
-    all patches, with equal weights and without trimming.
+    Attributes:
+        views: some of ``VIEWS``.
+        steps, batch, lr: number of training steps, queries of a step, and largest learning rate of ``fit``.
+    """
+
+    views: tuple[str, ...]
+    steps: int = 300
+    batch: int = 128
+    lr: float = 0.1
+
+
+SETTINGS = {
+    "pixels": Settings(("pixels", "contrasts", "patches")),
+    "occlusion": Settings(("contrasts", "patches")),
+}
+"""Kind of corruption -> settings. ``python -m benchmarks.search.tune`` compares others on held-out stored images."""
+
+
+def contrasts(rows: Tensor, side: int, offset: tuple[int, int]) -> Tensor:
+    """Returns the contrast of each two pixels at a fixed distance. It does not depend on the brightness of the image.
+
+    Args:
+        rows: images ``(n, side * side)``.
+        side: height and width of an image.
+        offset: distance in rows, at least 0, and in columns.
+
+    Returns:
+        ``(n, pairs)``, the difference of two pixels divided by their sum: from -1 to 1.
+    """
+    down, right = offset
+    image = rows.unflatten(-1, (side, side))
+    height, width = side - down, side - abs(right)
+    first = image[..., :height, max(0, -right) :][..., :width]
+    second = image[..., down:, max(0, right) :][..., :width]
+    return ((second - first) / (first + second + 2 * DARK)).flatten(-2)
+
+
+class View(nn.Module):
+    """An adaptive similarity of what a function of the images returns.
 
     Args:
         side: height and width of an image.
-        pixels: whether to add footprints of single pixels.
+        offset: compares the :func:`contrasts` of this offset, or pixels if it is None.
+        bases: base similarities.
+        blocks: blocks of the similarity.
     """
-    patches = [ah.Blocks(ah.patches(side, side, size), normalize=True) for size in SIZES if size < side]
-    blocks = [*([ah.Blocks(None)] if pixels else []), *patches]
-    init = []
-    for entry in blocks:
-        n = entry.count(side * side)
-        weight = torch.zeros(2, n)
-        # The last entry of a footprint is the whole sum. A normalized patch contributes at most 1 to the dot product.
-        weight[:, -1] = torch.tensor([20.0 / n, 20.0 / n] if entry.normalize else [0.0, 1.0])
-        init.append(weight)
-    return ah.AdaptiveSimilarity(side * side, bases=("dot", "l1"), init=init, blocks=blocks)
+
+    def __init__(
+        self,
+        side: int,
+        offset: tuple[int, int] | None = None,
+        bases: Sequence[str] = ("l1",),
+        blocks: Sequence[ah.Blocks] = (ah.Blocks(None),),
+    ) -> None:
+        super().__init__()
+        self.side, self.offset = side, offset
+        dim = self.seen(torch.zeros(1, side * side)).shape[-1]
+        init = []
+        for entry in blocks:
+            # The last entry of a footprint is the sum over all blocks.
+            init.append(torch.zeros(len(bases), entry.count(dim)))
+            init[-1][:, -1] = LEVEL / entry.count(dim)
+        self.score = ah.AdaptiveSimilarity(dim, bases=bases, init=init, blocks=list(blocks))
+
+    def seen(self, rows: Tensor) -> Tensor:
+        """Returns what is compared of images ``(n, side * side)``."""
+        return rows if self.offset is None else contrasts(rows, self.side, self.offset)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores queries ``(L, d)`` against keys ``(S, d)``: ``(L, S)``."""
+        scores: Tensor = self.score(self.seen(query), self.seen(key))
+        return scores
+
+
+class ImageSimilarity(nn.Module):
+    """The sum of the similarities of several views of an image.
+
+    All scores are sums of sorted similarities with learned weights, so that a learned number of the worst pixels,
+    contrasts and patches has no weight.
+
+    Args:
+        stored: the stored images.
+        views: ``"pixels"``, contrasts of two pixels (the keys of OFFSETS), and normalized ``"patches"`` of several
+            sizes.
+    """
+
+    def __init__(self, stored: Images, views: Sequence[str]) -> None:
+        super().__init__()
+        side = stored.side
+        self.patches = View(
+            side,
+            bases=("dot", "l1"),
+            blocks=[ah.Blocks(ah.patches(side, side, size), normalize=True) for size in SIZES if size < side],
+        )
+        self.parts = nn.ModuleList([self.patches] if "patches" in views else [])
+        if "pixels" in views:
+            self.parts.append(View(side))
+        self.parts.extend(View(side, offset) for view in views for offset in OFFSETS.get(view, ()))
+        self.to(stored.rows.device)
+        self.patches.score.fix_norms_(stored.rows)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores queries ``(L, d)`` against keys ``(S, d)``: ``(L, S)``."""
+        return torch.stack([part(query, key) for part in self.parts]).sum(0)
 
 
 class AdaptiveClassifier:
@@ -42,27 +140,25 @@ class AdaptiveClassifier:
 
     Args:
         stored: the stored images.
-        score: their similarity to queries.
-        batch: number of queries that are scored at once.
+        views: the views of :class:`ImageSimilarity`.
     """
 
-    def __init__(self, stored: Images, score: ah.AdaptiveSimilarity, batch: int) -> None:
-        self.memory = ah.AssociativeMemory(stored.rows, score, labels=stored.labels)
-        self.score, self.labels, self.batch = score, stored.labels, batch
+    def __init__(self, stored: Images, views: Sequence[str]) -> None:
+        self.score, self.labels = ImageSimilarity(stored, views), stored.labels
+        self.memory = ah.AssociativeMemory(stored.rows, self.score, labels=stored.labels)
 
     @torch.no_grad()
     def __call__(self, query: Tensor) -> Answer:
         """Answers queries ``(n, d)`` with the best class and its best stored image."""
-        answers = [self._classify(part) for part in torch.split(query, self.batch)]
+        answers = [self._classify(part) for part in torch.split(query, SCORED)]
         return Answer(*(torch.cat(parts) for parts in zip(*answers, strict=True)))
 
     def _classify(self, query: Tensor) -> Answer:
         # The label that memory.classify returns, from scores that are computed once for label and image.
-        scores = self.memory.scores(query)
+        logits = self.memory.beta * self.memory.scores(query)
         classes, of_pattern = classes_of(self.labels)
-        best = class_logsumexp([scores], of_pattern, len(classes)).argmax(-1)
-        index = scores.masked_fill(of_pattern != best[:, None], -torch.inf).argmax(-1)
-        return Answer(classes[best], index)
+        best = class_logsumexp([logits], of_pattern, len(classes)).argmax(-1)
+        return Answer(classes[best], logits.masked_fill(of_pattern != best[:, None], -torch.inf).argmax(-1))
 
     @torch.no_grad()
     def agreement(self, query: Tensor, index: Tensor, size: int = 4) -> Tensor:
@@ -73,21 +169,17 @@ class AdaptiveClassifier:
             index: ``(n,)``, a stored image for each query.
             size: side of the patches, one of SIZES.
         """
-        patches = ah.patches(*[round(query.shape[-1] ** 0.5)] * 2, size)
-        counts = [entry.count(query.shape[-1]) for entry in self.score.blocks]
-        resolution = counts.index(int(patches.max()) + 1)
+        score, dim = self.score.patches.score, query.shape[-1]
+        patches = ah.patches(*[round(dim**0.5)] * 2, size)
+        resolution = [entry.count(dim) for entry in score.blocks].index(int(patches.max()) + 1)
         pairs = query[:, None], self.memory.patterns[index][:, None]
-        correlation = self.score.block_similarities(*pairs, "dot", resolution)[:, 0, 0]
+        correlation = score.block_similarities(*pairs, "dot", resolution)[:, 0, 0]
         return correlation[:, patches.to(query.device)]
 
 
-def adaptive(stored: Images, variant: Variant, seed: int, steps: int = STEPS, batch: int = BATCH) -> AdaptiveClassifier:
-    """A memory of the stored images, trained to give the class of a corrupted one from the others.
-
-    Single pixels are compared only if the variant corrupts single pixels.
-    """
-    pixels = isinstance(variant, ReplacedPixels)
-    score = similarity(stored.side, pixels).to(stored.rows.device)
-    classifier = AdaptiveClassifier(stored, score, batch)
-    classifier.memory.fit(variant, epochs=steps, lr=LR, batch=batch, by="label", seed=seed, progress=False)
+def adaptive(stored: Images, variant: Variant, seed: int, settings: Settings | None = None) -> AdaptiveClassifier:
+    """A memory of the stored images, trained to give the class of a corrupted one from the others."""
+    views, steps, batch, lr = settings or SETTINGS["pixels" if isinstance(variant, ReplacedPixels) else "occlusion"]
+    classifier = AdaptiveClassifier(stored, views)
+    classifier.memory.fit(variant, epochs=steps, lr=lr, batch=batch, by="label", seed=seed, progress=False)
     return classifier

@@ -12,7 +12,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.search.measure import Shown
 from benchmarks.search.ours import OURS
 
-KINDS = {"pixels": "pixels replaced", "block": "the area covered by a block of another image"}
+KINDS = {"pixels": "pixels replaced", "occlusion": "the area covered by a block of another image"}
 """Kind of corruption -> what a level is the fraction of."""
 RIGHT, WRONG = "#6a9a3b", "#c8555b"
 

@@ -99,20 +99,21 @@ class SparseRepresentation:
     def __init__(self, stored: Images, penalty: float = 1e-3, steps: int = 3000, batch: int = 2048) -> None:
         self.stored, self.penalty, self.steps, self.batch = stored, penalty, steps, batch
         self.rows = functional.normalize(stored.rows)
+        # The inverse of the largest eigenvalue of [A I]^T [A I].
+        self.step = 1 / (torch.linalg.eigvalsh(self.rows.mT @ self.rows)[-1].item() + 1)
 
     def solve(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Computes ``x (n, N)`` and ``e (n, d)`` of queries ``(n, d)`` of norm 1."""
-        rows = self.rows
-        step = 1 / (torch.linalg.matrix_norm(rows, 2).square() + 1)  # the largest eigenvalue of [A I]^T [A I]
+        rows, step = self.rows, self.step
         x, e = query.new_zeros(len(query), len(rows)), torch.zeros_like(query)
         ahead_x, ahead_e, momentum = x, e, 1.0
         for _ in range(self.steps):
-            residual = ahead_x @ rows + ahead_e - query
-            new_x = functional.softshrink(ahead_x - step * (residual @ rows.mT), self.penalty * float(step))
-            new_e = functional.softshrink(ahead_e - step * residual, self.penalty * float(step))
+            residual = torch.addmm(ahead_e - query, ahead_x, rows)
+            new_x = functional.softshrink(torch.addmm(ahead_x, residual, rows.mT, alpha=-step), self.penalty * step)
+            new_e = functional.softshrink(torch.sub(ahead_e, residual, alpha=step), self.penalty * step)
             following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
             factor = (momentum - 1) / following
-            ahead_x, ahead_e = new_x + factor * (new_x - x), new_e + factor * (new_e - e)
+            ahead_x, ahead_e = torch.lerp(x, new_x, 1 + factor), torch.lerp(e, new_e, 1 + factor)
             x, e, momentum = new_x, new_e, following
         return x, e
 
@@ -152,7 +153,7 @@ def network(n_classes: int, width: int) -> nn.Sequential:
 
 
 def convolutional(
-    stored: Images, variant: Variant, seed: int, steps: int = 3000, batch: int = 128, width: int = 64
+    stored: Images, variant: Variant, seed: int, steps: int = 1500, batch: int = 256, width: int = 64
 ) -> Classifier:
     """A convolutional network, trained on corrupted stored images. It names a class and no stored image."""
     device, shape = stored.rows.device, (1, stored.side, stored.side)
@@ -160,7 +161,7 @@ def convolutional(
     # Without a forked state, the initialization would change the random numbers of the caller.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        model = network(len(classes), width).to(device)
+        model = network(len(classes), width).to(device, memory_format=torch.channels_last)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
         for _ in range(steps):
