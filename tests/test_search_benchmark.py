@@ -268,6 +268,21 @@ def test_the_picture_shows_the_answer_of_each_method(folder, tmp_path, monkeypat
     assert command.report.draw_answers(shown, tmp_path / "answers.png").stat().st_size > 0
 
 
+def test_reports_name_the_best_methods_and_their_times():
+    figures = {"CNN": (0.9, 0.5), ours.OURS: (0.9, 0.7), "Euclid": (0.8, 0.1)}
+    rows = [
+        {"data": "faces", "kind": "pixels", "split": split, "method": method, "level": level, "queries": "200"}
+        | {"accuracy": str(accuracy + shift), "fit_s": "3", "query_s": "0.5"}
+        for split, shift in (("0", -0.05), ("1", 0.05))
+        for method, accuracies in figures.items()
+        for level, accuracy in zip(("0.0", "0.5"), accuracies, strict=True)
+    ]
+    text = command.report.accuracy_table(rows)
+    assert f"| {ours.OURS} | **0.900 ± 0.071** | **0.700 ± 0.071** |" in text
+    assert text.endswith(f"Highest accuracy: CNN at 0.0; {ours.OURS} at 0.0, 0.5.")
+    assert "| CNN | 3 | 2.5 |" in command.report.time_table(rows)
+
+
 def test_unknown_levels_and_missing_files_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["--levels", "0.55"])

@@ -89,7 +89,7 @@ def accuracies(each: Trained, asked: dict[float, Tensor], split: Split) -> list[
         label = classify(query).label
         accuracy = (label == split.asked.labels).double().mean().item()
         times = {"fit_s": f"{fit:.3g}", "query_s": f"{seconds(device) - start:.3g}"}
-        rows.append({**each.row(level), "accuracy": f"{accuracy:.4f}", **times})
+        rows.append({**each.row(level), "queries": len(query), "accuracy": f"{accuracy:.4f}", **times})
     return rows
 
 

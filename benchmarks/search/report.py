@@ -7,7 +7,7 @@ from statistics import mean, stdev
 import numpy as np
 from torch import Tensor
 
-from benchmarks.harness.report import bold_best, drawing, group, table
+from benchmarks.harness.report import bold_best, drawing, group, number, table
 from benchmarks.harness.rows import Row
 from benchmarks.search.measure import Shown
 from benchmarks.search.ours import OURS
@@ -22,7 +22,10 @@ def _accuracies(rows: Sequence[Row]) -> list[float]:
 
 
 def accuracy_table(rows: Sequence[Row]) -> str:
-    """Accuracy of each method at each level: mean and standard deviation over the splits. The best mean is bold."""
+    """Accuracy of each method at each level: mean and standard deviation over the splits. The best mean is bold.
+
+    A sentence below each table names the best methods and their levels.
+    """
     parts = []
     for (data, kind), here in group(rows, "data", "kind").items():
         levels = sorted((level for (level,) in group(here, "level")), key=float)
@@ -32,7 +35,32 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         body = zip(methods, *map(bold_best, columns), strict=True)
         splits = len(group(here, "split"))
         caption = f"Accuracy on {data} by the fraction of {KINDS[kind]}, {splits} split{'s' * (splits > 1)}."
-        parts.append(f"{caption}\n\n{table(['method', *levels], body)}")
+        parts += [f"{caption}\n\n{table(['method', *levels], body)}", _winners(levels, methods, columns)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _winners(levels: Sequence[str], methods: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    """Returns a sentence that names the best methods and their levels."""
+    best: dict[str, list[str]] = {}
+    for level, cells in zip(levels, columns, strict=True):
+        marked = zip(methods, bold_best(cells), strict=True)
+        for method in (name for name, cell in marked if cell.startswith("**")):
+            best.setdefault(method, []).append(level)
+    named = [f"{method} at {', '.join(best[method])}" for method in methods if method in best]
+    return f"Highest accuracy: {'; '.join(named)}." if len(methods) > 1 else ""
+
+
+def time_table(rows: Sequence[Row]) -> str:
+    """Mean time of one training for all levels of a kind of corruption, and of one query."""
+    parts = []
+    for (data,), here in group(rows, "data").items():
+        body = []
+        for (method,), same in group(here, "method").items():
+            trained = group(same, "kind", "split").values()
+            fit = mean(float(one[0]["fit_s"]) for one in trained)
+            query = sum(float(row["query_s"]) for row in same) / sum(int(row["queries"]) for row in same)
+            body.append([method, number(fit), number(1000 * query)])
+        parts.append(f"Time on {data}.\n\n{table(['method', 'training, s', 'query, ms'], body)}")
     return "\n\n".join(parts)
 
 
