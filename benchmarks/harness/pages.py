@@ -108,9 +108,9 @@ def of_retrieval(table: str, show: Show) -> str:
 
 
 def search_answers() -> str:
-    """Returns the pictures of answered queries that the search benchmark has drawn."""
-    drawn = [PICTURES / f"search_{kind}.png" for kind in search_report.KINDS]
-    shown = {path: search_report.KINDS[path.stem.removeprefix("search_")] for path in drawn if path.exists()}
+    """Returns the pictures of answered queries of digits that the search benchmark has drawn."""
+    drawn = [PICTURES / f"search_digits_{kind}.png" for kind in search_report.KINDS]
+    shown = {path: search_report.KINDS[path.stem.removeprefix("search_digits_")] for path in drawn if path.exists()}
     alt = "Queries with a fraction of {}, their clean images, and the stored image that each method answered"
     return "\n\n".join(f"![{alt.format(kind)}](pictures/{path.name})" for path, kind in shown.items())
 
