@@ -97,7 +97,7 @@ def test_idx_files_are_read(name, tmp_path):
         data.load("faces", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1"])
+@pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1", "trimmed L1 of contrasts"])
 def test_nearest_neighbors_find_the_stored_image_itself(name, images):
     answer = rivals.RIVALS[name](images, ReplacedPixels((0.0, 0.5)), 0)(images.rows)
     assert torch.equal(answer.label, images.labels)
@@ -182,23 +182,23 @@ def test_views_compare_pixels_contrasts_and_patches(images):
     assert dims("contrasts", "diagonals", "distant") == [[56], [56], [49], [49], [48], [48]]
 
 
-@pytest.mark.parametrize("offset", [each for offsets in ours.OFFSETS.values() for each in offsets])
+@pytest.mark.parametrize("offset", [each for offsets in data.OFFSETS.values() for each in offsets])
 def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
     image = torch.rand(3, 5, 5) + 0.1
-    found = ours.contrasts(image.flatten(1), 5, offset)
+    found = data.contrasts(image.flatten(1), 5, offset)
     pairs = [
         (image[:, i, j], image[:, i + offset[0], j + offset[1]])
         for i in range(5 - offset[0])
         for j in range(5)
         if 0 <= j + offset[1] < 5
     ]
-    expected = torch.stack([(b - a) / (a + b + 2 * ours.DARK) for a, b in pairs], 1)
+    expected = torch.stack([(b - a) / (a + b + 2 * data.DARK) for a, b in pairs], 1)
     torch.testing.assert_close(found, expected)
 
 
 def test_the_initial_score_is_the_mean_similarity_of_each_view(images):
     score = ours.ImageSimilarity(images, ("pixels", "contrasts"))
-    seen = [images.rows, *(ours.contrasts(images.rows, SIDE, offset) for offset in ours.OFFSETS["contrasts"])]
+    seen = [images.rows, *(data.contrasts(images.rows, SIDE, offset) for offset in data.OFFSETS["contrasts"])]
     expected = -ours.LEVEL * sum(torch.cdist(rows, rows, p=1) / rows.shape[1] for rows in seen)
     torch.testing.assert_close(score(images.rows, images.rows), expected, atol=1e-4, rtol=1e-4)
 

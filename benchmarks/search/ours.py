@@ -9,19 +9,15 @@ from torch import Tensor, nn
 import ahop_layers as ah
 from ahop_layers.memory.labels import class_logsumexp, classes_of
 from ahop_layers.variants import Variant
-from benchmarks.search.data import Images, ReplacedPixels
+from benchmarks.search.data import OFFSETS, Images, ReplacedPixels, contrasts
 from benchmarks.search.rivals import Answer
 
 OURS = "adaptive memory"
-OFFSETS = {"contrasts": ((0, 1), (1, 0)), "diagonals": ((1, 1), (1, -1)), "distant": ((0, 2), (2, 0))}
-"""View -> distances in rows and columns of the two pixels of a contrast."""
 VIEWS = ("pixels", *OFFSETS, "patches")
 SIZES = (2, 4, 8)
 """Sides of the patches."""
 LEVEL = 20.0
 """Sum of the initial weights of a footprint. A similarity of the view is then 20 times its mean over the blocks."""
-DARK = 0.02
-"""Added to the brightness of two pixels before their difference is divided by it."""
 SCORED = 256
 """Number of queries that are scored at once."""
 
@@ -45,25 +41,6 @@ SETTINGS = {
     "occlusion": Settings(("contrasts", "patches")),
 }
 """Kind of corruption -> settings. ``python -m benchmarks.search.tune`` compares others on held-out stored images."""
-
-
-def contrasts(rows: Tensor, side: int, offset: tuple[int, int]) -> Tensor:
-    """Returns the contrast of each two pixels at a fixed distance. It does not depend on the brightness of the image.
-
-    Args:
-        rows: images ``(n, side * side)``.
-        side: height and width of an image.
-        offset: distance in rows, at least 0, and in columns.
-
-    Returns:
-        ``(n, pairs)``, the difference of two pixels divided by their sum: from -1 to 1.
-    """
-    down, right = offset
-    image = rows.unflatten(-1, (side, side))
-    height, width = side - down, side - abs(right)
-    first = image[..., :height, max(0, -right) :][..., :width]
-    second = image[..., down:, max(0, right) :][..., :width]
-    return ((second - first) / (first + second + 2 * DARK)).flatten(-2)
 
 
 class View(nn.Module):
