@@ -21,6 +21,8 @@ COMMANDS = (
     "packed",
     "vit",
     "costs",
+    "search",
+    "search.tune",
     "harness.pages",
     *(f"paper.{name}" for name in ("retrieval", "mil", "images", "tabular")),
 )

@@ -22,6 +22,7 @@ from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval import report as retrieval_report
 from benchmarks.paper.tabular import report as tabular_report
+from benchmarks.search import report as search_report
 
 DOCS = PICTURES.parent
 README = DOCS.parent / "README.md"
@@ -107,6 +108,14 @@ def of_retrieval(table: str, show: Show) -> str:
     return part(f"paper.retrieval --table {table} --runs {runs}", rows, show)
 
 
+def search_answers() -> str:
+    """Returns the pictures of answered queries of digits that the search benchmark has drawn."""
+    drawn = [PICTURES / f"search_digits_{kind}.png" for kind in search_report.KINDS]
+    shown = {path: search_report.KINDS[path.stem.removeprefix("search_digits_")] for path in drawn if path.exists()}
+    alt = "Queries with a fraction of {}, their clean images, and the stored image that each method answered"
+    return "\n\n".join(f"![{alt.format(kind)}](pictures/{path.name})" for path, kind in shown.items())
+
+
 def accuracy(rows: Sequence[Row]) -> str:
     """Returns the table of retrieval accuracies."""
     return retrieval_report.level_table(rows, ["accuracy"])
@@ -153,6 +162,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup-bags": lambda: by_device(
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
+    "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
+    "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
+    "search-answers": search_answers,
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
 }
 """The tables, by the NAME of their place."""
@@ -182,6 +194,11 @@ DRAWN = {
         "Radar plot: accuracy of memories with twelve mixtures of masking, noise and bias",
         lambda: retrieval_rows("figure"),
         retrieval_report.draw,
+    ),
+    "search": Picture(
+        "Accuracy of seven methods against the fraction of an image that is corrupted",
+        lambda: rows_of("search.csv"),
+        search_report.draw_curves,
     ),
     "mil": Picture(
         "AUC of seven poolings against the strength of masking, noise and bias",

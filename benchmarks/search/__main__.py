@@ -1,0 +1,75 @@
+"""Search with damaged queries on real images: how often a method finds the class of a corrupted image.
+
+To run: python -m benchmarks.search [--data faces digits fashion] [--corruptions pixels occlusion] [--device cuda]
+
+Half of the images of each class are stored, the others are asked, in five seeded splits. Queries have a fraction of
+their pixels replaced by random values, or a square block covered by another image. Every method that learns is trained
+once for all levels of a kind of corruption, on corrupted copies of the stored images. Accuracy is the fraction of
+queries whose predicted class is right.
+
+The methods are the nearest stored image by Euclidean, cosine, L1 and trimmed L1 distance, sparse representation with an
+error term (Wright et al. 2009), a convolutional network, and an adaptive memory with footprints of several resolutions.
+
+Every measured row is stored immediately and is not measured again on the same device, so an interrupted run resumes.
+Images are read from ``--data-dir``, AHOP_DATA_DIR or data (see docs/data.md); without ``--data``, the sets that are not
+there are left out.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
+from benchmarks.harness.report import picture_for
+from benchmarks.harness.rows import RESULTS, ResultTable
+from benchmarks.search import report
+from benchmarks.search.data import LEVELS, SETS, available, load
+from benchmarks.search.measure import answers, choose_device, measure_missing, rows_of, wanted
+from benchmarks.search.ours import OURS
+from benchmarks.search.rivals import RIVALS
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = make_parser("search", __doc__)
+    add = parser.add_argument
+    rivals = f"methods beside the adaptive memory, some of {', '.join(map(repr, RIVALS))} (default: all)"
+    add("--data", nargs="+", choices=SETS, help="data sets (default: all whose files are there)")
+    add("--corruptions", nargs="+", choices=LEVELS, default=list(LEVELS), help="kinds of corruption (default: all)")
+    add("--rivals", nargs="*", choices=RIVALS, default=list(RIVALS), metavar="NAME", help=rivals)
+    add("--splits", type=int, default=5, help="number of splits (default: 5)")
+    add("--levels", nargs="+", type=float, help="fractions of the image that are corrupted (default: all)")
+    add("--picture", type=float, metavar="LEVEL", help="also draw queries of this level and what each method answers")
+    add("--device", default="auto", help="cpu, cuda, or auto: cuda if available (default: auto)")
+    add_data_dir(parser, "faces/, mnist/ and fashion-mnist/")
+    add("--output", type=Path, default=RESULTS / "search.csv", help="results (default: benchmarks/results/search.csv)")
+    options = parser.parse_args(arguments)
+    known = {level for kind in options.corruptions for level in LEVELS[kind]}
+    if unknown := sorted(set(options.levels or ()) - known):
+        parser.error(f"argument --levels: expected some of {sorted(known)}, got {unknown}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures the missing rows, prints the tables, and draws the curves and the answers."""
+    options = parse(arguments)
+    device = choose_device(options.device)
+    methods = [*options.rivals, OURS]
+    with explain_missing_data():
+        sets = options.data or available(options.data_dir)
+        for name in sets:
+            load(name, options.data_dir)
+    levels_of = wanted(sets, options.corruptions, options.splits, methods, options.levels)
+    results = ResultTable(options.output, device.type)
+    measure_missing(levels_of, options.data_dir, device, results)
+    rows = rows_of(levels_of, results.own_rows)
+    print(report.accuracy_table(rows), end="\n\n")
+    curves = picture_for(options.output, "search")
+    print(f"plot: {report.draw_curves(rows, curves)}")
+    for name, kind in itertools.product(sets, options.corruptions) if options.picture is not None else ():
+        shown = answers(name, kind, options.picture, methods, options.data_dir, device)
+        print(f"picture: {report.draw_answers(shown, curves.with_name(f'{curves.stem}_{name}_{kind}.png'))}")
+
+
+if __name__ == "__main__":
+    main()

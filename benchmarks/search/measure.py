@@ -1,0 +1,147 @@
+"""The measurements of the search benchmark: the accuracy of each method at each level of corruption."""
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import ResultTable, Row
+from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, corruption, load, queries, split_halves
+from benchmarks.search.ours import OURS, AdaptiveClassifier, adaptive
+from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
+
+METHODS: dict[str, Training] = {**RIVALS, OURS: adaptive}
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device of an option: "auto" means a GPU if there is one."""
+    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
+
+
+def seconds(device: torch.device) -> float:
+    """Returns the time after all work on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Trained(NamedTuple):
+    """A method that is trained once for all levels of one kind of corruption on one split."""
+
+    data: str
+    kind: str
+    split: int
+    method: str
+
+    def row(self, level: float) -> dict[str, object]:
+        """The columns that identify the measurement at one level."""
+        return {**self._asdict(), "level": level}
+
+
+class Shown(NamedTuple):
+    """Queries, what each method answered, and how the patches of query and answer of the adaptive memory agree."""
+
+    split: Split
+    query: Tensor
+    answers: dict[str, Answer]
+    agreement: Tensor | None
+
+
+def wanted(
+    sets: Iterable[str], kinds: Iterable[str], splits: int, methods: Sequence[str], levels: Sequence[float] | None
+) -> dict[Trained, list[float]]:
+    """Returns the levels to measure of each trained method. ``levels`` selects some of those of each kind."""
+    chosen = {kind: [level for level in LEVELS[kind] if levels is None or level in levels] for kind in kinds}
+    return {
+        Trained(data, kind, split, method): each
+        for data in sets
+        for split in range(splits)
+        for kind, each in chosen.items()
+        for method in methods
+        if each
+    }
+
+
+def train(method: str, split: Split, kind: str, seed: int) -> Classifier:
+    """Trains a method on the stored images, with queries of all levels of one kind of corruption."""
+    return METHODS[method](split.stored, corruption(kind, TRAINING_LEVELS, split.stored), seed)
+
+
+def accuracies(each: Trained, asked: dict[float, Tensor], split: Split) -> list[dict[str, object]]:
+    """Trains a method and returns its accuracy at each level, with the seconds of training and of the queries.
+
+    Args:
+        each: the method.
+        asked: level -> queries ``(n, d)``.
+        split: stored and asked images.
+    """
+    device = split.stored.rows.device
+    start = seconds(device)
+    classify = train(each.method, split, each.kind, each.split)
+    fit = seconds(device) - start
+    rows: list[dict[str, object]] = []
+    for level, query in asked.items():
+        start = seconds(device)
+        label = classify(query).label
+        accuracy = (label == split.asked.labels).double().mean().item()
+        times = {"fit_s": f"{fit:.3g}", "query_s": f"{seconds(device) - start:.3g}"}
+        rows.append({**each.row(level), "queries": len(query), "accuracy": f"{accuracy:.4f}", **times})
+    return rows
+
+
+def measure_missing(
+    levels_of: dict[Trained, list[float]], folder: Path, device: torch.device, results: ResultTable
+) -> None:
+    """Measures and stores what the results do not have yet for this device. Prints a line for each method."""
+    missing = {
+        each: left
+        for each, levels in levels_of.items()
+        if (left := [level for level in levels if not results.has(each.row(level))])
+    }
+    start = seconds(device)
+    for (data, split), parts in itertools.groupby(missing, lambda each: (each.data, each.split)):
+        halves = Split(*(half.to(device) for half in split_halves(load(data, folder), split)))
+        for kind, methods in itertools.groupby(parts, lambda each: each.kind):
+            asked = {level: queries(halves, kind, level, split) for level in LEVELS[kind]}
+            for each in methods:
+                rows = accuracies(each, {level: asked[level] for level in missing[each]}, halves)
+                results.add(*rows)
+                print(f"{seconds(device) - start:6.1f} s  {_shown(each, rows)}", flush=True)
+
+
+def _shown(each: Trained, rows: Sequence[dict[str, object]]) -> str:
+    """Returns a line with the accuracy at each level and the seconds of training and of all queries."""
+    asked = sum(float(str(row["query_s"])) for row in rows)
+    figures = " ".join(f"{row['accuracy']}" for row in rows)
+    name = f"{each.data}, split {each.split}, {each.kind}, {each.method}"
+    return f"{name}: {figures} (fit {rows[0]['fit_s']} s, queries {asked:.3g} s)"
+
+
+def rows_of(levels_of: dict[Trained, list[float]], rows: Sequence[Row]) -> list[Row]:
+    """Returns the stored rows of these measurements, in their order."""
+    keys = [
+        {name: str(value) for name, value in each.row(level).items()} for each in levels_of for level in levels_of[each]
+    ]
+    return [row for key in keys for row in rows if key.items() <= row.items()]
+
+
+def answers(
+    data: str, kind: str, level: float, methods: Sequence[str], folder: Path, device: torch.device, count: int = 6
+) -> Shown:
+    """Trains the methods on the first split and asks all of them the same few queries, of different classes."""
+    split = Split(*(part.to(device) for part in split_halves(load(data, folder), 0)))
+    classes = split.asked.labels.unique()
+    spread = classes[torch.linspace(0, len(classes) - 1, min(count, len(classes))).long()]
+    chosen = torch.stack([(split.asked.labels == label).nonzero()[0, 0] for label in spread])
+    query = queries(split, kind, level, 0)[chosen]
+    found, agreement = {}, None
+    for method in methods:
+        classify = train(method, split, kind, 0)
+        found[method] = classify(query)
+        if isinstance(classify, AdaptiveClassifier):
+            agreement = classify.agreement(query, found[method].index)
+    return Shown(split._replace(asked=split.asked.subset(chosen)), query, found, agreement)

@@ -1,0 +1,127 @@
+"""Table, curves and picture of the search benchmark."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.harness.report import bold_best, drawing, group, number, table
+from benchmarks.harness.rows import Row
+from benchmarks.search.measure import Shown
+from benchmarks.search.ours import OURS
+
+KINDS = {"pixels": "pixels replaced", "occlusion": "the area covered by a block of another image"}
+"""Kind of corruption -> what a level is the fraction of."""
+RIGHT, WRONG = "#6a9a3b", "#c8555b"
+
+
+def _accuracies(rows: Sequence[Row]) -> list[float]:
+    return [float(row["accuracy"]) for row in rows]
+
+
+def accuracy_table(rows: Sequence[Row]) -> str:
+    """Accuracy of each method at each level: mean and standard deviation over the splits. The best mean is bold.
+
+    A sentence below each table names the best methods and their levels.
+    """
+    parts = []
+    for (data, kind), here in group(rows, "data", "kind").items():
+        levels = sorted((level for (level,) in group(here, "level")), key=float)
+        cells = group(here, "method", "level")
+        methods = [method for (method,) in group(here, "method")]
+        columns = [[_spread(_accuracies(cells.get((method, level), []))) for method in methods] for level in levels]
+        body = zip(methods, *map(bold_best, columns), strict=True)
+        splits = len(group(here, "split"))
+        caption = f"Accuracy on {data} by the fraction of {KINDS[kind]}, {splits} split{'s' * (splits > 1)}."
+        parts += [f"{caption}\n\n{table(['method', *levels], body)}", _winners(levels, methods, columns)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _winners(levels: Sequence[str], methods: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    """Returns a sentence that names the best methods and their levels."""
+    best: dict[str, list[str]] = {}
+    for level, cells in zip(levels, columns, strict=True):
+        marked = zip(methods, bold_best(cells), strict=True)
+        for method in (name for name, cell in marked if cell.startswith("**")):
+            best.setdefault(method, []).append(level)
+    named = [f"{method} at {', '.join(best[method])}" for method in methods if method in best]
+    return f"Highest accuracy: {'; '.join(named)}." if len(methods) > 1 else ""
+
+
+def time_table(rows: Sequence[Row]) -> str:
+    """Mean time of one training for all levels of a kind of corruption, and of one query."""
+    parts = []
+    for (data,), here in group(rows, "data").items():
+        body = []
+        for (method,), same in group(here, "method").items():
+            trained = group(same, "kind", "split").values()
+            fit = mean(float(one[0]["fit_s"]) for one in trained)
+            query = sum(float(row["query_s"]) for row in same) / sum(int(row["queries"]) for row in same)
+            body.append([method, number(fit), number(1000 * query)])
+        parts.append(f"Time on {data}.\n\n{table(['method', 'training, s', 'query, ms'], body)}")
+    return "\n\n".join(parts)
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def draw_curves(rows: Sequence[Row], path: Path) -> Path:
+    """Draws accuracy by level, with one row of panels for each data set and one panel for each kind of corruption."""
+    sets, kinds = ([name for (name,) in group(rows, column)] for column in ("data", "kind"))
+    panels = group(rows, "data", "kind")
+    with drawing(path, (4.6 * len(kinds), 3.4 * len(sets) + 0.6)) as figure:
+        axes = figure.subplots(len(sets), len(kinds), squeeze=False)
+        for data, line in zip(sets, axes, strict=True):
+            for kind, axis in zip(kinds, line, strict=True):
+                for (method,), here in group(panels.get((data, kind), []), "method").items():
+                    points = sorted(
+                        (float(level), mean(_accuracies(same))) for (level,), same in group(here, "level").items()
+                    )
+                    width = 2.5 if method == OURS else 1.2
+                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=width, label=method)
+                axis.set(title=data, xlabel=f"fraction of {KINDS[kind]}", ylabel="accuracy", ylim=(0, 1.02))
+                axis.grid(True)
+        labels = {
+            label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False)
+    return path
+
+
+def draw_answers(shown: Shown, path: Path) -> Path:
+    """Draws each query, its clean image, and the stored image that each method answered, framed green if it is right.
+
+    The last column shows the correlation of each patch of the query with that of the answer of the adaptive memory.
+    """
+    split, side = shown.split, shown.split.stored.side
+
+    def image(row: Tensor) -> np.ndarray:
+        return row.reshape(side, side).cpu().numpy()
+
+    columns: list[tuple[str, Tensor, Tensor | None]] = [
+        ("query", shown.query, None),
+        ("clean image", split.asked.rows, None),
+        *((name, split.stored.rows[given.index], given.label) for name, given in shown.answers.items()),
+    ]
+    truth, extra = split.asked.labels, shown.agreement is not None
+    with drawing(path, (1.3 * (len(columns) + extra), 1.35 * len(truth) + 0.4)) as figure:
+        axes = figure.subplots(len(truth), len(columns) + extra, squeeze=False)
+        for place, (name, rows, labels) in enumerate(columns):
+            axes[0, place].set_title(name.replace(" ", "\n"), fontsize=9)
+            for line, axis in enumerate(axes[:, place]):
+                axis.imshow(image(rows[line]), cmap="gray", vmin=0, vmax=max(float(rows[line].max()), 1e-6))
+                axis.set(xticks=[], yticks=[])
+                color = None if labels is None else RIGHT if labels[line] == truth[line] else WRONG
+                for spine in axis.spines.values():
+                    spine.set(visible=color is not None, color=color, linewidth=2.5)
+        if shown.agreement is not None:
+            axes[0, -1].set_title("patches\nthat agree", fontsize=9)
+            for axis, row in zip(axes[:, -1], shown.agreement, strict=True):
+                axis.imshow(image(row), cmap="RdYlGn", vmin=-1, vmax=1)
+                axis.set_axis_off()
+    return path
