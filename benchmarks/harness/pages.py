@@ -108,12 +108,20 @@ def of_retrieval(table: str, show: Show) -> str:
     return part(f"paper.retrieval --table {table} --runs {runs}", rows, show)
 
 
+ANSWERS = """\
+Each row shows a query of the digits, its clean image, and the stored image that each method answered, framed in green if
+its class is right and in red otherwise. The network names only a class; the picture shows the first stored image of it.
+The last column shows which patches of the query agree with the answer of the adaptive memory, from red (correlation -1)
+to green (correlation 1): the damaged part is visible in it."""
+
+
 def search_answers() -> str:
     """Returns the pictures of answered queries of digits that the search benchmark has drawn."""
     drawn = [PICTURES / f"search_digits_{kind}.png" for kind in search_report.KINDS]
     shown = {path: search_report.KINDS[path.stem.removeprefix("search_digits_")] for path in drawn if path.exists()}
     alt = "Queries with a fraction of {}, their clean images, and the stored image that each method answered"
-    return "\n\n".join(f"![{alt.format(kind)}](pictures/{path.name})" for path, kind in shown.items())
+    pictures = [f"![{alt.format(kind)}](pictures/{path.name})" for path, kind in shown.items()]
+    return "\n\n".join([ANSWERS, *pictures]) if pictures else ""
 
 
 def accuracy(rows: Sequence[Row]) -> str:
@@ -196,7 +204,7 @@ DRAWN = {
         retrieval_report.draw,
     ),
     "search": Picture(
-        "Accuracy of seven methods against the fraction of an image that is corrupted",
+        "Accuracy of each method against the fraction of an image that is corrupted",
         lambda: rows_of("search.csv"),
         search_report.draw_curves,
     ),
