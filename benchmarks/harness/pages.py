@@ -109,10 +109,10 @@ def of_retrieval(table: str, show: Show) -> str:
 
 
 ANSWERS = """\
-Each row shows a query of the digits, its clean image, and the stored image that each method answered, framed in green if
-its class is right and in red otherwise. The network names only a class; the picture shows the first stored image of it.
-The last column shows which patches of the query agree with the answer of the adaptive memory, from red (correlation -1)
-to green (correlation 1): the damaged part is visible in it."""
+Each row shows a query of the digits, its clean image, and the stored image that each method answered, framed in green
+if its class is right and in red otherwise. The network names only a class; the picture shows the first stored image of
+it. The last column shows which patches of the query agree with the answer of the adaptive memory, from red (correlation
+-1) to green (correlation 1): the damaged part is visible in it."""
 
 
 def search_answers() -> str:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.memory.labels import class_logsumexp, classes_of
 from ahop_layers.variants import Variant
 from benchmarks.search.data import OFFSETS, Images, ReplacedPixels, contrasts
 from benchmarks.search.rivals import Answer
@@ -133,8 +132,9 @@ class AdaptiveClassifier:
     def _classify(self, query: Tensor) -> Answer:
         # The label that memory.classify returns, from scores that are computed once for label and image.
         logits = self.memory.beta * self.memory.scores(query)
-        classes, of_pattern = classes_of(self.labels)
-        best = class_logsumexp([logits], of_pattern, len(classes)).argmax(-1)
+        classes, of_pattern = self.labels.unique(return_inverse=True)
+        members = [(of_pattern == index).nonzero()[:, 0] for index in range(len(classes))]
+        best = torch.stack([logits[:, own].logsumexp(-1) for own in members], -1).argmax(-1)
         return Answer(classes[best], logits.masked_fill(of_pattern != best[:, None], -torch.inf).argmax(-1))
 
     @torch.no_grad()
