@@ -16,6 +16,7 @@ from ahop_layers.attention.products import PRODUCTS, read_product
 SOFTMAXES = (functional.softmax, torch.softmax, Tensor.softmax)
 HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head", "num_attn_heads")
 CHANNELS = "it attends over channels, so the dimension of its queries is the number of tokens"
+OTHER_AXIS = "its softmax is not over the keys"
 OTHER_SCORES = "the scores of its softmax are not products of queries and keys"
 OPAQUE = "it calls multi_head_attention_forward, whose scores cannot be replaced"
 
@@ -139,8 +140,9 @@ class _Discover(TorchFunctionMode):
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
         for mark in marks:
             same = any(mark.frame is frame for frame in self.frames[-2:])  # nn.Softmax is a module of its own
-            if same and not mark.weights and axis in (-1, output.ndim - 1) and _are_scores(mark, output):
-                return [mark._replace(weights=True)]
+            if same and not mark.weights and _are_scores(mark, output):
+                site = mark.site if axis in (-1, output.ndim - 1) else OTHER_AXIS
+                return [mark._replace(site=site, weights=True)]
         frame = self.frames[-2 if isinstance(self.frames[-1].module, nn.Softmax) and len(self.frames) > 1 else -1]
         return [_Mark(frame, OTHER_SCORES, -1, 0, 0, weights=True)] if output.ndim >= 3 else []
 

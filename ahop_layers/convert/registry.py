@@ -155,16 +155,29 @@ def register_converter(source: type[nn.Module] | str, adaptive: type[Adaptive]) 
 
 # Subclasses may override these: adaptive classes inherit them, or extend them by a call of the overridden method.
 _KEPT = ("__init__", "__repr__", "extra_repr", "_load_from_state_dict", "reset_parameters", "_reset_parameters")
+_CORES = ("ahop_layers.hopfield.core.AssociationCore", "hflayers.activation.HopfieldCore")
 
 
-def _overridden(module: nn.Module, base: type) -> str | None:
-    """Returns the name of a method that a table's class defines and a subclass or the instance overrides, or None."""
+def _overridden(module: Any, base: type) -> str | None:
+    """Returns the method of a class that a subclass or an instance of it overrides, or None.
+
+    A conversion would shadow or bypass it. The parts of a Hopfield layer are converted too, and count as the layer.
+    """
     kind = type(module)
     defined = (vars(part).items() for part in base.__mro__ if part not in nn.Module.__mro__)
-    own = {name for items in defined for name, value in items if callable(value)}
+    own = {name for items in defined for name, value in items if callable(value) or isinstance(value, property)}
     above = (vars(part) for part in kind.__mro__[: kind.__mro__.index(base)])
     names = {name for part in (vars(module), *above) for name in part}
-    return min((names & own).difference(_KEPT), key=lambda name: (name != "forward", name), default=None)
+    found = min((names & own).difference(_KEPT), key=lambda name: (name != "forward", name), default=None)
+    if found is not None:
+        return f"{full_name(kind)} overrides {found}"
+    for part in (getattr(module, "hopfield", None), getattr(module, "association_core", None)):
+        for known in type(part).__mro__:
+            if full_name(known) in _CORES or CONVERTERS.get(full_name(known)) is _hopfield:
+                inside = _overridden(part, known)
+                if inside is not None:
+                    return inside
+    return None
 
 
 def converter_for(module: nn.Module) -> Converter | str | None:
@@ -174,9 +187,9 @@ def converter_for(module: nn.Module) -> Converter | str | None:
     for base in type(module).__mro__:
         converter = CONVERTERS.get(full_name(base))
         if converter is not None:
-            name = _overridden(module, base)
-            if name is not None:
-                return f"{full_name(type(module))} overrides {name}; see register_converter"
+            overridden = _overridden(module, base)
+            if overridden is not None:
+                return f"{overridden}; see register_converter"
             # Before transformers 5 this was the name of a module that contains the attention.
             return converter if converter is not _vit or hasattr(module, "q_proj") else None
     return None
