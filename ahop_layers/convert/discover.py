@@ -124,10 +124,12 @@ class _Discover(TorchFunctionMode):
         for each in self.frames:
             each.products += 1
         marks = self._marks(args, kwargs)
-        if any(mark.weights for mark in marks):
-            for mark in marks:
-                if mark.weights:
-                    mark.frame.reach(mark.site)
+        weights = [mark for mark in marks if mark.weights]
+        if weights:
+            # Weights may be a mixture with those of positions, whose scores are no products.
+            known = [mark for mark in weights if isinstance(mark.site, Site)]
+            for mark in known or weights:
+                mark.frame.reach(mark.site)
             return
         product = read_product(func, args, kwargs)
         if product is not None:
@@ -210,8 +212,8 @@ def _over_channels(module: nn.Module, query: Tensor, key: Tensor) -> bool:
     if rows != key.shape[-2] or rows == dim:
         return False
     widths = _widths(module)
-    heads = {1, *_known_heads(module), *query.shape[-3:-2]}
-    return any(rows * h in widths for h in heads - {1}) and not any(dim * h in widths for h in heads)
+    heads = _known_heads(module) or (query.shape[-3] if query.ndim > 3 else 1,)
+    return any(rows * h in widths for h in heads) and not any(dim * h in widths for h in heads)
 
 
 @contextmanager

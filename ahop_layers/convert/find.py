@@ -17,6 +17,9 @@ from ahop_layers.convert.registry import ADAPTIVE_LAYERS, Converter, converter_f
 Found = dict[str, tuple[nn.Module, Converter | str]]
 """Attention modules by name, each with its converter or the reason why it is not adapted."""
 
+NOT_SEEN = "it calls neither scaled_dot_product_attention nor a softmax of products of queries and keys"
+"""Why a module that is only named attention is not adapted."""
+
 _RESERVED = ("similarity", "separation", "associate", "head_shape", "head_shapes", "make_adaptive", "similarity_of")
 _FUSED = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "memory_efficient_attention", "flash_attn_func"}
 _BY_HAND = {"matmul", "bmm", "baddbmm", "einsum", "@"}
@@ -67,7 +70,7 @@ def _not_reached(module: nn.Module, seen: dict[nn.Module, Attending | None] | No
         return f"no converter for {full_name(type(module))}; pass example=, or see register_converter"
     if module not in seen:
         return "the example does not call it"
-    return "it calls neither scaled_dot_product_attention nor a softmax of products of queries and keys"
+    return NOT_SEEN
 
 
 def _call_converter(

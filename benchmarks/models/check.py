@@ -5,12 +5,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
+from ahop_layers.convert.find import NOT_SEEN
 
 LARGEST_CHANGE = 1e-4
 """Bound of the largest change of an output at initialization, relative to its largest value."""
@@ -23,11 +25,15 @@ class Case(NamedTuple):
         library: the package that defines it.
         family: name of its architecture.
         make: builds the model and its example, the keywords or positional arguments of a call.
+        model: name of the model, if the family has several.
+        options: further arguments of ``adapt_``.
     """
 
     library: str
     family: str
     make: Callable[[], tuple[nn.Module, Any]]
+    model: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 class Failed(Exception):
@@ -123,6 +129,22 @@ def compiles(model: nn.Module, example: Any) -> list[Tensor] | None:
         torch.compiler.reset()
 
 
+def coverage(result: ah.Report | ah.AHopError) -> dict[str, object]:
+    """Returns how many attention modules were adapted, how, and why others were not."""
+    if isinstance(result, ah.AHopError):
+        reasons = [part.rpartition(" passed over: ")[2] for part in str(result).split("; ")]
+        attends = [reason for reason in reasons if not reason.endswith(" with none") and reason != NOT_SEEN]
+        empty = {"adapted": 0, "of": "", "how": "", "reasons": "; ".join(attends)}
+        return {"coverage": "not" if attends else "none", **empty}
+    return {
+        "coverage": "partly" if result.passed_over else "fully",
+        "adapted": len(result.adapted),
+        "of": len(result.adapted) + len(result.passed_over),
+        "how": ", ".join(dict.fromkeys(result.how.values())),
+        "reasons": "; ".join(dict.fromkeys(result.passed_over.values())),
+    }
+
+
 def check(case: Case, compile: bool = True) -> dict[str, object]:
     """Adapts the model of a case and returns a row of results.
 
@@ -181,12 +203,5 @@ def check(case: Case, compile: bool = True) -> dict[str, object]:
         require(change(call(model, example), expected) == 0, "revert_ does not restore the outputs")
     require({name: type(module) for name, module in model.named_modules()} == kinds, "revert_ leaves another class")
     require(list(model.state_dict()) == list(state), "revert_ leaves other names in the state dict")
-    return {
-        "adapted": len(report.adapted),
-        "of": len(report.adapted) + len(report.passed_over),
-        "coverage": "partly" if report.passed_over else "fully",
-        "how": ", ".join(dict.fromkeys(report.how.values())),
-        "change": f"{largest:.1e}",
-        "one_graph": "yes" if one_graph else "the plain model is not one graph",
-        "reasons": "; ".join(dict.fromkeys(report.passed_over.values())),
-    }
+    graph = "yes" if one_graph else "the plain model is not one graph" if compile else ""
+    return {**coverage(report), "change": f"{largest:.1e}", "one_graph": graph}
