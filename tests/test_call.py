@@ -322,6 +322,26 @@ def test_a_module_around_another_that_attends_is_passed_over():
     assert report.passed_over == {"": "it attends, and so does its submodule inner"}
 
 
+def test_a_module_around_a_known_class_is_passed_over():
+    class Outer(Relate):
+        def __init__(self):
+            super().__init__()
+            self.known = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    report = ah.adapt_(Outer(), example=torch.randn(2, 5, 16))
+    assert report.adapted == {"known": "MultiheadAttention"}
+    assert report.passed_over == {"": "it attends, and so does its submodule known"}
+
+
+def test_a_mixture_with_weights_of_positions_is_adapted():
+    class Positions(ByHand):
+        def weigh(self, scores):
+            place = torch.linspace(-1, 1, scores.shape[-1]).expand(scores.shape)
+            return 0.7 * scores.softmax(-1) + 0.3 * place.softmax(-1)
+
+    check_kept(Positions(), torch.randn(2, 5, 16), by_hand=True)
+
+
 def test_the_example_changes_nothing():
     model = nn.Sequential(Relate(), nn.Flatten(0, 1), nn.BatchNorm1d(16), nn.Dropout(0.5))
     model[0].eval()

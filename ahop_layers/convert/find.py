@@ -45,7 +45,8 @@ def find_attention(model: nn.Module, example: Any = None, by_hand: bool = False)
         kind: Any = type(module)
         found = converter_for(module)
         if module in attending and not isinstance(found, Converter) and not isinstance(module, ADAPTIVE_LAYERS):
-            inside = next((name for name, part in module.named_modules() if name and part in attending), None)
+            parts = ((name, part) for name, part in module.named_modules() if name)
+            inside = next((name for name, part in parts if part in attending or converter_for(part)), None)
             found = _call_converter(module, attending[module], by_hand, inside, like)
         if isinstance(found, Converter):
             yield name, module, found

@@ -4,9 +4,10 @@ To run: python -m benchmarks.models [--libraries timm transformers …] [--parts
 
 ``count`` finds the attention modules of all models of timm on the meta device. ``run`` takes small models with random
 weights: the smallest of each family of timm, small configurations of transformers, torchvision, diffusers,
-segment-anything and open_clip. It checks that outputs are kept at initialization, that changed weights change them, that
-every similarity gets a gradient, copies, pickles, state dicts and revert_, and that an adapted model compiles into one
-graph if the plain one does. The command ends with an error if a check fails. Rows replace those of the same model.
+segment-anything and open_clip. It checks that outputs are kept at initialization, that changed weights change them,
+that every similarity gets a gradient, copies, pickles, state dicts and revert_, and that an adapted model compiles into
+one graph if the plain one does. Rows replace those of the same model. The command ends with an error if a check fails,
+or if fewer models are adapted than :data:`LEAST` says.
 """
 
 import argparse
@@ -27,6 +28,20 @@ from benchmarks.models.check import Case, check
 LIBRARIES = ("timm", "transformers", "torchvision", "diffusers", "segment-anything", "open_clip")
 PACKAGES = {"segment-anything": "segment_anything", "open_clip": "open_clip_torch"}
 """Names on PyPI, where they differ from those of the libraries."""
+
+
+LEAST = {"timm": (500, 600), "transformers": (60, 60)}
+"""Least number of models that are adapted fully, and at least partly."""
+
+
+def too_few(library: str, coverages: Sequence[object]) -> list[str]:
+    """Returns a failure if too few models of a library are adapted."""
+    fully, partly = LEAST.get(library, (0, 0))
+    some = sum(coverage in ("fully", "partly") for coverage in coverages)
+    if coverages.count("fully") >= fully and some >= partly:
+        return []
+    least = f"{fully} models fully and {partly} at least partly"
+    return [f"{library}: expected {least}, got {coverages.count('fully')} and {some} of {len(coverages)}"]
 
 
 def count(table: ResultTable, only: Sequence[str]) -> None:
@@ -73,17 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     importlib.import_module("tests.frameworks").make_torchvision_importable()
     warnings.simplefilter("ignore")
     counted = ResultTable(options.results / "models_timm.csv", "cpu")
+    failures = []
     if "count" in options.parts and "timm" in options.libraries:
         count(counted, options.families)
-    if "run" not in options.parts:
-        return
-    cases = [*image_models.cases(counted.own_rows), *huggingface.CASES, *others.CASES]
-    wanted = [case for case in cases if case.library in options.libraries]
-    wanted = [case for case in wanted if not options.families or case.family in options.families]
-    failures = run(ResultTable(options.results / "models.csv", "cpu"), wanted, options.compile)
-    print(f"{len(wanted) - len(failures)} of {len(wanted)} models passed")
+        if not options.families:
+            failures += too_few("timm", [row["coverage"] for row in counted.own_rows])
+    if "run" in options.parts:
+        cases = [*image_models.cases(counted.own_rows), *huggingface.CASES, *others.CASES]
+        wanted = [case for case in cases if case.library in options.libraries]
+        wanted = [case for case in wanted if not options.families or case.family in options.families]
+        table = ResultTable(options.results / "models.csv", "cpu")
+        failures += run(table, wanted, options.compile)
+        if "transformers" in options.libraries and not options.families:
+            rows = [row for row in table.own_rows if row["library"] == "transformers"]
+            failures += too_few("transformers", [row["coverage"] for row in rows])
     if failures:
         sys.exit("\n".join(failures))
+    print("all models passed")
 
 
 if __name__ == "__main__":
