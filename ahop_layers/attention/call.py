@@ -63,6 +63,7 @@ class CallAttention(Adaptive):
     """
 
     _ahop_sites: tuple[Site, ...]
+    _ahop_parts: tuple[int, ...]  # index of the similarity of each site
     _ahop_products: int | None  # number of products in one forward; None without attention written by hand
 
     def head_shapes(self) -> list[tuple[int | None, int]]:
@@ -82,6 +83,7 @@ class CallAttention(Adaptive):
         ``like`` has the device and dtype for a module without parameters.
         """
         shapes = self.head_shapes()
+        self._ahop_parts = tuple(shapes.index(site.shape) for site in self._ahop_sites)
         own = next((p for p in self.parameters() if p.is_floating_point()), like)
         like = torch.empty(0) if own is None else own
         # A similarity that is given as a module is copied, so that no two sites share it.
@@ -103,11 +105,11 @@ class CallAttention(Adaptive):
         calls.check()
         return output
 
-    def similarity_of(self, site: Site) -> nn.Module:
-        """Returns the similarity of a site."""
+    def similarity_of(self, index: int) -> nn.Module:
+        """Returns the similarity of a site, by the index of the site."""
         similarity: Any = self.similarity
         if isinstance(similarity, SimilarityList):
-            similarity = similarity[self.head_shapes().index(site.shape)]
+            similarity = similarity[self._ahop_parts[index]]
         return similarity  # type: ignore[no-any-return]
 
     def unexpected(self, got: str) -> AHopError:
@@ -133,33 +135,34 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         """Replaces the calls at the sites of the module, and makes all others."""
         kwargs = kwargs or {}
+        module = self.module
         if func is SDPA:
             query = args[0] if args else kwargs["query"]
-            site = self._site(None, query)
-            if site is None and any(each.product is None for each in self.module._ahop_sites):
-                raise self.module.unexpected(f"scaled_dot_product_attention of a query {describe(query)}")
-            if site is not None:
+            index = self._site(None, query)
+            if index is not None:
                 self._refuse_checkpoint()
-                return attend(self.module.similarity_of(site), self.module.separation, *args, **kwargs)
-        elif self.module._ahop_products is not None and func in PRODUCTS:
-            index, self.products = self.products, self.products + 1
-            if any(each.product == index for each in self.module._ahop_sites):
+                return attend(module.similarity_of(index), module.separation, *args, **kwargs)
+            if any(site.product is None for site in module._ahop_sites):
+                raise module.unexpected(f"scaled_dot_product_attention of a query {describe(query)}")
+        elif module._ahop_products is not None and func in PRODUCTS:
+            number, self.products = self.products, self.products + 1
+            if any(site.product == number for site in module._ahop_sites):
                 product = read_product(func, args, kwargs)
-                site = None if product is None else self._site(index, product.query)
-                if product is None or site is None:
+                index = None if product is None else self._site(number, product.query)
+                if product is None or index is None:
                     got = "another operation" if product is None else f"a query {describe(product.query)}"
-                    raise self.module.unexpected(f"{got} in the product {index}")
+                    raise module.unexpected(f"{got} in the product {number}")
                 self._refuse_checkpoint()
-                scores: Tensor = self.module.similarity_of(site)(product.query, product.key)
-                return product.finish(scores)
+                return product.finish(module.similarity_of(index)(product.query, product.key))
+        # Compilers cannot trace the method, which calls super().
         return torch.unflatten(*args, **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
 
-    def _site(self, product: int | None, query: Tensor) -> Site | None:
-        """Returns the site that a call belongs to, and records that it was reached."""
+    def _site(self, product: int | None, query: Tensor) -> int | None:
+        """Returns the index of the site that a call belongs to, and records that it was reached."""
         for index, site in enumerate(self.module._ahop_sites):
             if site.product == product and site.fits(query):
                 self.hit[index] = True
-                return site
+                return index
         return None
 
     def check(self) -> None:

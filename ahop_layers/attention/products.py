@@ -8,7 +8,7 @@ from torch import Tensor
 
 MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 SUMS_WITH_PRODUCT = (torch.baddbmm, Tensor.baddbmm)
-PRODUCTS = frozenset((*MATRIX_PRODUCTS, *SUMS_WITH_PRODUCT, torch.einsum))
+PRODUCTS = (*MATRIX_PRODUCTS, *SUMS_WITH_PRODUCT, torch.einsum)
 
 
 class Product(NamedTuple):

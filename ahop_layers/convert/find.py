@@ -95,7 +95,7 @@ def _call_converter(
 
 
 def _adapt_call(found: Attending, like: Tensor | None, module: Any, keywords: dict[str, Any]) -> None:
-    turn_into(module, CallAttention, "similarity", "separation", "_ahop_sites", "_ahop_products")
+    turn_into(module, CallAttention, "similarity", "separation", "_ahop_sites", "_ahop_parts", "_ahop_products")
     module._ahop_sites, module._ahop_products = found.sites, found.products
     module.make_adaptive(like=like, **keywords)
 
