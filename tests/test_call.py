@@ -214,6 +214,14 @@ def test_attention_by_hand(kind, heads):
     report = check_kept(model, x, by_hand=True)
     assert report.how == {"0": "by hand"}
     assert [part.num_heads for part in named_similarities(model).values()] == [heads]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Einsum, Added, Mixed])
+def test_attention_by_hand_compiles(kind):
+    model, x = nn.Sequential(kind().eval()), torch.randn(3, 5, 16)
+    ah.adapt_(model, example=x, by_hand=True)
+    perturb(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
 
@@ -433,6 +441,12 @@ def test_a_given_similarity_is_copied_for_each_shape():
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_tensor_with_a_gradient_may_be_init():
+    trained, model = ah.AdaptiveSimilarity(8, 2), Relate()
+    ah.adapt_(model, example=torch.randn(2, 5, 16), init=2 * trained.w)
+    assert torch.equal(model.similarity.w, 2 * trained.w)
+
+
 def test_a_site_that_is_not_reached_raises():
     model, x = Two(), torch.randn(2, 6, 16)
     ah.adapt_(model, example=x)
@@ -448,6 +462,23 @@ def test_a_call_beyond_those_of_the_example_raises():
     model.skip = False
     with pytest.raises(ah.AHopError, match=r"AdaptiveTwo was adapted for .* got scaled_dot_product_attention of"):
         model(x)
+
+
+def test_a_call_that_replaces_or_joins_attention_by_hand_raises():
+    class Switched(ByHand):
+        joined = switched = False
+
+        def attend(self, q, k, v):
+            output = SDPA(q, k, v) if self.switched else super().attend(q, k, v)
+            return output + SDPA(q, k, v) if self.joined else output
+
+    x = torch.randn(2, 5, 16)
+    for name in ("joined", "switched"):
+        model = Switched()
+        ah.adapt_(model, example=x, by_hand=True)
+        setattr(model, name, True)
+        with pytest.raises(ah.AHopError, match="got scaled_dot_product_attention of a query"):
+            model(x)
 
 
 def test_another_number_of_products_raises():
@@ -512,6 +543,7 @@ def test_copies_pickles_state_dicts_and_revert():
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.slow
 def test_compile_and_export():
     model, x = nn.Sequential(Relate(is_causal=True), Two()).eval(), torch.randn(2, 5, 16)
     ah.adapt_(model, example=x, blocks=2)
@@ -568,6 +600,14 @@ def test_maps_are_recorded():
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 5))
 
 
+def test_attention_by_hand_has_no_maps():
+    model, x = nn.Sequential(ByHand(), Relate()), torch.randn(2, 5, 16)
+    ah.adapt_(model, example=x, by_hand=True)
+    assert list(ah.association_maps(model, x)) == ["1"]
+    with pytest.raises(ah.AHopError, match=r"called none with a separation: attention by hand keeps its own"):
+        ah.association_maps(model[0], x)
+
+
 def test_half_precision_and_autocast():
     model, x = nn.Sequential(Relate(), ByHand()).eval(), torch.randn(2, 5, 16)
     exact = model(x)
@@ -618,11 +658,10 @@ def test_checkpointing_a_module_gives_the_same_gradients(kind, reentrant):
         torch.testing.assert_close(other.grad, one)
 
 
+@pytest.mark.slow
 def test_compiled_checkpointing_inside_a_module_is_refused():
     """The compiler traces the checkpointed function without the mode."""
     model, x = Checkpointed(), torch.randn(2, 5, 16)
     ah.adapt_(model, example=x)
-    with pytest.raises(
-        Exception, match=r"a forward pass without scaled_dot|not in the current scope"
-    ):
+    with pytest.raises(Exception, match=r"a forward pass without scaled_dot|not in the current scope"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(x)

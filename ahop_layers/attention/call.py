@@ -86,8 +86,12 @@ class CallAttention(Adaptive):
         self._ahop_parts = tuple(shapes.index(site.shape) for site in self._ahop_sites)
         own = next((p for p in self.parameters() if p.is_floating_point()), like)
         like = torch.empty(0) if own is None else own
-        # A similarity that is given as a module is copied, so that no two sites share it.
-        parts = SimilarityList(make_similarity(dim, heads, **deepcopy(keywords)) for heads, dim in shapes)
+        given = keywords.pop("similarity", None)
+        module = isinstance(given, nn.Module)  # copied, so that no two shapes share it
+        parts = SimilarityList(
+            make_similarity(dim, heads, similarity=deepcopy(given) if module else given, **keywords)
+            for heads, dim in shapes
+        )
         if not isinstance(separation, Separation):
             separation = Separation(separation, shapes[0][0] if len(shapes) == 1 else None)
         self.similarity = (parts[0] if len(parts) == 1 else parts).to(like).train(self.training)
@@ -139,12 +143,11 @@ class _Calls(TorchFunctionMode):
         if func is SDPA:
             query = args[0] if args else kwargs["query"]
             index = self._site(None, query)
-            if index is not None:
-                self._refuse_checkpoint()
-                return attend(module.similarity_of(index), module.separation, *args, **kwargs)
-            if any(site.product is None for site in module._ahop_sites):
+            if index is None:
                 raise module.unexpected(f"scaled_dot_product_attention of a query {describe(query)}")
-        elif module._ahop_products is not None and func in PRODUCTS:
+            self._refuse_checkpoint()
+            return attend(module.similarity_of(index), module.separation, *args, **kwargs)
+        if module._ahop_products is not None and func in PRODUCTS:
             number, self.products = self.products, self.products + 1
             if any(site.product == number for site in module._ahop_sites):
                 product = read_product(func, args, kwargs)

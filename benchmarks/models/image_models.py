@@ -11,12 +11,14 @@ import ahop_layers as ah
 from benchmarks.harness.rows import Row
 from benchmarks.models.check import Case, coverage
 
-SMALLER: dict[str, dict[str, Any]] = {
-    "deepseek_vit": {"depth": 2},
-    "gemma4_vit": {"depth": 2},
-    "qwen3_vit": {"depth": 2},
-}
-"""Arguments of families whose smallest model is large."""
+SMALLER: tuple[dict[str, Any], ...] = (
+    {"img_size": 64, "depth": 2},
+    {"img_size": 64, "depths": (1, 1, 1, 1)},
+    {"img_size": 64},
+    {"depth": 2},
+    {},
+)
+"""Arguments that make a model smaller; the first that its family accepts are used."""
 
 
 def families() -> dict[str, list[str]]:
@@ -36,13 +38,13 @@ def create(name: str, **options: Any) -> tuple[nn.Module, tuple[int, ...]]:
 
 def count(name: str) -> dict[str, object]:
     """Returns the coverage of a model by name, without running it where the meta device suffices."""
-    try:
-        with torch.device("meta"):
-            model, size = create(name)
-        found = _coverage(model, torch.empty(1, *size, device="meta"))
-    except RuntimeError:  # positions that are computed from values
+    with torch.device("meta"):
         model, size = create(name)
-        found = _coverage(model, torch.randn(1, *size))
+    try:
+        found = _coverage(model, torch.empty(1, *size, device="meta"))
+    except RuntimeError:  # positions that are computed from values need a real model, which may be smaller
+        smaller, images = make(name)
+        found = _coverage(smaller, *images)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"name": name, "parameters": parameters, **found}
 
@@ -54,11 +56,19 @@ def _coverage(model: nn.Module, images: torch.Tensor) -> dict[str, object]:
         return coverage(error)
 
 
-def make(name: str, **options: Any) -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """Builds a model and its example."""
-    torch.manual_seed(0)
-    model, size = create(name, **options)
-    return model, (torch.randn(2, *size),)
+def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """Builds a model, with fewer layers and smaller images if its family allows that, and its example."""
+    for options in SMALLER:
+        torch.manual_seed(0)
+        try:
+            model, size = create(name, **options)
+            images = torch.randn(2, size[0], *([options["img_size"]] * 2 if "img_size" in options else size[1:]))
+            with torch.no_grad():
+                model.eval()(images)
+        except (TypeError, ValueError, RuntimeError, IndexError, AssertionError, AttributeError):
+            continue
+        return model, (images,)
+    raise ValueError(f"expected a model that runs on images of its default size, got {name}")
 
 
 def cases(counted: Iterable[Row]) -> Iterator[Case]:
@@ -69,5 +79,4 @@ def cases(counted: Iterable[Row]) -> Iterator[Case]:
         if other is None or int(row["parameters"]) < int(other["parameters"]):
             smallest[row["family"]] = row
     for family, row in sorted(smallest.items()):
-        options = SMALLER.get(family, {})
-        yield Case("timm", family, partial(make, row["name"], **options), row["name"], {"blocks": 2})
+        yield Case("timm", family, partial(make, row["name"]), row["name"], {"blocks": 2})
