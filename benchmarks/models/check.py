@@ -162,18 +162,9 @@ def check(case: Case, compile: bool = True) -> dict[str, object]:
         expected = call(model, example)
         one_graph = compile and compiles(model, example) is not None
         try:
-            report = ah.adapt_(model, example=example, by_hand=True)
+            report = ah.adapt_(model, example=example, by_hand=True, **case.options)
         except ah.AHopError as error:
-            row = ("no", "", str(error).partition(" passed over: ")[2])
-            return {
-                "adapted": 0,
-                "of": 0,
-                "coverage": row[0],
-                "how": "",
-                "change": "",
-                "one_graph": "",
-                "reasons": row[2],
-            }
+            return {**coverage(error), "change": "", "one_graph": ""}
         largest = change(call(model, example), expected)
     require(largest <= LARGEST_CHANGE, f"an output changed by {largest:.1e} at initialization")
     parameters = ah.similarity_parameters(model)

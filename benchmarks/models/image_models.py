@@ -1,6 +1,7 @@
 """The models of timm: all names are counted on the meta device, and the smallest of each family is run."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,10 @@ import ahop_layers as ah
 from benchmarks.harness.rows import Row
 from benchmarks.models.check import Case, coverage
 
-SMALLER: tuple[dict[str, Any], ...] = (
-    {"img_size": 64, "depth": 2},
-    {"img_size": 64, "depths": (1, 1, 1, 1)},
-    {"img_size": 64},
-    {"depth": 2},
-    {},
-)
+SIZE = 128
+"""Height and width of images for models that accept them."""
+
+SMALLER: tuple[dict[str, Any], ...] = ({"img_size": SIZE, "depth": 2}, {"img_size": SIZE}, {"depth": 2}, {})
 """Arguments that make a model smaller; the first that its family accepts are used."""
 
 
@@ -59,15 +57,14 @@ def _coverage(model: nn.Module, images: torch.Tensor) -> dict[str, object]:
 def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor]]:
     """Builds a model, with fewer layers and smaller images if its family allows that, and its example."""
     for options in SMALLER:
-        torch.manual_seed(0)
-        try:
-            model, size = create(name, **options)
-            images = torch.randn(2, size[0], *([options["img_size"]] * 2 if "img_size" in options else size[1:]))
-            with torch.no_grad():
-                model.eval()(images)
-        except (TypeError, ValueError, RuntimeError, IndexError, AssertionError, AttributeError):
-            continue
-        return model, (images,)
+        with suppress(TypeError, ValueError, RuntimeError, IndexError, AssertionError, AttributeError):
+            torch.manual_seed(0)
+            model, (channels, *size) = create(name, **options)
+            for height, width in ((SIZE, SIZE), size):
+                with suppress(ValueError, RuntimeError, AssertionError), torch.no_grad():
+                    images = torch.randn(1, channels, height, width)
+                    model.eval()(images)
+                    return model, (images,)
     raise ValueError(f"expected a model that runs on images of its default size, got {name}")
 
 
