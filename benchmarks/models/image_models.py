@@ -62,7 +62,7 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor]]:
             model, (channels, *size) = create(name, **options)
             for height, width in ((SIZE, SIZE), size):
                 with suppress(ValueError, RuntimeError, AssertionError), torch.no_grad():
-                    images = torch.randn(1, channels, height, width)
+                    images = torch.randn(2, channels, height, width)
                     model.eval()(images)
                     return model, (images,)
     raise ValueError(f"expected a model that runs on images of its default size, got {name}")
