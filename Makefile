@@ -6,12 +6,14 @@ READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the notice about MkDocs 2
 
-.PHONY: help demo test test-fast soak lint docs docs-serve pages bench sanitize test-hflayers test-oldest test-nightly clean
+.PHONY: help demo test test-fast test-models soak lint docs docs-serve pages bench sanitize test-hflayers test-oldest \
+	test-nightly clean
 
 help:
 	@echo "make demo           run the demo: prints a table, writes figures to out/"
 	@echo "make test           run lint, type checks and the full test suite"
 	@echo "make test-fast      run the fast tests of the core only (no lint)"
+	@echo "make test-models    adapt and check models of timm, transformers, diffusers and others (about an hour)"
 	@echo "make lint           run ruff and mypy"
 	@echo "make docs           build the documentation site into site/ (strict)"
 	@echo "make docs-serve     serve the site with live reload"
@@ -70,6 +72,13 @@ test: lint
 test-fast: $(READY)
 	@echo "==> fast tests of the core"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+# The rows go to a folder of their own. "python -m benchmarks.models" replaces those of the documentation.
+test-models: $(READY)
+	@echo "==> models of other libraries"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(VENV)/models \
+		diffusers importlib_metadata zipp open_clip_torch ftfy wcwidth segment-anything
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.models --path $(VENV)/models --results build/models
 
 soak: $(READY)
 	@echo "==> 30 minutes of random checks"

@@ -6,7 +6,15 @@ from types import ModuleType
 from ahop_layers import variants as variants
 from ahop_layers.attention import Adaptive, AdaptiveAttention
 from ahop_layers.blocks import Blocks, patches
-from ahop_layers.convert import Report, adapt_, association_maps, register_converter, revert_
+from ahop_layers.convert import (
+    Report,
+    adapt_,
+    association_maps,
+    load_similarities,
+    register_converter,
+    revert_,
+    save_similarities,
+)
 from ahop_layers.errors import AHopError
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.memory import AssociativeMemory
@@ -34,11 +42,13 @@ __all__ = [
     "association_maps",
     "backends",
     "footprint",
+    "load_similarities",
     "parameter_groups",
     "patches",
     "register_base",
     "register_converter",
     "revert_",
+    "save_similarities",
     "similarity_parameters",
     "variants",
 ]

@@ -2,7 +2,7 @@
 
 from importlib.metadata import requires
 
-USED = ("examples", "tabular", "vit", "mil")
+USED = ("examples", "tabular", "vit", "mil", "save")
 """The extras for users. Development tools need not be old."""
 
 

@@ -603,9 +603,9 @@ def test_nothing_to_adapt():
         ah.adapt_(nn.Sequential(ah.AdaptiveAttention(8, 2)))
 
 
-def test_swin_is_passed_over_with_a_reason():
+def test_an_unknown_class_is_passed_over_with_a_reason():
     swin = framework("torchvision").models.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4])
-    with pytest.raises(ah.AHopError, match=r"ShiftedWindowAttention adds a position bias to scores within windows"):
+    with pytest.raises(ah.AHopError, match=r"no converter for .*ShiftedWindowAttention; pass example="):
         ah.adapt_(swin)
 
 
@@ -623,6 +623,35 @@ def test_a_module_that_overrides_forward_is_passed_over():
     assert list(report.adapted) == ["2"]
     assert all("overrides forward" in reason for reason in report.passed_over.values())
     assert list(report.passed_over) == ["0", "1"]
+
+
+def test_an_override_of_another_method_is_never_shadowed():
+    class Matrix(hopfield.Hopfield):
+        def get_association_matrix(self, input, **keywords):
+            return "mine"
+
+    class Extended(hopfield.Hopfield):  # adds a method, and overrides none
+        def double(self, input):
+            return 2 * self(input)
+
+    class Reset(nn.MultiheadAttention):
+        def _reset_parameters(self):
+            super()._reset_parameters()
+            nn.init.ones_(self.out_proj.weight)
+
+    inner, patched = hopfield.HopfieldPooling(input_size=16), hopfield.Hopfield(input_size=16)
+    inner.hopfield.__class__ = Matrix
+    patched.association_core.forward = lambda *args, **keywords: None
+    parts = {"matrix": Matrix(input_size=16), "extended": Extended(input_size=16), "reset": Reset(16, 2)}
+    model = nn.ModuleDict({**parts, "inner": inner, "patched": patched})
+    report = ah.adapt_(model)
+    assert list(report.adapted) == ["extended", "reset"]
+    assert "Matrix overrides get_association_matrix; see" in report.passed_over["matrix"]
+    assert "Matrix overrides get_association_matrix; see" in report.passed_over["inner"]
+    assert "overrides forward; see" in report.passed_over["patched"]
+    assert model["matrix"].get_association_matrix(None) == "mine"
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(model["extended"].double(x), 2 * model["extended"](x))
 
 
 @pytest.mark.parametrize(

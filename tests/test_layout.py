@@ -85,11 +85,13 @@ def test_public_names():
         "association_maps",
         "backends",
         "footprint",
+        "load_similarities",
         "parameter_groups",
         "patches",
         "register_base",
         "register_converter",
         "revert_",
+        "save_similarities",
         "similarity_parameters",
         "variants",
     ]

@@ -4,5 +4,14 @@ from ahop_layers.convert.adapt import adapt_, revert_
 from ahop_layers.convert.maps import association_maps
 from ahop_layers.convert.registry import register_converter
 from ahop_layers.convert.report import Report
+from ahop_layers.convert.saved import load_similarities, save_similarities
 
-__all__ = ["Report", "adapt_", "association_maps", "register_converter", "revert_"]
+__all__ = [
+    "Report",
+    "adapt_",
+    "association_maps",
+    "load_similarities",
+    "register_converter",
+    "revert_",
+    "save_similarities",
+]

@@ -12,39 +12,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.convert.class_swap import turn_back
-from ahop_layers.convert.registry import Converter, converter_for
+from ahop_layers.convert.find import find_attention
 from ahop_layers.convert.report import Report, costs
 from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import (
-    Associator,
     BlocksArgument,
     Init,
     SimilaritySource,
     make_similarity,
+    named_similarities,
     similarity_parameters,
 )
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
-
-
-def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Converter | str]]:
-    """Yields attention modules in definition order, without the submodules of those that can be adapted."""
-    seen: set[int] = set()
-
-    def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Converter | str]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        found = converter_for(module)
-        if found is not None:
-            yield name, module, found
-        if found is None or isinstance(found, str):
-            for child_name, child in module.named_children():
-                yield from visit(child, f"{name}.{child_name}" if name else child_name)
-
-    return visit(model, "")
 
 
 def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
@@ -67,6 +49,8 @@ def _block(name: str) -> str:
 def adapt_(
     model: nn.Module,
     *,
+    example: Any = None,
+    by_hand: bool = False,
     where: Where | None = None,
     last: int | None = None,
     freeze_rest: bool = False,
@@ -80,11 +64,14 @@ def adapt_(
 ) -> Report:
     """Makes the attention of a model adaptive, in place.
 
-    It converts ``nn.MultiheadAttention`` (also in torchvision's ViT), timm's ``Attention``, the attention of ViT, DeiT,
+    It knows ``nn.MultiheadAttention`` (also in torchvision's ViT), timm's ``Attention``, the attention of ViT, DeiT,
     DINOv2 and CLIP in transformers, and the Hopfield layers of hflayers and of this package; :func:`register_converter`
-    adds other classes. Trained weights are kept. With the default ``init="dot"`` a new similarity equals the dot
-    product, so the outputs of the model do not change, with one exception: hflayers mixes the samples of a batch if a
-    static pattern is used with several heads, an adapted layer does not.
+    adds other classes. With an ``example``, every other module that calls ``scaled_dot_product_attention`` is adapted
+    as well: its own ``forward`` stays, and the call uses the similarity.
+
+    Trained weights are kept. With the default ``init="dot"`` a new similarity equals the dot product, so the outputs of
+    the model do not change, with one exception: hflayers mixes the samples of a batch if a static pattern is used with
+    several heads, an adapted layer does not.
 
     Call it before the model is wrapped in ``DistributedDataParallel``, ``FullyShardedDataParallel``, ``fully_shard`` or
     ``DataParallel``, and before ``torch.compile``: data-parallel wrappers do not synchronize the gradients of
@@ -93,6 +80,12 @@ def adapt_(
 
     Args:
         model: any module, also an attention module itself.
+        example: an input of the model, a tuple of inputs, a mapping of keywords, or a function that calls the model.
+            The model is called once, in eval mode and without gradients, to find the modules that attend, and the
+            number and dimension of their heads. An adapted module raises an ``AHopError`` if it attends differently
+            later. None adapts known classes only.
+        by_hand: also adapt modules that compute scores by a product of queries and keys that reaches a softmax in the
+            same module, such as those of Swin. All else, such as a position bias, remains. Needs ``example``.
         where: which modules to adapt: a function of name and module, or one or several name patterns such as
             ``"encoder.*"``. None selects all.
         last: adapt only those selected modules that are in the last ``last`` blocks.
@@ -100,7 +93,8 @@ def adapt_(
         dry_run: only check the arguments and report what would be adapted.
         bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. Blocks are those of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
-            None keeps the separation of a Hopfield layer and means softmax for attention.
+            None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
+            are adapted with ``by_hand``, which keep their own softmax.
         similarity: a module to use instead of an ``AdaptiveSimilarity``, which is copied for each layer, or a factory
             ``f(dim, num_heads)`` that is called for each layer.
 
@@ -115,9 +109,9 @@ def adapt_(
     >>> import ahop_layers as ah
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2)
     >>> print(ah.adapt_(model, last=1))
+    adapted 1 of 2 attention modules; 36 new parameters
     layers.1.self_attn  adapted MultiheadAttention
     layers.0.self_attn  passed over: not in the last 1 blocks
-    adapted 1, passed over 1; 36 new parameters
     sorting takes 76 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 20
     expected time of attention on a GPU: about 6.7x the fused dot product, with blocks=4 about 3x
     """
@@ -128,7 +122,9 @@ def adapt_(
     if before:
         raise AHopError(f"model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")
     check_not_wrapped(model)
-    for name, module, found in _walk(model):
+    if by_hand and example is None:
+        raise AHopError("by_hand=True needs example, an input of the model, got None")
+    for name, (module, found) in find_attention(model, example, by_hand).items():
         if isinstance(found, str):
             passed[name] = found
         elif not selected(name, module):
@@ -149,9 +145,14 @@ def adapt_(
     options |= {} if separation is None else {"separation": separation}
     options |= {} if similarity is None else {"similarity": similarity}
     options |= {} if blocks is None else {"blocks": blocks}
-    planned = [_plan(name, found.head_shape(module), **options) for name, (module, found) in chosen.items()]
+    how = {name: found.how for name, (_, found) in chosen.items()}
+    own_softmax = [name for name, kind in how.items() if kind == "by hand"]
+    if separation is not None and own_softmax:
+        raise AHopError(f"{own_softmax[0]}: separation must be None for attention by hand, got {separation!r}")
+    shapes = [(name, shape) for name, (module, found) in chosen.items() for shape in found.head_shapes(module)]
+    planned = [_plan(name, *shape, **options) for name, shape in shapes]
     if dry_run:
-        return Report(adapted, passed, 0, True, *costs(planned))
+        return Report(adapted, passed, 0, True, *costs(planned), how)
     try:
         for name, (module, found) in chosen.items():
             with _naming(name):
@@ -163,9 +164,9 @@ def adapt_(
     if freeze_rest:
         _freeze(model, similarity_parameters(model))
     new = {id(p): p for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
-    owners = [part for module, _ in chosen.values() for part in module.modules() if isinstance(part, Associator)]
     total = sum(parameter.numel() for parameter in new.values())
-    return Report(adapted, passed, total, False, *costs(owner.similarity for owner in owners))
+    similarities = [part for module, _ in chosen.values() for part in named_similarities(module).values()]
+    return Report(adapted, passed, total, False, *costs(similarities), how)
 
 
 @contextmanager
@@ -179,18 +180,16 @@ def _naming(name: str) -> Iterator[None]:
 
 def _plan(
     name: str,
-    head_shape: tuple[int, int | None] | None,
+    heads: int | None,
+    dim: int | None,
     separation: str | Separation | None = None,
     similarity: SimilaritySource | None = None,
     **options: Any,
-) -> nn.Module | None:
+) -> nn.Module:
     """Returns the similarity of a module on the meta device; raises if an argument does not fit the module.
 
-    A factory of similarities is not called. The result is None if the number and dimension of heads are unknown.
+    A factory of similarities is not called.
     """
-    if head_shape is None:
-        return None
-    heads, dim = head_shape
     factory = callable(similarity) and not isinstance(similarity, nn.Module)
     with _naming(name), torch.device("meta"):
         if isinstance(separation, str):

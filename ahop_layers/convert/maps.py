@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ahop_layers.attention.call import CallAttention
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS
 from ahop_layers.errors import AHopError, check_module
 from ahop_layers.separation import Separation
@@ -23,7 +24,8 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
 
     Returns:
         The matrix of each called layer, by name: ``(N, H, L, S)``, or ``(total, H, L)`` for packed bags. With update
-        steps or repeated calls it is the last one.
+        steps or repeated calls it is the last one. Modules that :func:`adapt_` adapted with ``by_hand`` keep their own
+        softmax and have none.
 
     Raises:
         AHopError: ``model`` is not a module, or no adaptive layer was called.
@@ -53,5 +55,8 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         model(*inputs, **keywords)
     if not maps:
-        raise AHopError(f"expected a model that calls adaptive layers, got {type(model).__name__} that called none")
+        got = f"{type(model).__name__} that called none"
+        if any(isinstance(part, CallAttention) for part in model.modules()):
+            got += " with a separation: attention by hand keeps its own softmax"
+        raise AHopError(f"expected a model that calls adaptive layers, got {got}")
     return maps

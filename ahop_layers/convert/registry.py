@@ -1,7 +1,6 @@
 """The converters: one table from the full name of an attention class to the function that makes it adaptive."""
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,12 +24,14 @@ class Converter(NamedTuple):
 
     Attributes:
         convert: converts a module in place; the dictionary holds keywords of ``make_adaptive``.
-        head_shape: returns the number of heads of a module and the dimension of one head, or None if they are unknown.
-            It does not change the module.
+        head_shapes: returns the number of heads and the dimension of one head for each similarity of a module, without
+            those that are unknown. It does not change the module.
+        how: how attention is replaced: by the ``forward`` of a converter, or within the ``forward`` of the module.
     """
 
     convert: Callable[[Any, dict[str, Any]], None]
-    head_shape: Callable[[Any], tuple[int, int | None] | None]
+    head_shapes: Callable[[Any], Sequence[tuple[int | None, int | None]]]
+    how: str = "converter"
 
 
 ADAPTIVE_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
@@ -57,8 +58,8 @@ def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
     hopfield.make_adaptive(**{"separation": separation, **keywords})
 
 
-def _hopfield_head_shape(hopfield: Any) -> tuple[int, int | None]:
-    return head_shape(hopfield.association_core, hopfield.input_size)
+def _hopfield_head_shapes(hopfield: Any) -> list[tuple[int, int | None]]:
+    return [head_shape(hopfield.association_core, hopfield.input_size)]
 
 
 def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -> None:
@@ -68,21 +69,21 @@ def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -
 
 
 def _attention(adaptive: type[Adaptive]) -> Converter:
-    def shape(module: nn.Module) -> tuple[int, int] | None:
+    def shapes(module: nn.Module) -> list[tuple[int, int]]:
         # A class that overrides make_adaptive may do without head_shape.
         defined = adaptive.head_shape is not Adaptive.head_shape
-        return viewed_as(module, adaptive).head_shape() if defined else None
+        return [viewed_as(module, adaptive).head_shape()] if defined else []
 
-    return Converter(partial(_adapt_attention, adaptive), shape)
+    return Converter(partial(_adapt_attention, adaptive), shapes)
 
 
 def _around(into: type[nn.Module]) -> Converter:
-    return Converter(partial(_adapt_around, into), lambda layer: _hopfield_head_shape(layer.hopfield))
+    return Converter(partial(_adapt_around, into), lambda layer: _hopfield_head_shapes(layer.hopfield))
 
 
 _vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
 _timm, _clip = _attention(vision.TimmAttention), _attention(vision.CLIPAttention)
-_hopfield = Converter(_adapt_hopfield, _hopfield_head_shape)
+_hopfield = Converter(_adapt_hopfield, _hopfield_head_shapes)
 _layer, _pooling = _around(AdaptiveHopfieldLayer), _around(AdaptiveHopfieldPooling)
 
 # Keys are names, so that no other library has to be imported.
@@ -111,7 +112,8 @@ CONVERTERS: dict[str, Converter] = {
 }
 
 
-def _full_name(kind: type) -> str:
+def full_name(kind: type) -> str:
+    """Returns the name of a class with that of its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -147,24 +149,47 @@ def register_converter(source: type[nn.Module] | str, adaptive: type[Adaptive]) 
         raise AHopError(f"source must be a class or the full name of one, got {source!r}")
     if not (isinstance(adaptive, type) and issubclass(adaptive, Adaptive)):
         raise AHopError(f"adaptive must be a subclass of ahop_layers.Adaptive, got {adaptive!r}")
-    name = source if isinstance(source, str) else _full_name(source)
+    name = source if isinstance(source, str) else full_name(source)
     CONVERTERS[name] = _attention(adaptive)
 
 
+# Subclasses may override these: adaptive classes inherit them, or extend them by a call of the overridden method.
+_KEPT = ("__init__", "__repr__", "extra_repr", "_load_from_state_dict", "reset_parameters", "_reset_parameters")
+_CORES = ("ahop_layers.hopfield.core.AssociationCore", "hflayers.activation.HopfieldCore")
+
+
+def _overridden(module: Any, base: type) -> str | None:
+    """Returns the method of a class that a subclass or an instance of it overrides, or None.
+
+    A conversion would shadow or bypass it. The parts of a Hopfield layer are converted too, and count as the layer.
+    """
+    kind = type(module)
+    defined = (vars(part).items() for part in base.__mro__ if part not in nn.Module.__mro__)
+    own = {name for items in defined for name, value in items if callable(value) or isinstance(value, property)}
+    above = (vars(part) for part in kind.__mro__[: kind.__mro__.index(base)])
+    names = {name for part in (vars(module), *above) for name in part}
+    found = min((names & own).difference(_KEPT), key=lambda name: (name != "forward", name), default=None)
+    if found is not None:
+        return f"{full_name(kind)} overrides {found}"
+    for part in (getattr(module, "hopfield", None), getattr(module, "association_core", None)):
+        for known in type(part).__mro__:
+            if full_name(known) in _CORES or CONVERTERS.get(full_name(known)) is _hopfield:
+                inside = _overridden(part, known)
+                if inside is not None:
+                    return inside
+    return None
+
+
 def converter_for(module: nn.Module) -> Converter | str | None:
-    """Returns the converter of a module, the reason why it has none, or None if the module is not an attention."""
-    kind: Any = type(module)
+    """Returns the converter of a module in the table, the reason why it is not used, or None if there is none."""
     if isinstance(module, ADAPTIVE_LAYERS):
         return "it is adaptive already"
-    for base in kind.__mro__:
-        converter = CONVERTERS.get(_full_name(base))
+    for base in type(module).__mro__:
+        converter = CONVERTERS.get(full_name(base))
         if converter is not None:
-            if kind.forward is not base.forward or "forward" in vars(module):
-                return f"{_full_name(kind)} overrides forward; see register_converter"
+            overridden = _overridden(module, base)
+            if overridden is not None:
+                return f"{overridden}; see register_converter"
             # Before transformers 5 this was the name of a module that contains the attention.
             return converter if converter is not _vit or hasattr(module, "q_proj") else None
-    if re.search(r"Window.*Attention", kind.__name__):
-        return f"{_full_name(kind)} adds a position bias to scores within windows, which no converter supports"
-    if re.search(r"Attention(?!.*Output)", kind.__name__):
-        return f"no converter for {_full_name(kind)}; see register_converter"
     return None

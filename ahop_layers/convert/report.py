@@ -38,11 +38,13 @@ class Report:
             interpolation of measured times by the number of comparisons, averaged over the layers. None without
             comparisons, or if a similarity has several resolutions or bases other than ``dis`` and ``dot``.
         attention_time_with_4_blocks: the same with ``blocks=4``; None like ``comparisons_with_4_blocks``.
+        how: how the attention of each adapted module is replaced, by name: by a ``"converter"``, or in the module's own
+            ``forward``, where it calls ``"scaled_dot_product_attention"`` or computes scores ``"by hand"``.
 
     >>> report = Report({"blocks.0.attn": "Attention"}, {}, 96, comparisons=3258, comparisons_with_4_blocks=30)
     >>> print(report)
+    adapted 1 of 1 attention modules; 96 new parameters
     blocks.0.attn  adapted Attention
-    adapted 1, passed over 0; 96 new parameters
     sorting takes 3,258 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 30
     """
 
@@ -54,15 +56,18 @@ class Report:
     comparisons_with_4_blocks: int | None = None
     attention_time: float | None = None
     attention_time_with_4_blocks: float | None = None
+    how: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """One line per module, then the totals and the cost."""
+        """The coverage, one line per module, then the cost."""
         width = max(map(len, [*self.adapted, *self.passed_over]), default=0)
         done, takes = ("would adapt", "would take") if self.dry_run else ("adapted", "takes")
-        lines = [f"{name:{width}}  {done} {kind}" for name, kind in self.adapted.items()]
+        total = f"{done} {len(self.adapted)} of {len(self.adapted) + len(self.passed_over)} attention modules"
+        lines = [total if self.dry_run else f"{total}; {self.new_parameters} new parameters"]
+        for name, kind in self.adapted.items():
+            how = self.how.get(name, "converter")
+            lines.append(f"{name:{width}}  {done} {kind}" + ("" if how == "converter" else f" ({how})"))
         lines += [f"{name:{width}}  passed over: {reason}" for name, reason in self.passed_over.items()]
-        total = f"{done} {len(self.adapted)}, passed over {len(self.passed_over)}"
-        lines.append(total if self.dry_run else f"{total}; {self.new_parameters} new parameters")
         if self.comparisons:
             count = f"{self.comparisons:,} comparisons for each query-key pair, summed over heads and layers"
             fewer = self.comparisons_with_4_blocks
@@ -74,8 +79,8 @@ class Report:
         return "\n".join(lines)
 
 
-def costs(similarities: Iterable[nn.Module | None]) -> tuple[int, int | None, float | None, float | None]:
-    """Returns the last four fields of a :class:`Report`, for the similarities of all adapted layers."""
+def costs(similarities: Iterable[nn.Module]) -> tuple[int, int | None, float | None, float | None]:
+    """Returns the four fields of a :class:`Report` that tell the cost, for the similarities of all adapted layers."""
     known = [
         part
         for part in similarities

@@ -4,6 +4,7 @@ from ahop_layers.similarity.adaptive import INITS, AdaptiveSimilarity, BlocksArg
 from ahop_layers.similarity.layers import (
     Associator,
     LazyAdaptiveSimilarity,
+    SimilarityList,
     SimilaritySource,
     make_similarity,
     named_similarities,
@@ -17,6 +18,7 @@ __all__ = [
     "BlocksArgument",
     "Init",
     "LazyAdaptiveSimilarity",
+    "SimilarityList",
     "SimilaritySource",
     "make_similarity",
     "named_similarities",

@@ -53,6 +53,17 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
             self.reset_parameters()
 
 
+class SimilarityList(nn.ModuleList):
+    """The similarities of a module that attends with several shapes of heads."""
+
+    def reset_parameters(self) -> None:
+        """Resets each similarity that has initial values."""
+        for part in self:
+            reset: Any = getattr(part, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+
 class Associator(nn.Module):
     """A module that scores queries against keys with its ``similarity``; None means the dot product.
 
@@ -98,7 +109,7 @@ def _initial_values(module: nn.Module, device: torch.device | None) -> dict[str,
 
 def make_similarity(
     dim: int | None,
-    num_heads: int,
+    num_heads: int | None,
     bases: Sequence[str] = ("dis", "dot"),
     init: Init = "dot",
     debias: bool = False,
@@ -109,7 +120,7 @@ def make_similarity(
 
     Args:
         dim: dimension of a head, or None to infer it from the first query.
-        num_heads: number of heads.
+        num_heads: number of heads; None for one set of weights, with a given ``dim``.
         bases, init, debias, blocks: see :class:`AdaptiveSimilarity`.
         similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
             returns one.
@@ -123,7 +134,7 @@ def make_similarity(
     if similarity is None:
         dim = _known_dim(init, blocks) if dim is None else dim
         if dim is None:
-            return LazyAdaptiveSimilarity(num_heads, bases, init, debias, blocks)
+            return LazyAdaptiveSimilarity(num_heads or 1, bases, init, debias, blocks)
         return AdaptiveSimilarity(dim, num_heads, bases, init, debias, blocks)
     if not isinstance(similarity, nn.Module) and not callable(similarity):
         raise AHopError(f"similarity must be a module or a factory f(dim, num_heads), got {similarity!r}")
@@ -161,7 +172,11 @@ def named_similarities(module: nn.Module) -> dict[str, nn.Module]:
     """
     check_module(module=module)
     parts = dict(module.named_modules())
-    owned = {id(getattr(part, "similarity", None)) for part in parts.values() if isinstance(part, Associator)}
+    owned = set()
+    for part in parts.values():
+        if isinstance(part, Associator):
+            similarity = getattr(part, "similarity", None)
+            owned |= {id(each) for each in (similarity if isinstance(similarity, SimilarityList) else [similarity])}
     return {name: part for name, part in parts.items() if id(part) in owned or isinstance(part, AdaptiveSimilarity)}
 
 

@@ -16,6 +16,7 @@ from benchmarks import kernels_report, packed, pairs, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
+from benchmarks.models import report as models_report
 from benchmarks.paper.images import report as images_report
 from benchmarks.paper.lookup import report as lookup_report
 from benchmarks.paper.mil import report as mil_report
@@ -173,6 +174,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
+    "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report),
+    "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names),
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
 }
 """The tables, by the NAME of their place."""

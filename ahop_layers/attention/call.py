@@ -1,0 +1,255 @@
+"""CallAttention: makes a module adaptive whose ``forward`` computes attention, whatever its class.
+
+The module's own ``forward`` runs unchanged, under a mode that is active during this call and on this thread only. The
+mode computes ``scaled_dot_product_attention``, or the product of queries and keys of attention that is written by hand,
+with the learned similarity.
+"""
+
+import sys
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from ahop_layers.association import Mask, Padded, associate
+from ahop_layers.attention.adaptive import Adaptive
+from ahop_layers.attention.products import PRODUCTS, read_product
+from ahop_layers.errors import AHopError, describe
+from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilarityList, make_similarity
+
+SDPA = functional.scaled_dot_product_attention
+
+
+class Site(NamedTuple):
+    """Where a module attends.
+
+    Attributes:
+        heads: number of heads, or None if one set of weights serves the whole call.
+        dim: dimension of one head.
+        product: index of the product of queries and keys among all products of one ``forward``, or None for
+            ``scaled_dot_product_attention``.
+    """
+
+    heads: int | None
+    dim: int
+    product: int | None = None
+
+    @property
+    def shape(self) -> tuple[int | None, int]:
+        """The number and dimension of the heads."""
+        return self.heads, self.dim
+
+    def fits(self, query: Tensor) -> bool:
+        """Returns whether a query has the number and dimension of heads."""
+        heads = self.heads is None or (query.ndim >= 4 and query.shape[-3] == self.heads)
+        return heads and query.shape[-1] == self.dim
+
+    def __str__(self) -> str:
+        """Describes the expected call, for error messages."""
+        heads = "" if self.heads is None else f"{self.heads} heads of "
+        call = "scaled_dot_product_attention" if self.product is None else f"the product {self.product}"
+        return f"{call} with {heads}{self.dim} dimensions"
+
+
+class CallAttention(Adaptive):
+    """Adaptive form of any module whose ``forward`` attends at known sites.
+
+    Sites with the same number and dimension of heads share one similarity.
+    """
+
+    _ahop_sites: tuple[Site, ...]
+    _ahop_parts: tuple[int, ...]  # index of the similarity of each site
+    _ahop_products: int | None  # number of products in one forward; None without attention written by hand
+
+    def head_shapes(self) -> list[tuple[int | None, int]]:
+        """Returns the number and dimension of the heads of each similarity."""
+        return list(dict.fromkeys(site.shape for site in self._ahop_sites))
+
+    def head_shape(self) -> tuple[int, int]:
+        """Returns the number of heads and the dimension of one head, of the first site."""
+        heads, dim = self.head_shapes()[0]
+        return heads or 1, dim
+
+    def make_adaptive(  # type: ignore[override]
+        self, separation: str | Separation = "softmax", like: Tensor | None = None, **keywords: Any
+    ) -> None:
+        """Adds a similarity for each shape of heads, and the separation; see :meth:`Adaptive.make_adaptive`.
+
+        ``like`` has the device and dtype for a module without parameters.
+        """
+        shapes = self.head_shapes()
+        self._ahop_parts = tuple(shapes.index(site.shape) for site in self._ahop_sites)
+        own = next((p for p in self.parameters() if p.is_floating_point()), like)
+        like = torch.empty(0) if own is None else own
+        given = keywords.pop("similarity", None)
+        module = isinstance(given, nn.Module)  # copied, so that no two shapes share it
+        parts = SimilarityList(
+            make_similarity(dim, heads, similarity=deepcopy(given) if module else given, **keywords)
+            for heads, dim in shapes
+        )
+        if not isinstance(separation, Separation):
+            separation = Separation(separation, shapes[0][0] if len(shapes) == 1 else None)
+        self.similarity = (parts[0] if len(parts) == 1 else parts).to(like).train(self.training)
+        self.separation = separation.to(like).train(self.training)
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        """Calls the original ``forward``; the arguments and results are unchanged.
+
+        Raises:
+            AHopError: the module attends at other sites than those it was adapted for.
+        """
+        calls = _Calls(self)
+        with calls:
+            output = super().forward(*args, **keywords)
+        calls.check()
+        return output
+
+    def similarity_of(self, index: int) -> nn.Module:
+        """Returns the similarity of a site, by the index of the site."""
+        similarity: Any = self.similarity
+        if isinstance(similarity, SimilarityList):
+            similarity = similarity[self._ahop_parts[index]]
+        return similarity  # type: ignore[no-any-return]
+
+    def unexpected(self, got: str) -> AHopError:
+        """Returns the error of a call that does not match the sites."""
+        expected = ", ".join(map(str, self._ahop_sites))
+        return AHopError(
+            f"{type(self).__name__} was adapted for calls of {expected}, got {got}; call revert_, and adapt_ with an"
+            " example that attends as this call does"
+        )
+
+
+class _Calls(TorchFunctionMode):
+    """Attends with the similarities of a module during one call of its ``forward``."""
+
+    def __init__(self, module: CallAttention) -> None:
+        super().__init__()
+        self.module, self.products = module, 0
+        self.hit = [False] * len(module._ahop_sites)
+        self.differentiates = torch.is_grad_enabled()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replaces the calls at the sites of the module, and makes all others."""
+        kwargs = kwargs or {}
+        module = self.module
+        if func is SDPA:
+            query = args[0] if args else kwargs["query"]
+            index = self._site(None, query)
+            if index is None:
+                raise module.unexpected(f"scaled_dot_product_attention of a query {describe(query)}")
+            self._refuse_checkpoint()
+            return attend(module.similarity_of(index), module.separation, *args, **kwargs)
+        if module._ahop_products is not None and func in PRODUCTS:
+            number, self.products = self.products, self.products + 1
+            if any(site.product == number for site in module._ahop_sites):
+                product = read_product(func, args, kwargs)
+                index = None if product is None else self._site(number, product.query)
+                if product is None or index is None:
+                    got = "another operation" if product is None else f"a query {describe(product.query)}"
+                    raise module.unexpected(f"{got} in the product {number}")
+                self._refuse_checkpoint()
+                return product.finish(module.similarity_of(index)(product.query, product.key))
+        # Compilers cannot trace the method, which calls super().
+        return torch.unflatten(*args, **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
+
+    def _site(self, product: int | None, query: Tensor) -> int | None:
+        """Returns the index of the site that a call belongs to, and records that it was reached."""
+        for index, site in enumerate(self.module._ahop_sites):
+            if site.product == product and site.fits(query):
+                self.hit[index] = True
+                return index
+        return None
+
+    def check(self) -> None:
+        """Raises unless every site was reached."""
+        for site, hit in zip(self.module._ahop_sites, self.hit, strict=True):
+            if not hit:
+                raise self.module.unexpected(f"a forward pass without {site}")
+        expected = self.module._ahop_products
+        if expected is not None and self.products != expected:
+            raise self.module.unexpected(f"{self.products} products in one forward pass instead of {expected}")
+
+    def _refuse_checkpoint(self) -> None:
+        """Raises if the call is inside a checkpoint within the module, whose recomputation this mode does not see."""
+        if not self.differentiates or torch.compiler.is_compiling():
+            return
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code is not _FORWARD:
+            if frame.f_code.co_filename == checkpoint.__file__:
+                raise AHopError(
+                    f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
+                    " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+_FORWARD = CallAttention.forward.__code__
+
+
+def attend(
+    similarity: nn.Module,
+    separation: Separation,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes ``scaled_dot_product_attention`` with a similarity and a separation.
+
+    Args:
+        similarity: scores ``(N, H, L, d)`` against ``(N, H, S, d)``.
+        separation: turns scores into weights.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: see the function of PyTorch.
+
+    Returns:
+        The output ``(..., L, e)``. A fully masked query reads zeros.
+
+    >>> import ahop_layers as ah
+    >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
+    >>> output = attend(ah.AdaptiveSimilarity(8, 4), Separation(), query, key, key)
+    >>> torch.allclose(output, functional.scaled_dot_product_attention(query, key, key), atol=1e-5)
+    True
+    """
+    if query.is_nested or key.is_nested:
+        raise AHopError("query and key must not be nested in an adapted module, got nested tensors")
+    mask = None
+    if attn_mask is not None:
+        mask = Mask(blocked=~attn_mask) if attn_mask.dtype == torch.bool else Mask(added=attn_mask)
+    if is_causal:
+        mask = (mask or Mask()).join(Mask(causal=True))
+    lead = query.shape[:-2]
+    if len(lead) != 2:
+        query, key, value = (_with_four_axes(x, lead) for x in (query, key, value))
+        if mask is not None:
+            mask = Mask(_with_four_axes(mask.blocked, lead), _with_four_axes(mask.added, lead), is_causal)
+    output, _ = associate(
+        query,
+        Padded(key, value, mask),
+        score=similarity,
+        separation=separation,
+        scaling=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout=dropout_p,
+        need_weights=False,
+    )
+    return output if len(lead) == 2 else output.reshape(*lead, *output.shape[-2:])
+
+
+def _with_four_axes(x: Any, lead: torch.Size) -> Any:
+    """Arranges ``(*lead, L, d)``, or a mask, as ``(N, H, L, d)``; a single leading axis is a batch."""
+    if x is None or len(lead) == 0:
+        return x if x is None else x[None, None]
+    if x.ndim < 3:
+        return x
+    return x.unsqueeze(1) if len(lead) == 1 else x.expand(*lead[:-1], *x.shape[-3:]).flatten(0, len(lead) - 2)

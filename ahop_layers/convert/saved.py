@@ -1,0 +1,143 @@
+"""save_similarities and load_similarities: the learned weights of adapted layers, without the rest of a model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ahop_layers.convert.registry import full_name
+from ahop_layers.errors import AHopError, check_module
+from ahop_layers.similarity import AdaptiveSimilarity, Associator, named_similarities
+
+_KEY = "ahop_layers.similarities"
+
+
+def save_similarities(model: nn.Module, path: str | Path) -> None:
+    """Saves the similarities of a model in the safetensors format, and the learned separations if it has any.
+
+    The file has a few kilobytes: the weights of the similarities, and for each the class of its layer, its class,
+    bases, blocks and number of heads. Needs ``pip install safetensors``.
+
+    Args:
+        model: a model with adaptive layers.
+        path: the file to write.
+
+    Raises:
+        AHopError: ``model`` is not a module or has no similarity, or safetensors is not installed.
+
+    >>> import tempfile, torch, ahop_layers as ah
+    >>> models = [nn.TransformerEncoderLayer(16, 2, 32), nn.TransformerEncoderLayer(16, 2, 32)]
+    >>> for model in models:
+    ...     report = ah.adapt_(model, blocks=4)
+    >>> with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+    ...     _ = models[0].self_attn.similarity.w.fill_(0.5)
+    ...     ah.save_similarities(models[0], f"{folder}/similarities.safetensors")
+    ...     ah.load_similarities(models[1], f"{folder}/similarities.safetensors")
+    >>> models[1].self_attn.similarity.w.unique()
+    tensor([0.5000], grad_fn=<Unique2Backward0>)
+    """
+    parts = _parts(model)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(parts).items()}
+    _safetensors("save_file")(tensors, str(path), metadata={_KEY: json.dumps(_describe(model, parts))})
+
+
+def load_similarities(model: nn.Module, path: str | Path) -> None:
+    """Loads the similarities that :func:`save_similarities` saved.
+
+    Args:
+        model: a model whose adaptive layers have the same names and classes, and similarities of the same shapes.
+        path: the file to read.
+
+    Raises:
+        AHopError: ``model`` is not adapted, or the file does not fit it, or safetensors is not installed. The model is
+            then unchanged.
+
+    >>> import tempfile, ahop_layers as ah
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ah.save_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
+    ...     ah.load_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
+    """
+    parts = _parts(model)
+    if not Path(path).is_file():
+        raise AHopError(f"path must be a file that save_similarities wrote, got {str(path)!r}")
+    with _safetensors("safe_open")(str(path), framework="pt") as file:
+        saved = json.loads((file.metadata() or {}).get(_KEY, "null"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
+    if saved is None:
+        raise AHopError(f"path must be a file that save_similarities wrote, got {str(path)!r}")
+    own = _describe(model, parts)
+    for name in {**saved, **own}:
+        if name not in own or name not in saved:
+            where = "the model" if name in own else "the file"
+            raise AHopError(f"the file must have the similarities of the model, got {name} in {where} only")
+        if saved[name] != own[name]:
+            raise AHopError(f"{name} must be {_shown(own[name])} as in the model, got {_shown(saved[name])}")
+    for name, tensor in _state(parts).items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            got = tuple(tensors[name].shape) if name in tensors else "none"
+            raise AHopError(f"{name} must have the shape {tuple(tensor.shape)}, got {got}")
+    for name, part in parts.items():
+        part.load_state_dict({key: tensors[_join(name, key)] for key in part.state_dict()})
+
+
+def _parts(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the similarities and the separations with parameters, by name."""
+    check_module(model=model)
+    similarities = named_similarities(model)
+    if not similarities:
+        raise AHopError(f"model must have similarities: call adapt_ first, got {type(model).__name__} without any")
+    if any(is_lazy(parameter) for part in similarities.values() for parameter in part.parameters()):
+        raise AHopError("the similarities must have known shapes: call the model once first")
+    separations: dict[str, Any] = {
+        _join(name, "separation"): part.separation
+        for name, part in model.named_modules()
+        if isinstance(part, Associator) and _learns(getattr(part, "separation", None))
+    }
+    return {**similarities, **separations}
+
+
+def _learns(separation: object) -> bool:
+    return isinstance(separation, nn.Module) and next(separation.parameters(), None) is not None
+
+
+def _state(parts: dict[str, nn.Module]) -> dict[str, Tensor]:
+    return {_join(name, key): value for name, part in parts.items() for key, value in part.state_dict().items()}
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """Returns what each part belongs to, as values of JSON."""
+    layers = {}
+    for owner in model.modules():
+        if isinstance(owner, Associator):
+            former = vars(owner).get("_former")
+            for part in owner.modules():
+                layers[id(part)] = full_name(type(owner) if former is None else former.source)
+    described: dict[str, dict[str, Any]] = {}
+    for name, part in parts.items():
+        described[name] = {"layer": layers.get(id(part)), "class": full_name(type(part))}
+        if isinstance(part, AdaptiveSimilarity):
+            blocks = [entry.short() for entry in part.blocks]
+            sizes = {"dim": part.dim, "num_heads": part.num_heads}
+            described[name] |= {**sizes, "bases": list(part.bases), "blocks": blocks}
+    return described
+
+
+def _shown(described: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in described.items())
+
+
+def _safetensors(name: str) -> Callable[..., Any]:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise AHopError("saving and loading similarities needs safetensors: pip install safetensors") from error
+    function: Callable[..., Any] = getattr(safetensors.torch, name, None) or getattr(safetensors, name)
+    return function

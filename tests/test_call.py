@@ -1,0 +1,667 @@
+"""Modules that attend in their own ``forward`` are adapted through an example call, whatever their class."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import ahop_layers as ah
+from ahop_layers import association
+from ahop_layers.attention.call import attend
+from ahop_layers.convert.discover import CHANNELS, OTHER_SCORES
+from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilarityList, named_similarities
+
+SDPA = functional.scaled_dot_product_attention
+
+
+def split(x, parts, heads):
+    """``(N, L, parts * heads * d)`` as ``parts`` tensors ``(N, heads, L, d)``."""
+    return x.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def merge(x):
+    return x.transpose(1, 2).flatten(2)
+
+
+class Relate(nn.Module):
+    """Calls scaled_dot_product_attention; neither the name of the class nor that of a part says attention."""
+
+    def __init__(self, dim=16, num_heads=2, **options):
+        super().__init__()
+        self.num_heads, self.options = num_heads, options
+        self.into, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.out(merge(self.attend(*split(self.into(x), 3, self.num_heads))))
+
+    def attend(self, q, k, v):
+        return SDPA(q, k, v, **self.options)
+
+
+class ByHand(Relate):
+    """Computes scores by hand, as subclasses of it do in other ways."""
+
+    def attend(self, q, k, v):
+        return self.weigh(self.score(q * q.shape[-1] ** -0.5, k)) @ v
+
+    def score(self, q, k):
+        return q @ k.transpose(-2, -1)
+
+    def weigh(self, scores):
+        return scores.softmax(-1)
+
+
+class Einsum(ByHand):
+    def score(self, q, k):
+        return torch.einsum("b h i d, b h j d -> b i j h", q, k).permute(0, 3, 1, 2)
+
+
+class Added(ByHand):
+    """One product over batch and heads, with a bias, as BLOOM does."""
+
+    def score(self, q, k):
+        bias = torch.linspace(-1, 1, k.shape[-2]).expand(q.shape[0] * q.shape[1], q.shape[-2], -1)
+        scores = bias.baddbmm(batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).mT, beta=0.5, alpha=2.0)
+        return scores.unflatten(0, q.shape[:2])
+
+
+class Mixed(ByHand):
+    """Mixes heads before and after the softmax, after a soft cap and a position bias of its own product."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after, self.softmax = nn.Linear(2, 2), nn.Linear(2, 2), nn.Softmax(-1)
+        self.position, self.drop = nn.Parameter(torch.randn(5, 8)), nn.Dropout(0.1)
+
+    def score(self, q, k):
+        near = torch.einsum("bhid,jd->bhij", q, self.position)
+        return (q @ k.mT + near[..., :1]).tanh() * 3
+
+    def weigh(self, scores):
+        scores = self.before(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.drop(self.after(self.softmax(scores).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+
+class Sink(ByHand):
+    """Appends a learned score that takes a part of the weights."""
+
+    def weigh(self, scores):
+        return functional.softmax(torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1), dim=-1)[..., :-1]
+
+
+class Windows(ByHand):
+    """The axis before the tokens is that of windows, not of heads."""
+
+    def attend(self, q, k, v):
+        q, k, v = (x.unflatten(2, (-1, 3)) for x in (q, k, v))  # (N, heads, windows, tokens, d)
+        return super().attend(q, k, v).flatten(2, 3)
+
+
+class Channels(ByHand):
+    """Attends over channels: the queries have one dimension for each token."""
+
+    def attend(self, q, k, v):
+        return super().attend(q.mT, k.mT, v.mT).mT
+
+
+class Gate(ByHand):
+    """The scores of its softmax are not products."""
+
+    def score(self, q, k):
+        return functional.pad(q, (0, k.shape[-2] - q.shape[-1])) if k.shape[-2] > 8 else q[..., : k.shape[-2]]
+
+
+def perturb(model):
+    with torch.no_grad():
+        for parameter in ah.similarity_parameters(model):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def check_kept(model, x, **options):
+    """Adapts a model, and checks outputs and gradients; returns the report."""
+    parameters = list(model.parameters())
+    expected = model(x)
+    gradients = torch.autograd.grad(expected.square().sum(), parameters, allow_unused=True)
+    report = ah.adapt_(model, example=x, **options)
+    output = model(x)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    got = torch.autograd.grad(output.square().sum(), parameters, allow_unused=True, retain_graph=True)
+    for one, other in zip(got, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    new = torch.autograd.grad(output.square().sum(), ah.similarity_parameters(model))
+    assert all(gradient.abs().sum() > 0 for gradient in new)
+    perturb(model)
+    assert (model(x) - expected).abs().max() > 1e-3
+    return report
+
+
+# ---------------------------------------------------------------------------------------- the function that is called
+@pytest.mark.parametrize(
+    ("query", "key", "options"),
+    [
+        ((2, 4, 3, 8), (2, 4, 5, 8), {}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), {"is_causal": True, "scale": 0.7}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), {"attn_mask": torch.rand(2, 1, 3, 5) < 0.7}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), {"attn_mask": torch.randn(3, 5)}),
+        ((2, 4, 3, 8), (2, 2, 5, 8), {"enable_gqa": True, "is_causal": True}),
+        ((2, 4, 3, 8), (1, 4, 5, 8), {}),
+        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), {"attn_mask": torch.randn(3, 1, 3, 5)}),
+        ((2, 3, 8), (2, 5, 8), {"attn_mask": torch.randn(2, 3, 5)}),
+        ((2, 3, 8), (2, 5, 8), {"attn_mask": torch.randn(1, 5), "scale": 2.0}),
+        ((3, 8), (5, 8), {"is_causal": True}),
+        ((3, 8), (5, 8), {"attn_mask": torch.randn(3, 5)}),
+    ],
+)
+def test_the_function_equals_that_of_pytorch(query, key, options):
+    q, k, v = (torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in (query, key, key))
+    if "attn_mask" in options:
+        mask = options["attn_mask"]
+        mask = mask | (torch.arange(5) == 0) if mask.dtype == torch.bool else mask.double()
+        options = {**options, "attn_mask": mask}
+    expected = SDPA(q, k, v, **options)
+    heads = query[-3] if len(query) > 3 else None
+    similarity = ah.AdaptiveSimilarity(8, heads, dtype=torch.double)
+    output = attend(similarity, Separation(), q, k, v, **options)
+    torch.testing.assert_close(output, expected)
+    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (output, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_dropout_is_that_of_the_call():
+    q = torch.randn(2, 4, 6, 8)
+    similarity, separation = ah.AdaptiveSimilarity(8, 4).eval(), Separation().eval()
+    assert not attend(similarity, separation, q, q, q, dropout_p=1.0).any()
+    some = attend(similarity, separation, q, q, torch.ones_like(q), dropout_p=0.5)
+    assert some.unique().numel() > 6  # without dropout, all are 1
+
+
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.randn(4, 2, 8), torch.randn(3, 2, 8)]).transpose(1, 2)
+    with pytest.raises(ah.AHopError, match="must not be nested"):
+        attend(ah.AdaptiveSimilarity(8, 2), Separation(), nested, nested, nested)
+
+
+# --------------------------------------------------------------------------------------------------------- adaptation
+@pytest.mark.parametrize("options", [{}, {"blocks": 4}, {"is_causal": True}, {"separation": "sparsemax"}])
+def test_outputs_and_gradients_are_kept(options):
+    model = nn.Sequential(Relate(**{k: v for k, v in options.items() if k == "is_causal"}), nn.ReLU(), Relate(12, 3))
+    model.insert(1, nn.Linear(16, 12))
+    x = torch.randn(3, 5, 16)
+    given = {k: v for k, v in options.items() if k != "is_causal"}
+    if "separation" in given:
+        report = ah.adapt_(model, example=x, **given)
+        assert (ah.association_maps(model, x)["0"] == 0).any()
+        return
+    report = check_kept(model, x, **given)
+    assert report.adapted == {"0": "Relate", "3": "Relate"}
+    assert set(report.how.values()) == {"scaled_dot_product_attention"}
+    assert "0  adapted Relate (scaled_dot_product_attention)" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"), [(ByHand, 2), (Einsum, 2), (Added, None), (Mixed, 2), (Sink, 2), (Windows, None)]
+)
+def test_attention_by_hand(kind, heads):
+    model, x = nn.Sequential(kind().eval()), torch.randn(3, 6 if kind is Windows else 5, 16)
+    with pytest.raises(ah.AHopError, match=r"0 passed over: it computes scores by hand.*pass by_hand=True"):
+        ah.adapt_(model, example=x)
+    report = check_kept(model, x, by_hand=True)
+    assert report.how == {"0": "by hand"}
+    assert [part.num_heads for part in named_similarities(model).values()] == [heads]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Einsum, Added, Mixed])
+def test_attention_by_hand_compiles(kind):
+    model, x = nn.Sequential(kind().eval()), torch.randn(3, 5, 16)
+    ah.adapt_(model, example=x, by_hand=True)
+    perturb(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "tokens", "reason"), [(Channels, 5, CHANNELS), (Gate, 5, OTHER_SCORES)])
+def test_what_cannot_be_adapted_is_passed_over_with_a_reason(kind, tokens, reason):
+    report = ah.adapt_(nn.Sequential(kind(), ByHand()), example=torch.randn(2, tokens, 16), by_hand=True)
+    assert report.passed_over == {"0": reason}
+    assert str(report).splitlines()[0].startswith("adapted 1 of 2 attention modules")
+
+
+def test_a_softmax_without_values_is_not_attention():
+    class Router(nn.Module):
+        def forward(self, x):
+            return x * (x @ x.mT).softmax(-1).sum(-1, keepdim=True)
+
+    report = ah.adapt_(nn.Sequential(Router(), ByHand()), example=torch.randn(2, 5, 16), by_hand=True)
+    assert (list(report.adapted), report.passed_over) == (["1"], {})
+
+
+def test_a_separation_is_refused_for_attention_by_hand():
+    with pytest.raises(ah.AHopError, match="0: separation must be None for attention by hand, got 'sparsemax'"):
+        ah.adapt_(nn.Sequential(ByHand()), example=torch.randn(2, 5, 16), by_hand=True, separation="sparsemax")
+
+
+def test_by_hand_needs_an_example():
+    with pytest.raises(ah.AHopError, match="by_hand=True needs example"):
+        ah.adapt_(ByHand(), by_hand=True)
+
+
+def test_an_example_may_be_given_in_several_forms():
+    x = torch.randn(2, 5, 16)
+    for example in (x, (x,), [x], {"x": x}, lambda model: model(x)):
+        assert ah.adapt_(Relate(), example=example).adapted == {"": "Relate"}
+
+
+def test_without_an_example_all_that_looks_like_attention_is_listed():
+    class XCA(nn.Module):
+        def forward(self, x):
+            return (x @ x.mT).softmax(-1) @ x
+
+    model = nn.ModuleDict({"known": nn.MultiheadAttention(16, 2), "other": Relate(), "hand": XCA()})
+    report = ah.adapt_(model, dry_run=True)
+    assert str(report).splitlines()[0] == "would adapt 1 of 2 attention modules"
+    assert list(report.passed_over) == ["hand"]
+    assert report.passed_over["hand"].endswith("XCA; pass example=, or see register_converter")
+
+
+def test_a_module_that_the_example_does_not_call_is_listed():
+    class ClassAttn(Relate):
+        pass
+
+    model = nn.ModuleDict({"used": Relate(), "unused": ClassAttn(), "other": nn.Linear(3, 3)})
+    report = ah.adapt_(model, example=lambda model: model["used"](torch.randn(2, 5, 16)))
+    assert report.adapted == {"used": "Relate"}
+    assert report.passed_over == {"unused": "the example does not call it"}
+
+
+def test_multi_head_attention_forward_is_passed_over():
+    class Special(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x)[0]
+
+    report = ah.adapt_(nn.Sequential(Special(16, 2), Relate()), example=torch.randn(2, 5, 16))
+    assert list(report.adapted) == ["1"]
+    assert "multi_head_attention_forward" in report.passed_over["0"]
+
+
+def test_a_subclass_of_a_known_class_with_its_own_forward_is_adapted():
+    class Special(nn.MultiheadAttention):
+        def forward(self, x):
+            q, k, v = split(functional.linear(x, self.in_proj_weight), 3, self.num_heads)
+            return self.out_proj(merge(SDPA(q, k, v)))
+
+    model = Special(16, 2)
+    assert check_kept(model, torch.randn(3, 5, 16)).how == {"": "scaled_dot_product_attention"}
+
+
+@pytest.mark.parametrize("attribute", ["similarity", "separation", "associate"])
+def test_names_of_the_module_are_not_overwritten(attribute):
+    model = nn.Sequential(Relate(), Relate())
+    setattr(model[0], attribute, nn.Identity())
+    report = ah.adapt_(model, example=torch.randn(2, 5, 16))
+    assert report.passed_over == {"0": f"it has an attribute {attribute} of its own"}
+
+
+def test_a_forward_replaced_on_the_instance_is_passed_over():
+    model = nn.Sequential(Relate(), Relate())
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x)
+    report = ah.adapt_(model, example=torch.randn(2, 5, 16))
+    assert report.passed_over == {"0": "its forward is replaced on the instance"}
+
+
+def test_a_module_around_another_that_attends_is_passed_over():
+    class Outer(Relate):
+        def __init__(self):
+            super().__init__()
+            self.inner = Relate()
+
+        def forward(self, x):
+            return self.inner(super().forward(x))
+
+    report = ah.adapt_(Outer(), example=torch.randn(2, 5, 16))
+    assert report.adapted == {"inner": "Relate"}
+    assert report.passed_over == {"": "it attends, and so does its submodule inner"}
+
+
+def test_a_module_around_a_known_class_is_passed_over():
+    class Outer(Relate):
+        def __init__(self):
+            super().__init__()
+            self.known = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    report = ah.adapt_(Outer(), example=torch.randn(2, 5, 16))
+    assert report.adapted == {"known": "MultiheadAttention"}
+    assert report.passed_over == {"": "it attends, and so does its submodule known"}
+
+
+def test_a_mixture_with_weights_of_positions_is_adapted():
+    class Positions(ByHand):
+        def weigh(self, scores):
+            place = torch.linspace(-1, 1, scores.shape[-1]).expand(scores.shape)
+            return 0.7 * scores.softmax(-1) + 0.3 * place.softmax(-1)
+
+    check_kept(Positions(), torch.randn(2, 5, 16), by_hand=True)
+
+
+def test_the_example_changes_nothing():
+    model = nn.Sequential(Relate(), nn.Flatten(0, 1), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    model[0].eval()
+    before, modes = copy.deepcopy(model.state_dict()), [part.training for part in model.modules()]
+    state = torch.get_rng_state()
+    report = ah.adapt_(model, example=lambda m: (m(torch.randn(2, 5, 16)), torch.rand(3)), dry_run=True)
+    assert list(report.adapted) == ["0"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [part.training for part in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_an_example_that_fails_leaves_the_model_unchanged():
+    model = nn.Sequential(Relate())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ah.adapt_(model, example=torch.randn(2, 5, 3))
+    assert model.training
+    assert type(model[0]) is Relate
+    assert not model[0]._forward_hooks
+
+
+# -------------------------------------------------------------------------------------------- sites, and calls beyond
+class PerWindow(Relate):
+    """Calls once for each window."""
+
+    def attend(self, q, k, v):
+        parts = zip(*(x.split(3, 2) for x in (q, k, v)), strict=True)
+        return torch.cat([SDPA(*part) for part in parts], 2)
+
+
+class Two(nn.Module):
+    """Attends twice, with heads of different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.skip = 2, False
+        self.into = nn.Linear(16, 16)
+
+    def forward(self, x):
+        q = self.into(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        first = merge(SDPA(q, q, q))
+        if self.skip:
+            return first
+        half = q[..., :4]
+        return first + merge(torch.cat([SDPA(half, half, half)] * 2, -1))
+
+
+def test_calls_with_the_same_heads_share_a_similarity():
+    model, x = PerWindow(), torch.randn(2, 6, 16)
+    check_kept(model, x)
+    assert isinstance(model.similarity, ah.AdaptiveSimilarity)
+    plain = copy.deepcopy(model)
+    ah.revert_(plain)
+    longer = torch.randn(2, 9, 16)
+    assert model(longer).shape == plain(longer).shape  # more windows need no other similarity
+
+
+def test_calls_with_different_heads_have_a_similarity_each():
+    model, x = nn.Sequential(Two()), torch.randn(2, 6, 16)
+    original = copy.deepcopy(model.state_dict())
+    expected = model(x)
+    report = check_kept(model, x)
+    assert report.new_parameters == 2 * (2 * 8 + 2) + 2 * (2 * 4 + 2)
+    assert isinstance(model[0].similarity, SimilarityList)
+    assert list(named_similarities(model)) == ["0.similarity.0", "0.similarity.1"]
+    assert len(ah.similarity_parameters(model)) == 4
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(x), model(x))
+    model.load_state_dict(original)  # resets the similarities
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    ah.revert_(model)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_given_similarity_is_copied_for_each_shape():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, query, key):
+            return self.scale * (query @ key.mT)
+
+    model, x = Two(), torch.randn(2, 6, 16)
+    expected = model(x)
+    ah.adapt_(model, example=x, similarity=Scaled())
+    assert len(ah.similarity_parameters(model)) == 2
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_with_a_gradient_may_be_init():
+    trained, model = ah.AdaptiveSimilarity(8, 2), Relate()
+    ah.adapt_(model, example=torch.randn(2, 5, 16), init=2 * trained.w)
+    assert torch.equal(model.similarity.w, 2 * trained.w)
+
+
+def test_a_site_that_is_not_reached_raises():
+    model, x = Two(), torch.randn(2, 6, 16)
+    ah.adapt_(model, example=x)
+    model.skip = True
+    with pytest.raises(ah.AHopError, match="got a forward pass without scaled_dot_product_attention with 2 heads of 4"):
+        model(x)
+
+
+def test_a_call_beyond_those_of_the_example_raises():
+    model, x = Two(), torch.randn(2, 6, 16)
+    model.skip = True
+    ah.adapt_(model, example=x)
+    model.skip = False
+    with pytest.raises(ah.AHopError, match=r"AdaptiveTwo was adapted for .* got scaled_dot_product_attention of"):
+        model(x)
+
+
+def test_a_call_that_replaces_or_joins_attention_by_hand_raises():
+    class Switched(ByHand):
+        joined = switched = False
+
+        def attend(self, q, k, v):
+            output = SDPA(q, k, v) if self.switched else super().attend(q, k, v)
+            return output + SDPA(q, k, v) if self.joined else output
+
+    x = torch.randn(2, 5, 16)
+    for name in ("joined", "switched"):
+        model = Switched()
+        ah.adapt_(model, example=x, by_hand=True)
+        setattr(model, name, True)
+        with pytest.raises(ah.AHopError, match="got scaled_dot_product_attention of a query"):
+            model(x)
+
+
+def test_another_number_of_products_raises():
+    class Again(ByHand):
+        more = 0
+
+        def forward(self, x):
+            for _ in range(self.more):
+                x = x @ torch.eye(16).expand(len(x), -1, -1)
+            return super().forward(x)
+
+    model, x = Again(), torch.randn(2, 5, 16)
+    ah.adapt_(model, example=x, by_hand=True)
+    model.more = 1
+    with pytest.raises(ah.AHopError, match="in the product 0"):
+        model(x)
+    model = Again()
+    model.more = 1
+    ah.adapt_(model, example=x, by_hand=True)
+    model.more = 0
+    with pytest.raises(ah.AHopError, match=r"without the product 1|in the product 1"):
+        model(x)
+
+
+def test_a_module_whose_calls_differ_is_passed_over():
+    class Changing(Two):
+        def forward(self, x):
+            self.skip = not self.skip
+            return super().forward(x)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.other = Changing(), Relate()
+
+        def forward(self, x):
+            return self.other(self.part(self.part(x)))
+
+    report = ah.adapt_(Twice(), example=torch.randn(2, 6, 16))
+    assert report.passed_over == {"part": "it attends differently in several calls of the example"}
+
+
+# ------------------------------------------------------------------------------------ copies, threads, compile, export
+def test_copies_pickles_state_dicts_and_revert():
+    model, x = nn.Sequential(Relate(), ByHand()), torch.randn(2, 5, 16)
+    expected, state, names = model(x), copy.deepcopy(model.state_dict()), [list(vars(part)) for part in model.modules()]
+    ah.adapt_(model, example=x, by_hand=True)
+    perturb(model)
+    output = model(x)
+    other = nn.Sequential(Relate(), ByHand())
+    ah.adapt_(other, example=x, by_hand=True)
+    other.load_state_dict(model.state_dict())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other):
+        assert torch.equal(twin(x), output)
+        ah.revert_(twin)
+        assert torch.equal(twin(x), expected)
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    assert ah.revert_(model) == ["0", "1"]
+    assert [type(part) for part in model] == [Relate, ByHand]
+    assert [list(vars(part)) for part in model.modules()] == names
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.slow
+def test_compile_and_export():
+    model, x = nn.Sequential(Relate(is_causal=True), Two()).eval(), torch.randn(2, 5, 16)
+    ah.adapt_(model, example=x, blocks=2)
+    perturb(model)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)
+    compiled.sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in ah.similarity_parameters(model))
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_two_threads_with_an_adapted_and_a_plain_model():
+    plain, x = Relate(), torch.randn(2, 5, 16)
+    adapted = copy.deepcopy(plain)
+    ah.adapt_(adapted, example=x)
+    perturb(adapted)
+    with torch.no_grad():
+        expected, changed = plain(x), adapted(x)
+    assert (expected - changed).abs().max() > 1e-3
+    wrong, start = [], threading.Barrier(2)
+
+    def run(model, right):
+        start.wait()
+        with torch.no_grad():
+            wrong.extend(index for index in range(200) if not torch.equal(model(x), right))
+
+    threads = [threading.Thread(target=run, args=args) for args in ((plain, expected), (adapted, changed))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_fused_operator_serves_the_call(monkeypatch):
+    """Scores of much memory are not kept: one operator computes them, the mask and the readout."""
+    calls, original = [], association.attend
+    monkeypatch.setattr(association, "attend", lambda *args: calls.append(args[6]) or original(*args))
+    monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", 0)
+    model, x = Relate(is_causal=True), torch.randn(2, 5, 16)
+    expected = model(x)
+    ah.adapt_(model, example=x, blocks=4)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    assert calls == [True]  # causal
+
+
+def test_maps_are_recorded():
+    model, x = nn.Sequential(Relate()), torch.randn(2, 5, 16)
+    ah.adapt_(model, example=x)
+    weights = ah.association_maps(model, x)["0"]
+    assert weights.shape == (2, 2, 5, 5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 5))
+
+
+def test_attention_by_hand_has_no_maps():
+    model, x = nn.Sequential(ByHand(), Relate()), torch.randn(2, 5, 16)
+    ah.adapt_(model, example=x, by_hand=True)
+    assert list(ah.association_maps(model, x)) == ["1"]
+    with pytest.raises(ah.AHopError, match=r"called none with a separation: attention by hand keeps its own"):
+        ah.association_maps(model[0], x)
+
+
+def test_half_precision_and_autocast():
+    model, x = nn.Sequential(Relate(), ByHand()).eval(), torch.randn(2, 5, 16)
+    exact = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model(x)
+        ah.adapt_(model, example=x, by_hand=True)
+        got = model(x)
+    error, bound = ((y - exact).abs().max() for y in (got, low))
+    assert error <= 2 * bound + 2**-8 * exact.abs().max()
+    ah.revert_(model)
+    model.bfloat16()
+    ah.adapt_(model, example=x.bfloat16(), by_hand=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+
+
+# --------------------------------------------------------------------------------------------- gradient checkpointing
+class Checkpointed(Relate):
+    """Applies a checkpoint inside its own forward."""
+
+    reentrant = False
+
+    def attend(self, q, k, v):
+        return checkpoint(super().attend, q, k, v, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_inside_a_module_is_refused(reentrant):
+    model, x = Checkpointed(), torch.randn(2, 5, 16)
+    model.reentrant = reentrant
+    ah.adapt_(model, example=x)
+    with pytest.raises(ah.AHopError, match="AdaptiveCheckpointed uses gradient checkpointing inside its forward"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", [Relate, ByHand])
+def test_checkpointing_a_module_gives_the_same_gradients(kind, reentrant):
+    model, x = kind(), torch.randn(2, 5, 16, requires_grad=True)
+    ah.adapt_(model, example=x, by_hand=True)
+    perturb(model)
+    over = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x).square().sum(), over)
+    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+    for one, other in zip(expected, over, strict=True):
+        torch.testing.assert_close(other.grad, one)
+
+
+@pytest.mark.slow
+def test_compiled_checkpointing_inside_a_module_is_refused():
+    """The compiler traces the checkpointed function without the mode."""
+    model, x = Checkpointed(), torch.randn(2, 5, 16)
+    ah.adapt_(model, example=x)
+    with pytest.raises(Exception, match=r"a forward pass without scaled_dot|not in the current scope"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x)

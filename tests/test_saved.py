@@ -1,0 +1,146 @@
+"""Similarities are saved without the rest of a model, and loaded into a model that they fit."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ahop_layers as ah
+
+pytest.importorskip("safetensors")
+
+
+def encoder(layers=2):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
+
+
+def perturb(model):
+    with torch.no_grad():
+        for parameter in ah.similarity_parameters(model):
+            parameter.add_(torch.randn_like(parameter))
+
+
+class Called(nn.Module):
+    """Attends with two shapes of heads."""
+
+    num_heads = 2
+
+    def forward(self, x):
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(q, q, q) + attend(q[..., :4], q[..., :4], q)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (encoder, {"blocks": 4}),
+        (encoder, {"blocks": [2, torch.tensor([0, 1] * 4)], "debias": True, "separation": "entmax"}),
+        (encoder, {"blocks": ah.Blocks(2, normalize=True)}),
+        (lambda: ah.AssociativeMemory.preset("A-Hop", torch.randn(5, 16)), None),
+        (lambda: nn.Sequential(ah.AdaptiveHopfield(16, num_heads=2), ah.AdaptiveHopfieldPooling(16)), None),
+        (lambda: nn.Sequential(Called()), {"example": torch.randn(2, 3, 16)}),
+    ],
+)
+def test_saved_similarities_are_loaded(make, options, tmp_path):
+    first, path = make(), tmp_path / "similarities.safetensors"
+    second = make()
+    second.load_state_dict(first.state_dict())
+    for model in (first, second):
+        if options is not None:
+            ah.adapt_(model, **options)
+    perturb(first)
+    if options is not None and options.get("separation") == "entmax":
+        with torch.no_grad():
+            first.layers[0].self_attn.separation.alpha_logit.fill_(1.0)
+    ah.save_similarities(first, path)
+    assert path.stat().st_size < 6000
+    ah.load_similarities(second, path)
+    states = first.state_dict(), second.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_dtypes_are_those_of_the_model(tmp_path):
+    model, other = encoder(), encoder().double()
+    for each in (model, other):
+        ah.adapt_(each)
+    perturb(model)
+    ah.save_similarities(model, tmp_path / "a")
+    ah.load_similarities(other, tmp_path / "a")
+    similarity = other.layers[0].self_attn.similarity
+    assert torch.equal(similarity.w, model.layers[0].self_attn.similarity.w.double())
+
+
+def test_a_model_that_is_not_adapted_is_refused(tmp_path):
+    model = encoder()
+    for function in (ah.save_similarities, ah.load_similarities):
+        with pytest.raises(ah.AHopError, match="call adapt_ first, got TransformerEncoder without any"):
+            function(model, tmp_path / "a")
+        with pytest.raises(ah.AHopError, match="model must be a module, got int"):
+            function(5, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (encoder, {"blocks": 2}, r"self_attn\.similarity must be .*blocks \['2'\].* got .*blocks \['4'\]"),
+        (encoder, {"bases": ("dot",), "blocks": 4}, r"bases \['dot'\].* got .*bases \['dis', 'dot'\]"),
+        (lambda: encoder(3), {"blocks": 4}, r"got layers\.2\.self_attn\.similarity in the model only"),
+        (lambda: encoder(1), {"blocks": 4}, r"got layers\.1\.self_attn\.similarity in the file only"),
+        (encoder, {"blocks": 4, "separation": "entmax"}, "separation in the model only"),
+        (encoder, {"blocks": 4, "debias": True}, r"bias must have the shape \(2, 8\), got none"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_and_unchanged(make, options, message, tmp_path):
+    saved, model = encoder(), make()
+    ah.adapt_(saved, blocks=4)
+    perturb(saved)
+    ah.save_similarities(saved, tmp_path / "a")
+    ah.adapt_(model, **options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ah.AHopError, match=message):
+        ah.load_similarities(model, tmp_path / "a")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_another_class_of_layer_is_refused(tmp_path):
+    class Other(nn.MultiheadAttention):
+        pass
+
+    first, second = nn.ModuleList([nn.MultiheadAttention(16, 2)]), nn.ModuleList([Other(16, 2)])
+    for model in (first, second):
+        ah.adapt_(model)
+    ah.save_similarities(first, tmp_path / "a")
+    with pytest.raises(ah.AHopError, match=r"layer .*Other.* got layer torch.*MultiheadAttention"):
+        ah.load_similarities(second, tmp_path / "a")
+
+
+def test_another_file_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    model = encoder()
+    ah.adapt_(model)
+    with pytest.raises(ah.AHopError, match="path must be a file that save_similarities wrote, got"):
+        ah.load_similarities(model, tmp_path / "missing")
+    save_file({"x": torch.ones(3)}, str(tmp_path / "other"))
+    with pytest.raises(ah.AHopError, match="path must be a file that save_similarities wrote, got"):
+        ah.load_similarities(model, tmp_path / "other")
+
+
+def test_unknown_shapes_are_refused(tmp_path):
+    names = ("stored_pattern", "state_pattern", "pattern_projection")
+    raw = {f"{name}_as_static": True for name in names}
+    raw |= {f"normalize_{name}{affine}": False for name in names for affine in ("", "_affine")}
+    layer = ah.AdaptiveHopfield(**raw, disable_out_projection=True)
+    with pytest.raises(ah.AHopError, match="call the model once first"):
+        ah.save_similarities(layer, tmp_path / "a")
+
+
+def test_safetensors_is_optional(tmp_path, monkeypatch):
+    model = encoder()
+    ah.adapt_(model)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ah.AHopError, match="needs safetensors: pip install safetensors"):
+        ah.save_similarities(model, tmp_path / "a")
