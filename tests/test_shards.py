@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 
 import ahop_layers as ah
-from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory import scoring
 from ahop_layers.variants import Masked, Noisy
 
 pytestmark = pytest.mark.slow
@@ -172,7 +172,7 @@ def differing(rank: int) -> torch.Tensor:
 
 def work(rank: int, folder: str, ranks: int) -> None:
     torch.set_num_threads(1)
-    memory_module.BLOCK_ELEMENTS = 8 * 30  # several blocks in each shard
+    scoring.BLOCK_ELEMENTS = 8 * 30  # several blocks in each shard
     distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     results = {
         "answers": {name: answers(make(name).shard_(), QUERIES) for name in MEMORIES},

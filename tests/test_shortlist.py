@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ahop_layers as ah
-from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory import scoring
 from ahop_layers.memory import shortlist as shortlist_module
 from ahop_layers.variants import Mixed
 
@@ -111,7 +111,7 @@ def test_a_query_does_not_depend_on_the_others(monkeypatch):
     together = memory.search(x, 3, shortlist=20)[1]
     monkeypatch.setattr(shortlist_module, "SAMPLE_ELEMENTS", 1)
     monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 100)
-    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 1)
     assert torch.equal(together, memory.search(x, 3, shortlist=20)[1])
 
 
@@ -168,7 +168,7 @@ class Largest(TorchDispatchMode):
 def test_memory_is_bounded(monkeypatch):
     """No tensor is as large as queries x patterns, or as queries x shortlist x dimensions."""
     for module, name in (
-        (memory_module, "BLOCK_ELEMENTS"),
+        (scoring, "BLOCK_ELEMENTS"),
         (shortlist_module, "SAMPLE_ELEMENTS"),
         (shortlist_module, "FIRST_STAGE_SCORES"),
         (sys.modules["ahop_layers.memory.search"], "RANKED_SCORES"),
