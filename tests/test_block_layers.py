@@ -219,7 +219,8 @@ def test_users_see_patterns_in_their_own_order(blocks):
     memory.scores(patterns)
     assert torch.equal(memory.patterns, patterns)
     assert torch.equal(memory.state_dict()["patterns"], patterns)
-    assert set(memory.state_dict()) == {"patterns", *(f"similarity.{name}" for name in memory.similarity.state_dict())}
+    learned = {f"similarity.{name}" for name in memory.similarity.state_dict()}
+    assert set(memory.state_dict()) == {"patterns", "beta", *learned}
     query = torch.randn(5, 8)
     expected = memory.similarity(query, patterns).softmax(-1) @ patterns
     torch.testing.assert_close(memory.retrieve(query), expected)
