@@ -35,6 +35,13 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise AHopError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
+def check_callable(**values: object) -> None:
+    """Raises unless every value can be called."""
+    for name, value in values.items():
+        if not callable(value):
+            raise AHopError(f"{name} must be a module or a function, got {value!r}")
+
+
 def check_sizes(**sizes: object) -> None:
     """Raises unless every size is an integer of at least 1."""
     for name, size in sizes.items():

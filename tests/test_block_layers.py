@@ -159,7 +159,7 @@ def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(mo
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
     expected = memory.scores(query)
     assert memory.similarity.norm_0 > 0
-    monkeypatch.setattr("ahop_layers.memory.memory.BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.memory.scoring.BLOCK_ELEMENTS", 24)
     assert torch.equal(memory.scores(query), expected)
     monkeypatch.setattr("ahop_layers.blocks.SLICE_ELEMENTS", 24)
     again = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
@@ -189,7 +189,7 @@ def check_scores(memory):
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("blocks", ARRANGED.values(), ids=ARRANGED)
 def test_a_memory_scores_its_present_patterns(blocks, table, monkeypatch):
-    monkeypatch.setattr("ahop_layers.memory.memory.BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.memory.scoring.BLOCK_ELEMENTS", 24)
     memory = trained_memory(blocks, table)
     check_scores(memory)
     memory.add(torch.randn(7, 8))
@@ -219,7 +219,8 @@ def test_users_see_patterns_in_their_own_order(blocks):
     memory.scores(patterns)
     assert torch.equal(memory.patterns, patterns)
     assert torch.equal(memory.state_dict()["patterns"], patterns)
-    assert set(memory.state_dict()) == {"patterns", *(f"similarity.{name}" for name in memory.similarity.state_dict())}
+    learned = {f"similarity.{name}" for name in memory.similarity.state_dict()}
+    assert set(memory.state_dict()) == {"patterns", "beta", *learned}
     query = torch.randn(5, 8)
     expected = memory.similarity(query, patterns).softmax(-1) @ patterns
     torch.testing.assert_close(memory.retrieve(query), expected)

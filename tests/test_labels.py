@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ahop_layers.errors import AHopError
-from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory import scoring
+from ahop_layers.memory.losses import label_loss
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
 from ahop_layers.variants import Noisy
@@ -24,13 +25,13 @@ def full_class_scores(memory, x):
 @pytest.fixture(params=[1, 7, 60, 61, 2**21], ids=lambda size: f"block{size}")
 def block(request, monkeypatch):
     """Patterns per block, for patterns of eight dimensions."""
-    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 8 * request.param)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * request.param)
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize("prior", [False, True])
 def test_class_scores_are_the_log_sum_exp_of_a_class(block, scale, prior, monkeypatch):
-    monkeypatch.setattr(memory_module, "QUERY_ROWS", 9)
+    monkeypatch.setattr(scoring, "QUERY_ROWS", 9)
     memory = AssociativeMemory.preset("A-Hop", scale * torch.randn(61, 8).double(), labels=LABELS, prior=prior)
     if prior:
         torch.nn.init.normal_(memory.prior, std=5.0)
@@ -261,7 +262,7 @@ def test_the_label_loss_leaves_a_pattern_out_of_its_own_memory(block):
         of_class = kept & (labels == labels[place])
         expected.append(row[kept].logsumexp(-1) - row[of_class].logsumexp(-1))
     expected = torch.stack(expected).mean()
-    loss = memory._label_loss(memory._logit_blocks(query), index)
+    loss = label_loss(memory._logit_blocks(query), index, memory._given_classes())
     torch.testing.assert_close(loss, expected)
     inputs = list(memory.parameters())
     pairs = zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True)

@@ -14,8 +14,11 @@ from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import fit as fit_module
 from ahop_layers.memory import memory as memory_module
-from ahop_layers.memory.fit import best_inverse_temperature, estimate_bias, retrieval_batches
+from ahop_layers.memory import scoring
+from ahop_layers.memory.batches import retrieval_batches, seeded_generator
+from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias
 from ahop_layers.memory.kernel import KernelModulation, crowding
+from ahop_layers.memory.losses import pattern_loss
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
 from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
@@ -82,8 +85,8 @@ def test_results_do_not_depend_on_the_block_size(name, prior, monkeypatch):
     if prior:
         torch.nn.init.normal_(memory.prior)
     whole = memory.scores(x), memory.recall(x), memory.retrieve(x, steps=2)
-    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 8 * 7)
-    monkeypatch.setattr(memory_module, "BLOCK_SCORES", 61 * 5)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * 7)
+    monkeypatch.setattr(scoring, "BLOCK_SCORES", 61 * 5)
     torch.testing.assert_close((memory.scores(x), memory.recall(x), memory.retrieve(x, steps=2)), whole)
 
 
@@ -356,7 +359,7 @@ def test_unit_embeddings_are_found_and_retrieved_at_any_scale(scale):
 
 def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
     patterns = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    batches = retrieval_batches(Masked(0.8), patterns, 1, 64, fit_module.seeded_generator(patterns.device, 0))
+    batches = retrieval_batches(Masked(0.8), patterns, 1, 64, seeded_generator(patterns.device, 0))
     query = torch.cat([rows for _, rows in batches.held_out])
     equal = (query[:, None] == patterns).double().mean(-1)  # a fifth of the dimensions of the query's own pattern
     assert equal.max(-1).values.mean() == pytest.approx(0.2, abs=0.05)
@@ -364,8 +367,7 @@ def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
 
 def inverse_temperature(scores, index, batch=1000):
     batches = list(zip(index.split(batch), scores.split(batch), strict=True))
-    memory = AssociativeMemory(torch.eye(2))
-    beta = best_inverse_temperature(lambda query: query.chunk(2, -1), memory._pattern_loss, batches)
+    beta = best_inverse_temperature(lambda query: query.chunk(2, -1), pattern_loss, batches)
     return None if beta is None else beta.item()
 
 
@@ -394,7 +396,7 @@ def test_beta_multiplies_the_scores_in_separation_loss_and_energy():
     assert plain.beta == 1
     index = torch.tensor([0, 1, 2])
     expected = torch.nn.functional.cross_entropy(3 * plain.scores(x), index)
-    torch.testing.assert_close(memory._pattern_loss(memory._logit_blocks(x), index), expected)
+    torch.testing.assert_close(pattern_loss(memory._logit_blocks(x), index), expected)
 
 
 @pytest.mark.parametrize("name", ["M-Hop", "S-Hop"])
@@ -432,7 +434,7 @@ def test_old_checkpoints_have_the_inverse_temperature_one():
     assert old._fits_beta
 
 
-def test_a_fit_holds_queries_out_and_keeps_the_best_parameters():
+def test_a_fit_holds_queries_out_and_keeps_the_best_parameters(monkeypatch):
     patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
     batches = retrieval_batches((index, query), patterns, 1, 128, torch.Generator().manual_seed(0))
     drawn = torch.cat([rows for _, rows in batches.draws])
@@ -443,20 +445,20 @@ def test_a_fit_holds_queries_out_and_keeps_the_best_parameters():
     assert [len(rows) for rows, _ in few.draws] == [50, 50]
     assert [len(rows) for rows, _ in few.held_out] == [60, 40]  # no more than a batch at once
     memory = AssociativeMemory.preset("A-Hop", patterns, beta=20.0)
-    seen, original = [], memory._pattern_loss
+    seen = []
 
-    def recorded(blocks, target):
-        loss = original(blocks, target)
+    def recorded(blocks, target, shard):
+        loss = pattern_loss(blocks, target, shard)
         if not loss.requires_grad:
             seen.append(loss.item())
         return loss
 
-    memory._pattern_loss = recorded
+    monkeypatch.setattr(memory_module, "pattern_loss", recorded)
     memory.fit((index, query), epochs=10, batch=128, progress=False, lr=0.2)  # so large that the loss rises at times
     assert 10 <= len(seen) <= 13
     assert min(seen) < min(seen[0], seen[-1])
-    held = retrieval_batches((index, query), patterns, 1, 128, fit_module.seeded_generator(patterns.device, 0)).held_out
-    loss = original(memory._logit_blocks(held[0][1]), held[0][0])
+    held = retrieval_batches((index, query), patterns, 1, 128, seeded_generator(patterns.device, 0)).held_out
+    loss = pattern_loss(memory._logit_blocks(held[0][1]), held[0][0])
     assert loss.item() == pytest.approx(min(seen), rel=1e-4)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ahop_layers.errors import AHopError
-from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory import scoring
 from ahop_layers.memory import search as search_module
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
@@ -19,7 +19,7 @@ def stable_sort(memory, x, k):
 @pytest.fixture(params=[1, 7, 60, 61, 2**21], ids=lambda size: f"block{size}")
 def block(request, monkeypatch):
     """Patterns per block, for patterns of eight dimensions; nothing is concatenated."""
-    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 8 * request.param)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * request.param)
     monkeypatch.setattr(search_module, "RANKED_SCORES", 1)
 
 
@@ -50,9 +50,9 @@ def test_equal_scores_are_ordered_by_index(block, k):
 
 @pytest.mark.parametrize("ranked", [1, 20 * 23, 2**21])
 def test_concatenating_blocks_changes_nothing(ranked, monkeypatch):
-    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 8 * 7)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * 7)
     monkeypatch.setattr(search_module, "RANKED_SCORES", ranked)
-    monkeypatch.setattr(memory_module, "QUERY_ROWS", 9)
+    monkeypatch.setattr(scoring, "QUERY_ROWS", 9)
     memory, x = AssociativeMemory(torch.randint(-2, 3, (61, 8)).float()), torch.randint(-2, 3, (23, 8)).float()
     for got, expected in zip(memory.search(x, 6), stable_sort(memory, x, 6), strict=True):
         assert torch.equal(got, expected)
@@ -63,7 +63,7 @@ def test_scores_are_ranked_in_bounded_blocks(monkeypatch):
     ranked = []
     top_of_block = search_module._top_of_block
     monkeypatch.setattr(search_module, "_top_of_block", lambda s, k: ranked.append(s.numel()) or top_of_block(s, k))
-    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 8 * 7)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * 7)
     monkeypatch.setattr(search_module, "RANKED_SCORES", 100)
     for count in (50, 500):
         ranked.clear()
@@ -84,9 +84,9 @@ def test_distinct_scores_are_ranked_by_one_topk(monkeypatch):
 @pytest.mark.parametrize("queries", [1, 2, 100, 10**6])
 def test_blocks_on_a_gpu_are_large_for_few_queries(queries):
     """A GPU needs few large calls; the scores of a block stay bounded for many queries."""
-    size = memory_module.block_size(64, queries, "cuda")
-    assert memory_module.block_size(64, queries, "cpu") == 2**15 <= size <= 2**20
-    assert size == 2**15 or size * queries <= memory_module.BLOCK_SCORES
+    size = scoring.block_size(64, queries, "cuda")
+    assert scoring.block_size(64, queries, "cpu") == 2**15 <= size <= 2**20
+    assert size == 2**15 or size * queries <= scoring.BLOCK_SCORES
     assert queries > 2 or size == 2**20
 
 

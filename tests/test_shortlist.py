@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ahop_layers as ah
-from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory import scoring
 from ahop_layers.memory import shortlist as shortlist_module
 from ahop_layers.variants import Mixed
 
@@ -111,7 +111,7 @@ def test_a_query_does_not_depend_on_the_others(monkeypatch):
     together = memory.search(x, 3, shortlist=20)[1]
     monkeypatch.setattr(shortlist_module, "SAMPLE_ELEMENTS", 1)
     monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 100)
-    monkeypatch.setattr(memory_module, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 1)
     assert torch.equal(together, memory.search(x, 3, shortlist=20)[1])
 
 
@@ -168,17 +168,17 @@ class Largest(TorchDispatchMode):
 def test_memory_is_bounded(monkeypatch):
     """No tensor is as large as queries x patterns, or as queries x shortlist x dimensions."""
     for module, name in (
-        (memory_module, "BLOCK_ELEMENTS"),
+        (scoring, "BLOCK_ELEMENTS"),
         (shortlist_module, "SAMPLE_ELEMENTS"),
         (shortlist_module, "FIRST_STAGE_SCORES"),
         (sys.modules["ahop_layers.memory.search"], "RANKED_SCORES"),
     ):
         monkeypatch.setattr(module, name, 2**13)
-    memory, x = MEMORIES["A-Hop"](patterns(5000)), torch.randn(50, D)
+    memory, x = MEMORIES["A-Hop"](patterns(2000)), torch.randn(20, D)
     memory.search(x[:1], shortlist=10)  # keeps the norms
     with Largest() as largest:
         memory.search(x, 3, shortlist=200)
-    assert largest.elements <= 50 * 200 * 2  # candidates of two blocks, less than 50 x 5,000 and 50 x 200 x 16
+    assert largest.elements <= 2**13 + 20 * 200  # far less than 20 x 2,000 and 20 x 200 x 16
 
 
 @pytest.mark.parametrize(

@@ -1,55 +1,24 @@
-"""Training of associative memories: batches, optimizer and learning-rate schedule.
+"""Training of associative memories: optimizer, learning-rate schedule and choice of the best parameters.
 
-Training synchronizes with a GPU only a few times: random numbers are drawn on the device of the patterns, and about
-every twentieth loss is read.
+Training synchronizes with a GPU only a few times: about every twentieth loss is read.
 """
 
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from ahop_layers.errors import (
-    AHopError,
-    check_finite_rows,
-    check_floating,
-    check_numbers,
-    check_same_device,
-    check_sizes,
-    describe,
-)
-from ahop_layers.memory.shards import Rows, Shard
-from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.errors import AHopError, check_numbers
+from ahop_layers.memory.batches import Batches, Pairs
+from ahop_layers.memory.shards import Shard
 from ahop_layers.training import rise_and_fall, trainable_forms
-from ahop_layers.variants import Variant
-
-Pairs = tuple[Tensor, Tensor]
-
-Measure = Callable[[Iterable[Tensor], Tensor], Tensor]
-"""Computes the mean loss of logits ``(L, B)`` of consecutive blocks of patterns, for targets ``(L,)``."""
-
-HELD_OUT = 512
-"""Largest number of queries that are held out of training."""
-
-HELD_OUT_SHARE = 0.1
-"""Fraction of the given pairs that are held out."""
 
 EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
-
-
-MIN_DEVIATION = 4.0
-"""Smallest standard deviation of the logits of a query at the start of training.
-
-Scores that say little have their smallest loss at a small inverse temperature. The readout is then an average of many
-patterns, and training is slow.
-"""
 
 FORM_UNITS = {"original0": 20.0, "original1": 1.0}
 """Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
@@ -59,206 +28,6 @@ FORM_STEPS = 40
 
 FORM_EPS = 0.3
 """Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""
-
-
-class Batches(NamedTuple):
-    """The number of steps, an iterator over the batch of each step, and held-out batches."""
-
-    steps: int
-    draws: Iterator[Any]
-    held_out: Sequence[Pairs] = ()
-
-
-def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
-    """A random generator on ``device``.
-
-    Its numbers differ from those of a generator with the seed ``seed``: patterns drawn with that seed would otherwise
-    be the values that replace dimensions of the first queries.
-
-    Raises:
-        AHopError: ``seed`` is not an integer of 64 bits.
-    """
-    try:
-        return torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise AHopError(f"seed must be an integer of 64 bits, got {seed!r}") from error
-
-
-def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
-    """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
-
-    Of given pairs, a tenth is held out. A tenth of fewer than 320 pairs is too small an estimate, so all of them are
-    used for training and for evaluation.
-
-    Raises:
-        AHopError: ``data`` is neither a variant nor a pair, or does not match the patterns.
-    """
-    check_sizes(epochs=epochs, batch=batch)
-    if isinstance(data, Variant):
-        fresh = _sample(data, patterns, HELD_OUT, generator)
-        draws = (_sample(data, patterns, batch, generator) for _ in range(epochs))
-        return Batches(epochs, draws, _split(fresh, batch))
-    if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
-    index, query = _check_pairs(data[0], data[1], patterns)
-    size = min(int(HELD_OUT_SHARE * len(index)), HELD_OUT)
-    mixed = torch.randperm(len(index), generator=generator, device=generator.device)
-    held_out, kept = (mixed[:size], mixed[size:]) if size >= 32 else (mixed[:HELD_OUT], mixed)
-    count = math.ceil(len(kept) / batch)
-
-    def shuffled() -> Iterator[Pairs]:
-        for _ in range(epochs):
-            order = torch.randperm(len(kept), generator=generator, device=generator.device)
-            for rows in torch.tensor_split(kept[order], count):  # of equal size: a small batch has a noisy gradient
-                yield index[rows], query[rows]
-
-    return Batches(epochs * count, shuffled(), _split((index[held_out], query[held_out]), batch))
-
-
-def _sample(variant: Variant, patterns: Rows, n: int, generator: torch.Generator) -> Pairs:
-    """Draws ``n`` queries as :meth:`ahop_layers.variants.Variant.sample`, the same on all ranks of a sharded memory."""
-    if isinstance(patterns, Tensor):
-        return variant.sample(patterns, n, generator)
-    index = torch.randint(len(patterns), (n,), generator=generator, device=patterns.device)
-    return index, variant.corrupt(patterns[index], generator)
-
-
-def _split(pairs: Pairs, batch: int) -> list[Pairs]:
-    """Splits pairs into batches, so that an evaluation needs no more memory than a step."""
-    return list(zip(*(torch.split(each, batch) for each in pairs), strict=True))
-
-
-def _check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
-    check_floating(query=query)
-    check_same_device(query=query, patterns=patterns)
-    try:
-        place = torch.as_tensor(index, device=query.device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise AHopError(f"index must be integers (n,), got {type(index).__name__}") from error
-    if place.ndim != 1 or query.shape != (len(place), patterns.shape[1]) or not len(place):
-        raise AHopError(
-            f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
-            f" got {describe(place)} and {describe(query)}"
-        )
-    integers = not (place.is_floating_point() or place.is_complex() or place.dtype == torch.bool)
-    if not integers or not 0 <= int(place.min()) <= int(place.max()) < len(patterns):
-        got = f"{place.dtype} from {place.min().item()} to {place.max().item()}" if integers else f"{place.dtype}"
-        raise AHopError(f"index must be integers from 0 to {len(patterns) - 1}, got {got}")
-    check_finite_rows(query=query)
-    return place.long(), query
-
-
-@torch.no_grad()
-def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: int, generator: torch.Generator) -> None:
-    """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
-
-    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. Gradient
-    descent finds the bias only slowly, and until then the other weights compensate for a wrong one.
-    """
-    if bias.any():
-        return
-    index, query = _sample(data, patterns, 8 * batch, generator) if isinstance(data, Variant) else data
-    origin = patterns[index]
-    mean = origin.mean(0)
-    deviation = origin - mean
-    slope = (deviation * query).sum() / deviation.square().sum().clamp(min=torch.finfo(deviation.dtype).tiny)
-    bias.copy_(query.mean(0) - slope * mean)
-
-
-@torch.no_grad()
-def scale_of(patterns: Tensor) -> float:
-    """The half width of a uniform distribution with the variance of the patterns: 1 for patterns uniform in [-1, 1].
-
-    It estimates the variance about the mean of each dimension from at most 2**21 values. It is 1 for equal patterns.
-    """
-    rows = patterns[:: max(1, patterns.numel() // 2**21)]
-    values = rows.to(accumulation_dtype(rows.dtype))
-    scale = (3 * (values - values.mean(0)).square().mean()).sqrt().item()
-    return scale if scale > 0 else 1.0
-
-
-@torch.no_grad()
-def best_inverse_temperature(
-    scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], shard: Shard | None = None
-) -> Tensor | None:
-    """The factor of the scores that minimizes the loss of ``batches``: a scalar, or None if no factor lowers it.
-
-    The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
-    them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
-    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION.
-
-    Args:
-        scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
-        measure: computes the loss of scores.
-        batches: targets and queries.
-        shard: the part of the patterns that ``scores`` and ``measure`` have; None for all.
-    """
-    unit = _deviation(scores(batches[0][1]), shard).reciprocal()
-    count = sum(len(target) for target, _ in batches)
-
-    def search(factors: Tensor) -> Tensor:
-        losses = torch.zeros_like(factors)
-        for target, query in batches:
-            blocks = [block.to(unit.dtype) for block in scores(query)]
-            values = [measure((factor * unit * block for block in blocks), target) for factor in factors]
-            losses += len(target) / count * torch.stack(values)
-        return factors[(losses <= losses.min() + 0.01).int().argmax()]
-
-    octaves = torch.arange(-6, 11, device=unit.device).to(unit.dtype).exp2()
-    best = search(torch.cat([torch.zeros_like(octaves[:1]), octaves]))
-    if best == 0:
-        return None
-    best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
-    return unit * best.clamp(min=MIN_DEVIATION)
-
-
-def _deviation(blocks: Iterable[Tensor], shard: Shard | None) -> Tensor:
-    """The root mean square over queries of the standard deviation of their scores, or 1 if all are equal."""
-    scores = torch.cat(list(blocks), -1)
-    peak = scores.abs().max().to(accumulation_dtype(scores.dtype))  # divides the scores, because squares can overflow
-    if shard is None:
-        variance = (scores / peak).var(-1, correction=0)
-    else:
-        peak = shard.gather(peak).max()
-        scaled = scores / peak
-        mean = shard.total(scaled.sum(-1)) / shard.count
-        variance = shard.total((scaled - mean[:, None]).square().sum(-1)) / shard.count
-    deviation = peak * variance.mean().sqrt()
-    return torch.where(deviation > 0, deviation, 1.0)
-
-
-def separation_batches(patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
-    """One batch per epoch: ``batch`` random patterns without replacement."""
-    check_sizes(epochs=epochs, batch=batch)
-
-    def drawn() -> Iterator[Tensor]:
-        for _ in range(epochs):
-            yield patterns[torch.randperm(len(patterns), generator=generator, device=patterns.device)[:batch]]
-
-    return Batches(epochs, drawn())
-
-
-@contextmanager
-def unchanged_on_error(module: nn.Module, constant: Tensor) -> Iterator[None]:
-    """Restore all parameters and buffers of ``module`` if the body raises an Exception.
-
-    ``constant`` is a buffer that the body may replace but does not write to, so that no copy of it is needed.
-    """
-    owners: list[dict[str, Any]] = [*(part._parameters for part in module.modules())]
-    owners += [part._buffers for part in module.modules()]
-    before = [
-        (owner, name, tensor, tensor if tensor is constant or is_lazy(tensor) else tensor.detach().clone())
-        for owner in owners
-        for name, tensor in owner.items()
-        if tensor is not None
-    ]
-    try:
-        yield
-    except Exception:
-        with torch.no_grad():
-            for owner, name, tensor, value in before:
-                owner[name] = tensor if tensor is value else tensor.copy_(value)
-        raise
 
 
 class Fitted(NamedTuple):

@@ -1,6 +1,6 @@
 """Labels of stored patterns: checks, classes, and scores of classes."""
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.memory.search import from_numpy
+from ahop_layers.memory.shards import Shard
 from ahop_layers.ops.reference import accumulation_dtype
 
 
@@ -69,22 +70,24 @@ def _classes(labels: Tensor) -> Classes:
     return Classes(distinct, counts, index)
 
 
-def class_logsumexp(blocks: Iterable[Tensor], index: Tensor, n_classes: int) -> Tensor:
+def class_logsumexp(blocks: Iterable[Tensor], classes: Classes, shard: Shard | None = None) -> Tensor:
     """Returns the log-sum-exp of the scores of each class ``(L, n_classes)``.
 
     Args:
         blocks: the scores ``(L, B)`` of consecutive blocks of patterns.
-        index: the class of each pattern ``(N,)``, from 0 to ``n_classes - 1``.
-        n_classes: number of classes.
+        classes: the classes of all patterns, and the class of each pattern of this rank.
+        shard: the part of the patterns that ``blocks`` has; None for all.
     """
     totals: list[Tensor] = []
-    start = 0
+    index, start = classes.of_pattern, 0
     for scores in blocks:
         end = start + scores.shape[-1]
-        totals.append(_block_logsumexp(scores.to(accumulation_dtype(scores.dtype)), index[start:end], n_classes))
+        wide = scores.to(accumulation_dtype(scores.dtype))
+        totals.append(_block_logsumexp(wide, index[start:end], len(classes.labels)))
         totals = [torch.logaddexp(*totals)] if len(totals) == 2 else totals
         start = end
-    return totals[0].to(scores.dtype)
+    total = totals[0].to(scores.dtype)
+    return total if shard is None else shard.gather(total).logsumexp(0)
 
 
 def _block_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
@@ -97,9 +100,7 @@ def _block_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
     return torch.zeros_like(shift).index_add(-1, index, exponentials).log() + shift
 
 
-def labeled_data(
-    data: Any, classes: Classes, patterns: Tensor, total: Callable[[Tensor], Tensor]
-) -> tuple[Any, Tensor] | None:
+def labeled_data(data: Any, classes: Classes, patterns: Tensor, shard: Shard | None) -> tuple[Any, Tensor] | None:
     """Returns the pairs ``(label, query)`` as ``(class, query)``, and the mean pattern of each class.
 
     Returns None for other data, such as a variant.
@@ -108,7 +109,7 @@ def labeled_data(
         data: as for :meth:`ahop_layers.AssociativeMemory.fit`.
         classes: the classes of the patterns.
         patterns: ``(N, d)``, or the part of this rank.
-        total: sums a tensor over all ranks.
+        shard: the part of the patterns that ``patterns`` is; None for all.
 
     Raises:
         AHopError: a label is not an integer, or no stored pattern has it.
@@ -121,7 +122,8 @@ def labeled_data(
     if len(unknown):
         raise AHopError(f"labels of data must be labels of stored patterns, got {unknown[0].item()}")
     wide = patterns.to(accumulation_dtype(patterns.dtype))
-    sums = total(wide.new_zeros(len(classes.labels), patterns.shape[1]).index_add(0, classes.of_pattern, wide))
+    sums = wide.new_zeros(len(classes.labels), patterns.shape[1]).index_add(0, classes.of_pattern, wide)
+    sums = sums if shard is None else shard.total(sums)
     return (position, data[1]), (sums / classes.counts[:, None]).to(patterns.dtype)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity, dot_product, negative_distance
 from ahop_layers.errors import AHopError, check_choice, check_finite_rows, check_patterns
-from ahop_layers.memory.fit import scale_of
+from ahop_layers.memory.estimates import scale_of
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype

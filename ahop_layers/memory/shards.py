@@ -23,7 +23,7 @@ class Shard:
     Args:
         group: a process group of ``torch.distributed``; None for all processes.
         count: number of patterns of all ranks together.
-        scale: scale of all patterns, see :func:`ahop_layers.memory.fit.scale_of`.
+        scale: scale of all patterns, see :func:`ahop_layers.memory.estimates.scale_of`.
 
     Raises:
         AHopError: there is no process group, this process is not in it, or it has more ranks than there are patterns.
@@ -195,3 +195,8 @@ class ShardedRows:
 
 Rows = Tensor | ShardedRows
 """Rows ``(N, ...)`` that are indexed by tensors."""
+
+
+def all_rows(rows: Tensor, shard: Shard | None) -> Rows:
+    """Returns the rows of all ranks, of which this rank has ``rows``; None for a memory on one rank."""
+    return rows if shard is None else ShardedRows(shard, rows)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, packed, pairs, vit, vit_report
+from benchmarks import kernels_report, packed, pairs, search_costs, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -176,6 +176,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "search-answers": search_answers,
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report),
     "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names),
+    "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
 }
 """The tables, by the NAME of their place."""

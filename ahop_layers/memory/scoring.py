@@ -1,0 +1,276 @@
+"""Scores of stored patterns: search, recall and classification."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.association import Similarity, dot_product
+from ahop_layers.errors import AHopError, check_callable, check_choice, check_sizes
+from ahop_layers.memory.arranged import arranged_patterns
+from ahop_layers.memory.labels import class_logsumexp
+from ahop_layers.memory.presets import named_similarity
+from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, top_k
+from ahop_layers.memory.shards import all_rows
+from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
+from ahop_layers.memory.store import PatternStore
+from ahop_layers.similarity import AdaptiveSimilarity
+
+BLOCK_ELEMENTS = 2**21
+"""Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
+
+BLOCK_SCORES = 2**23
+"""Number of scores that are stored at once where the scores of all patterns are needed."""
+
+GPU_BLOCK_ELEMENTS = 2**26
+"""Number of elements of the patterns that a GPU scores at once: one million patterns with 64 dimensions."""
+
+
+def block_size(dim: int, queries: int, device: str) -> int:
+    """Returns the number of patterns of ``dim`` dimensions that are scored at once.
+
+    On a GPU, blocks are as large as the memory of their scores allows, because each call has a fixed cost: blocks for
+    the cache of a CPU would spend most of the time of a search for few queries on calls.
+    """
+    size = max(1, BLOCK_ELEMENTS // dim)
+    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // max(1, queries))) if device == "cuda" else size
+
+
+class ScoredPatterns(PatternStore):
+    """Stored patterns, a similarity that scores queries against them, and a modulation of the patterns.
+
+    See :class:`ahop_layers.AssociativeMemory` for the arguments.
+    """
+
+    modulation: nn.Module | None
+    _index: Index | None = None
+
+    def __init__(
+        self, patterns: Tensor, similarity: str | Similarity, modulation: nn.Module | None, **stored: Any
+    ) -> None:
+        super().__init__(patterns, **stored)
+        self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
+        check_callable(similarity=self.similarity)
+        if modulation is not None:
+            check_callable(modulation=modulation)
+        if isinstance(self.similarity, AdaptiveSimilarity):
+            self.similarity.fix_norms_(self.patterns)  # not per block of patterns
+        self.modulation = modulation
+
+    def scores(self, x: Array) -> Array:
+        """Score ``x (..., d)`` against all patterns: ``(..., N)``.
+
+        Here and in the other methods, queries are converted to the dtype of the patterns. NumPy arrays are accepted,
+        and the result is then a NumPy array.
+
+        >>> import torch, ahop_layers as ah
+        >>> ah.AssociativeMemory(torch.eye(3)).scores(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([1., 2., 3.])
+        """
+        rows, own = self._all_rows(x)
+        return as_given(x, self._all_scores(rows)[own].reshape(*x.shape[:-1], self._count))
+
+    @torch.no_grad()
+    def recall(self, x: Array) -> Array:
+        """Find the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
+
+        >>> import torch, ahop_layers as ah
+        >>> ah.AssociativeMemory(torch.eye(3)).recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
+        tensor([2, 0])
+        """
+        return self.search(x)[1].reshape(x.shape[:-1])
+
+    @torch.no_grad()
+    def search(self, x: Array, k: int = 1, shortlist: int | None = None) -> tuple[Array, Array]:
+        """Find the ``k`` patterns with the largest scores. Memory is independent of N.
+
+        Args:
+            x: queries ``(..., d)``, a tensor or a NumPy array.
+            k: number of patterns to find for each query.
+            shortlist: score only this number of patterns for each query, those with the largest approximate scores. The
+                approximation is linear in the patterns and costs one matrix product; after :meth:`build_index`, the
+                index finds the patterns. The result is not exact: a pattern that is not on the shortlist is not found.
+                None scores all patterns.
+
+        Returns:
+            The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
+            index.
+
+        Raises:
+            AHopError: ``x`` does not match the patterns, ``k`` is not an integer from 1 to N, or ``shortlist`` is not
+                an integer of at least ``k``.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(4))
+        >>> scores, indices = memory.search(torch.tensor([[0.5, 2.0, 0.0, 1.0], [1.0, 1.0, 1.0, 3.0]]), k=2)
+        >>> scores
+        tensor([[2., 1.],
+                [3., 1.]])
+        >>> indices
+        tensor([[1, 3],
+                [3, 0]])
+        """
+        check_sizes(k=k)
+        if k > self._count:
+            raise AHopError(f"k must be at most the number of patterns, {self._count}, got {k}")
+        if shortlist is not None:
+            check_sizes(shortlist=shortlist)
+            if shortlist < k:
+                raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
+        rows, own = self._all_rows(x)
+        found = zip(*(self._search(chunk, k, shortlist) for chunk in torch.split(rows, QUERY_ROWS)), strict=True)
+        scores, indices = (torch.cat(each)[own].reshape(*x.shape[:-1], k) for each in found)
+        return as_given(x, scores), as_given(x, indices)
+
+    def _search(self, rows: Tensor, k: int, m: int | None) -> tuple[Tensor, Tensor]:
+        """Returns the ``k`` largest scores of queries ``rows (L, d)`` and their indices, ``(L, k)`` each."""
+        if m is not None and m < self._count:
+            return self._search_shortlist(rows, k, m)
+        scores, indices = top_k(self._score_blocks(rows), min(k, len(self.patterns)))
+        return (scores, indices) if self.shard is None else self.shard.best(scores, indices, k)
+
+    def _search_shortlist(self, rows: Tensor, k: int, m: int) -> tuple[Tensor, Tensor]:
+        """Returns the ``k`` largest scores out of the patterns with the ``m`` largest approximate scores."""
+        sample = all_rows(self.patterns, self.shard)[sample_index(self._count, rows.device)]
+        linear = linear_scores(self.similarity, self._modulated, rows, sample)
+        own = min(m, len(self.patterns))
+        if self._index is None:
+            first, indices = first_stage(linear, self.patterns, self._own_prior(), own)
+        else:
+            self._index.check(self.patterns)
+            first, indices = self._index.shortlist(linear, own)
+        scores = self._score_pairs(rows, indices).masked_fill(first == -torch.inf, -torch.inf)
+        if self.shard is not None:
+            first, scores, indices = self.shard.candidates(first, scores, indices, m=m)
+        scores, indices = best_of_shortlist(first, scores, indices, m, k)
+        if self._index is not None and (scores == -torch.inf).any():
+            raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
+        return scores, indices
+
+    def _score_pairs(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """Scores each query ``rows (L, d)`` against its own patterns ``indices (L, m)``: ``(L, m)``."""
+        size = max(1, BLOCK_ELEMENTS // (indices.shape[1] * rows.shape[1]))
+        parts = []
+        for queries, places in zip(torch.split(rows, size), torch.split(indices, size), strict=True):
+            key = self._modulated(self.patterns[places.flatten()])
+            key = key.reshape(*places.shape, key.shape[-1])
+            if isinstance(self.similarity, AdaptiveSimilarity):
+                parts.append(self.similarity(queries[:, None], key).squeeze(1))
+            else:
+                parts += [self.similarity(query[None], each) for query, each in zip(queries, key, strict=True)]
+        scores = torch.cat(parts) if parts else rows.new_empty(indices.shape)
+        prior = self._own_prior()
+        return scores if prior is None else scores + prior[indices]
+
+    def build_index(self, description: str = "HNSW32", metric: str | None = None) -> Any:
+        """Build a FAISS index of the patterns, which finds the shortlists of later searches, and return it.
+
+        An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
+        saved. If the patterns change, it must be built again. With shards, each rank builds one of its part.
+
+        Args:
+            description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
+                index, such as ``nprobe``, on the result.
+            metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
+
+        Raises:
+            AHopError: FAISS is not installed (extra ``search``), or an argument is invalid.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
+        >>> index = memory.build_index("HNSW32")  # doctest: +SKIP
+        >>> memory.search(memory.patterns[:2], shortlist=100)[1].flatten()
+        tensor([0, 1])
+        """
+        metric = metric or ("dot" if self.similarity is dot_product else "dis")
+        check_choice("metric", metric, ("dis", "dot"))
+        self._index = Index(self.patterns, description, metric)
+        return self._index.faiss
+
+    def class_scores(self, x: Array) -> Array:
+        """Compute the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
+
+        The scores are multiplied by :attr:`beta`, and the classes are in the order of ``classes``. The softmax of the
+        result is the sum of the softmax weights of the patterns of each class. Without gradients, memory is independent
+        of N.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
+        tensor([1.0000, 2.6931])
+        """
+        rows, own = self._all_rows(x)
+        classes = self._given_classes()
+        chunks = torch.split(rows, QUERY_ROWS)
+        scores = [class_logsumexp(self._logit_blocks(chunk), classes, self.shard) for chunk in chunks]
+        return as_given(x, torch.cat(scores)[own].reshape(*x.shape[:-1], len(classes.labels)))
+
+    @torch.no_grad()
+    def classify(self, x: Array) -> Array:
+        """Find the label of the class with the largest score: ``(..., d) -> (...)``.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
+        tensor([4, 7])
+        """
+        best = self.class_scores(as_queries(x, self.patterns)).argmax(-1)
+        return as_given(x, self.classes[best])
+
+    def _bias(self) -> Tensor | None:
+        """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
+        bias = getattr(self.similarity, "bias", None)
+        return bias if isinstance(bias, Tensor) and bias.shape == self.patterns.shape[1:] else None
+
+    def _modulated(self, patterns: Tensor) -> Tensor:
+        modulated: Tensor = patterns if self.modulation is None else self.modulation(patterns)
+        return modulated
+
+    def _rows(self, x: Array) -> Tensor:
+        """Returns the queries ``x (..., d)`` as a matrix with the dtype of the patterns, or raises."""
+        return as_queries(x, self.patterns).reshape(-1, self.patterns.shape[1])
+
+    def _all_rows(self, x: Array) -> tuple[Tensor, slice]:
+        """Returns the queries that this rank scores as a matrix, those of all ranks, and the place of ``x`` in them."""
+        rows = self._rows(x)
+        return (rows, slice(None)) if self.shard is None else self.shard.queries(rows)
+
+    def _chunks(self, rows: Tensor) -> Sequence[Tensor]:
+        """Splits queries ``rows (L, d)`` so that the scores of each part for all patterns fit in memory."""
+        return torch.split(rows, max(1, BLOCK_SCORES // self._count))
+
+    def _all_scores(self, rows: Tensor) -> Tensor:
+        """Scores ``rows (L, d)`` against the patterns of all ranks: ``(L, N)``."""
+        scores = torch.cat(list(self._score_blocks(rows)), -1)
+        return scores if self.shard is None else self.shard.columns(scores)
+
+    def _block_size(self, queries: int) -> int:
+        # Other similarities may need several times the memory of a block.
+        large = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.is_single()
+        return block_size(self.patterns.shape[1], queries, self.patterns.device.type if large else "cpu")
+
+    def _score_blocks(self, rows: Tensor) -> Iterator[Tensor]:
+        """Yield the scores of ``rows (L, d)`` for one block of patterns at a time."""
+        size, copies = self._block_size(len(rows)), None
+        prior = self._own_prior()
+        if isinstance(self.similarity, AdaptiveSimilarity) and self.modulation is None:
+            copies = arranged_patterns(self.similarity, self.patterns)
+        for start, block in zip(range(0, len(self.patterns), size), torch.split(self.patterns, size), strict=True):
+            key = self._modulated(block)
+            if copies is None:
+                scores = self.similarity(rows, key)
+            else:
+                end = start + size
+                scores = self.similarity(rows, key, [None if copy is None else copy[start:end] for copy in copies])
+            yield scores if prior is None else scores + prior[start : start + len(block)]
+
+    def _logit_blocks(self, rows: Tensor) -> Iterator[Tensor]:
+        """Yield the scores as :meth:`_score_blocks`, multiplied by the inverse temperature."""
+        return (self.beta * scores for scores in self._score_blocks(rows))
