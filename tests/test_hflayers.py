@@ -1,0 +1,193 @@
+"""ahop_layers.hflayers: the names, internals, initial weights and state dicts of hopfield-layers."""
+
+import pytest
+import torch
+
+from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, hopfield
+
+ADAPTIVE = {"Hopfield": AdaptiveHopfield, "HopfieldLayer": AdaptiveHopfieldLayer}
+ADAPTIVE["HopfieldPooling"] = AdaptiveHopfieldPooling
+OWN = {"Hopfield": hopfield.OwnHopfield, "HopfieldLayer": hopfield.OwnHopfieldLayer}
+OWN["HopfieldPooling"] = hopfield.OwnHopfieldPooling
+KINDS = [("own", OWN), ("adaptive", ADAPTIVE)]
+NO_NORM = {f"normalize_{name}{suffix}": False for name in ("stored_pattern", "state_pattern", "pattern_projection")
+           for suffix in ("", "_affine")}  # fmt: skip
+STATIC = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}
+
+
+@pytest.fixture
+def original():
+    return pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")
+
+
+@pytest.fixture(params=[kind for _, kind in KINDS], ids=[name for name, _ in KINDS])
+def layers(request):
+    return request.param
+
+
+def test_the_core_has_the_switches_of_hflayers(layers):
+    core = layers["Hopfield"](8).association_core
+    assert not core.disable_out_projection
+    assert not core.static_execution
+    static = layers["Hopfield"](disable_out_projection=True, **STATIC, **NO_NORM).association_core
+    assert static.disable_out_projection
+    assert static.static_execution
+    connected = {"pattern_projection_as_connected": True, "disable_out_projection": True}
+    layer = layers["Hopfield"](16, **connected, **STATIC, **NO_NORM)
+    assert not layer.association_core.static_execution
+    assert layer.scaling == 0.25
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_associate_returns_four_results_with_the_batch_second(layers, batch_first):
+    layer = layers["Hopfield"](8, num_heads=2, pattern_size=3, batch_first=batch_first)
+    x = torch.randn(3, 5, 8) if batch_first else torch.randn(5, 3, 8)
+    output, mean, weights, projected = layer._associate(data=x)
+    assert (mean, weights, projected) == (None, None, None)
+    assert output.shape == (5, 3, 8)
+    torch.testing.assert_close(layer._maybe_transpose(output), layer(x))
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[:, 2] = True
+    result = layer._associate(
+        data=(x, x, x), return_raw_associations=True, return_projected_patterns=True, stored_pattern_padding_mask=mask
+    )
+    assert result[2].shape == (3, 2, 5, 5)
+    assert result[3].shape == (3, 2, 5, 3)
+    assert (result[2][..., 2] == 0).all()
+    torch.testing.assert_close(layer._maybe_transpose(result[0]), layer(x, stored_pattern_padding_mask=mask))
+
+
+def test_maybe_transpose(layers):
+    first, second = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
+    layer = layers["Hopfield"](8)
+    assert layer._maybe_transpose(first).shape == (3, 2, 4)
+    assert [x.shape[:2] for x in layer._maybe_transpose(first, second)] == [(3, 2), (6, 5)]
+    assert layers["Hopfield"](8, batch_first=False)._maybe_transpose(first) is first
+
+
+def test_a_subclass_may_override_associate(layers):
+    class Shifted(layers["Hopfield"]):
+        def _associate(self, *args, **keywords):
+            output, *rest = super()._associate(*args, **keywords)
+            return output + 1, *rest
+
+    layer = Shifted(8)
+    plain = layers["Hopfield"](8)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(layer(x), plain(x) + 1)
+
+
+def test_calling_the_core(layers):
+    layer = layers["Hopfield"](8, num_heads=2, scaling=0.7, update_steps_max=2, **NO_NORM)
+    core, x = layer.association_core, torch.randn(5, 3, 8)
+    settings = {
+        "scaling": layer._Hopfield__scaling,
+        "update_steps_max": layer._Hopfield__update_steps_max,
+        "update_steps_eps": layer._Hopfield__update_steps_eps,
+    }
+    output, mean, weights, projected = core(
+        query=x, key=x, value=x, need_weights=True, return_raw_associations=True, return_pattern_projections=True,
+        **settings,
+    )  # fmt: skip
+    torch.testing.assert_close(output.transpose(0, 1), layer(x.transpose(0, 1)))
+    torch.testing.assert_close(mean, weights.mean(1))
+    torch.testing.assert_close(weights, layer.get_association_matrix(x.transpose(0, 1)))
+    assert projected.shape == (3, 2, 5, 4)
+    bare = layers["Hopfield"](8, num_heads=2, scaling=1.0, **NO_NORM)
+    bare.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(core(x, x, x, need_weights=False)[0], bare(x.transpose(0, 1)).transpose(0, 1))
+    steps = core(x, x, x, scaling=0.7, update_steps_max=torch.tensor([2, 2]))[0]
+    torch.testing.assert_close(steps, output)
+
+
+def test_private_attributes_of_hflayers_can_be_read_and_set(layers):
+    layer, x = layers["Hopfield"](8, num_heads=2, update_steps_max=1), torch.randn(3, 5, 8)
+    assert layer._Hopfield__batch_first is True
+    assert layer._Hopfield__scaling == 0.5
+    assert (layer._Hopfield__update_steps_max, layer._Hopfield__update_steps_eps) == (1, 1e-4)
+    layer._Hopfield__scaling = 2.0
+    layer._Hopfield__update_steps_max = 3
+    other = layers["Hopfield"](8, num_heads=2, scaling=2.0, update_steps_max=3)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), other(x))
+    layer._Hopfield__scaling = torch.tensor([0.5, 0.5])
+    assert layer.scaling.shape == (2,)
+    layer._Hopfield__scaling = 0.5
+    assert layer.scaling == 0.5
+    layer._Hopfield__batch_first = False
+    assert not layer.batch_first
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_prepare_input_expands_the_learned_patterns(layers, batch_first):
+    x = torch.randn(3, 5, 8) if batch_first else torch.randn(5, 3, 8)
+    lookup = layers["HopfieldLayer"](8, quantity=4, lookup_weights_as_separated=True, batch_first=batch_first)
+    pooling = layers["HopfieldPooling"](8, quantity=4, batch_first=batch_first)
+    wide = (3, 4, 8) if batch_first else (4, 3, 8)
+    assert [part.shape for part in lookup._prepare_input(input=x)] == [wide, x.shape, wide]
+    assert [part.shape for part in pooling._prepare_input(input=x)] == [x.shape, wide, x.shape]
+    output = lookup.hopfield._associate(data=lookup._prepare_input(input=x))[0]
+    torch.testing.assert_close(lookup.hopfield._maybe_transpose(output), lookup(x))
+    stored, _, projection = pooling._prepare_input(input=(x, 2 * x))
+    torch.testing.assert_close(projection, 2 * stored)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_association_matrix_with_gradients(layers, name):
+    layer, x = layers[name](8, num_heads=2), torch.randn(3, 5, 8)
+    if name == "HopfieldLayer":
+        layer = layers[name](8, num_heads=2, quantity=4)
+    assert not layer.get_association_matrix(x).requires_grad
+    weights = layer.get_association_matrix(x, with_grad=True)
+    torch.testing.assert_close(weights.detach(), layer.get_association_matrix(x))
+    weights.square().sum().backward()
+    core = getattr(layer, "hopfield", layer).association_core
+    assert core.in_proj_weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not layer.get_association_matrix(x, with_grad=True).requires_grad
+
+
+SEEDED = [
+    ("Hopfield", {}),
+    ("Hopfield", {"num_heads": 2, "hidden_size": 8, "pattern_size": 3, "input_bias": False}),
+    ("Hopfield", {"concat_bias_pattern": True, "stored_pattern_size": 8}),
+    ("Hopfield", {"disable_out_projection": True, "concat_bias_pattern": True}),
+    ("Hopfield", {"normalize_hopfield_space": True, "normalize_hopfield_space_affine": True, "hidden_size": 4}),
+    ("HopfieldLayer", {"quantity": 4, "lookup_weights_as_separated": True}),
+    ("HopfieldPooling", {"quantity": 2, "state_pattern_as_static": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), SEEDED)
+def test_the_same_seed_draws_the_weights_of_hflayers(original, layers, name, arguments):
+    torch.manual_seed(3)
+    theirs = getattr(original, name)(12, **arguments)
+    following = torch.rand(1)
+    torch.manual_seed(3)
+    ours = layers[name](12, **arguments)
+    assert torch.equal(torch.rand(1), following)
+    state = ours.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "arguments"), SEEDED)
+def test_an_adaptive_layer_draws_what_the_plain_one_draws(name, arguments):
+    states = []
+    for kind in (OWN, ADAPTIVE):
+        torch.manual_seed(3)
+        states.append(kind[name](12, **arguments).state_dict() | {"next": torch.rand(1)})
+    assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
+
+
+RECORDED = torch.tensor([
+    [0.0057715168222785, 0.007731955032795668, -0.004021278116852045, -0.002358539728447795],
+    [-0.005029589869081974, -0.021110637113451958, -0.01118522509932518, -0.002394172130152583],
+])  # fmt: skip
+
+
+def test_the_weights_that_hflayers_draws_with_seed_0():
+    torch.manual_seed(0)
+    layer = AdaptiveHopfieldLayer(4, quantity=2)
+    torch.testing.assert_close(layer.hopfield.association_core.in_proj_weight[0], RECORDED[0])
+    torch.testing.assert_close(layer.lookup_weights[0, 1], RECORDED[1])
