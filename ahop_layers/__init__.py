@@ -8,6 +8,7 @@ from ahop_layers.attention import Adaptive, AdaptiveAttention
 from ahop_layers.blocks import Blocks, patches
 from ahop_layers.convert import Report, adapt_, association_maps, register_converter, revert_
 from ahop_layers.errors import AHopError
+from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
@@ -34,6 +35,7 @@ __all__ = [
     "association_maps",
     "backends",
     "footprint",
+    "install_as_hflayers",
     "parameter_groups",
     "patches",
     "register_base",

@@ -1,9 +1,16 @@
 """ahop_layers.hflayers: the names, internals, initial weights and state dicts of hopfield-layers."""
 
+import inspect
+from contextlib import suppress
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, hopfield
+import ahop_layers as ah
+from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, AHopError, hopfield
+from ahop_layers.hflayers import transformer
+from ahop_layers.hflayers.auxiliary.data import BitPatternSet
 
 ADAPTIVE = {"Hopfield": AdaptiveHopfield, "HopfieldLayer": AdaptiveHopfieldLayer}
 ADAPTIVE["HopfieldPooling"] = AdaptiveHopfieldPooling
@@ -191,3 +198,84 @@ def test_the_weights_that_hflayers_draws_with_seed_0():
     layer = AdaptiveHopfieldLayer(4, quantity=2)
     torch.testing.assert_close(layer.hopfield.association_core.in_proj_weight[0], RECORDED[0])
     torch.testing.assert_close(layer.lookup_weights[0, 1], RECORDED[1])
+
+
+def test_the_names_of_hflayers():
+    import ahop_layers.hflayers as hflayers
+    from ahop_layers.hflayers.activation import HopfieldCore
+
+    assert (hflayers.Hopfield, hflayers.HopfieldLayer, hflayers.HopfieldPooling) == tuple(ADAPTIVE.values())
+    assert isinstance(hflayers.Hopfield(8).association_core, HopfieldCore)
+    core = HopfieldCore(8, 2)
+    output, weights, *_ = core(*[torch.randn(5, 3, 8)] * 3)
+    assert (output.shape, weights.shape) == ((5, 3, 8), (3, 5, 5))
+
+
+PROJECT = """
+import hflayers
+from hflayers import Hopfield, HopfieldLayer, HopfieldPooling
+from hflayers.activation import HopfieldCore
+from hflayers.auxiliary.data import BitPatternSet, LatchSequenceSet
+from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
+layer = hflayers.HopfieldLayer(input_size=4, quantity=3)
+"""
+
+
+def test_install_as_hflayers_switches_the_imports_of_a_project():
+    with patch.dict("sys.modules"):
+        with suppress(ImportError):
+            import hflayers.transformer  # noqa: F401 - the original, if it is installed
+        for _ in range(2):
+            ah.install_as_hflayers()
+            scope = {}
+            exec(PROJECT, scope)
+            assert type(scope["layer"]) is AdaptiveHopfieldLayer
+            assert all(scope[name] is kind for name, kind in ADAPTIVE.items())
+
+
+def test_core_signatures_are_those_of_hflayers(original):
+    from hflayers.activation import HopfieldCore
+    from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
+
+    core = hopfield.core.AssociationCore
+    pairs = [(core, HopfieldCore), (core.forward, HopfieldCore.forward)]
+    pairs += [(transformer.HopfieldEncoderLayer, HopfieldEncoderLayer)]
+    pairs += [(transformer.HopfieldDecoderLayer, HopfieldDecoderLayer)]
+    for ours, theirs in pairs:
+        names = [[(p.name, p.default) for p in inspect.signature(each).parameters.values()] for each in (ours, theirs)]
+        assert names[0] == names[1]
+
+
+def test_data_sets_draw_the_data_of_hflayers(original):
+    from hflayers.auxiliary import data as theirs
+
+    from ahop_layers.hflayers.auxiliary import data as ours
+
+    for name, arguments in (
+        ("BitPatternSet", {"num_bags": 40, "num_instances": 9, "num_signals": 5, "num_bits": 4}),
+        ("BitPatternSet", {"num_bags": 7, "num_instances": 6, "num_signals": 3, "num_signals_per_bag": 4}),
+        ("LatchSequenceSet", {"num_samples": 30, "num_characters": 5}),
+    ):
+        sets = [getattr(module, name)(**arguments) for module in (ours, theirs)]
+        assert len(sets[0]) == len(sets[1])
+        for pair in zip(*sets, strict=True):
+            assert all(torch.equal(pair[0][key], pair[1][key]) for key in ("data", "target"))
+        assert torch.equal(sets[0].targets, sets[1].targets)
+    assert torch.equal(ours.BitPatternSet(9, 4, 2).signals, theirs.BitPatternSet(9, 4, 2).signals)
+
+
+def test_bit_patterns_contain_signals_in_one_class_only():
+    bags = BitPatternSet(num_bags=20, num_instances=6, num_signals=3, num_signals_per_bag=2, num_bits=5)
+    found = (bags.bags.unsqueeze(2) == bags.signals).all(-1).any(-1).sum(1)
+    assert torch.equal(found, 2 * bags.targets)
+    assert (bags.num_targets_high, bags.num_targets_low) == (10, 10)
+    assert bags.bags.any(-1).all()
+    for arguments, message in (
+        ({"num_signals": 31}, "num_signals must be less than 2\\*\\*num_bits - 1 = 31, got 31"),
+        ({"num_signals_per_bag": 7}, "between 0 and 6, got 7"),
+        ({"fraction_targets": 1.0}, "fraction_targets must be between 0 and 1, got 1.0"),
+        ({"num_bags": 0}, "num_bags must be an integer of at least 1, got 0"),
+    ):
+        given = {"num_bags": 4, "num_instances": 6, "num_signals": 3, "num_bits": 5, **arguments}
+        with pytest.raises(AHopError, match=message):
+            BitPatternSet(**given)
