@@ -10,6 +10,7 @@ from ahop_layers.convert import Report, adapt_, association_maps, register_conve
 from ahop_layers.errors import AHopError
 from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.checkpoint import hflayers_state_dict
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
@@ -35,6 +36,7 @@ __all__ = [
     "association_maps",
     "backends",
     "footprint",
+    "hflayers_state_dict",
     "install_as_hflayers",
     "parameter_groups",
     "patches",

@@ -2,6 +2,7 @@
 
 import inspect
 from contextlib import suppress
+from copy import deepcopy
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ import ahop_layers as ah
 from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, AHopError, hopfield
 from ahop_layers.hflayers import transformer
 from ahop_layers.hflayers.auxiliary.data import BitPatternSet
+from ahop_layers.hopfield.checkpoint import is_dot_product
 
 ADAPTIVE = {"Hopfield": AdaptiveHopfield, "HopfieldLayer": AdaptiveHopfieldLayer}
 ADAPTIVE["HopfieldPooling"] = AdaptiveHopfieldPooling
@@ -279,3 +281,83 @@ def test_bit_patterns_contain_signals_in_one_class_only():
         given = {"num_bags": 4, "num_instances": 6, "num_signals": 3, "num_bits": 5, **arguments}
         with pytest.raises(AHopError, match=message):
             BitPatternSet(**given)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_state_dict_for_hflayers(name):
+    layer = ADAPTIVE[name](12, num_heads=2, hidden_size=4)
+    plain, x = OWN[name](12, num_heads=2, hidden_size=4), torch.randn(3, 5, 12)
+    plain.load_state_dict(ah.hflayers_state_dict(layer), strict=True)
+    torch.testing.assert_close(plain(x), layer(x), atol=1e-6, rtol=1e-5)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 12), layer)
+    assert set(ah.hflayers_state_dict(model)) == set(torch.nn.Sequential(torch.nn.Linear(12, 12), plain).state_dict())
+
+
+def test_state_dict_loads_into_hflayers(original):
+    for name, kind in ADAPTIVE.items():
+        layer, theirs, x = kind(12, num_heads=3), getattr(original, name)(12, num_heads=3), torch.randn(2, 5, 12)
+        theirs.load_state_dict(ah.hflayers_state_dict(layer), strict=True)
+        torch.testing.assert_close(theirs(x), layer(x), atol=1e-6, rtol=1e-5)
+
+
+def test_state_dict_for_hflayers_needs_the_dot_product():
+    layer = torch.nn.Sequential(AdaptiveHopfield(8, num_heads=2))
+    with torch.no_grad():
+        layer[0].association_core.similarity.w[1, 1, 3] += 1e-3
+    with pytest.raises(AHopError, match=r"0\.association_core\.similarity must be the dot product for hflayers"):
+        ah.hflayers_state_dict(layer)
+    with pytest.raises(AHopError, match="separation must be softmax for hflayers, got 'sparsemax'"):
+        ah.hflayers_state_dict(AdaptiveHopfield(8, separation="sparsemax"))
+    with pytest.raises(AHopError, match="scaling must be fixed"):
+        ah.hflayers_state_dict(AdaptiveHopfield(8, scaling=torch.nn.Parameter(torch.ones(()))))
+
+
+DOT_PRODUCTS = [
+    ({}, True),
+    ({"blocks": 4}, True),
+    ({"blocks": [None, 2]}, True),
+    ({"bases": ("dot",), "debias": True}, True),
+    ({"blocks": ah.Blocks(4, normalize=True)}, False),
+    ({"init": "dis"}, False),
+    ({"init": "uniform"}, False),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), DOT_PRODUCTS)
+def test_is_dot_product_agrees_with_the_scores(arguments, expected):
+    similarity = ah.AdaptiveSimilarity(8, 2, **arguments)
+    query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    assert is_dot_product(similarity) is expected
+    assert torch.allclose(similarity(query, key), query @ key.mT, atol=1e-5) is expected
+    for name in dict(similarity.named_parameters()):
+        changed = deepcopy(similarity)
+        with torch.no_grad():
+            changed.get_parameter(name).add_(0.1)
+        equal = torch.allclose(changed(query, key), query @ key.mT, atol=1e-5)
+        assert is_dot_product(changed) is equal, name
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_revert_makes_layers_plain_that_were_built_adaptive(name):
+    layer, x = ADAPTIVE[name](12, num_heads=2), torch.randn(3, 5, 12)
+    model, before = torch.nn.Sequential(torch.nn.Identity(), layer), layer(x)
+    assert ah.revert_(model) == ["1"]
+    assert type(layer) is OWN[name]
+    assert not ah.similarity_parameters(model)
+    torch.testing.assert_close(model(x), before, atol=1e-6, rtol=1e-5)
+    OWN[name](12, num_heads=2).load_state_dict(layer.state_dict(), strict=True)
+    assert list(ah.adapt_(model).adapted) == ["1"]
+    torch.testing.assert_close(model(x), before, atol=1e-6, rtol=1e-5)
+
+
+def test_revert_keeps_the_class_of_a_subclass():
+    class Mine(AdaptiveHopfield):
+        pass
+
+    layer, x = Mine(8), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        layer.association_core.similarity.w.normal_()
+    assert ah.revert_(layer) == [""]
+    plain = OWN["Hopfield"](8)
+    plain.load_state_dict(layer.state_dict(), strict=True)
+    torch.testing.assert_close(layer(x), plain(x))

@@ -85,6 +85,7 @@ def test_public_names():
         "association_maps",
         "backends",
         "footprint",
+        "hflayers_state_dict",
         "install_as_hflayers",
         "parameter_groups",
         "patches",
