@@ -361,3 +361,73 @@ def test_revert_keeps_the_class_of_a_subclass():
     plain = OWN["Hopfield"](8)
     plain.load_state_dict(layer.state_dict(), strict=True)
     torch.testing.assert_close(layer(x), plain(x))
+
+
+def contrast(layer, parameters, steps):
+    """Trains with a layer of static patterns, as in CLOOB."""
+    x = torch.randn(1, 6, 8, requires_grad=True)
+    optimizer = torch.optim.SGD([x, *parameters], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        layer((x, x, x)).square().sum().backward()
+        optimizer.step()
+
+
+def static_layer():
+    return AdaptiveHopfield(8, scaling=3.0, disable_out_projection=True, **STATIC, **NO_NORM)
+
+
+def test_a_static_layer_outside_of_the_optimizer_warns_once():
+    layer = static_layer()
+    with pytest.warns(UserWarning, match="received gradients, but was not updated for 100 calls") as seen:
+        contrast(layer, [], 250)
+    assert len(seen) == 1
+
+
+def test_no_warning_for_an_optimized_frozen_or_rarely_updated_layer(recwarn):
+    layer = static_layer()
+    contrast(layer, layer.parameters(), 120)
+    frozen = static_layer().requires_grad_(False)
+    contrast(frozen, [], 120)
+    accumulated = static_layer()
+    for _ in range(3):
+        contrast(accumulated, [], 60)
+        with torch.no_grad():
+            for parameter in accumulated.parameters():
+                parameter.add_(0.0)
+    contrast(static_layer().eval(), [], 120)
+    assert not recwarn
+
+
+NORMS = ("norm_state_pattern", "norm_stored_pattern", "norm_pattern_projection")
+
+
+def norm_gradients(layer, patterns):
+    layer.zero_grad()
+    layer(patterns).square().sum().backward()
+    return [None if (grad := getattr(layer, name).weight.grad) is None else grad.clone() for name in NORMS]
+
+
+def test_each_norm_receives_its_own_gradient(original):
+    """hflayers projects equal patterns together: one norm receives the gradients of all, and the others none."""
+    torch.manual_seed(0)
+    ours, theirs = OWN["Hopfield"](8, num_heads=2), original.Hopfield(8, num_heads=2)
+    for parameter in ours.association_core.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    theirs.load_state_dict(ours.state_dict())
+    x, state = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
+    for patterns, kept in ((x, [0, 1, 2]), ((x, state, x), [1, 2])):
+        own, merged = norm_gradients(ours, patterns), norm_gradients(theirs, patterns)
+        with patch("torch.equal", lambda *_: False):
+            separate = norm_gradients(theirs, patterns)
+        for ours_alone, theirs_alone in zip(own, separate, strict=True):
+            torch.testing.assert_close(ours_alone, theirs_alone, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merged[kept[0]], sum(own[part] for part in kept), atol=1e-4, rtol=1e-4)
+        assert all(merged[part] is None for part in kept[1:])
+
+
+def test_the_norm_of_the_projection_is_trained_from_the_first_step():
+    layer, x = AdaptiveHopfield(8), torch.randn(3, 5, 8)
+    layer((x, x, x)).square().sum().backward()
+    gradients = [getattr(layer, name).weight.grad for name in NORMS]
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
