@@ -21,6 +21,7 @@ COMMANDS = (
     "packed",
     "vit",
     "costs",
+    "projects",
     "harness.pages",
     *(f"paper.{name}" for name in ("retrieval", "mil", "images", "tabular")),
 )

@@ -171,9 +171,9 @@ class OwnHopfieldPooling(_WithWeights):
 def _public() -> tuple[Any, Any, Any]:
     if os.environ.get("AHOP_OWN_HOPFIELD", "0") in ("", "0"):
         try:
-            import hflayers
+            from hflayers import Hopfield, HopfieldLayer, HopfieldPooling  # not those of another module of this name
 
-            return hflayers.Hopfield, hflayers.HopfieldLayer, hflayers.HopfieldPooling
+            return Hopfield, HopfieldLayer, HopfieldPooling
         except ImportError:
             pass
     return OwnHopfield, OwnHopfieldLayer, OwnHopfieldPooling
