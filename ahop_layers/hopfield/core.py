@@ -59,7 +59,9 @@ class AssociationCore(Associator):
     p_norm_bias: Tensor | None
     scaling: float | Tensor
     update_steps_eps: float | Tensor
-    normalize_pattern_eps = 1e-5  # releases of hflayers before 1.0.2 do not set it
+    # Copies and earlier releases of hflayers do not set these.
+    normalize_pattern_eps = 1e-5
+    static_execution = False
 
     # fmt: off
     def __init__(
