@@ -16,7 +16,9 @@ from ahop_layers.convert import (
     save_similarities,
 )
 from ahop_layers.errors import AHopError
+from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.checkpoint import hflayers_state_dict
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
@@ -42,6 +44,8 @@ __all__ = [
     "association_maps",
     "backends",
     "footprint",
+    "hflayers_state_dict",
+    "install_as_hflayers",
     "load_similarities",
     "parameter_groups",
     "patches",

@@ -23,6 +23,7 @@ COMMANDS = (
     "costs",
     "search",
     "search.tune",
+    "projects",
     "harness.pages",
     *(f"paper.{name}" for name in ("retrieval", "mil", "images", "tabular")),
 )

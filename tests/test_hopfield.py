@@ -87,6 +87,16 @@ def test_an_environment_variable_selects_our_own():
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "AHOP_OWN_HOPFIELD": "1"}, check=True)
 
 
+@pytest.mark.slow
+def test_another_module_named_hflayers_is_not_used(tmp_path):
+    (tmp_path / "hflayers").mkdir()
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import hflayers\n"
+    code += "from ahop_layers import hopfield as h; assert h.Hopfield is h.OwnHopfield"
+    paths = os.pathsep.join(path for path in sys.path if not os.path.isdir(os.path.join(path, "hflayers")))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+
+
 FLAGS = ("normalize_hopfield_space", "pattern_projection_as_connected", "input_bias", "add_zero_association",
          "disable_out_projection", "batch_first", "concat_bias_pattern")  # fmt: skip
 

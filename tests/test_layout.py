@@ -15,7 +15,7 @@ PACKAGE = Path(ah.__file__).parent
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
     version errors ops blocks similarity separation association packed training variants memory hopfield attention
-    convert tabular plots torchmil
+    convert tabular hflayers plots torchmil
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -85,6 +85,8 @@ def test_public_names():
         "association_maps",
         "backends",
         "footprint",
+        "hflayers_state_dict",
+        "install_as_hflayers",
         "load_similarities",
         "parameter_groups",
         "patches",

@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.convert.class_swap import turn_back
+from ahop_layers.convert.copies import register_copies
 from ahop_layers.convert.find import find_attention
 from ahop_layers.convert.report import Report, costs
 from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
+from ahop_layers.hopfield.checkpoint import make_plain
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import (
     BlocksArgument,
@@ -55,6 +57,7 @@ def adapt_(
     last: int | None = None,
     freeze_rest: bool = False,
     dry_run: bool = False,
+    like: type[nn.Module] | None = None,
     bases: Sequence[str] = ("dis", "dot"),
     init: Init = "dot",
     debias: bool = False,
@@ -91,6 +94,9 @@ def adapt_(
         last: adapt only those selected modules that are in the last ``last`` blocks.
         freeze_rest: set ``requires_grad=False`` for all parameters except those of the similarities.
         dry_run: only check the arguments and report what would be adapted.
+        like: a class of hflayers; the modules that ``where`` selects are copies of it. Without it, copies under other
+            module names are recognized by their parts, and one call of each checks that it computes the same weights,
+            with softmax, sparsemax or entmax15, which is kept unless ``separation`` is given.
         bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. Blocks are those of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
@@ -117,6 +123,7 @@ def adapt_(
     """
     check_module(model=model)
     check_given_sizes(last=last)
+    register_copies(model, like, None if where is None else _selector(where))
     selected, chosen, passed = _selector(where), {}, {}
     before = list(_adapted(model))
     if before:
@@ -207,7 +214,8 @@ class _Unknown(nn.Module):
 def revert_(model: nn.Module) -> list[str]:
     """Undoes :func:`adapt_`: restores the class of every module, keeps its weights and removes the similarities.
 
-    Parameters that ``freeze_rest`` froze become trainable again.
+    Parameters that ``freeze_rest`` froze become trainable again. Hopfield layers that were built adaptive become the
+    plain layers of :mod:`ahop_layers.hopfield`; a subclass keeps its class, and computes the dot product.
 
     Args:
         model: a model that was adapted, or a part of it.
@@ -227,6 +235,7 @@ def revert_(model: nn.Module) -> list[str]:
     adapted = _adapted(model)
     for module in adapted.values():
         turn_back(module)
+    adapted |= make_plain(model)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
     return [name for name in adapted if not any(_inside(name, other) for other in adapted)]

@@ -4,6 +4,7 @@ Each takes every argument of the class it replaces, followed by the keywords tha
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.hopfield.base import Face, OwnHopfield
+from ahop_layers.hopfield.core import Retrieval
 from ahop_layers.hopfield.layers import (
     HopfieldBase,
     HopfieldLayerBase,
@@ -24,6 +26,9 @@ from ahop_layers.hopfield.layers import (
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import BlocksArgument, Init, SimilaritySource, make_similarity
+
+CALLS_WITHOUT_UPDATE = 100
+"""A layer of static patterns warns after this number of calls with a gradient and without an optimizer step."""
 
 
 class _AdaptiveFace(Face):
@@ -117,6 +122,26 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
         similarity = make_similarity(dim, heads, bases, init, debias, similarity, blocks)
         core.similarity = similarity.to(like).train(self.training)
         core.separation = separation.to(like).train(self.training)
+
+    def _associate(self, *args: Any, **keywords: Any) -> Retrieval:
+        core = self.association_core
+        if core.static_execution and self.training and not torch.compiler.is_compiling():
+            self._warn_if_not_updated(next(iter(core.similarity.parameters()), None) if core.similarity else None)
+        return super()._associate(*args, **keywords)
+
+    def _warn_if_not_updated(self, parameter: Tensor | None) -> None:
+        """Warns if a layer without other parameters receives gradients in many calls, but no update."""
+        if parameter is None or is_lazy(parameter) or parameter.grad is None:
+            return
+        version, calls = vars(self).get("_without_update", (None, 0))
+        calls = calls + 1 if version == parameter._version else 0
+        vars(self)["_without_update"] = (parameter._version, calls)
+        if calls == CALLS_WITHOUT_UPDATE:
+            warnings.warn(
+                f"the similarity of {type(self).__name__} received gradients, but was not updated for {calls} calls: is"
+                " the layer part of the model, or are its parameters in the optimizer?",
+                stacklevel=4,
+            )
 
 
 class AdaptiveHopfieldLayer(_AdaptiveFace, HopfieldLayerBase):

@@ -1,6 +1,7 @@
 """OwnHopfield, an implementation of ``hflayers.Hopfield``, and the interface common to the three layers."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,17 @@ def arguments(scope: dict[str, Any], *without: str) -> dict[str, Any]:
 def reads(path: str) -> Any:
     """Returns a read-only property for the attribute at a dotted path."""
     return property(attrgetter(path), doc=f"The value of ``{path}``.")
+
+
+def _setting(name: str) -> Any:
+    """Returns a property for a private attribute of ``hflayers.Hopfield``, which holds a setting of the core."""
+
+    def assign(self: "OwnHopfield", value: Any) -> None:
+        core = self.association_core
+        names = ("scaling", "update_steps_max", "update_steps_eps")
+        core.configure(*(value if each == name else getattr(core, each) for each in names))
+
+    return property(attrgetter(f"association_core.{name}"), assign)
 
 
 def _norm_flags(path: str) -> tuple[Any, Any]:
@@ -57,25 +69,21 @@ class Face(nn.Module):
     def _inner(self) -> "OwnHopfield":
         raise NotImplementedError
 
-    def _associate(
-        self,
-        input: Patterns,
-        padding_mask: Tensor | None,
-        association_mask: Tensor | None,
-        need_weights: bool = False,
-    ) -> Retrieval:
+    def _triple(self, input: Any) -> Any:
+        """Returns the input of the inner layer: stored, state and projection patterns."""
         raise NotImplementedError
 
-    @torch.no_grad()
     def get_association_matrix(
         self,
         input: Patterns,
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
+        with_grad: bool = False,
     ) -> Tensor:
-        """Computes the weights ``(N, heads, L, S)`` of a call, without gradient."""
-        retrieval = self._associate(input, stored_pattern_padding_mask, association_mask, need_weights=True)
-        weights: Tensor = retrieval.weights
+        """Computes the weights ``(N, heads, L, S)`` of a call, with ``with_grad=True`` for a loss on them."""
+        masks = (stored_pattern_padding_mask, association_mask)
+        with nullcontext() if with_grad else torch.no_grad():
+            weights: Tensor = self._inner._associate(self._triple(input), True, False, *masks)[2]
         return weights
 
     @torch.no_grad()
@@ -86,7 +94,9 @@ class Face(nn.Module):
         association_mask: Tensor | None = None,
     ) -> Tensor:
         """Computes the projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
-        return self._associate(input, stored_pattern_padding_mask, association_mask).projected
+        masks = (stored_pattern_padding_mask, association_mask)
+        projected: Tensor = self._inner._associate(self._triple(input), False, True, *masks)[3]
+        return projected
 
     batch_first = reads("_inner._batch_first")
     scaling = reads("_inner.association_core.scaling")
@@ -175,10 +185,14 @@ class OwnHopfield(Face):
                                         normalize_state_pattern_affine, normalize_state_pattern_eps)
         self.norm_pattern_projection = _norm("pattern_projection", projection_size, normalize_pattern_projection,
                                              normalize_pattern_projection_affine, normalize_pattern_projection_eps)
+        self.reset_parameters()  # a second time, as hflayers does: the same seed results in the same weights
 
     @property
     def _inner(self) -> "OwnHopfield":
         return self
+
+    def _triple(self, input: Patterns) -> Patterns:
+        return input
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
@@ -202,30 +216,45 @@ class OwnHopfield(Face):
         """Normalizes and projects part 0, 1 or 2 (state, stored, projection): ``(N, rows, E) -> (N, H, rows, d)``."""
         return self.association_core.heads(self.normalize(pattern, part), part)
 
+    def _maybe_transpose(self, *args: Tensor) -> Any:
+        """Swaps the first two axes of tensors with ``batch_first=True``; returns one tensor, or a tuple of several."""
+        tensors = tuple(tensor.transpose(0, 1) for tensor in args) if self._batch_first else args
+        return tensors[0] if len(tensors) == 1 else tensors
+
     def _associate(
         self,
-        input: Patterns,
-        padding_mask: Tensor | None,
-        association_mask: Tensor | None,
-        need_weights: bool = False,
+        data: Patterns,
+        return_raw_associations: bool = False,
+        return_projected_patterns: bool = False,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
     ) -> Retrieval:
-        patterns = as_patterns(input, "stored, state and projection", 3)
+        """Normalizes the patterns and calls the core; the output has the batch as its second axis, as in hflayers."""
+        patterns = as_patterns(data, "stored, state and projection", 3)
         for pattern in patterns:
             if pattern.ndim != 3:
                 raise AHopError(f"a pattern must have 3 dimensions, (N, rows, size), got {describe(pattern)}")
-        if not self._batch_first:
-            patterns = tuple(pattern.transpose(0, 1) for pattern in patterns)
         # Comparing one shape at a time keeps a dynamic batch dimension dynamic under export.
-        sizes = [pattern.shape[0] for pattern in patterns if pattern.shape[0] != 1]
+        batch_axis, rows_axis = (0, 1) if self._batch_first else (1, 0)
+        sizes = [pattern.shape[batch_axis] for pattern in patterns if pattern.shape[batch_axis] != 1]
         batch = sizes[0] if sizes else 1
-        one_batch = all(pattern.shape[0] in (1, batch) for pattern in patterns)
-        if not one_batch or patterns[0].shape[1] != patterns[2].shape[1]:
+        one_batch = all(pattern.shape[batch_axis] in (1, batch) for pattern in patterns)
+        if not one_batch or patterns[0].shape[rows_axis] != patterns[2].shape[rows_axis]:
             got = ", ".join(describe(pattern) for pattern in patterns)
             raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
         stored, state, projection = patterns
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
-        retrieval: Retrieval = self.association_core(
-            *normal, padding_mask, association_mask, need_weights=need_weights
+        core = self.association_core
+        retrieval: Retrieval = core(
+            *self._maybe_transpose(*normal),
+            key_padding_mask=stored_pattern_padding_mask,
+            need_weights=False,
+            attn_mask=association_mask,
+            scaling=core.scaling,
+            update_steps_max=core.update_steps_max,
+            update_steps_eps=core.update_steps_eps,
+            return_raw_associations=return_raw_associations,
+            return_pattern_projections=return_projected_patterns,
         )
         return retrieval
 
@@ -242,9 +271,21 @@ class OwnHopfield(Face):
             stored_pattern_padding_mask: ``(N, S)``, True = ignore.
             association_mask: ``(L, S)`` or ``(N * heads, L, S)``; bool, True = ignore, or a float to add to the scores.
         """
-        output = self._associate(input, stored_pattern_padding_mask, association_mask).output
-        return self.activate(output if self._batch_first else output.transpose(0, 1))
+        output = self._associate(
+            data=input,
+            stored_pattern_padding_mask=stored_pattern_padding_mask,
+            association_mask=association_mask,
+        )[0]
+        return self.activate(self._maybe_transpose(output))
 
     def activate(self, output: Tensor) -> Tensor:
         """Applies the association activation, if any."""
         return output if self.association_activation is None else self.association_activation(output)
+
+    # The private attributes of hflayers, under the names that code outside of the class has to use.
+    _Hopfield__batch_first = property(
+        attrgetter("_batch_first"), lambda self, value: setattr(self, "_batch_first", value)
+    )
+    _Hopfield__scaling = _setting("scaling")
+    _Hopfield__update_steps_max = _setting("update_steps_max")
+    _Hopfield__update_steps_eps = _setting("update_steps_eps")

@@ -16,15 +16,36 @@ from ahop_layers.similarity import Associator
 
 
 class Retrieval(NamedTuple):
-    """The result of a core: output ``(N, L, out)``, weights ``(N, H, L, S)`` or None, and values ``(N, H, S, e)``."""
+    """The result of a core, as in hflayers; entries that were not requested are None.
+
+    Attributes:
+        output: ``(L, N, out)``.
+        mean_weights: weights averaged over heads, before dropout, ``(N, L, S)``.
+        weights: ``(N, H, L, S)``.
+        projected: projected values, ``(N, H, S, e)``.
+    """
 
     output: Tensor
+    mean_weights: Any
     weights: Any
-    projected: Tensor
+    projected: Any
+
+
+class Settings(NamedTuple):
+    """The scaling of the scores, the number of update steps, and their convergence threshold."""
+
+    scaling: float | Tensor
+    steps: Steps
+    eps: float | Tensor
+
+    @property
+    def scales_query(self) -> bool:
+        """Whether the scaling multiplies the query; otherwise it multiplies the scores."""
+        return isinstance(self.scaling, Tensor) and self.scaling.ndim == 1
 
 
 class AssociationCore(Associator):
-    """Input and output projections of an association, with the argument and parameter names of hflayers' core.
+    """Input and output projections of an association: ``hflayers.activation.HopfieldCore``, with the same arguments.
 
     A static query or key is not projected: it has the width of a head, and every head receives all of it. If both are
     static, any width is accepted, and with ``embed_dim=None`` the data determines every size. ``similarity`` is None
@@ -38,13 +59,18 @@ class AssociationCore(Associator):
     p_norm_bias: Tensor | None
     scaling: float | Tensor
     update_steps_eps: float | Tensor
+    # Copies and earlier releases of hflayers do not set these.
+    normalize_pattern_eps = 1e-5
+    static_execution = False
 
     # fmt: off
     def __init__(
-        self, embed_dim: int | None, num_heads: int, *, kdim: int | None, vdim: int | None, head_dim: int | None,
-        pattern_dim: int | None, out_dim: int | None, query_as_static: bool, key_as_static: bool, value_as_static: bool,
-        value_as_connected: bool, disable_out_projection: bool, dropout: float, bias: bool, add_bias_kv: bool,
-        add_zero_attn: bool, normalize_pattern: bool, normalize_pattern_affine: bool, normalize_pattern_eps: float,
+        self, embed_dim: int | None = None, num_heads: int = 1, dropout: float = 0.0, bias: bool = True,
+        add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None,
+        head_dim: int | None = None, pattern_dim: int | None = None, out_dim: int | None = None,
+        disable_out_projection: bool = False, key_as_static: bool = False, query_as_static: bool = False,
+        value_as_static: bool = False, value_as_connected: bool = False, normalize_pattern: bool = False,
+        normalize_pattern_affine: bool = False, normalize_pattern_eps: float = 1e-5,
     ) -> None:
         # fmt: on
         super().__init__()
@@ -52,8 +78,11 @@ class AssociationCore(Associator):
         self.query_as_static, self.key_as_static, self.value_as_static = query_as_static, key_as_static, value_as_static
         self.value_as_connected, self.normalize_pattern = value_as_connected, normalize_pattern
         self.normalize_pattern_affine, self.normalize_pattern_eps = normalize_pattern_affine, normalize_pattern_eps
+        self.disable_out_projection = disable_out_projection
+        kdim, vdim, out_dim = kdim or embed_dim, vdim or embed_dim, out_dim or embed_dim
         statics = (query_as_static, key_as_static, value_as_static)
-        if all(statics) and disable_out_projection and not normalize_pattern:
+        self.static_execution = all((*statics, disable_out_projection, not value_as_connected, not normalize_pattern))
+        if self.static_execution:
             embed_dim = kdim = vdim = head_dim = out_dim = None  # without projections, the data determines the sizes
         elif embed_dim is None:
             raise AHopError("input_size must be given unless all patterns are static and not projected, got None")
@@ -94,6 +123,7 @@ class AssociationCore(Associator):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if prod(shape) else None)
         self.out_proj = None if disable_out_projection else nn.Linear(out, out_dim or 0, bias=bias)
+        self.configure(1.0, 0, 1e-4)
         self.reset_parameters()
 
     @property
@@ -114,6 +144,9 @@ class AssociationCore(Associator):
         """
         if scaling is None:
             scaling = 1.0 if self.head_dim is None else 1 / sqrt(self.head_dim)
+        for name in ("scaling", "update_steps_eps"):
+            if hasattr(self, name):
+                delattr(self, name)  # a number may replace a buffer or parameter
         per_head: tuple[tuple[int, ...], ...] = ((), (self.num_heads,))
         for name, value, shapes in (
             ("scaling", scaling, (*per_head, (self.num_heads, 1, 1))),
@@ -134,21 +167,26 @@ class AssociationCore(Associator):
             else:
                 setattr(self, name, value)
         self.update_steps_max = steps
-        self.steps: Steps = steps.tolist() if isinstance(steps, Tensor) else steps
+        self.steps: Steps = as_steps(steps)
 
     def reset_parameters(self) -> None:
-        """Resets weights to a normal distribution, biases to zero, and similarity and separation to their init."""
-        for name, parameter in self.named_parameters(recurse=False):
-            if name.endswith("_bias"):
-                nn.init.zeros_(parameter)
-            elif name == "p_norm_weight":
-                nn.init.ones_(parameter)
-            elif name != "scaling":
+        """Resets weights to a normal distribution, biases to zero, and similarity and separation to their init.
+
+        Random numbers are drawn in the order of hflayers: the same seed results in the same weights.
+        """
+        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        output = self.out_proj
+        drawn = [getattr(self, name) for name in names]
+        drawn += [None if output is None else output.weight, self.bias_k, self.bias_v]
+        zeros = [self.in_proj_bias, self.p_norm_bias, None if output is None else output.bias]
+        for parameter in drawn:
+            if parameter is not None:
                 nn.init.normal_(parameter, std=0.02)
-        if self.out_proj is not None:
-            nn.init.normal_(self.out_proj.weight, std=0.02)
-            if self.out_proj.bias is not None:
-                nn.init.zeros_(self.out_proj.bias)
+        for parameter in zeros:
+            if parameter is not None:
+                nn.init.zeros_(parameter)
+        if self.p_norm_weight is not None:
+            nn.init.ones_(self.p_norm_weight)
         reset: Any = getattr(self.similarity, "reset_parameters", None)  # a module of the user may have none
         if reset is not None:
             reset()
@@ -197,32 +235,33 @@ class AssociationCore(Associator):
 
     def score(self, query: Tensor, key: Tensor) -> Tensor:
         """Scores queries ``(N, H, L, d)`` against keys ``(N, H, S, d)``, before scaling: ``(N, H, L, S)``."""
-        if self.scales_query:
-            tiled = self.scaling.repeat(query.shape[-1])  # type: ignore[union-attr]
-            query = query * rearrange(tiled, "(h d) -> h 1 d", h=self.num_heads)
         return dot_product(query, key) if self.similarity is None else self.similarity(query, key)
 
-    @property
-    def scales_query(self) -> bool:
-        """Whether :meth:`score` applies ``scaling`` to the query; otherwise it multiplies the scores."""
-        return isinstance(self.scaling, Tensor) and self.scaling.ndim == 1
-
-    def _similarity(self) -> Similarity:
-        """Returns :meth:`score`, or the similarity module where that is all that it computes."""
+    def _similarity(self, settings: Settings) -> Similarity:
+        """Returns :meth:`score` of the scaled query, or the similarity module where that is all that it computes."""
+        if settings.scales_query:
+            return lambda query, key: self.score(query * self._factors(settings, query.shape[-1]), key)
         overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
-        return self.score if overridden or self.scales_query or self.similarity is None else self.similarity
+        return self.score if overridden or self.similarity is None else self.similarity
 
-    def retrieve(self, query: Tensor, stored: Stored, need_weights: bool = True) -> tuple[Tensor, Any]:
+    def _factors(self, settings: Settings, width: int) -> Tensor:
+        """Returns the factors ``(H, 1, d)`` of the query for a scaling ``(H,)``, see :meth:`configure`."""
+        return rearrange(settings.scaling.repeat(width), "(h d) -> h 1 d", h=self.num_heads)  # type: ignore[union-attr]
+
+    def retrieve(
+        self, query: Tensor, stored: Stored, need_weights: bool = True, settings: Settings | None = None
+    ) -> tuple[Tensor, Any]:
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
+        settings = settings or Settings(self.scaling, self.steps, self.update_steps_eps)
         output, weights = associate(
             query,
             stored,
-            score=self._similarity(),
+            score=self._similarity(settings),
             separation=self.separation,
-            scaling=1.0 if self.scales_query else self.scaling,
+            scaling=1.0 if settings.scales_query else settings.scaling,
             dropout=self.dropout if self.training else 0.0,
-            steps=self.steps,
-            eps=self.update_steps_eps,
+            steps=settings.steps,
+            eps=settings.eps,
             need_weights=need_weights,
         )
         output = rearrange(output, "n h l d -> n l (h d)")
@@ -233,17 +272,33 @@ class AssociationCore(Associator):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0,
+        update_steps_eps: float | Tensor = 1e-4,
+        return_raw_associations: bool = False,
+        return_pattern_projections: bool = False,
     ) -> Retrieval:
-        """Associates ``query (N, L, E)`` with ``key (N, S, E)`` and reads ``value (N, S, E)``; N may be 1 for each.
+        """Associates ``query (L, N, E)`` with ``key (S, N, E)`` and reads ``value (S, N, E)``; N may be 1 for each.
 
-        A hook on this module receives the weights in any case.
+        Arguments and defaults are those of ``HopfieldCore.forward``: without ``scaling``, scores are not scaled. A hook
+        on this module receives the weights in any case.
         """
-        q, k, v = self.project(query, key, value)
+        q, k, v = self.project(*(pattern.transpose(0, 1) for pattern in (query, key, value)))
         batch, length, stored = (k if q.shape[0] == 1 else q).shape[0], q.shape[2], k.shape[2]
-        mask = combine_masks(padding_mask, association_mask, (batch, self.num_heads, length, stored))
+        mask = combine_masks(key_padding_mask, attn_mask, (batch, self.num_heads, length, stored))
         padded = Padded(k, v, mask, self.add_zero_attn)
-        output, weights = self.retrieve(q, padded, need_weights or has_hooks(self))
-        return Retrieval(output, weights, padded.value.expand(batch, -1, -1, -1))
+        steps = self.steps if update_steps_max is self.update_steps_max else as_steps(update_steps_max)
+        settings = Settings(1.0 if scaling is None else scaling, steps, update_steps_eps)
+        weighted = need_weights or return_raw_associations or has_hooks(self)
+        output, weights = self.retrieve(q, padded, weighted, settings)
+        mean = weights.mean(1) if need_weights else None
+        projected = padded.value.expand(batch, -1, -1, -1) if return_pattern_projections else None
+        return Retrieval(output.transpose(0, 1), mean, weights, projected)
+
+
+def as_steps(steps: int | Tensor | None) -> Steps:
+    """Converts the number of update steps of a layer, or of each head, to integers."""
+    return steps.tolist() if isinstance(steps, Tensor) else steps

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_sizes
 from ahop_layers.hopfield.base import Face, OwnHopfield, Patterns, arguments, as_patterns, reads
-from ahop_layers.hopfield.core import Retrieval
 
 
 class _WithWeights(Face):
@@ -31,14 +30,17 @@ class _WithWeights(Face):
     def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
-    def _associate(
-        self,
-        input: Patterns,
-        padding_mask: Tensor | None,
-        association_mask: Tensor | None,
-        need_weights: bool = False,
-    ) -> Retrieval:
-        return self.hopfield._associate(self._patterns(input), padding_mask, association_mask, need_weights)
+    def _prepare_input(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns stored, state and projection patterns, with the learned ones expanded to the batch of the input."""
+        patterns = self._patterns(input)
+        axis = 0 if self.batch_first else 1
+        batch = max(pattern.shape[axis] for pattern in patterns)
+        shape = (batch, -1, -1) if self.batch_first else (-1, batch, -1)
+        stored, state, projection = (pattern.expand(shape) for pattern in patterns)
+        return stored, state, projection
+
+    def _triple(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
+        return self._patterns(input)
 
     def _weights(self, name: str, quantity: int, width: int | None, trainable: bool) -> nn.Parameter:
         check_sizes(quantity=quantity)
@@ -169,9 +171,9 @@ class OwnHopfieldPooling(_WithWeights):
 def _public() -> tuple[Any, Any, Any]:
     if os.environ.get("AHOP_OWN_HOPFIELD", "0") in ("", "0"):
         try:
-            import hflayers
+            from hflayers import Hopfield, HopfieldLayer, HopfieldPooling  # not those of another module of this name
 
-            return hflayers.Hopfield, hflayers.HopfieldLayer, hflayers.HopfieldPooling
+            return Hopfield, HopfieldLayer, HopfieldPooling
         except ImportError:
             pass
     return OwnHopfield, OwnHopfieldLayer, OwnHopfieldPooling

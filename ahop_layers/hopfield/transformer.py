@@ -1,0 +1,211 @@
+"""HopfieldEncoderLayer and HopfieldDecoderLayer: transformer layers whose attention is a Hopfield layer."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.errors import AHopError, check_module
+from ahop_layers.hopfield.base import Face, Patterns
+
+
+def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Calls a Hopfield layer; the layers of hflayers take no floating-point padding mask."""
+    if padding is not None and padding.is_floating_point() and not isinstance(association, Face):
+        padding = padding.isneginf()
+    output: Tensor = association(input, stored_pattern_padding_mask=padding, association_mask=mask)
+    return output
+
+
+def _check_causal(**hints: tuple[bool, Tensor | None]) -> None:
+    """Raises if a layer is told that its mask is causal, and receives no mask."""
+    for name, (causal, mask) in hints.items():
+        if causal and mask is None:
+            raise AHopError(f"{name}=True describes a mask, got no mask")
+
+
+class _Layer(nn.Module):
+    """The feed-forward part of both layers, and what ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` read."""
+
+    def __init__(self, dim_feedforward: int, dropout: float, activation: str, **associations: nn.Module) -> None:
+        super().__init__()
+        for name, association in associations.items():
+            check_module(**{name: association})
+            if getattr(association, "state_pattern_dim", None) is None:
+                raise AHopError(f"{name} must be a Hopfield layer with an input_size, got {type(association).__name__}")
+            setattr(self, name, deepcopy(association))
+        width: int = self.self_attn.state_pattern_dim
+        self.linear_residual = nn.Linear(width, dim_feedforward)
+        self.dropout_residual = nn.Dropout(dropout)
+        self.linear_output = nn.Linear(dim_feedforward, width)
+        self.dropout_output = nn.Dropout(dropout)
+        self.activation_residual: Any = getattr(torch, activation, None) if isinstance(activation, str) else None
+        if not callable(self.activation_residual):
+            raise AHopError(f"activation must name a function of torch, got {activation!r}")
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters, including those of the Hopfield layers."""
+        for module in self.children():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout_residual(self.activation_residual(self.linear_residual(x)))
+        output: Tensor = x + self.dropout_output(self.linear_output(hidden))
+        return output
+
+    @property
+    def self_attn(self) -> Any:
+        """The Hopfield layer in the place of self-attention, whose ``batch_first`` torch reads."""
+        raise NotImplementedError
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether the batch is the first axis."""
+        first: bool = self.self_attn.batch_first
+        return first
+
+    @property
+    def input_size(self) -> int:
+        """Size of the input."""
+        size: int = self.self_attn.input_size
+        return size
+
+    @property
+    def output_size(self) -> int:
+        """Size of the output."""
+        return self.linear_output.out_features
+
+
+class HopfieldEncoderLayer(_Layer):
+    """A transformer encoder layer around a Hopfield layer, with the arguments of ``hflayers.transformer``.
+
+    It works inside ``nn.TransformerEncoder``, alone, and in a loop.
+
+    Args:
+        hopfield_association: an adaptive or plain Hopfield layer, which is copied and reset.
+        dim_feedforward: width of the feed-forward part.
+        dropout: probability of dropout after the association and in the feed-forward part.
+        activation: name of a function of torch.
+
+    Raises:
+        AHopError: an argument is invalid.
+
+    >>> import ahop_layers as ah
+    >>> layer = HopfieldEncoderLayer(ah.AdaptiveHopfield(16, num_heads=2), dim_feedforward=32)
+    >>> nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)(torch.randn(3, 5, 16)).shape
+    torch.Size([3, 5, 16])
+    """
+
+    def __init__(
+        self,
+        hopfield_association: nn.Module,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str = "relu",
+    ) -> None:
+        super().__init__(dim_feedforward, dropout, activation, hopfield_association=hopfield_association)
+        width = self.input_size
+        self.norm_residual, self.norm_output = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout_hopfield_association = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    @property
+    def self_attn(self) -> Any:
+        """The Hopfield layer."""
+        return self.hopfield_association
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Encodes ``src``; masks are those of the Hopfield layer, and ``is_causal`` describes ``src_mask``."""
+        _check_causal(is_causal=(is_causal, src_mask))
+        associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask)
+        src = self.norm_residual(src + self.dropout_hopfield_association(associated))
+        output: Tensor = self.norm_output(self._feed_forward(src))
+        return output
+
+    def get_association_matrix(self, input: Patterns) -> Tensor:
+        """Computes the weights ``(N, heads, L, S)`` of the Hopfield layer."""
+        matrix: Tensor = self.self_attn.get_association_matrix(input)
+        return matrix
+
+
+class HopfieldDecoderLayer(_Layer):
+    """A transformer decoder layer around two Hopfield layers, with the arguments of ``hflayers.transformer``.
+
+    Args:
+        hopfield_association_self: the Hopfield layer that associates the target with itself.
+        hopfield_association_cross: the one that associates the target with the memory.
+        dim_feedforward, dropout, activation: see :class:`HopfieldEncoderLayer`.
+
+    Raises:
+        AHopError: an argument is invalid.
+
+    >>> import ahop_layers as ah
+    >>> layer = HopfieldDecoderLayer(ah.AdaptiveHopfield(16), ah.AdaptiveHopfield(16), dim_feedforward=32)
+    >>> nn.TransformerDecoder(layer, num_layers=2)(torch.randn(3, 5, 16), torch.randn(3, 7, 16)).shape
+    torch.Size([3, 5, 16])
+    """
+
+    def __init__(
+        self,
+        hopfield_association_self: nn.Module,
+        hopfield_association_cross: nn.Module,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str = "relu",
+    ) -> None:
+        super().__init__(
+            dim_feedforward, dropout, activation,
+            hopfield_association_self=hopfield_association_self, hopfield_association_cross=hopfield_association_cross,
+        )  # fmt: skip
+        width = self.input_size
+        self.norm_residual_self, self.norm_residual_cross = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm_output = nn.LayerNorm(width)
+        self.dropout_hopfield_association_self = nn.Dropout(dropout)
+        self.dropout_hopfield_association_cross = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    @property
+    def self_attn(self) -> Any:
+        """The Hopfield layer that associates the target with itself."""
+        return self.hopfield_association_self
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Decodes ``tgt`` with ``memory``; masks are those of the Hopfield layers."""
+        _check_causal(tgt_is_causal=(tgt_is_causal, tgt_mask), memory_is_causal=(memory_is_causal, memory_mask))
+        associated = _associate(self.hopfield_association_self, tgt, tgt_key_padding_mask, tgt_mask)
+        tgt = self.norm_residual_self(tgt + self.dropout_hopfield_association_self(associated))
+        triple = (memory, tgt, memory)
+        associated = _associate(self.hopfield_association_cross, triple, memory_key_padding_mask, memory_mask)
+        tgt = self.norm_residual_cross(tgt + self.dropout_hopfield_association_cross(associated))
+        output: Tensor = self.norm_output(self._feed_forward(tgt))
+        return output
+
+    def get_association_matrix_self(self, input: Patterns) -> Tensor:
+        """Computes the weights ``(N, heads, L, L)`` of the target with itself."""
+        matrix: Tensor = self.self_attn.get_association_matrix(input)
+        return matrix
+
+    def get_association_matrix_cross(self, input: Patterns) -> Tensor:
+        """Computes the weights ``(N, heads, L, S)`` of the target with the memory."""
+        association: Any = self.hopfield_association_cross
+        matrix: Tensor = association.get_association_matrix(input)
+        return matrix

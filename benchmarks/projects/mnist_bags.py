@@ -1,0 +1,42 @@
+"""hopfield-layers, MNIST bags: a pooling layer after a convolutional network."""
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from benchmarks.projects.project import Project
+
+
+class Network(nn.Module):
+    """Features of images, pooled to one class."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(50 * 4 * 4, 500), nn.ReLU(),
+        )  # fmt: skip
+        self.pooling = layers.HopfieldPooling(input_size=500, hidden_size=32, output_size=500, num_heads=1)
+        self.classifier = nn.Sequential(nn.Dropout(0.1), nn.Linear(500, 1))
+
+    def forward(self, bag: Tensor) -> Tensor:
+        """Returns the logit of a bag ``(1, instances, 1, 28, 28)``."""
+        logits: Tensor = self.classifier(self.pooling(self.features(bag.squeeze(0)).unsqueeze(0)))
+        return logits.flatten()
+
+
+def batch(generator: Generator) -> tuple[Tensor, Tensor]:
+    """Draws a bag of 10 images; one of class 1 contains an image with a bright square."""
+    bag, label = 0.3 * torch.rand(1, 10, 1, 28, 28, generator=generator), torch.randint(2, (1,), generator=generator)
+    bag[0, 0, 0, 8:16, 8:16] += label
+    return bag, label.float()
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Computes the loss of a bag."""
+    return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+
+PROJECT = Project("`HopfieldPooling` after a CNN, one bag a step", Network, batch, loss, lr=5e-4)

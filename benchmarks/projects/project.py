@@ -1,0 +1,59 @@
+"""Project: one use of Hopfield layers, and the three sets of layers it is trained with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partialmethod
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Generator, Tensor, nn
+
+import ahop_layers as ah
+from ahop_layers import hopfield
+
+
+@dataclass(frozen=True)
+class Project:
+    """How a project uses Hopfield layers.
+
+    Attributes:
+        usage: the layer and what is particular about its use, for the table.
+        build: builds the model from a namespace with the classes of hflayers.
+        batch: draws a batch.
+        loss: the training loss of a batch.
+        blocks: number of blocks to measure.
+        lr: learning rate of AdamW.
+    """
+
+    usage: str
+    build: Callable[[Any], nn.Module]
+    batch: Callable[[Generator], Any]
+    loss: Callable[[Any, Any], Tensor]
+    blocks: int = 4
+    lr: float = 1e-3
+
+
+def plain_layers() -> SimpleNamespace:
+    """Returns the layers of hflayers if it is installed, else our own plain layers."""
+    names = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
+    return SimpleNamespace(**{name: getattr(hopfield, name) for name in names})
+
+
+def adaptive_layers(blocks: int | None = None) -> SimpleNamespace:
+    """Returns adaptive layers under the names of hflayers."""
+
+    def with_blocks(kind: type) -> type:
+        return type(kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, blocks=blocks)})  # type: ignore[misc]
+
+    kinds = (ah.AdaptiveHopfield, ah.AdaptiveHopfieldLayer, ah.AdaptiveHopfieldPooling)
+    names = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
+    chosen = kinds if blocks is None else map(with_blocks, kinds)
+    return SimpleNamespace(**dict(zip(names, chosen, strict=True)))
+
+
+STATIC = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}
+NO_NORMS = {
+    f"normalize_{name}{affine}": False
+    for name in ("stored_pattern", "state_pattern", "pattern_projection")
+    for affine in ("", "_affine")
+}

@@ -1,0 +1,433 @@
+"""ahop_layers.hflayers: the names, internals, initial weights and state dicts of hopfield-layers."""
+
+import inspect
+from contextlib import suppress
+from copy import deepcopy
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling, AHopError, hopfield
+from ahop_layers.hflayers import transformer
+from ahop_layers.hflayers.auxiliary.data import BitPatternSet
+from ahop_layers.hopfield.checkpoint import is_dot_product
+
+ADAPTIVE = {"Hopfield": AdaptiveHopfield, "HopfieldLayer": AdaptiveHopfieldLayer}
+ADAPTIVE["HopfieldPooling"] = AdaptiveHopfieldPooling
+OWN = {"Hopfield": hopfield.OwnHopfield, "HopfieldLayer": hopfield.OwnHopfieldLayer}
+OWN["HopfieldPooling"] = hopfield.OwnHopfieldPooling
+KINDS = [("own", OWN), ("adaptive", ADAPTIVE)]
+NO_NORM = {f"normalize_{name}{suffix}": False for name in ("stored_pattern", "state_pattern", "pattern_projection")
+           for suffix in ("", "_affine")}  # fmt: skip
+STATIC = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}
+
+
+@pytest.fixture
+def original():
+    return pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")
+
+
+@pytest.fixture(params=[kind for _, kind in KINDS], ids=[name for name, _ in KINDS])
+def layers(request):
+    return request.param
+
+
+def test_the_core_has_the_switches_of_hflayers(layers):
+    core = layers["Hopfield"](8).association_core
+    assert not core.disable_out_projection
+    assert not core.static_execution
+    static = layers["Hopfield"](disable_out_projection=True, **STATIC, **NO_NORM).association_core
+    assert static.disable_out_projection
+    assert static.static_execution
+    connected = {"pattern_projection_as_connected": True, "disable_out_projection": True}
+    layer = layers["Hopfield"](16, **connected, **STATIC, **NO_NORM)
+    assert not layer.association_core.static_execution
+    assert layer.scaling == 0.25
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_associate_returns_four_results_with_the_batch_second(layers, batch_first):
+    layer = layers["Hopfield"](8, num_heads=2, pattern_size=3, batch_first=batch_first)
+    x = torch.randn(3, 5, 8) if batch_first else torch.randn(5, 3, 8)
+    output, mean, weights, projected = layer._associate(data=x)
+    assert (mean, weights, projected) == (None, None, None)
+    assert output.shape == (5, 3, 8)
+    torch.testing.assert_close(layer._maybe_transpose(output), layer(x))
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[:, 2] = True
+    result = layer._associate(
+        data=(x, x, x), return_raw_associations=True, return_projected_patterns=True, stored_pattern_padding_mask=mask
+    )
+    assert result[2].shape == (3, 2, 5, 5)
+    assert result[3].shape == (3, 2, 5, 3)
+    assert (result[2][..., 2] == 0).all()
+    torch.testing.assert_close(layer._maybe_transpose(result[0]), layer(x, stored_pattern_padding_mask=mask))
+
+
+def test_maybe_transpose(layers):
+    first, second = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
+    layer = layers["Hopfield"](8)
+    assert layer._maybe_transpose(first).shape == (3, 2, 4)
+    assert [x.shape[:2] for x in layer._maybe_transpose(first, second)] == [(3, 2), (6, 5)]
+    assert layers["Hopfield"](8, batch_first=False)._maybe_transpose(first) is first
+
+
+def test_a_subclass_may_override_associate(layers):
+    class Shifted(layers["Hopfield"]):
+        def _associate(self, *args, **keywords):
+            output, *rest = super()._associate(*args, **keywords)
+            return output + 1, *rest
+
+    layer = Shifted(8)
+    plain = layers["Hopfield"](8)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(layer(x), plain(x) + 1)
+
+
+def test_calling_the_core(layers):
+    layer = layers["Hopfield"](8, num_heads=2, scaling=0.7, update_steps_max=2, **NO_NORM)
+    core, x = layer.association_core, torch.randn(5, 3, 8)
+    settings = {
+        "scaling": layer._Hopfield__scaling,
+        "update_steps_max": layer._Hopfield__update_steps_max,
+        "update_steps_eps": layer._Hopfield__update_steps_eps,
+    }
+    output, mean, weights, projected = core(
+        query=x, key=x, value=x, need_weights=True, return_raw_associations=True, return_pattern_projections=True,
+        **settings,
+    )  # fmt: skip
+    torch.testing.assert_close(output.transpose(0, 1), layer(x.transpose(0, 1)))
+    torch.testing.assert_close(mean, weights.mean(1))
+    torch.testing.assert_close(weights, layer.get_association_matrix(x.transpose(0, 1)))
+    assert projected.shape == (3, 2, 5, 4)
+    bare = layers["Hopfield"](8, num_heads=2, scaling=1.0, **NO_NORM)
+    bare.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(core(x, x, x, need_weights=False)[0], bare(x.transpose(0, 1)).transpose(0, 1))
+    steps = core(x, x, x, scaling=0.7, update_steps_max=torch.tensor([2, 2]))[0]
+    torch.testing.assert_close(steps, output)
+
+
+def test_private_attributes_of_hflayers_can_be_read_and_set(layers):
+    layer, x = layers["Hopfield"](8, num_heads=2, update_steps_max=1), torch.randn(3, 5, 8)
+    assert layer._Hopfield__batch_first is True
+    assert layer._Hopfield__scaling == 0.5
+    assert (layer._Hopfield__update_steps_max, layer._Hopfield__update_steps_eps) == (1, 1e-4)
+    layer._Hopfield__scaling = 2.0
+    layer._Hopfield__update_steps_max = 3
+    other = layers["Hopfield"](8, num_heads=2, scaling=2.0, update_steps_max=3)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), other(x))
+    layer._Hopfield__scaling = torch.tensor([0.5, 0.5])
+    assert layer.scaling.shape == (2,)
+    layer._Hopfield__scaling = 0.5
+    assert layer.scaling == 0.5
+    layer._Hopfield__batch_first = False
+    assert not layer.batch_first
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_prepare_input_expands_the_learned_patterns(layers, batch_first):
+    x = torch.randn(3, 5, 8) if batch_first else torch.randn(5, 3, 8)
+    lookup = layers["HopfieldLayer"](8, quantity=4, lookup_weights_as_separated=True, batch_first=batch_first)
+    pooling = layers["HopfieldPooling"](8, quantity=4, batch_first=batch_first)
+    wide = (3, 4, 8) if batch_first else (4, 3, 8)
+    assert [part.shape for part in lookup._prepare_input(input=x)] == [wide, x.shape, wide]
+    assert [part.shape for part in pooling._prepare_input(input=x)] == [x.shape, wide, x.shape]
+    output = lookup.hopfield._associate(data=lookup._prepare_input(input=x))[0]
+    torch.testing.assert_close(lookup.hopfield._maybe_transpose(output), lookup(x))
+    stored, _, projection = pooling._prepare_input(input=(x, 2 * x))
+    torch.testing.assert_close(projection, 2 * stored)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_association_matrix_with_gradients(layers, name):
+    layer, x = layers[name](8, num_heads=2), torch.randn(3, 5, 8)
+    if name == "HopfieldLayer":
+        layer = layers[name](8, num_heads=2, quantity=4)
+    assert not layer.get_association_matrix(x).requires_grad
+    weights = layer.get_association_matrix(x, with_grad=True)
+    torch.testing.assert_close(weights.detach(), layer.get_association_matrix(x))
+    weights.square().sum().backward()
+    core = getattr(layer, "hopfield", layer).association_core
+    assert core.in_proj_weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not layer.get_association_matrix(x, with_grad=True).requires_grad
+
+
+SEEDED = [
+    ("Hopfield", {}),
+    ("Hopfield", {"num_heads": 2, "hidden_size": 8, "pattern_size": 3, "input_bias": False}),
+    ("Hopfield", {"concat_bias_pattern": True, "stored_pattern_size": 8}),
+    ("Hopfield", {"disable_out_projection": True, "concat_bias_pattern": True}),
+    ("Hopfield", {"normalize_hopfield_space": True, "normalize_hopfield_space_affine": True, "hidden_size": 4}),
+    ("HopfieldLayer", {"quantity": 4, "lookup_weights_as_separated": True}),
+    ("HopfieldPooling", {"quantity": 2, "state_pattern_as_static": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), SEEDED)
+def test_the_same_seed_draws_the_weights_of_hflayers(original, layers, name, arguments):
+    torch.manual_seed(3)
+    theirs = getattr(original, name)(12, **arguments)
+    following = torch.rand(1)
+    torch.manual_seed(3)
+    ours = layers[name](12, **arguments)
+    assert torch.equal(torch.rand(1), following)
+    state = ours.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "arguments"), SEEDED)
+def test_an_adaptive_layer_draws_what_the_plain_one_draws(name, arguments):
+    states = []
+    for kind in (OWN, ADAPTIVE):
+        torch.manual_seed(3)
+        states.append(kind[name](12, **arguments).state_dict() | {"next": torch.rand(1)})
+    assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
+
+
+RECORDED = torch.tensor([
+    [0.0057715168222785, 0.007731955032795668, -0.004021278116852045, -0.002358539728447795],
+    [-0.005029589869081974, -0.021110637113451958, -0.01118522509932518, -0.002394172130152583],
+])  # fmt: skip
+
+
+def test_the_weights_that_hflayers_draws_with_seed_0():
+    torch.manual_seed(0)
+    layer = AdaptiveHopfieldLayer(4, quantity=2)
+    torch.testing.assert_close(layer.hopfield.association_core.in_proj_weight[0], RECORDED[0])
+    torch.testing.assert_close(layer.lookup_weights[0, 1], RECORDED[1])
+
+
+def test_the_names_of_hflayers():
+    import ahop_layers.hflayers as hflayers
+    from ahop_layers.hflayers.activation import HopfieldCore
+
+    assert (hflayers.Hopfield, hflayers.HopfieldLayer, hflayers.HopfieldPooling) == tuple(ADAPTIVE.values())
+    assert isinstance(hflayers.Hopfield(8).association_core, HopfieldCore)
+    core = HopfieldCore(8, 2)
+    output, weights, *_ = core(*[torch.randn(5, 3, 8)] * 3)
+    assert (output.shape, weights.shape) == ((5, 3, 8), (3, 5, 5))
+
+
+PROJECT = """
+import hflayers
+from hflayers import Hopfield, HopfieldLayer, HopfieldPooling
+from hflayers.activation import HopfieldCore
+from hflayers.auxiliary.data import BitPatternSet, LatchSequenceSet
+from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
+layer = hflayers.HopfieldLayer(input_size=4, quantity=3)
+"""
+
+
+def test_install_as_hflayers_switches_the_imports_of_a_project():
+    with patch.dict("sys.modules"):
+        with suppress(ImportError):
+            import hflayers.transformer  # noqa: F401 - the original, if it is installed
+        for _ in range(2):
+            ah.install_as_hflayers()
+            scope = {}
+            exec(PROJECT, scope)
+            assert type(scope["layer"]) is AdaptiveHopfieldLayer
+            assert all(scope[name] is kind for name, kind in ADAPTIVE.items())
+
+
+def test_core_signatures_are_those_of_hflayers(original):
+    from hflayers.activation import HopfieldCore
+    from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
+
+    core = hopfield.core.AssociationCore
+    pairs = [(core, HopfieldCore), (core.forward, HopfieldCore.forward)]
+    pairs += [(transformer.HopfieldEncoderLayer, HopfieldEncoderLayer)]
+    pairs += [(transformer.HopfieldDecoderLayer, HopfieldDecoderLayer)]
+    for ours, theirs in pairs:
+        names = [[(p.name, p.default) for p in inspect.signature(each).parameters.values()] for each in (ours, theirs)]
+        assert names[0] == names[1]
+
+
+def test_data_sets_draw_the_data_of_hflayers(original):
+    from hflayers.auxiliary import data as theirs
+
+    from ahop_layers.hflayers.auxiliary import data as ours
+
+    for name, arguments in (
+        ("BitPatternSet", {"num_bags": 40, "num_instances": 9, "num_signals": 5, "num_bits": 4}),
+        ("BitPatternSet", {"num_bags": 7, "num_instances": 6, "num_signals": 3, "num_signals_per_bag": 4}),
+        ("LatchSequenceSet", {"num_samples": 30, "num_characters": 5}),
+    ):
+        sets = [getattr(module, name)(**arguments) for module in (ours, theirs)]
+        assert len(sets[0]) == len(sets[1])
+        for pair in zip(*sets, strict=True):
+            assert all(torch.equal(pair[0][key], pair[1][key]) for key in ("data", "target"))
+        assert torch.equal(sets[0].targets, sets[1].targets)
+    assert torch.equal(ours.BitPatternSet(9, 4, 2).signals, theirs.BitPatternSet(9, 4, 2).signals)
+
+
+def test_bit_patterns_contain_signals_in_one_class_only():
+    bags = BitPatternSet(num_bags=20, num_instances=6, num_signals=3, num_signals_per_bag=2, num_bits=5)
+    found = (bags.bags.unsqueeze(2) == bags.signals).all(-1).any(-1).sum(1)
+    assert torch.equal(found, 2 * bags.targets)
+    assert (bags.num_targets_high, bags.num_targets_low) == (10, 10)
+    assert bags.bags.any(-1).all()
+    for arguments, message in (
+        ({"num_signals": 31}, "num_signals must be less than 2\\*\\*num_bits - 1 = 31, got 31"),
+        ({"num_signals_per_bag": 7}, "between 0 and 6, got 7"),
+        ({"fraction_targets": 1.0}, "fraction_targets must be between 0 and 1, got 1.0"),
+        ({"num_bags": 0}, "num_bags must be an integer of at least 1, got 0"),
+    ):
+        given = {"num_bags": 4, "num_instances": 6, "num_signals": 3, "num_bits": 5, **arguments}
+        with pytest.raises(AHopError, match=message):
+            BitPatternSet(**given)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_state_dict_for_hflayers(name):
+    layer = ADAPTIVE[name](12, num_heads=2, hidden_size=4)
+    plain, x = OWN[name](12, num_heads=2, hidden_size=4), torch.randn(3, 5, 12)
+    plain.load_state_dict(ah.hflayers_state_dict(layer), strict=True)
+    torch.testing.assert_close(plain(x), layer(x), atol=1e-6, rtol=1e-5)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 12), layer)
+    assert set(ah.hflayers_state_dict(model)) == set(torch.nn.Sequential(torch.nn.Linear(12, 12), plain).state_dict())
+
+
+def test_state_dict_loads_into_hflayers(original):
+    for name, kind in ADAPTIVE.items():
+        layer, theirs, x = kind(12, num_heads=3), getattr(original, name)(12, num_heads=3), torch.randn(2, 5, 12)
+        theirs.load_state_dict(ah.hflayers_state_dict(layer), strict=True)
+        torch.testing.assert_close(theirs(x), layer(x), atol=1e-6, rtol=1e-5)
+
+
+def test_state_dict_for_hflayers_needs_the_dot_product():
+    layer = torch.nn.Sequential(AdaptiveHopfield(8, num_heads=2))
+    with torch.no_grad():
+        layer[0].association_core.similarity.w[1, 1, 3] += 1e-3
+    with pytest.raises(AHopError, match=r"0\.association_core\.similarity must be the dot product for hflayers"):
+        ah.hflayers_state_dict(layer)
+    with pytest.raises(AHopError, match="separation must be softmax for hflayers, got 'sparsemax'"):
+        ah.hflayers_state_dict(AdaptiveHopfield(8, separation="sparsemax"))
+    with pytest.raises(AHopError, match="scaling must be fixed"):
+        ah.hflayers_state_dict(AdaptiveHopfield(8, scaling=torch.nn.Parameter(torch.ones(()))))
+
+
+DOT_PRODUCTS = [
+    ({}, True),
+    ({"blocks": 4}, True),
+    ({"blocks": [None, 2]}, True),
+    ({"bases": ("dot",), "debias": True}, True),
+    ({"blocks": ah.Blocks(4, normalize=True)}, False),
+    ({"init": "dis"}, False),
+    ({"init": "uniform"}, False),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), DOT_PRODUCTS)
+def test_is_dot_product_agrees_with_the_scores(arguments, expected):
+    similarity = ah.AdaptiveSimilarity(8, 2, **arguments)
+    query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    assert is_dot_product(similarity) is expected
+    assert torch.allclose(similarity(query, key), query @ key.mT, atol=1e-5) is expected
+    for name in dict(similarity.named_parameters()):
+        changed = deepcopy(similarity)
+        with torch.no_grad():
+            changed.get_parameter(name).add_(0.1)
+        equal = torch.allclose(changed(query, key), query @ key.mT, atol=1e-5)
+        assert is_dot_product(changed) is equal, name
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_revert_makes_layers_plain_that_were_built_adaptive(name):
+    layer, x = ADAPTIVE[name](12, num_heads=2), torch.randn(3, 5, 12)
+    model, before = torch.nn.Sequential(torch.nn.Identity(), layer), layer(x)
+    assert ah.revert_(model) == ["1"]
+    assert type(layer) is OWN[name]
+    assert not ah.similarity_parameters(model)
+    torch.testing.assert_close(model(x), before, atol=1e-6, rtol=1e-5)
+    OWN[name](12, num_heads=2).load_state_dict(layer.state_dict(), strict=True)
+    assert list(ah.adapt_(model).adapted) == ["1"]
+    torch.testing.assert_close(model(x), before, atol=1e-6, rtol=1e-5)
+
+
+def test_revert_keeps_the_class_of_a_subclass():
+    class Mine(AdaptiveHopfield):
+        pass
+
+    layer, x = Mine(8), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        layer.association_core.similarity.w.normal_()
+    assert ah.revert_(layer) == [""]
+    plain = OWN["Hopfield"](8)
+    plain.load_state_dict(layer.state_dict(), strict=True)
+    torch.testing.assert_close(layer(x), plain(x))
+
+
+def contrast(layer, parameters, steps):
+    """Trains with a layer of static patterns, as in CLOOB."""
+    x = torch.randn(1, 6, 8, requires_grad=True)
+    optimizer = torch.optim.SGD([x, *parameters], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        layer((x, x, x)).square().sum().backward()
+        optimizer.step()
+
+
+def static_layer():
+    return AdaptiveHopfield(8, scaling=3.0, disable_out_projection=True, **STATIC, **NO_NORM)
+
+
+def test_a_static_layer_outside_of_the_optimizer_warns_once():
+    layer = static_layer()
+    with pytest.warns(UserWarning, match="received gradients, but was not updated for 100 calls") as seen:
+        contrast(layer, [], 250)
+    assert len(seen) == 1
+
+
+def test_no_warning_for_an_optimized_frozen_or_rarely_updated_layer(recwarn):
+    layer = static_layer()
+    contrast(layer, layer.parameters(), 120)
+    frozen = static_layer().requires_grad_(False)
+    contrast(frozen, [], 120)
+    accumulated = static_layer()
+    for _ in range(3):
+        contrast(accumulated, [], 60)
+        with torch.no_grad():
+            for parameter in accumulated.parameters():
+                parameter.add_(0.0)
+    contrast(static_layer().eval(), [], 120)
+    assert not recwarn
+
+
+NORMS = ("norm_state_pattern", "norm_stored_pattern", "norm_pattern_projection")
+
+
+def norm_gradients(layer, patterns):
+    layer.zero_grad()
+    layer(patterns).square().sum().backward()
+    return [None if (grad := getattr(layer, name).weight.grad) is None else grad.clone() for name in NORMS]
+
+
+def test_each_norm_receives_its_own_gradient(original):
+    """hflayers projects equal patterns together: one norm receives the gradients of all, and the others none."""
+    torch.manual_seed(0)
+    ours, theirs = OWN["Hopfield"](8, num_heads=2), original.Hopfield(8, num_heads=2)
+    for parameter in ours.association_core.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    theirs.load_state_dict(ours.state_dict())
+    x, state = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
+    for patterns, kept in ((x, [0, 1, 2]), ((x, state, x), [1, 2])):
+        own, merged = norm_gradients(ours, patterns), norm_gradients(theirs, patterns)
+        with patch("torch.equal", lambda *_: False):
+            separate = norm_gradients(theirs, patterns)
+        for ours_alone, theirs_alone in zip(own, separate, strict=True):
+            torch.testing.assert_close(ours_alone, theirs_alone, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merged[kept[0]], sum(own[part] for part in kept), atol=1e-4, rtol=1e-4)
+        assert all(merged[part] is None for part in kept[1:])
+
+
+def test_the_norm_of_the_projection_is_trained_from_the_first_step():
+    layer, x = AdaptiveHopfield(8), torch.randn(3, 5, 8)
+    layer((x, x, x)).square().sum().backward()
+    gradients = [getattr(layer, name).weight.grad for name in NORMS]
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
