@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-FIGURES = [DOCS / "benchmarks-speed.md", DOCS / "benchmarks-accuracy.md", DOCS / "blocks.md"]
+FIGURES = [DOCS / f"{name}.md" for name in ("benchmarks-speed", "benchmarks-accuracy", "blocks", "search")]
 CODE = [page for page in PAGES if "```python" in page.read_text()]
 ALONE = {"store-and-retrieve.md"}
 """Pages whose code blocks run without the blocks before them."""
