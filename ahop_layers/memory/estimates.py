@@ -51,12 +51,13 @@ def scale_of(patterns: Tensor) -> float:
 @torch.no_grad()
 def best_inverse_temperature(
     scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], shard: Shard | None = None
-) -> Tensor | None:
-    """The factor of the scores that minimizes the loss of ``batches``: a scalar, or None if no factor lowers it.
+) -> Tensor:
+    """The factor of the scores that minimizes the loss of ``batches``, a scalar.
 
     The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
     them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
-    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION.
+    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers
+    the loss.
 
     Args:
         scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
@@ -77,9 +78,8 @@ def best_inverse_temperature(
 
     octaves = torch.arange(-6, 11, device=unit.device).to(unit.dtype).exp2()
     best = search(torch.cat([torch.zeros_like(octaves[:1]), octaves]))
-    if best == 0:
-        return None
-    best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
+    if best > 0:
+        best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
     return unit * best.clamp(min=MIN_DEVIATION)
 
 

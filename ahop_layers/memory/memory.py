@@ -234,9 +234,7 @@ class AssociativeMemory(ScoredPatterns):
         """Set ``beta`` if it was not given, and train in units of the data."""
         if self._fits_beta and batches.held_out:
             held_out = [(target, self._rows(query)) for target, query in batches.held_out]
-            beta = best_inverse_temperature(self._score_blocks, measure, held_out, self.shard)
-            if beta is not None:
-                self.beta.copy_(beta)
+            self.beta.copy_(best_inverse_temperature(self._score_blocks, measure, held_out, self.shard))
         scale = scale_of(self.patterns) if self.shard is None else self.shard.scale
         logit = 1 / self.beta.item()
         units = [(self._bias(), scale), (self.prior, logit)]
