@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory.estimates import estimate_bias
 from ahop_layers.memory.memory import AssociativeMemory
 
 
@@ -12,6 +14,7 @@ def noisy_pairs(patterns, n, std=0.3, seed=1):
     return index, patterns[index] + std * torch.randn(n, patterns.shape[1], generator=generator).to(patterns)
 
 
+@pytest.mark.filterwarnings("ignore:fit did not improve")
 def test_fit_does_not_depend_on_the_scale_if_the_initial_scores_do_not_help():
     patterns = torch.randn(60, 16)
     index, query = noisy_pairs(-patterns, 400)  # the dot product of a query is smallest for its own pattern
@@ -21,3 +24,20 @@ def test_fit_does_not_depend_on_the_scale_if_the_initial_scores_do_not_help():
         assert memory.beta.item() * scale**2 == pytest.approx(memories[0].beta.item(), rel=1e-3)
         found = (memory.recall(query * scale) == memories[0].recall(query)).double().mean()
         assert found > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_queries_of_one_pattern_have_a_bias_of_their_mean_difference(dtype):
+    patterns = torch.randn(20, 8, dtype=dtype) * 1000
+    _, query = noisy_pairs(patterns[3:4], 101)  # 101 equal rows have a rounded mean
+    bias = torch.nn.Parameter(torch.zeros(8, dtype=dtype))
+    estimate_bias(bias, (torch.full((101,), 3), query + 7), patterns, 1, torch.Generator())
+    torch.testing.assert_close(bias.detach(), (query + 7).mean(0) - patterns[3], atol=1e-3, rtol=0)
+
+
+def test_a_fit_that_ends_worse_than_it_began_warns(monkeypatch):
+    patterns = torch.randn(20, 8)
+    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True, beta=4.0)
+    monkeypatch.setattr(memory_module, "estimate_bias", lambda bias, *_: bias.data.fill_(10.0))
+    with pytest.warns(UserWarning, match="did not improve the loss"):
+        memory.fit(noisy_pairs(patterns, 100, 0.5), epochs=3, lr=1e-3, progress=False)

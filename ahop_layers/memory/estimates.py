@@ -23,16 +23,20 @@ patterns, and training is slow.
 def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: int, generator: torch.Generator) -> None:
     """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
 
-    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. Gradient
-    descent finds the bias only slowly, and until then the other weights compensate for a wrong one.
+    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. It is 1 if
+    all queries come from one pattern, because they do not determine it then. Gradient descent finds the bias only
+    slowly, and until then the other weights compensate for a wrong one.
     """
     if bias.any():
         return
     index, query = sample_pairs(data, patterns, 8 * batch, generator) if isinstance(data, Variant) else data
-    origin = patterns[index]
+    wide = accumulation_dtype(query.dtype)
+    origin, query = patterns[index].to(wide), query.to(wide)
     mean = origin.mean(0)
     deviation = origin - mean
-    slope = (deviation * query).sum() / deviation.square().sum().clamp(min=torch.finfo(deviation.dtype).tiny)
+    total = deviation.square().sum()
+    varies = total > 1e-6 * origin.square().sum()  # more than the rounding of the mean
+    slope = torch.where(varies, (deviation * query).sum() / total, 1.0)
     bias.copy_(query.mean(0) - slope * mean)
 
 

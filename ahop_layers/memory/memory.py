@@ -1,6 +1,7 @@
 """AssociativeMemory: retrieval from stored patterns Xi by ``y = Xi sep(sim(mod(Xi), x))``."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from ahop_layers.errors import AHopError, check_callable, check_choice, check_si
 from ahop_layers.memory.batches import Batches, Pairs, retrieval_batches, seeded_generator, separation_batches
 from ahop_layers.memory.energy import choose_energy
 from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias, scale_of
-from ahop_layers.memory.fit import Fitted, minimize
+from ahop_layers.memory.fit import Fitted, mean_loss, minimize
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.labels import labeled_data
 from ahop_layers.memory.losses import Measure, class_loss, label_loss, pattern_loss
@@ -168,7 +169,8 @@ class AssociativeMemory(ScoredPatterns):
         depend on the unit of the data.
 
         A tenth of the pairs, at most 512, is held out; for a variant, 512 further queries. The memory keeps the
-        parameters with the smallest of about ten losses on them. ``fit`` warns if the first is the smallest.
+        parameters with the smallest of about ten losses on them. ``fit`` warns if none of these is smaller than the
+        loss at the start, before or after the bias and ``beta`` are set.
 
         Args:
             data: a variant, from which every epoch draws ``batch`` queries; or pairs ``(index (n,), query (n, d))``,
@@ -218,32 +220,34 @@ class AssociativeMemory(ScoredPatterns):
                     self, self.modulation.separation_loss, batches, lr, self._shows(progress), shard=self.shard
                 ).losses
             batches = retrieval_batches(data, origins, epochs, batch, generator)
+
+            def loss(batch: Pairs) -> Tensor:
+                target, query = batch
+                return measure(self._logit_blocks(self._rows(query)), target)
+
+            first = mean_loss(loss, batches.held_out)
             bias = self._bias()
             if bias is not None and bias.requires_grad and data is not None:
                 estimate_bias(bias, data, origins, batch, generator)
-            fitted = self._minimize(measure, batches, lr, progress)
-        if not fitted.best < fitted.first:
+            if self._fits_beta:
+                held_out = [(target, self._rows(query)) for target, query in batches.held_out]
+                self.beta.copy_(best_inverse_temperature(self._score_blocks, measure, held_out, self.shard))
+            fitted = self._minimize(loss, batches, lr, progress)
+        first = min(first, fitted.first)
+        if not fitted.best < first:
             warnings.warn(
-                f"fit did not improve the loss of the held-out queries, {fitted.first:.4g}, and kept the initial"
-                " weights: use more epochs, more pairs or another lr",
+                f"fit did not improve the loss of the held-out queries: expected less than {first:.4g}, got"
+                f" {fitted.best:.4g}. Use more epochs, more pairs or another lr",
                 stacklevel=2,
             )
         return fitted.losses
 
-    def _minimize(self, measure: Measure, batches: Batches, lr: float, progress: bool) -> Fitted:
-        """Set ``beta`` if it was not given, and train in units of the data."""
-        if self._fits_beta and batches.held_out:
-            held_out = [(target, self._rows(query)) for target, query in batches.held_out]
-            self.beta.copy_(best_inverse_temperature(self._score_blocks, measure, held_out, self.shard))
+    def _minimize(self, loss: Callable[[Pairs], Tensor], batches: Batches, lr: float, progress: bool) -> Fitted:
+        """Train in units of the data."""
         scale = scale_of(self.patterns) if self.shard is None else self.shard.scale
         logit = 1 / self.beta.item()
         units = [(self._bias(), scale), (self.prior, logit)]
         units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
-
-        def loss(batch: Pairs) -> Tensor:
-            target, query = batch
-            return measure(self._logit_blocks(self._rows(query)), target)
-
         return minimize(self, loss, batches, lr, self._shows(progress), units=units, scale=scale, shard=self.shard)
 
     def _shows(self, progress: bool) -> bool:
