@@ -6,6 +6,7 @@ import torch
 from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory.estimates import estimate_bias
 from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.variants import Noisy
 
 
 def noisy_pairs(patterns, n, std=0.3, seed=1):
@@ -41,3 +42,20 @@ def test_a_fit_that_ends_worse_than_it_began_warns(monkeypatch):
     monkeypatch.setattr(memory_module, "estimate_bias", lambda bias, *_: bias.data.fill_(10.0))
     with pytest.warns(UserWarning, match="did not improve the loss"):
         memory.fit(noisy_pairs(patterns, 100, 0.5), epochs=3, lr=1e-3, progress=False)
+
+
+def test_a_state_dict_without_the_memory_keeps_its_inverse_temperature():
+    model = torch.nn.Sequential(AssociativeMemory(torch.randn(5, 3), beta=4.0), torch.nn.Linear(3, 3))
+    model.load_state_dict({"1.bias": torch.zeros(3)}, strict=False)
+    assert model[0].beta == 4
+    adaptive = AssociativeMemory.preset("A-Hop", torch.randn(5, 3), beta=4.0)
+    adaptive.load_state_dict({"similarity.w": torch.zeros(2, 3)}, strict=False)
+    assert adaptive.beta == 4
+
+
+def test_a_loaded_beta_is_kept_by_a_memory_that_was_given_one():
+    state = AssociativeMemory.preset("A-Hop", torch.randn(20, 8), beta=7.0).state_dict()
+    memory = AssociativeMemory.preset("A-Hop", torch.randn(3, 8), beta=1.0)
+    memory.load_state_dict(state)
+    memory.fit(Noisy(std=0.3), epochs=2, progress=False)
+    assert memory.beta == 7

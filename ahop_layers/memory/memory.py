@@ -50,7 +50,9 @@ class AssociativeMemory(ScoredPatterns):
             :func:`~ahop_layers.memory.kernel.crowding` of the modulated patterns.
         check: raise if a pattern holds NaN or infinity. False skips the check, which reads all patterns once.
         beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
-            1 until :meth:`fit` sets it; a number is kept. It does not change which score is the largest.
+            1 until :meth:`fit` sets it; a number is kept. It does not change which score is the largest. A state dict
+            has its value, but not whether it was given: a memory that loads one keeps it in a later :meth:`fit` only if
+            it was created with a number as well.
 
     Raises:
         AHopError: an argument is invalid.

@@ -246,7 +246,8 @@ class PatternStore(Associator):
                 self._keep_loaded(state_dict, prefix)
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
-        state_dict.setdefault(prefix + "beta", torch.ones_like(self.beta))  # state dicts from before beta existed
+        if stored is not None:  # a state dict without patterns is a part of one, or of a sharded memory
+            state_dict.setdefault(prefix + "beta", torch.ones_like(self.beta))  # from before beta existed
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _keep_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
