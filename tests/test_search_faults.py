@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ahop_layers.memory import memory as memory_module
+from ahop_layers.memory import scoring
 from ahop_layers.memory.estimates import estimate_bias
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Noisy
@@ -59,3 +60,12 @@ def test_a_loaded_beta_is_kept_by_a_memory_that_was_given_one():
     memory.load_state_dict(state)
     memory.fit(Noisy(std=0.3), epochs=2, progress=False)
     assert memory.beta == 7
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dim", [1, 2, 64, 2**23])
+@pytest.mark.parametrize("queries", [0, 1, 200, 256])
+def test_a_block_has_a_bounded_number_of_scores(dim, queries, device):
+    size = scoring.block_size(dim, queries, device)
+    assert size >= 1
+    assert size * queries <= scoring.BLOCK_SCORES

@@ -30,11 +30,14 @@ GPU_BLOCK_ELEMENTS = 2**26
 def block_size(dim: int, queries: int, device: str) -> int:
     """Returns the number of patterns of ``dim`` dimensions that are scored at once.
 
-    On a GPU, blocks are as large as the memory of their scores allows, because each call has a fixed cost: blocks for
-    the cache of a CPU would spend most of the time of a search for few queries on calls.
+    A block has at most BLOCK_SCORES scores, for up to QUERY_ROWS queries. More are only scored at once where all scores
+    are kept, so that small blocks would save no memory. On a GPU, blocks are as large as the memory of their scores
+    allows, because each call has a fixed cost: blocks for the cache of a CPU would spend most of the time of a search
+    for few queries on calls.
     """
-    size = max(1, BLOCK_ELEMENTS // dim)
-    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // max(1, queries))) if device == "cuda" else size
+    queries = max(1, queries)
+    size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
+    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries)) if device == "cuda" else size
 
 
 class ScoredPatterns(PatternStore):
