@@ -16,10 +16,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Random faces of 16 x 16 pixels and random digits, in the files of the benchmark."""
+    """Random faces of 8 x 8 pixels and random digits, in the files of the benchmark."""
     folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     (folder / "faces").mkdir()
-    images = random.integers(0, 256, (24, 16, 16), dtype=np.uint8)
+    images = random.integers(0, 256, (24, 8, 8), dtype=np.uint8)
     np.savez(folder / measure.FACES, images=images, labels=np.arange(24) % 3)
     (folder / "mnist").mkdir()
     (folder / measure.DIGITS[0]).write_bytes(gzip.compress(bytes(16) + random.bytes(12_000 * 784), 1))

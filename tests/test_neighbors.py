@@ -1,6 +1,7 @@
 """The nearest-neighbor classifier. tests/test_tabular.py runs the checks of scikit-learn on it."""
 
 import pickle
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from ahop_layers.tabular import AdaptiveNeighborsClassifier
 
 X, Y = load_iris(return_X_y=True)
 NAMES = np.array(["setosa", "versicolor", "virginica"])
-FAST = {"epochs": 15, "batch_size": 32, "random_state": 0, "device": "cpu"}
+FAST = {"epochs": 12, "batch_size": 256, "random_state": 0, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +109,20 @@ def test_training_leaves_a_row_out_of_its_own_memory():
     """Labels without structure: with a row in its own memory, the loss would fall to zero by a sharp similarity."""
     random = np.random.default_rng(0)
     rows, labels = random.normal(size=(60, 4)), random.permutation(np.arange(60) % 2)
-    model = AdaptiveNeighborsClassifier(**{**FAST, "epochs": 60, "batch_size": 60}).fit(rows, labels)
+    model = AdaptiveNeighborsClassifier(**{**FAST, "epochs": 60}).fit(rows, labels)
     assert np.mean(model.history_[-10:]) > 0.5
+
+
+@cache
+def fitted_to_scaled(bases: tuple[str, ...], scale: float) -> AdaptiveNeighborsClassifier:
+    return AdaptiveNeighborsClassifier(**FAST, standardize=False, bases=bases).fit(scale * X[::2], Y[::2])
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 1e3])
 @pytest.mark.parametrize("bases", [("l1",), ("dis", "l1")], ids=str)
 def test_unit_of_all_features_does_not_matter(bases, scale):
     """The inverse temperature follows the scale: weights are neither too uniform nor too sharp."""
-    settings = {**FAST, "standardize": False, "bases": bases}
-    expected, scaled = (AdaptiveNeighborsClassifier(**settings).fit(each * X, Y) for each in (1.0, scale))
+    expected, scaled = (fitted_to_scaled(bases, each) for each in (1.0, scale))
     np.testing.assert_allclose(scaled.predict_proba(scale * X), expected.predict_proba(X), atol=0.01)
     assert np.mean(scaled.history_) < 0.5
 
@@ -131,7 +136,7 @@ def test_training_on_a_variant_helps_with_its_corruption():
     clean = centers[target] + 0.3 * random.normal(size=(400, 16))
     queries = np.where(random.random(clean.shape) < 0.4, random.uniform(-6, 6, clean.shape), clean)
     variant = ah.variants.Replaced(0.4, low=-4.0, high=4.0)
-    settings = {**FAST, "epochs": 60, "bases": ("dis",)}
+    settings = {**FAST, "epochs": 20, "bases": ("dis",)}
     plain, robust = (
         AdaptiveNeighborsClassifier(**settings, variant=each).fit(stored, labels) for each in (None, variant)
     )
@@ -227,7 +232,7 @@ def test_bad_labels(labels):
 
 
 def test_numpy_numbers_are_accepted(fitted):
-    numbers = {"epochs": np.int64(15), "batch_size": np.int32(32), "learning_rate": np.float32(0.05)}
+    numbers = {"epochs": np.int64(12), "batch_size": np.int32(256), "learning_rate": np.float32(0.05)}
     model = AdaptiveNeighborsClassifier(**{**FAST, **numbers}).fit(X[::2], NAMES[Y[::2]])
     np.testing.assert_allclose(model.history_, fitted.history_, rtol=1e-5)
     assert model.kneighbors(X[:2], np.int64(3))[0].shape == (2, 3)

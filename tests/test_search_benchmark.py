@@ -154,7 +154,7 @@ def test_the_network_learns_and_leaves_the_random_state_alone(images):
 def test_the_adaptive_memory_finds_the_class_of_a_corrupted_image(kind, images):
     split = data.split_halves(images, 0)
     variant = data.corruption(kind, (0.0, 0.6), split.stored)
-    classify = ours.adaptive(split.stored, variant, 0, ours.SETTINGS[kind]._replace(steps=20, batch=32))
+    classify = ours.adaptive(split.stored, variant, 0, ours.SETTINGS[kind]._replace(steps=8, batch=128))
     query = data.queries(split, kind, 0.5, 0)
     answer = classify(query)
     assert torch.equal(answer.label, classify.memory.classify(query))

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
 def test_all_parts_run_and_are_reported(tmp_path, capsys):
     output = tmp_path / "costs.csv"
-    sizes = "--sizes 300,600 --queries 1,3 --repeats 1 --shortlist 50 --recall-patterns 2500 --recall-queries 40"
-    recalls = "--recall-shortlists 20,200 --recall-epochs 4"
+    sizes = "--sizes 300,600 --queries 1,3 --repeats 1 --shortlist 50 --recall-patterns 600 --recall-queries 40"
+    recalls = "--recall-shortlists 20,200 --recall-epochs 6"
     main([*sizes.split(), *recalls.split(), "--dim", "8", "--output", str(output)])
     rows, shown = read(output), capsys.readouterr().out
     assert {row["part"] for row in rows} == {"exact", "shortlist", "recall"}

@@ -41,10 +41,16 @@ def with_safetensors_model(memory: ah.AssociativeMemory, other: ah.AssociativeMe
     safetensors.load_model(other, str(path))
 
 
+@pytest.fixture(scope="module")
+def fitted() -> ah.AssociativeMemory:
+    memory = make(61)
+    memory.fit(ah.variants.Masked(0.3), epochs=3, batch=256, progress=False)
+    return memory
+
+
 @pytest.mark.parametrize("copy", [with_torch, with_torch_mapped, with_safetensors, with_safetensors_model])
-def test_a_fitted_memory_is_saved_and_loaded(copy, tmp_path):
-    memory, other = make(61), make(3)
-    memory.fit(ah.variants.Masked(0.3), epochs=5, batch=32, progress=False)
+def test_a_fitted_memory_is_saved_and_loaded(copy, fitted, tmp_path):
+    memory, other = fitted, make(3)
     copy(memory, other, tmp_path / "memory")
     x = torch.randn(7, 16)
     assert other.beta == memory.beta != 1

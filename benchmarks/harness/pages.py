@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, packed, pairs, vit, vit_report
+from benchmarks import kernels_report, packed, pairs, search_costs, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -173,6 +173,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
+    "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
 }
 """The tables, by the NAME of their place."""

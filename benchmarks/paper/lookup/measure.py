@@ -47,7 +47,7 @@ class Size(NamedTuple):
     pretraining: int = 500
 
 
-QUICK = Size(steps=8, lookup_steps=2, persons=3, bags=(8, 8), epochs=1, pretraining=4)
+QUICK = Size(steps=1, lookup_steps=1, persons=3, bags=(4, 4), epochs=1, pretraining=1)
 
 
 class Measurement(NamedTuple):
