@@ -69,3 +69,15 @@ def test_a_block_has_a_bounded_number_of_scores(dim, queries, device):
     size = scoring.block_size(dim, queries, device)
     assert size >= 1
     assert size * queries <= scoring.BLOCK_SCORES
+
+
+def test_search_and_classification_compile_to_one_graph():
+    patterns = torch.randint(-1, 2, (40, 4)).double()  # many equal scores
+    memory, x = AssociativeMemory(patterns, labels=torch.arange(40) % 3), torch.randint(-1, 2, (5, 4)).double()
+
+    def found(x):
+        return *memory.search(x, 3), memory.recall(x), memory.class_scores(x)
+
+    compiled = torch.compile(found, fullgraph=True, backend="eager")(x)
+    for result, expected in zip(compiled, found(x), strict=True):
+        assert torch.equal(result, expected)

@@ -117,7 +117,7 @@ def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     largest = scores.topk(min(k + 1, size), -1)
     # topk chooses arbitrarily among scores that equal the k-th largest. NaN, which is largest, equals nothing.
     unique = largest.values[..., -1] < largest.values[..., -2] if k < size else scores.new_ones(1)
-    if unique.all():
+    if not torch.compiler.is_compiling() and unique.all():  # a branch on values would break the graph
         indices = largest.indices[..., :k].sort(-1).values
     else:
         indices = _first_of_block(scores, k, largest.values[..., k - 1 : k])
