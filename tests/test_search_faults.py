@@ -81,3 +81,9 @@ def test_search_and_classification_compile_to_one_graph():
     compiled = torch.compile(found, fullgraph=True, backend="eager")(x)
     for result, expected in zip(compiled, found(x), strict=True):
         assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "dis", "l1", "adaptive", lambda x, y: x @ y.mT])
+def test_a_shortlist_without_queries_is_empty(similarity):
+    memory = AssociativeMemory(torch.randn(50, 8), similarity)
+    assert [part.shape for part in memory.search(torch.zeros(0, 8), k=2, shortlist=5)] == [(0, 2), (0, 2)]

@@ -56,6 +56,9 @@ def linear_scores(similarity: Similarity, modulate: Callable[[Tensor], Tensor], 
     Raises:
         AHopError: the similarity is not differentiable.
     """
+    if not len(rows):
+        wide = sample.new_empty(0, sample.shape[1], dtype=accumulation_dtype(sample.dtype))
+        return Linear(wide, wide[:, :1])
     size = max(1, SAMPLE_ELEMENTS // sample.numel())
     with torch.inference_mode(False):  # gradients are not recorded in inference mode
         parts = [_linear(similarity, modulate, part.clone(), sample.clone()) for part in torch.split(rows, size)]
