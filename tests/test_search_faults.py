@@ -87,3 +87,18 @@ def test_search_and_classification_compile_to_one_graph():
 def test_a_shortlist_without_queries_is_empty(similarity):
     memory = AssociativeMemory(torch.randn(50, 8), similarity)
     assert [part.shape for part in memory.search(torch.zeros(0, 8), k=2, shortlist=5)] == [(0, 2), (0, 2)]
+
+
+def test_a_shortlist_modulates_matrices_of_patterns():
+    class Normalize(torch.nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.dim = dim
+
+        def forward(self, patterns):
+            return torch.nn.functional.normalize(patterns, dim=self.dim)
+
+    patterns = torch.randn(500, 8) * torch.rand(500, 1) * 3
+    query = patterns[:50] + torch.randn(50, 8)
+    found = [AssociativeMemory(patterns, modulation=Normalize(dim)).search(query, 3, 9)[1] for dim in (1, -1)]
+    assert torch.equal(*found)

@@ -70,7 +70,8 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
     with torch.enable_grad():
         # A copy for each query, because the gradient of a shared sample would be summed over the queries.
         keys = sample.expand(len(rows), *sample.shape).clone().requires_grad_()
-        key = modulate(keys.to(rows.dtype))
+        key = modulate(keys.to(rows.dtype).flatten(0, 1))
+        key = key.reshape(*keys.shape[:2], -1)
         if isinstance(similarity, AdaptiveSimilarity):
             scores = _without_ranks(similarity, rows.unsqueeze(1), key)
         else:
