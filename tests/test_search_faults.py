@@ -1,5 +1,7 @@
 """Associative memories at the edges of their domain: scales, dtypes, sizes, and kinds of arguments."""
 
+import copy
+
 import pytest
 import torch
 
@@ -102,3 +104,27 @@ def test_a_shortlist_modulates_matrices_of_patterns():
     query = patterns[:50] + torch.randn(50, 8)
     found = [AssociativeMemory(patterns, modulation=Normalize(dim)).search(query, 3, 9)[1] for dim in (1, -1)]
     assert torch.equal(*found)
+
+
+def test_half_precision_memories_have_an_inverse_temperature_beyond_float16():
+    patterns = torch.nn.functional.normalize(torch.randn(50, 32), dim=-1) * 0.01
+    labels = torch.arange(50) % 5
+    plain = AssociativeMemory(patterns, labels=labels, beta=2e5)
+    for memory in (AssociativeMemory(patterns.half(), labels=labels, beta=2e5), copy.deepcopy(plain).half()):
+        assert memory.beta == 2e5
+        assert memory.double().beta.dtype == torch.float64
+        memory.half()
+        for result, expected in (
+            (memory.retrieve(patterns), plain.retrieve(patterns)),
+            (memory.class_scores(patterns), plain.class_scores(patterns)),
+            (memory.energy(patterns), plain.energy(patterns)),
+        ):
+            torch.testing.assert_close(result.float(), expected, atol=2e-5, rtol=0.1)
+        assert memory.retrieve(patterns).dtype == memory.energy(patterns).dtype == torch.float16
+
+
+def test_classes_of_half_precision_are_compared_in_float32():
+    memory = AssociativeMemory(torch.eye(3).half() * 100, labels=[4, 5, 6], beta=1e3)
+    x = torch.tensor([[50.0, 100.0, 75.0]])
+    assert memory.class_scores(x).dtype == torch.float16
+    assert memory.classify(x) == 5

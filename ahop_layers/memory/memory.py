@@ -23,6 +23,7 @@ from ahop_layers.memory.search import Array, as_given, as_queries
 from ahop_layers.memory.shards import Rows, all_rows
 from ahop_layers.memory.store import unchanged_on_error
 from ahop_layers.memory.table import TableSimilarity
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.variants import Variant
 
@@ -150,7 +151,9 @@ class AssociativeMemory(ScoredPatterns):
         """
         energy = choose_energy(self.similarity is dot_product, self.separation)
         state = as_queries(x, self.patterns)
-        return as_given(x, energy(state, self._modulated(state), self.scores(state), self.separation, self.beta))
+        wide = accumulation_dtype(state.dtype)
+        modulated, scores = self._modulated(state).to(wide), self.scores(state).to(wide)
+        return as_given(x, energy(state.to(wide), modulated, scores, self.separation, self.beta).to(state.dtype))
 
     def fit(
         self,
@@ -261,14 +264,14 @@ class AssociativeMemory(ScoredPatterns):
         bias = self._bias()
 
         def attend(state: Tensor) -> Tensor:
-            scores = self.beta * self._all_scores(state.flatten(0, -2)).reshape(*state.shape[:-1], self._count)
+            scores = self._logits(self._all_scores(state.flatten(0, -2))).reshape(*state.shape[:-1], self._count)
             if self.activation == "sign" and self.separation.name == "exponential":
                 scores = scores - scores.amax(-1, keepdim=True)  # avoids overflow and leaves the signs unchanged
             weights: Tensor = self.separation(scores, masked=False)
             return weights
 
         def read(weights: Tensor) -> Tensor:
-            shard = self.shard
+            shard, weights = self.shard, weights.to(self.patterns.dtype)
             if shard is None:
                 output = weights @ self.patterns
             else:

@@ -15,6 +15,7 @@ from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, t
 from ahop_layers.memory.shards import all_rows
 from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
 from ahop_layers.memory.store import PatternStore
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import AdaptiveSimilarity
 
 BLOCK_ELEMENTS = 2**21
@@ -206,11 +207,15 @@ class ScoredPatterns(PatternStore):
         >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
         """
+        return as_given(x, self._class_scores(x).to(self.patterns.dtype))
+
+    def _class_scores(self, x: Array) -> Tensor:
+        """Compute the :meth:`class_scores` in the accumulation dtype, because they can exceed float16."""
         rows, own = self._all_rows(x)
         classes = self._given_classes()
         chunks = torch.split(rows, QUERY_ROWS)
         scores = [class_logsumexp(self._logit_blocks(chunk), classes, self.shard) for chunk in chunks]
-        return as_given(x, torch.cat(scores)[own].reshape(*x.shape[:-1], len(classes.labels)))
+        return torch.cat(scores)[own].reshape(*x.shape[:-1], len(classes.labels))
 
     @torch.no_grad()
     def classify(self, x: Array) -> Array:
@@ -224,8 +229,7 @@ class ScoredPatterns(PatternStore):
         >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
         tensor([4, 7])
         """
-        best = self.class_scores(as_queries(x, self.patterns)).argmax(-1)
-        return as_given(x, self.classes[best])
+        return as_given(x, self.classes[self._class_scores(x).argmax(-1)])
 
     def _bias(self) -> Tensor | None:
         """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
@@ -276,4 +280,8 @@ class ScoredPatterns(PatternStore):
 
     def _logit_blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the scores as :meth:`_score_blocks`, multiplied by the inverse temperature."""
-        return (self.beta * scores for scores in self._score_blocks(rows))
+        return map(self._logits, self._score_blocks(rows))
+
+    def _logits(self, scores: Tensor) -> Tensor:
+        """Multiply scores by the inverse temperature, in the accumulation dtype, because the product can be large."""
+        return self.beta * scores.to(accumulation_dtype(scores.dtype))

@@ -105,12 +105,16 @@ class PatternStore(Associator):
             self._classes = Classes(distinct, counts, index[part].clone())
 
     def _apply(self: Store, fn: Any, recurse: bool = True) -> Store:
-        """Move or convert the memory, and the part of a rank, which is not a buffer."""
+        """Move or convert the memory, and the part of a rank, which is not a buffer. ``beta`` can exceed float16."""
+        beta = self.beta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.shard is not None:
             self.patterns = fn(self.patterns)
             self.labels = None if self.labels is None else fn(self.labels)
             self._classes = None if self._classes is None else Classes(*map(fn, self._classes))
+        wide = accumulation_dtype(self.patterns.dtype)
+        if self.beta.dtype != wide:
+            self.beta = beta.to(self.beta.device, wide)
         return self
 
     def _refuse_sharded(self, name: str) -> None:
