@@ -2,9 +2,11 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
+from ahop_layers.errors import AHopError
 from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import scoring
 from ahop_layers.memory.estimates import estimate_bias
@@ -128,3 +130,26 @@ def test_classes_of_half_precision_are_compared_in_float32():
     x = torch.tensor([[50.0, 100.0, 75.0]])
     assert memory.class_scores(x).dtype == torch.float16
     assert memory.classify(x) == 5
+
+
+@pytest.mark.filterwarnings("ignore:fit did not improve")
+def test_numpy_arrays_are_accepted_everywhere():
+    patterns = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    labels = np.arange(20) % 3
+    for memory in (
+        AssociativeMemory(patterns, "adaptive", labels=labels),
+        AssociativeMemory.preset("A-Hop", patterns, labels=labels),
+    ):
+        memory.fit((np.arange(20), patterns), epochs=np.int64(2), batch=np.int32(8), progress=False)
+        memory.fit((labels, patterns), by="label", epochs=2, progress=False)
+        scores, indices = memory.search(patterns, k=np.int64(3), shortlist=np.int64(8))
+        assert scores.shape == indices.shape == (20, 3)
+        assert memory.search(patterns, k=np.int64(3))[1].shape == (20, 3)
+        assert memory.retrieve(patterns, steps=np.int64(2)).shape == (20, 4)
+        assert memory.add(patterns, labels=labels).tolist() == list(range(20, 40))
+
+
+@pytest.mark.parametrize("k", [np.bool_(True), np.float64(2.0), np.int64(0), True])
+def test_sizes_are_integers(k):
+    with pytest.raises(AHopError, match="k must be an integer of at least 1"):
+        AssociativeMemory(torch.eye(4)).search(torch.eye(4), k=k)

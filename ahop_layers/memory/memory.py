@@ -19,7 +19,7 @@ from ahop_layers.memory.labels import labeled_data
 from ahop_layers.memory.losses import Measure, class_loss, label_loss, pattern_loss
 from ahop_layers.memory.presets import preset_arguments
 from ahop_layers.memory.scoring import ScoredPatterns
-from ahop_layers.memory.search import Array, as_given, as_queries
+from ahop_layers.memory.search import Array, as_given, as_queries, from_numpy
 from ahop_layers.memory.shards import Rows, all_rows
 from ahop_layers.memory.store import unchanged_on_error
 from ahop_layers.memory.table import TableSimilarity
@@ -32,13 +32,13 @@ class AssociativeMemory(ScoredPatterns):
     """Stores patterns and retrieves the one that a corrupted query was made from.
 
     Args:
-        patterns: ``(N, d)``, not copied. They may be memory-mapped and larger than the memory of the machine
-            (``torch.from_file``, ``torch.load(..., mmap=True)``); :meth:`search` and :meth:`class_scores` read them
-            block by block. If the similarity has blocks that are not consecutive or not of equal width
-            (``blocks`` is a tensor), scoring arranges the patterns by block once and keeps that copy, up to 2**28
-            elements; larger memories are arranged in each call, to save memory. To need neither, permute the dimensions
-            so that blocks are consecutive, and give their number. The copy is renewed if ``patterns`` is replaced or
-            modified in place, except through ``.data`` or NumPy.
+        patterns: ``(N, d)``, a tensor or a NumPy array, not copied. They may be memory-mapped and larger than the
+            memory of the machine (``torch.from_file``, ``torch.load(..., mmap=True)``); :meth:`search` and
+            :meth:`class_scores` read them block by block. If the similarity has blocks that are not consecutive or not
+            of equal width (``blocks`` is a tensor), scoring arranges the patterns by block once and keeps that copy, up
+            to 2**28 elements; larger memories are arranged in each call, to save memory. To need neither, permute the
+            dimensions so that blocks are consecutive, and give their number. The copy is renewed if ``patterns`` is
+            replaced or modified in place, except through ``.data`` or NumPy.
         similarity: ``"dot"``, ``"dis"``, ``"l1"``, ``"adaptive"``, or a module or function that scores queries
             ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
         separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
@@ -67,7 +67,7 @@ class AssociativeMemory(ScoredPatterns):
 
     def __init__(
         self,
-        patterns: Tensor,
+        patterns: Any,
         similarity: str | Similarity = "dot",
         separation: str | Separation = "softmax",
         modulation: nn.Module | None = None,
@@ -90,13 +90,13 @@ class AssociativeMemory(ScoredPatterns):
         self.activation, self.objective = activation, objective
 
     @classmethod
-    def preset(cls, name: str, patterns: Tensor, **keywords: Any) -> "AssociativeMemory":
+    def preset(cls, name: str, patterns: Any, **keywords: Any) -> "AssociativeMemory":
         """Create a network of the paper's first table.
 
         Args:
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
-            patterns: ``(N, d)``.
+            patterns: ``(N, d)``, a tensor or a NumPy array.
             keywords: ``labels``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop, whose energy
                 does not increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``,
                 ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a
@@ -110,6 +110,7 @@ class AssociativeMemory(ScoredPatterns):
         >>> memory.similarity
         AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=True)
         """
+        patterns = from_numpy(patterns)
         return cls(patterns, **preset_arguments(name, patterns, **keywords))
 
     @torch.no_grad()
@@ -179,7 +180,7 @@ class AssociativeMemory(ScoredPatterns):
 
         Args:
             data: a variant, from which every epoch draws ``batch`` queries; or pairs ``(index (n,), query (n, d))``,
-                which every epoch splits into shuffled batches. K-Hop needs no data.
+                tensors or NumPy arrays, which every epoch splits into shuffled batches. K-Hop needs no data.
             epochs: number of epochs.
             lr: maximum learning rate of Adam. It rises for a tenth of the steps, then falls to zero.
             batch: number of queries per step.
@@ -206,7 +207,9 @@ class AssociativeMemory(ScoredPatterns):
         check_choice("by", by, ("pattern", "label"))
         if by == "label" and self.objective == "separation":
             raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
-        if self.shard is not None and isinstance(data, (tuple, list)):
+        if isinstance(data, (tuple, list)):
+            data = tuple(from_numpy(each, self.patterns.device) for each in data)
+        if self.shard is not None and isinstance(data, tuple):
             self.shard.check_equal("data", *(torch.as_tensor(each) for each in data))
         origins: Rows = all_rows(self.patterns, self.shard)
         measure: Measure = partial(pattern_loss, shard=self.shard)
@@ -282,4 +285,4 @@ class AssociativeMemory(ScoredPatterns):
             # The similarity subtracts the bias from its query, so it is added to a state made of patterns.
             return read(weights) if bias is None else read(weights) + bias
 
-        return read(iterate(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]
+        return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]

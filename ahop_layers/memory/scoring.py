@@ -51,10 +51,10 @@ class ScoredPatterns(PatternStore):
     _index: Index | None = None
 
     def __init__(
-        self, patterns: Tensor, similarity: str | Similarity, modulation: nn.Module | None, **stored: Any
+        self, patterns: Any, similarity: str | Similarity, modulation: nn.Module | None, **stored: Any
     ) -> None:
         super().__init__(patterns, **stored)
-        self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
+        self.similarity = named_similarity(similarity, self.patterns) if isinstance(similarity, str) else similarity
         check_callable(similarity=self.similarity)
         if modulation is not None:
             check_callable(modulation=modulation)
@@ -122,6 +122,8 @@ class ScoredPatterns(PatternStore):
             check_sizes(shortlist=shortlist)
             if shortlist < k:
                 raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
+            shortlist = int(shortlist)
+        k = int(k)  # PyTorch does not accept all integers of NumPy
         rows, own = self._all_rows(x)
         found = zip(*(self._search(chunk, k, shortlist) for chunk in torch.split(rows, QUERY_ROWS)), strict=True)
         scores, indices = (torch.cat(each)[own].reshape(*x.shape[:-1], k) for each in found)

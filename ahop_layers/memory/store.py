@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ahop_layers.errors import AHopError, check_finite_rows, check_numbers, check_patterns, describe
 from ahop_layers.memory.estimates import scale_of
 from ahop_layers.memory.labels import Classes, as_labels, classes_of
-from ahop_layers.memory.search import check_width
+from ahop_layers.memory.search import check_width, from_numpy
 from ahop_layers.memory.shards import Shard
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import Associator
@@ -29,10 +29,11 @@ class PatternStore(Associator):
     _fits_beta = True
     _classes: Classes | None = None  # of all ranks, if sharded
 
-    def __init__(self, patterns: Tensor, labels: Any, prior: bool, check: bool, beta: float | None) -> None:
+    def __init__(self, patterns: Any, labels: Any, prior: bool, check: bool, beta: float | None) -> None:
         super().__init__()
         if beta is not None:
             check_numbers("a positive number", beta=beta)
+        patterns = from_numpy(patterns)
         check_patterns(patterns)
         if check:
             check_finite_rows(patterns=patterns)
@@ -121,13 +122,13 @@ class PatternStore(Associator):
         if self.shard is not None:
             raise AHopError(f"{name} must be called before shard_, got a memory that is sharded")
 
-    def add(self, patterns: Tensor, check: bool = True, *, labels: Any = None) -> Tensor:
+    def add(self, patterns: Any, check: bool = True, *, labels: Any = None) -> Tensor:
         """Store more patterns without refitting, and return their indices ``(n,)``.
 
         With a prior, the new patterns get the mean prior.
 
         Args:
-            patterns: ``(n, d)``.
+            patterns: ``(n, d)``, a tensor or a NumPy array.
             check: raise if a pattern holds NaN or infinity. False skips the check.
             labels: the class of each new pattern, integers ``(n,)``. Required if and only if the memory has labels.
 
@@ -141,6 +142,7 @@ class PatternStore(Associator):
         tensor([3, 4])
         """
         self._refuse_sharded("add")
+        patterns = from_numpy(patterns)
         check_patterns(patterns)
         check_width("patterns", patterns, self.patterns)
         before, added = len(self.patterns), patterns.detach().to(self.patterns)
