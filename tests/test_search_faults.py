@@ -153,3 +153,14 @@ def test_numpy_arrays_are_accepted_everywhere():
 def test_sizes_are_integers(k):
     with pytest.raises(AHopError, match="k must be an integer of at least 1"):
         AssociativeMemory(torch.eye(4)).search(torch.eye(4), k=k)
+
+
+def test_labels_can_be_a_column_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    labels = pandas.Series([4, 5, 4], index=[7, 8, 9])
+    memory = AssociativeMemory(torch.eye(3), labels=labels)
+    assert memory.labels.tolist() == [4, 5, 4]
+    memory.add(torch.eye(3), labels=labels)
+    assert memory.classify(torch.eye(3)).tolist() == [4, 5, 4]
+    with pytest.raises(AHopError, match="labels must be integers"):
+        AssociativeMemory(torch.eye(3), labels=pandas.Series(["a", "b", "a"]))

@@ -57,8 +57,10 @@ def as_given(x: Array, result: Tensor) -> Array:
 
 
 def from_numpy(x: Any, device: torch.device | None = None) -> Any:
-    """Returns a NumPy array as a tensor on ``device``, and anything else unchanged."""
+    """Returns a NumPy array, or a column of pandas, as a tensor on ``device``, and anything else unchanged."""
     numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
+    if hasattr(x, "to_numpy"):
+        x = x.to_numpy()
     if numpy is None or not isinstance(x, numpy.ndarray):
         return x
     # Copies arrays that are read-only or have negative strides, which torch.from_numpy does not support.
