@@ -164,3 +164,32 @@ def test_labels_can_be_a_column_of_pandas():
     assert memory.classify(torch.eye(3)).tolist() == [4, 5, 4]
     with pytest.raises(AHopError, match="labels must be integers"):
         AssociativeMemory(torch.eye(3), labels=pandas.Series(["a", "b", "a"]))
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-12, 1.0, 1e12, 1e15])
+def test_a_shortlist_finds_the_same_patterns_at_any_scale(scale):
+    patterns = torch.randn(300, 8) * torch.rand(300, 1) * 3
+    query = patterns[:50] + 0.3 * torch.randn(50, 8)
+    memory, expected = (AssociativeMemory(patterns * factor, "dis") for factor in (scale, 1.0))
+    found = memory.search(query * scale, 3, 10)[1] == expected.search(query, 3)[1]
+    assert found.double().mean() > 0.98
+
+
+@pytest.mark.parametrize("beta", [1e-50, 1e39])
+def test_beta_is_within_the_range_of_the_dtype(beta):
+    with pytest.raises(AHopError, match="beta must be a positive number within the range of"):
+        AssociativeMemory(torch.eye(3), beta=beta)
+    assert AssociativeMemory(torch.eye(3).double(), beta=beta).beta == beta
+
+
+def test_a_fit_in_inference_mode_is_refused():
+    memory = AssociativeMemory.preset("A-Hop", torch.randn(5, 3))
+    with torch.inference_mode(), pytest.raises(AHopError, match="fit needs gradients"):
+        memory.fit(Noisy(std=0.1), epochs=1, progress=False)
+
+
+def test_bases_of_a_classifier_can_be_one_name():
+    neighbors = pytest.importorskip("ahop_layers.tabular")
+    rows = np.arange(16.0).reshape(8, 2)
+    model = neighbors.AdaptiveNeighborsClassifier(bases="l1", epochs=2, random_state=0).fit(rows, np.arange(8) > 3)
+    assert model.memory_.similarity.bases == ("l1",)

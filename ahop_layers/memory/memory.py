@@ -204,6 +204,8 @@ class AssociativeMemory(ScoredPatterns):
         >>> bool(losses[-5:].mean() < losses[:5].mean())
         True
         """
+        if torch.is_inference_mode_enabled():
+            raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
         check_choice("by", by, ("pattern", "label"))
         if by == "label" and self.objective == "separation":
             raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")

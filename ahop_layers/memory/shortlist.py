@@ -81,11 +81,14 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
         (gradient,) = torch.autograd.grad(scores.sum(), keys)
     slope, rest = gradient.mean(1), scores.detach().to(sample.dtype)
     mean = sample.mean(0)
-    square = (sample - mean).square().sum(-1)
+    deviation = sample - mean
+    scale = deviation.abs().max()
+    scale = torch.where(scale > 0, scale, 1.0)  # divides the deviations, because their fourth powers can overflow
+    square = (deviation / scale).square().sum(-1)
     square = square - square.mean()
-    rest = rest - slope @ (sample - mean).mT
+    rest = rest - slope @ deviation.mT
     curvature = -(rest @ square)[:, None] / square.square().sum().clamp(min=torch.finfo(square.dtype).tiny)
-    curvature = curvature.clamp(min=0)
+    curvature = curvature.clamp(min=0) / scale / scale
     return Linear(slope + 2 * curvature * mean, curvature)  # |pattern - mean|^2, expanded
 
 

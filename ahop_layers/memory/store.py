@@ -40,6 +40,8 @@ class PatternStore(Associator):
         self.register_buffer("patterns", patterns.detach())
         wide = accumulation_dtype(patterns.dtype)
         temperature = torch.tensor(1.0 if beta is None else float(beta), dtype=wide, device=patterns.device)
+        if not temperature.is_meta and not 0 < temperature < torch.inf:
+            raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("beta", temperature)
         self._fits_beta = beta is None
         self.register_buffer("labels", None if labels is None else as_labels(labels, len(patterns), patterns.device))
