@@ -5,12 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import scoring
 from ahop_layers.memory.estimates import estimate_bias
 from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.shards import Shard
 from ahop_layers.variants import Noisy
 
 
@@ -193,3 +195,41 @@ def test_bases_of_a_classifier_can_be_one_name():
     rows = np.arange(16.0).reshape(8, 2)
     model = neighbors.AdaptiveNeighborsClassifier(bases="l1", epochs=2, random_state=0).fit(rows, np.arange(8) > 3)
     assert model.memory_.similarity.bases == ("l1",)
+
+
+@pytest.fixture
+def group(tmp_path):
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        pytest.skip("torch.distributed with gloo is not available")
+    distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_failed_communication_is_not_blamed_on_the_device(group, monkeypatch):
+    memory = AssociativeMemory(torch.eye(3)).shard_()
+
+    def fail(*args, **keywords):
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(distributed, "all_gather", fail)
+    with pytest.raises(RuntimeError, match="connection closed by peer") as raised:
+        memory.search(torch.eye(3))
+    assert not isinstance(raised.value, AHopError)
+
+
+def test_a_group_must_support_the_device_of_the_patterns(group):
+    with pytest.raises(AHopError, match="group must support tensors on meta"):
+        Shard(None, 3, 1.0, torch.device("meta"))
+
+
+def test_invalid_queries_raise_on_every_rank(group, monkeypatch):
+    memory, gather = AssociativeMemory(torch.eye(3)).shard_(), Shard.gather
+    sent = []
+    monkeypatch.setattr(Shard, "gather", lambda self, tensor: sent.append(tensor) or gather(self, tensor))
+    with pytest.raises(AHopError, match="queries x must be"):
+        memory.search(torch.eye(4))
+    assert sent[0].tolist() == [0, 0, 1]  # the other ranks are told
+    monkeypatch.setattr(Shard, "gather", lambda self, tensor: torch.stack([tensor, sent[0]]))
+    with pytest.raises(AHopError, match="queries x must be valid on all ranks, got an error on rank 1"):
+        memory.search(torch.eye(3))

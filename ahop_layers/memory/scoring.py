@@ -248,8 +248,13 @@ class ScoredPatterns(PatternStore):
 
     def _all_rows(self, x: Array) -> tuple[Tensor, slice]:
         """Returns the queries that this rank scores as a matrix, those of all ranks, and the place of ``x`` in them."""
-        rows = self._rows(x)
-        return (rows, slice(None)) if self.shard is None else self.shard.queries(rows)
+        if self.shard is None:
+            return self._rows(x), slice(None)
+        try:
+            rows = self._rows(x)
+        except AHopError as error:
+            return self.shard.queries(self.patterns[:0], error)
+        return self.shard.queries(rows)
 
     def _chunks(self, rows: Tensor) -> Sequence[Tensor]:
         """Splits queries ``rows (L, d)`` so that the scores of each part for all patterns fit in memory."""

@@ -88,7 +88,7 @@ class PatternStore(Associator):
         """
         if self.shard is not None:
             raise AHopError(f"shard_ must be called once, got a memory that is sharded over {self.shard.ranks} ranks")
-        shard = Shard(group, len(self.patterns), scale_of(self.patterns))
+        shard = Shard(group, len(self.patterns), scale_of(self.patterns), self.patterns.device)
         shard.check_shapes("patterns", self.patterns)
         shard.check_equal("labels", self.patterns.new_zeros(0) if self.labels is None else self.labels)
         patterns, labels = self.patterns, self.labels
@@ -263,7 +263,8 @@ class PatternStore(Associator):
         patterns = state_dict.pop(prefix + "patterns")
         labels = None if self.labels is None else state_dict.pop(prefix + "labels").to(self.patterns.device)
         if self.shard is not None:
-            self._keep(Shard(self.shard.group, len(patterns), scale_of(patterns)), patterns.to(self.patterns), labels)
+            shard = Shard(self.shard.group, len(patterns), scale_of(patterns), self.patterns.device)
+            self._keep(shard, patterns.to(self.patterns), labels)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled memory, also one from before ``beta`` existed."""
