@@ -233,3 +233,31 @@ def test_invalid_queries_raise_on_every_rank(group, monkeypatch):
     monkeypatch.setattr(Shard, "gather", lambda self, tensor: torch.stack([tensor, sent[0]]))
     with pytest.raises(AHopError, match="queries x must be valid on all ranks, got an error on rank 1"):
         memory.search(torch.eye(3))
+
+
+class NothingFound:
+    def check(self, patterns):
+        pass
+
+    def shortlist(self, linear, m):
+        shape = len(linear.slope), m
+        return torch.full(shape, -torch.inf), torch.zeros(shape, dtype=torch.long)
+
+
+def test_an_index_names_queries_that_are_not_finite_and_can_be_removed():
+    memory, x = AssociativeMemory(torch.eye(5)), torch.eye(5)[:2].clone()
+    memory._index = NothingFound()
+    with pytest.raises(AHopError, match="set its nprobe"):
+        memory.search(x, 2, shortlist=3)
+    x[1, 2] = torch.nan
+    with pytest.raises(AHopError, match="queries x must be finite, got NaN or infinity in row 1"):
+        memory.search(x, 2, shortlist=3)
+    assert memory.build_index(None) is None
+    assert memory.search(torch.eye(5), shortlist=3)[1].flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_index_of_inference_tensors_is_refused():
+    with torch.inference_mode():
+        memory = AssociativeMemory(torch.randn(5, 3))
+    with pytest.raises(AHopError, match="build_index needs patterns created outside inference mode"):
+        memory.build_index("Flat")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.association import Similarity, dot_product
-from ahop_layers.errors import AHopError, check_callable, check_choice, check_sizes
+from ahop_layers.errors import AHopError, check_callable, check_choice, check_finite_rows, check_sizes
 from ahop_layers.memory.arranged import arranged_patterns
 from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.presets import named_similarity
@@ -151,6 +151,7 @@ class ScoredPatterns(PatternStore):
             first, scores, indices = self.shard.candidates(first, scores, indices, m=m)
         scores, indices = best_of_shortlist(first, scores, indices, m, k)
         if self._index is not None and (scores == -torch.inf).any():
+            check_finite_rows(**{"queries x": rows})
             raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
         return scores, indices
 
@@ -169,19 +170,22 @@ class ScoredPatterns(PatternStore):
         prior = self._own_prior()
         return scores if prior is None else scores + prior[indices]
 
-    def build_index(self, description: str = "HNSW32", metric: str | None = None) -> Any:
+    def build_index(self, description: str | None = "HNSW32", metric: str | None = None) -> Any:
         """Build a FAISS index of the patterns, which finds the shortlists of later searches, and return it.
 
         An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
-        saved. If the patterns change, it must be built again. With shards, each rank builds one of its part.
+        saved. If the patterns change, for example by :meth:`add`, ``.double()`` or ``load_state_dict``, it must be
+        built again or removed before the next shortlist. With shards, each rank builds one of its part.
 
         Args:
             description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
-                index, such as ``nprobe``, on the result.
+                index, such as ``nprobe``, on the result. None removes the index: a matrix product finds later
+                shortlists.
             metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
 
         Raises:
-            AHopError: FAISS is not installed (extra ``search``), or an argument is invalid.
+            AHopError: FAISS is not installed (extra ``search``), an argument is invalid, or the patterns were created
+                in inference mode.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
@@ -189,6 +193,11 @@ class ScoredPatterns(PatternStore):
         >>> memory.search(memory.patterns[:2], shortlist=100)[1].flatten()
         tensor([0, 1])
         """
+        if description is None:
+            self._index = None
+            return None
+        if self.patterns.is_inference():  # without a version counter, changes could not be noticed
+            raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
         metric = metric or ("dot" if self.similarity is dot_product else "dis")
         check_choice("metric", metric, ("dis", "dot"))
         self._index = Index(self.patterns, description, metric)

@@ -198,7 +198,8 @@ class Index:
     def check(self, patterns: Tensor) -> None:
         """Raises unless the index was built for these patterns."""
         if self.patterns is not patterns or self.version != patterns._version:
-            raise AHopError("the index must be that of the stored patterns, got one of others: call build_index again")
+            rule = "the index must be that of the stored patterns, got one of others"
+            raise AHopError(f"{rule}: call build_index again, or build_index(None) to search without")
 
     def shortlist(self, linear: Linear, m: int) -> tuple[Tensor, Tensor]:
         """Returns approximate scores and the indices of ``m`` patterns for each query: ``(L, m)`` each.
