@@ -261,3 +261,11 @@ def test_an_index_of_inference_tensors_is_refused():
         memory = AssociativeMemory(torch.randn(5, 3))
     with pytest.raises(AHopError, match="build_index needs patterns created outside inference mode"):
         memory.build_index("Flat")
+
+
+@pytest.mark.parametrize("keywords", [{}, {"debias": True}, {"prior": True}, {"table": True}], ids=str)
+def test_a_fit_of_float16_names_the_dtype(keywords):
+    memory = AssociativeMemory.preset("A-Hop", torch.randn(20, 8).half(), **keywords)
+    with pytest.raises(AHopError, match=r"got torch.float16: call memory.float\(\)"):
+        memory.fit(Noisy(std=0.1), epochs=2, progress=False)
+    assert memory.float().fit(Noisy(std=0.1), epochs=2, progress=False).isfinite().all()

@@ -194,8 +194,8 @@ class AssociativeMemory(ScoredPatterns):
             The loss of every step.
 
         Raises:
-            AHopError: the memory has no trainable parameters, an argument is invalid, or the loss is not finite. The
-                parameters are then unchanged.
+            AHopError: the memory has no trainable parameters, the patterns are float16 (squared gradients underflow),
+                an argument is invalid, or the loss is not finite. The parameters are then unchanged.
 
         >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(50, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -206,6 +206,8 @@ class AssociativeMemory(ScoredPatterns):
         """
         if torch.is_inference_mode_enabled():
             raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
+        if self.patterns.dtype == torch.float16:
+            raise AHopError("fit needs patterns of another dtype, got torch.float16: call memory.float() before")
         check_choice("by", by, ("pattern", "label"))
         if by == "label" and self.objective == "separation":
             raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
