@@ -172,7 +172,8 @@ class AssociativeMemory(ScoredPatterns):
         softmax of the scores for every separation, because the logarithm of a sparse weight can be infinite. A bias of
         zero is first initialized to its least-squares estimate, and the inverse temperature :attr:`beta` to the one of
         the smallest loss. Steps are relative to the scale of the patterns and to ``beta``, so that the result does not
-        depend on the unit of the data.
+        depend on the unit of the data. Weights that are given, as a module or as a tensor ``init``, are in that unit:
+        if their bases grow with different powers of it, as ``"l1"`` and ``"dot"`` do, the result depends on it.
 
         A tenth of the pairs, at most 512, is held out; for a variant, 512 further queries. The memory keeps the
         parameters with the smallest of about ten losses on them. ``fit`` warns if none of these is smaller than the
