@@ -1,7 +1,7 @@
 """The exception class of the package and the checks that raise it."""
 
 from collections.abc import Callable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def check_callable(**values: object) -> None:
 def check_sizes(**sizes: object) -> None:
     """Raises unless every size is an integer of at least 1."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, int | Integral) or isinstance(size, bool) or size < 1:
             raise AHopError(f"{name} must be an integer of at least 1, got {size!r}")
 
 

@@ -63,6 +63,7 @@ def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, gen
         AHopError: ``data`` is neither a variant nor a pair, or does not match the patterns.
     """
     check_sizes(epochs=epochs, batch=batch)
+    epochs, batch = int(epochs), int(batch)  # PyTorch does not accept all integers of NumPy
     if isinstance(data, Variant):
         fresh = sample_pairs(data, patterns, HELD_OUT, generator)
         draws = (sample_pairs(data, patterns, batch, generator) for _ in range(epochs))
@@ -87,6 +88,7 @@ def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, gen
 def separation_batches(patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
     """One batch per epoch: ``batch`` random patterns without replacement."""
     check_sizes(epochs=epochs, batch=batch)
+    epochs, batch = int(epochs), int(batch)  # PyTorch does not accept all integers of NumPy
 
     def drawn() -> Iterator[Tensor]:
         for _ in range(epochs):

@@ -23,16 +23,20 @@ patterns, and training is slow.
 def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: int, generator: torch.Generator) -> None:
     """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
 
-    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. Gradient
-    descent finds the bias only slowly, and until then the other weights compensate for a wrong one.
+    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. It is 1 if
+    all queries come from one pattern, because they do not determine it then. Gradient descent finds the bias only
+    slowly, and until then the other weights compensate for a wrong one.
     """
     if bias.any():
         return
     index, query = sample_pairs(data, patterns, 8 * batch, generator) if isinstance(data, Variant) else data
-    origin = patterns[index]
+    wide = accumulation_dtype(query.dtype)
+    origin, query = patterns[index].to(wide), query.to(wide)
     mean = origin.mean(0)
     deviation = origin - mean
-    slope = (deviation * query).sum() / deviation.square().sum().clamp(min=torch.finfo(deviation.dtype).tiny)
+    total = deviation.square().sum()
+    varies = total > 1e-6 * origin.square().sum()  # more than the rounding of the mean
+    slope = torch.where(varies, (deviation * query).sum() / total, 1.0)
     bias.copy_(query.mean(0) - slope * mean)
 
 
@@ -51,12 +55,13 @@ def scale_of(patterns: Tensor) -> float:
 @torch.no_grad()
 def best_inverse_temperature(
     scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], shard: Shard | None = None
-) -> Tensor | None:
-    """The factor of the scores that minimizes the loss of ``batches``: a scalar, or None if no factor lowers it.
+) -> Tensor:
+    """The factor of the scores that minimizes the loss of ``batches``, a scalar.
 
     The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
     them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
-    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION.
+    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers
+    the loss.
 
     Args:
         scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
@@ -77,9 +82,8 @@ def best_inverse_temperature(
 
     octaves = torch.arange(-6, 11, device=unit.device).to(unit.dtype).exp2()
     best = search(torch.cat([torch.zeros_like(octaves[:1]), octaves]))
-    if best == 0:
-        return None
-    best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
+    if best > 0:
+        best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
     return unit * best.clamp(min=MIN_DEVIATION)
 
 

@@ -125,6 +125,13 @@ def _groups(
     return groups
 
 
+@torch.no_grad()
+def mean_loss(loss: Callable[[Any], Tensor], batches: Sequence[Pairs]) -> float:
+    """The mean loss of the queries of all batches."""
+    count = sum(len(target) for target, _ in batches)
+    return sum(len(batch[0]) / count * loss(batch).item() for batch in batches)
+
+
 class _Best:
     """Keeps the parameters with the smallest loss on held-out queries. Without such queries it does nothing."""
 
@@ -140,8 +147,7 @@ class _Best:
         """Compute the loss on the held-out queries, and copy the parameters if it is the smallest so far."""
         if not self._held_out:
             return
-        count = sum(len(target) for target, _ in self._held_out)
-        loss = sum(len(batch[0]) / count * self._measure(batch).item() for batch in self._held_out)
+        loss = mean_loss(self._measure, self._held_out)
         if loss < self.loss:
             self.loss, self._values = loss, [parameter.detach().clone() for parameter in self._parameters]
 

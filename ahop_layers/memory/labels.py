@@ -55,7 +55,7 @@ def classes_of(labels: Tensor) -> Classes:
 
     They are kept for as long as ``labels`` exists, and are computed again if the tensor was modified in place.
     """
-    if labels.is_inference():  # no version counter
+    if torch.compiler.is_compiling() or labels.is_inference():  # inference tensors have no version counter
         return _classes(labels)
     kept = _kept.get(labels)
     if kept is None or kept[0] != labels._version:

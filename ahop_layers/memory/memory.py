@@ -1,6 +1,7 @@
 """AssociativeMemory: retrieval from stored patterns Xi by ``y = Xi sep(sim(mod(Xi), x))``."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,17 @@ from ahop_layers.errors import AHopError, check_callable, check_choice, check_si
 from ahop_layers.memory.batches import Batches, Pairs, retrieval_batches, seeded_generator, separation_batches
 from ahop_layers.memory.energy import choose_energy
 from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias, scale_of
-from ahop_layers.memory.fit import Fitted, minimize
+from ahop_layers.memory.fit import Fitted, mean_loss, minimize
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.labels import labeled_data
 from ahop_layers.memory.losses import Measure, class_loss, label_loss, pattern_loss
 from ahop_layers.memory.presets import preset_arguments
 from ahop_layers.memory.scoring import ScoredPatterns
-from ahop_layers.memory.search import Array, as_given, as_queries
+from ahop_layers.memory.search import Array, as_given, as_queries, from_numpy
 from ahop_layers.memory.shards import Rows, all_rows
 from ahop_layers.memory.store import unchanged_on_error
 from ahop_layers.memory.table import TableSimilarity
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.variants import Variant
 
@@ -30,13 +32,13 @@ class AssociativeMemory(ScoredPatterns):
     """Stores patterns and retrieves the one that a corrupted query was made from.
 
     Args:
-        patterns: ``(N, d)``, not copied. They may be memory-mapped and larger than the memory of the machine
-            (``torch.from_file``, ``torch.load(..., mmap=True)``); :meth:`search` and :meth:`class_scores` read them
-            block by block. If the similarity has blocks that are not consecutive or not of equal width
-            (``blocks`` is a tensor), scoring arranges the patterns by block once and keeps that copy, up to 2**28
-            elements; larger memories are arranged in each call, to save memory. To need neither, permute the dimensions
-            so that blocks are consecutive, and give their number. The copy is renewed if ``patterns`` is replaced or
-            modified in place, except through ``.data`` or NumPy.
+        patterns: ``(N, d)``, a tensor or a NumPy array, not copied. They may be memory-mapped and larger than the
+            memory of the machine (``torch.from_file``, ``torch.load(..., mmap=True)``); :meth:`search` and
+            :meth:`class_scores` read them block by block. If the similarity has blocks that are not consecutive or not
+            of equal width (``blocks`` is a tensor), scoring arranges the patterns by block once and keeps that copy, up
+            to 2**28 elements; larger memories are arranged in each call, to save memory. To need neither, permute the
+            dimensions so that blocks are consecutive, and give their number. The copy is renewed if ``patterns`` is
+            replaced or modified in place, except through ``.data`` or NumPy.
         similarity: ``"dot"``, ``"dis"``, ``"l1"``, ``"adaptive"``, or a module or function that scores queries
             ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
         separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
@@ -49,7 +51,9 @@ class AssociativeMemory(ScoredPatterns):
             :func:`~ahop_layers.memory.kernel.crowding` of the modulated patterns.
         check: raise if a pattern holds NaN or infinity. False skips the check, which reads all patterns once.
         beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
-            1 until :meth:`fit` sets it; a number is kept. It does not change which score is the largest.
+            1 until :meth:`fit` sets it; a number is kept. It does not change which score is the largest. A state dict
+            has its value, but not whether it was given: a memory that loads one keeps it in a later :meth:`fit` only if
+            it was created with a number as well.
 
     Raises:
         AHopError: an argument is invalid.
@@ -63,7 +67,7 @@ class AssociativeMemory(ScoredPatterns):
 
     def __init__(
         self,
-        patterns: Tensor,
+        patterns: Any,
         similarity: str | Similarity = "dot",
         separation: str | Separation = "softmax",
         modulation: nn.Module | None = None,
@@ -86,13 +90,13 @@ class AssociativeMemory(ScoredPatterns):
         self.activation, self.objective = activation, objective
 
     @classmethod
-    def preset(cls, name: str, patterns: Tensor, **keywords: Any) -> "AssociativeMemory":
+    def preset(cls, name: str, patterns: Any, **keywords: Any) -> "AssociativeMemory":
         """Create a network of the paper's first table.
 
         Args:
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
-            patterns: ``(N, d)``.
+            patterns: ``(N, d)``, a tensor or a NumPy array.
             keywords: ``labels``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop, whose energy
                 does not increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``,
                 ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a
@@ -106,6 +110,7 @@ class AssociativeMemory(ScoredPatterns):
         >>> memory.similarity
         AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=True)
         """
+        patterns = from_numpy(patterns)
         return cls(patterns, **preset_arguments(name, patterns, **keywords))
 
     @torch.no_grad()
@@ -147,7 +152,9 @@ class AssociativeMemory(ScoredPatterns):
         """
         energy = choose_energy(self.similarity is dot_product, self.separation)
         state = as_queries(x, self.patterns)
-        return as_given(x, energy(state, self._modulated(state), self.scores(state), self.separation, self.beta))
+        wide = accumulation_dtype(state.dtype)
+        modulated, scores = self._modulated(state).to(wide), self.scores(state).to(wide)
+        return as_given(x, energy(state.to(wide), modulated, scores, self.separation, self.beta).to(state.dtype))
 
     def fit(
         self,
@@ -165,14 +172,16 @@ class AssociativeMemory(ScoredPatterns):
         softmax of the scores for every separation, because the logarithm of a sparse weight can be infinite. A bias of
         zero is first initialized to its least-squares estimate, and the inverse temperature :attr:`beta` to the one of
         the smallest loss. Steps are relative to the scale of the patterns and to ``beta``, so that the result does not
-        depend on the unit of the data.
+        depend on the unit of the data. Weights that are given, as a module or as a tensor ``init``, are in that unit:
+        if their bases grow with different powers of it, as ``"l1"`` and ``"dot"`` do, the result depends on it.
 
         A tenth of the pairs, at most 512, is held out; for a variant, 512 further queries. The memory keeps the
-        parameters with the smallest of about ten losses on them. ``fit`` warns if the first is the smallest.
+        parameters with the smallest of about ten losses on them. ``fit`` warns if none of these is smaller than the
+        loss at the start, before or after the bias and ``beta`` are set.
 
         Args:
             data: a variant, from which every epoch draws ``batch`` queries; or pairs ``(index (n,), query (n, d))``,
-                which every epoch splits into shuffled batches. K-Hop needs no data.
+                tensors or NumPy arrays, which every epoch splits into shuffled batches. K-Hop needs no data.
             epochs: number of epochs.
             lr: maximum learning rate of Adam. It rises for a tenth of the steps, then falls to zero.
             batch: number of queries per step.
@@ -186,8 +195,8 @@ class AssociativeMemory(ScoredPatterns):
             The loss of every step.
 
         Raises:
-            AHopError: the memory has no trainable parameters, an argument is invalid, or the loss is not finite. The
-                parameters are then unchanged.
+            AHopError: the memory has no trainable parameters, the patterns are float16 (squared gradients underflow),
+                an argument is invalid, or the loss is not finite. The parameters are then unchanged.
 
         >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(50, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -196,10 +205,16 @@ class AssociativeMemory(ScoredPatterns):
         >>> bool(losses[-5:].mean() < losses[:5].mean())
         True
         """
+        if torch.is_inference_mode_enabled():
+            raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
+        if self.patterns.dtype == torch.float16:
+            raise AHopError("fit needs patterns of another dtype, got torch.float16: call memory.float() before")
         check_choice("by", by, ("pattern", "label"))
         if by == "label" and self.objective == "separation":
             raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
-        if self.shard is not None and isinstance(data, (tuple, list)):
+        if isinstance(data, (tuple, list)):
+            data = tuple(from_numpy(each, self.patterns.device) for each in data)
+        if self.shard is not None and isinstance(data, tuple):
             self.shard.check_equal("data", *(torch.as_tensor(each) for each in data))
         origins: Rows = all_rows(self.patterns, self.shard)
         measure: Measure = partial(pattern_loss, shard=self.shard)
@@ -218,34 +233,34 @@ class AssociativeMemory(ScoredPatterns):
                     self, self.modulation.separation_loss, batches, lr, self._shows(progress), shard=self.shard
                 ).losses
             batches = retrieval_batches(data, origins, epochs, batch, generator)
+
+            def loss(batch: Pairs) -> Tensor:
+                target, query = batch
+                return measure(self._logit_blocks(self._rows(query)), target)
+
+            first = mean_loss(loss, batches.held_out)
             bias = self._bias()
             if bias is not None and bias.requires_grad and data is not None:
                 estimate_bias(bias, data, origins, batch, generator)
-            fitted = self._minimize(measure, batches, lr, progress)
-        if not fitted.best < fitted.first:
+            if self._fits_beta:
+                held_out = [(target, self._rows(query)) for target, query in batches.held_out]
+                self.beta.copy_(best_inverse_temperature(self._score_blocks, measure, held_out, self.shard))
+            fitted = self._minimize(loss, batches, lr, progress)
+        first = min(first, fitted.first)
+        if not fitted.best < first:
             warnings.warn(
-                f"fit did not improve the loss of the held-out queries, {fitted.first:.4g}, and kept the initial"
-                " weights: use more epochs, more pairs or another lr",
+                f"fit did not improve the loss of the held-out queries: expected less than {first:.4g}, got"
+                f" {fitted.best:.4g}. Use more epochs, more pairs or another lr",
                 stacklevel=2,
             )
         return fitted.losses
 
-    def _minimize(self, measure: Measure, batches: Batches, lr: float, progress: bool) -> Fitted:
-        """Set ``beta`` if it was not given, and train in units of the data."""
-        if self._fits_beta and batches.held_out:
-            held_out = [(target, self._rows(query)) for target, query in batches.held_out]
-            beta = best_inverse_temperature(self._score_blocks, measure, held_out, self.shard)
-            if beta is not None:
-                self.beta.copy_(beta)
+    def _minimize(self, loss: Callable[[Pairs], Tensor], batches: Batches, lr: float, progress: bool) -> Fitted:
+        """Train in units of the data."""
         scale = scale_of(self.patterns) if self.shard is None else self.shard.scale
         logit = 1 / self.beta.item()
         units = [(self._bias(), scale), (self.prior, logit)]
         units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
-
-        def loss(batch: Pairs) -> Tensor:
-            target, query = batch
-            return measure(self._logit_blocks(self._rows(query)), target)
-
         return minimize(self, loss, batches, lr, self._shows(progress), units=units, scale=scale, shard=self.shard)
 
     def _shows(self, progress: bool) -> bool:
@@ -257,14 +272,14 @@ class AssociativeMemory(ScoredPatterns):
         bias = self._bias()
 
         def attend(state: Tensor) -> Tensor:
-            scores = self.beta * self._all_scores(state.flatten(0, -2)).reshape(*state.shape[:-1], self._count)
+            scores = self._logits(self._all_scores(state.flatten(0, -2))).reshape(*state.shape[:-1], self._count)
             if self.activation == "sign" and self.separation.name == "exponential":
                 scores = scores - scores.amax(-1, keepdim=True)  # avoids overflow and leaves the signs unchanged
             weights: Tensor = self.separation(scores, masked=False)
             return weights
 
         def read(weights: Tensor) -> Tensor:
-            shard = self.shard
+            shard, weights = self.shard, weights.to(self.patterns.dtype)
             if shard is None:
                 output = weights @ self.patterns
             else:
@@ -275,4 +290,4 @@ class AssociativeMemory(ScoredPatterns):
             # The similarity subtracts the bias from its query, so it is added to a state made of patterns.
             return read(weights) if bias is None else read(weights) + bias
 
-        return read(iterate(rows[None, None], attend, follow, change, steps - 1, 0.0))[0, 0]
+        return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]

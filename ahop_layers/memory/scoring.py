@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.association import Similarity, dot_product
-from ahop_layers.errors import AHopError, check_callable, check_choice, check_sizes
+from ahop_layers.errors import AHopError, check_callable, check_choice, check_finite_rows, check_sizes
 from ahop_layers.memory.arranged import arranged_patterns
 from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.presets import named_similarity
@@ -15,6 +15,7 @@ from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, t
 from ahop_layers.memory.shards import all_rows
 from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
 from ahop_layers.memory.store import PatternStore
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import AdaptiveSimilarity
 
 BLOCK_ELEMENTS = 2**21
@@ -30,11 +31,14 @@ GPU_BLOCK_ELEMENTS = 2**26
 def block_size(dim: int, queries: int, device: str) -> int:
     """Returns the number of patterns of ``dim`` dimensions that are scored at once.
 
-    On a GPU, blocks are as large as the memory of their scores allows, because each call has a fixed cost: blocks for
-    the cache of a CPU would spend most of the time of a search for few queries on calls.
+    A block has at most BLOCK_SCORES scores, for up to QUERY_ROWS queries. More are only scored at once where all scores
+    are kept, so that small blocks would save no memory. On a GPU, blocks are as large as the memory of their scores
+    allows, because each call has a fixed cost: blocks for the cache of a CPU would spend most of the time of a search
+    for few queries on calls.
     """
-    size = max(1, BLOCK_ELEMENTS // dim)
-    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // max(1, queries))) if device == "cuda" else size
+    queries = max(1, queries)
+    size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
+    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries)) if device == "cuda" else size
 
 
 class ScoredPatterns(PatternStore):
@@ -47,10 +51,10 @@ class ScoredPatterns(PatternStore):
     _index: Index | None = None
 
     def __init__(
-        self, patterns: Tensor, similarity: str | Similarity, modulation: nn.Module | None, **stored: Any
+        self, patterns: Any, similarity: str | Similarity, modulation: nn.Module | None, **stored: Any
     ) -> None:
         super().__init__(patterns, **stored)
-        self.similarity = named_similarity(similarity, patterns) if isinstance(similarity, str) else similarity
+        self.similarity = named_similarity(similarity, self.patterns) if isinstance(similarity, str) else similarity
         check_callable(similarity=self.similarity)
         if modulation is not None:
             check_callable(modulation=modulation)
@@ -118,6 +122,8 @@ class ScoredPatterns(PatternStore):
             check_sizes(shortlist=shortlist)
             if shortlist < k:
                 raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
+            shortlist = int(shortlist)
+        k = int(k)  # PyTorch does not accept all integers of NumPy
         rows, own = self._all_rows(x)
         found = zip(*(self._search(chunk, k, shortlist) for chunk in torch.split(rows, QUERY_ROWS)), strict=True)
         scores, indices = (torch.cat(each)[own].reshape(*x.shape[:-1], k) for each in found)
@@ -145,6 +151,7 @@ class ScoredPatterns(PatternStore):
             first, scores, indices = self.shard.candidates(first, scores, indices, m=m)
         scores, indices = best_of_shortlist(first, scores, indices, m, k)
         if self._index is not None and (scores == -torch.inf).any():
+            check_finite_rows(**{"queries x": rows})
             raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
         return scores, indices
 
@@ -163,19 +170,22 @@ class ScoredPatterns(PatternStore):
         prior = self._own_prior()
         return scores if prior is None else scores + prior[indices]
 
-    def build_index(self, description: str = "HNSW32", metric: str | None = None) -> Any:
+    def build_index(self, description: str | None = "HNSW32", metric: str | None = None) -> Any:
         """Build a FAISS index of the patterns, which finds the shortlists of later searches, and return it.
 
         An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
-        saved. If the patterns change, it must be built again. With shards, each rank builds one of its part.
+        saved. If the patterns change, for example by :meth:`add`, ``.double()`` or ``load_state_dict``, it must be
+        built again or removed before the next shortlist. With shards, each rank builds one of its part.
 
         Args:
             description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
-                index, such as ``nprobe``, on the result.
+                index, such as ``nprobe``, on the result. None removes the index: a matrix product finds later
+                shortlists.
             metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
 
         Raises:
-            AHopError: FAISS is not installed (extra ``search``), or an argument is invalid.
+            AHopError: FAISS is not installed (extra ``search``), an argument is invalid, or the patterns were created
+                in inference mode.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
@@ -183,6 +193,11 @@ class ScoredPatterns(PatternStore):
         >>> memory.search(memory.patterns[:2], shortlist=100)[1].flatten()
         tensor([0, 1])
         """
+        if description is None:
+            self._index = None
+            return None
+        if self.patterns.is_inference():  # without a version counter, changes could not be noticed
+            raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
         metric = metric or ("dot" if self.similarity is dot_product else "dis")
         check_choice("metric", metric, ("dis", "dot"))
         self._index = Index(self.patterns, description, metric)
@@ -203,11 +218,15 @@ class ScoredPatterns(PatternStore):
         >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
         """
+        return as_given(x, self._class_scores(x).to(self.patterns.dtype))
+
+    def _class_scores(self, x: Array) -> Tensor:
+        """Compute the :meth:`class_scores` in the accumulation dtype, because they can exceed float16."""
         rows, own = self._all_rows(x)
         classes = self._given_classes()
         chunks = torch.split(rows, QUERY_ROWS)
         scores = [class_logsumexp(self._logit_blocks(chunk), classes, self.shard) for chunk in chunks]
-        return as_given(x, torch.cat(scores)[own].reshape(*x.shape[:-1], len(classes.labels)))
+        return torch.cat(scores)[own].reshape(*x.shape[:-1], len(classes.labels))
 
     @torch.no_grad()
     def classify(self, x: Array) -> Array:
@@ -221,8 +240,7 @@ class ScoredPatterns(PatternStore):
         >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
         tensor([4, 7])
         """
-        best = self.class_scores(as_queries(x, self.patterns)).argmax(-1)
-        return as_given(x, self.classes[best])
+        return as_given(x, self.classes[self._class_scores(x).argmax(-1)])
 
     def _bias(self) -> Tensor | None:
         """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
@@ -239,8 +257,13 @@ class ScoredPatterns(PatternStore):
 
     def _all_rows(self, x: Array) -> tuple[Tensor, slice]:
         """Returns the queries that this rank scores as a matrix, those of all ranks, and the place of ``x`` in them."""
-        rows = self._rows(x)
-        return (rows, slice(None)) if self.shard is None else self.shard.queries(rows)
+        if self.shard is None:
+            return self._rows(x), slice(None)
+        try:
+            rows = self._rows(x)
+        except AHopError as error:
+            return self.shard.queries(self.patterns[:0], error)
+        return self.shard.queries(rows)
 
     def _chunks(self, rows: Tensor) -> Sequence[Tensor]:
         """Splits queries ``rows (L, d)`` so that the scores of each part for all patterns fit in memory."""
@@ -273,4 +296,8 @@ class ScoredPatterns(PatternStore):
 
     def _logit_blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the scores as :meth:`_score_blocks`, multiplied by the inverse temperature."""
-        return (self.beta * scores for scores in self._score_blocks(rows))
+        return map(self._logits, self._score_blocks(rows))
+
+    def _logits(self, scores: Tensor) -> Tensor:
+        """Multiply scores by the inverse temperature, in the accumulation dtype, because the product can be large."""
+        return self.beta * scores.to(accumulation_dtype(scores.dtype))

@@ -57,8 +57,10 @@ def as_given(x: Array, result: Tensor) -> Array:
 
 
 def from_numpy(x: Any, device: torch.device | None = None) -> Any:
-    """Returns a NumPy array as a tensor on ``device``, and anything else unchanged."""
+    """Returns a NumPy array, or a column of pandas, as a tensor on ``device``, and anything else unchanged."""
     numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
+    if hasattr(x, "to_numpy"):
+        x = x.to_numpy()
     if numpy is None or not isinstance(x, numpy.ndarray):
         return x
     # Copies arrays that are read-only or have negative strides, which torch.from_numpy does not support.
@@ -117,7 +119,7 @@ def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     largest = scores.topk(min(k + 1, size), -1)
     # topk chooses arbitrarily among scores that equal the k-th largest. NaN, which is largest, equals nothing.
     unique = largest.values[..., -1] < largest.values[..., -2] if k < size else scores.new_ones(1)
-    if unique.all():
+    if not torch.compiler.is_compiling() and unique.all():  # a branch on values would break the graph
         indices = largest.indices[..., :k].sort(-1).values
     else:
         indices = _first_of_block(scores, k, largest.values[..., k - 1 : k])

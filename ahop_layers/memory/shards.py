@@ -24,18 +24,26 @@ class Shard:
         group: a process group of ``torch.distributed``; None for all processes.
         count: number of patterns of all ranks together.
         scale: scale of all patterns, see :func:`ahop_layers.memory.estimates.scale_of`.
+        device: device of the patterns.
 
     Raises:
-        AHopError: there is no process group, this process is not in it, or it has more ranks than there are patterns.
+        AHopError: there is no process group, this process is not in it, it does not support the device, or it has more
+            ranks than there are patterns.
     """
 
-    def __init__(self, group: Any, count: int, scale: float) -> None:
+    def __init__(self, group: Any, count: int, scale: float, device: torch.device) -> None:
         if not distributed.is_available() or not distributed.is_initialized():
             raise AHopError("shard_ needs torch.distributed: call torch.distributed.init_process_group first, got none")
         self.group, self.count, self.scale = group, count, scale
         self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
         if self.rank < 0:
             raise AHopError("group must contain this process, got a group of other processes")
+        members: Any = distributed.group.WORLD if group is None else group
+        try:
+            members._get_backend(device)
+        except RuntimeError as error:
+            backend = distributed.get_backend(group)
+            raise AHopError(f"group must support tensors on {device.type}, got {backend}: {error}") from error
         if count < self.ranks:
             raise AHopError(f"the memory must have a pattern for each of {self.ranks} ranks, got {count} patterns")
         self.bounds = [count * rank // self.ranks for rank in range(self.ranks + 1)]
@@ -82,17 +90,25 @@ class Shard:
         gathered = self.gather(functional.pad(tensor, (0, max(widths) - tensor.shape[-1])))
         return [part[..., :width] for part, width in zip(gathered, widths, strict=True)]
 
-    def queries(self, rows: Tensor) -> tuple[Tensor, slice]:
+    def queries(self, rows: Tensor, error: AHopError | None = None) -> tuple[Tensor, slice]:
         """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``.
 
         Every rank scores the queries of all ranks against its patterns. Queries that are equal on all ranks and need no
         gradient are scored once.
+
+        Raises:
+            AHopError: ``error``, if the queries of this rank are invalid, or that those of another rank are. Without
+                this exchange, the others would wait for a rank that raised.
         """
         differentiable = rows.requires_grad and torch.is_grad_enabled()
-        header = self.gather(torch.tensor([len(rows), differentiable], device=rows.device)).tolist()
-        lengths = [length for length, _ in header]
+        header = torch.tensor([len(rows), differentiable, error is not None], device=rows.device)
+        lengths, needed, failed = self.gather(header).T.tolist()
+        if error is not None:
+            raise error
+        if any(failed):
+            raise AHopError(f"queries x must be valid on all ranks, got an error on rank {failed.index(1)}")
         padded = self.gather(functional.pad(rows, (0, 0, 0, max(lengths) - len(rows))))
-        if not any(needed for _, needed in header) and len(set(lengths)) == 1 and bool((padded == padded[0]).all()):
+        if not any(needed) and len(set(lengths)) == 1 and bool((padded == padded[0]).all()):
             return rows, slice(None)
         first = sum(lengths[: self.rank])
         joined = torch.cat([part[:length] for part, length in zip(padded, lengths, strict=True)])
@@ -163,11 +179,7 @@ def _all_gather(tensor: Tensor, shard: Shard) -> Tensor:
     if not len(flat):
         return tensor.new_empty(shard.ranks, *tensor.shape)
     parts = [torch.empty_like(flat) for _ in range(shard.ranks)]
-    try:
-        distributed.all_gather(parts, flat, group=shard.group)
-    except RuntimeError as error:
-        backend = distributed.get_backend(shard.group)
-        raise AHopError(f"group must support tensors on {tensor.device.type}, got {backend}: {error}") from error
+    distributed.all_gather(parts, flat, group=shard.group)
     return torch.stack(parts).view(tensor.dtype).reshape(shard.ranks, *tensor.shape)
 
 

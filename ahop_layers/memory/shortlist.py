@@ -56,6 +56,9 @@ def linear_scores(similarity: Similarity, modulate: Callable[[Tensor], Tensor], 
     Raises:
         AHopError: the similarity is not differentiable.
     """
+    if not len(rows):
+        wide = sample.new_empty(0, sample.shape[1], dtype=accumulation_dtype(sample.dtype))
+        return Linear(wide, wide[:, :1])
     size = max(1, SAMPLE_ELEMENTS // sample.numel())
     with torch.inference_mode(False):  # gradients are not recorded in inference mode
         parts = [_linear(similarity, modulate, part.clone(), sample.clone()) for part in torch.split(rows, size)]
@@ -67,7 +70,8 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
     with torch.enable_grad():
         # A copy for each query, because the gradient of a shared sample would be summed over the queries.
         keys = sample.expand(len(rows), *sample.shape).clone().requires_grad_()
-        key = modulate(keys.to(rows.dtype))
+        key = modulate(keys.to(rows.dtype).flatten(0, 1))
+        key = key.reshape(*keys.shape[:2], -1)
         if isinstance(similarity, AdaptiveSimilarity):
             scores = _without_ranks(similarity, rows.unsqueeze(1), key)
         else:
@@ -77,11 +81,14 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
         (gradient,) = torch.autograd.grad(scores.sum(), keys)
     slope, rest = gradient.mean(1), scores.detach().to(sample.dtype)
     mean = sample.mean(0)
-    square = (sample - mean).square().sum(-1)
+    deviation = sample - mean
+    scale = deviation.abs().max()
+    scale = torch.where(scale > 0, scale, 1.0)  # divides the deviations, because their fourth powers can overflow
+    square = (deviation / scale).square().sum(-1)
     square = square - square.mean()
-    rest = rest - slope @ (sample - mean).mT
+    rest = rest - slope @ deviation.mT
     curvature = -(rest @ square)[:, None] / square.square().sum().clamp(min=torch.finfo(square.dtype).tiny)
-    curvature = curvature.clamp(min=0)
+    curvature = curvature.clamp(min=0) / scale / scale
     return Linear(slope + 2 * curvature * mean, curvature)  # |pattern - mean|^2, expanded
 
 
@@ -191,7 +198,8 @@ class Index:
     def check(self, patterns: Tensor) -> None:
         """Raises unless the index was built for these patterns."""
         if self.patterns is not patterns or self.version != patterns._version:
-            raise AHopError("the index must be that of the stored patterns, got one of others: call build_index again")
+            rule = "the index must be that of the stored patterns, got one of others"
+            raise AHopError(f"{rule}: call build_index again, or build_index(None) to search without")
 
     def shortlist(self, linear: Linear, m: int) -> tuple[Tensor, Tensor]:
         """Returns approximate scores and the indices of ``m`` patterns for each query: ``(L, m)`` each.

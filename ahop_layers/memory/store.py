@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ahop_layers.errors import AHopError, check_finite_rows, check_numbers, check_patterns, describe
 from ahop_layers.memory.estimates import scale_of
 from ahop_layers.memory.labels import Classes, as_labels, classes_of
-from ahop_layers.memory.search import check_width
+from ahop_layers.memory.search import check_width, from_numpy
 from ahop_layers.memory.shards import Shard
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import Associator
@@ -29,16 +29,19 @@ class PatternStore(Associator):
     _fits_beta = True
     _classes: Classes | None = None  # of all ranks, if sharded
 
-    def __init__(self, patterns: Tensor, labels: Any, prior: bool, check: bool, beta: float | None) -> None:
+    def __init__(self, patterns: Any, labels: Any, prior: bool, check: bool, beta: float | None) -> None:
         super().__init__()
         if beta is not None:
             check_numbers("a positive number", beta=beta)
+        patterns = from_numpy(patterns)
         check_patterns(patterns)
         if check:
             check_finite_rows(patterns=patterns)
         self.register_buffer("patterns", patterns.detach())
         wide = accumulation_dtype(patterns.dtype)
         temperature = torch.tensor(1.0 if beta is None else float(beta), dtype=wide, device=patterns.device)
+        if not temperature.is_meta and not 0 < temperature < torch.inf:
+            raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("beta", temperature)
         self._fits_beta = beta is None
         self.register_buffer("labels", None if labels is None else as_labels(labels, len(patterns), patterns.device))
@@ -85,7 +88,7 @@ class PatternStore(Associator):
         """
         if self.shard is not None:
             raise AHopError(f"shard_ must be called once, got a memory that is sharded over {self.shard.ranks} ranks")
-        shard = Shard(group, len(self.patterns), scale_of(self.patterns))
+        shard = Shard(group, len(self.patterns), scale_of(self.patterns), self.patterns.device)
         shard.check_shapes("patterns", self.patterns)
         shard.check_equal("labels", self.patterns.new_zeros(0) if self.labels is None else self.labels)
         patterns, labels = self.patterns, self.labels
@@ -105,25 +108,29 @@ class PatternStore(Associator):
             self._classes = Classes(distinct, counts, index[part].clone())
 
     def _apply(self: Store, fn: Any, recurse: bool = True) -> Store:
-        """Move or convert the memory, and the part of a rank, which is not a buffer."""
+        """Move or convert the memory, and the part of a rank, which is not a buffer. ``beta`` can exceed float16."""
+        beta = self.beta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.shard is not None:
             self.patterns = fn(self.patterns)
             self.labels = None if self.labels is None else fn(self.labels)
             self._classes = None if self._classes is None else Classes(*map(fn, self._classes))
+        wide = accumulation_dtype(self.patterns.dtype)
+        if self.beta.dtype != wide:
+            self.beta = beta.to(self.beta.device, wide)
         return self
 
     def _refuse_sharded(self, name: str) -> None:
         if self.shard is not None:
             raise AHopError(f"{name} must be called before shard_, got a memory that is sharded")
 
-    def add(self, patterns: Tensor, check: bool = True, *, labels: Any = None) -> Tensor:
+    def add(self, patterns: Any, check: bool = True, *, labels: Any = None) -> Tensor:
         """Store more patterns without refitting, and return their indices ``(n,)``.
 
         With a prior, the new patterns get the mean prior.
 
         Args:
-            patterns: ``(n, d)``.
+            patterns: ``(n, d)``, a tensor or a NumPy array.
             check: raise if a pattern holds NaN or infinity. False skips the check.
             labels: the class of each new pattern, integers ``(n,)``. Required if and only if the memory has labels.
 
@@ -137,6 +144,7 @@ class PatternStore(Associator):
         tensor([3, 4])
         """
         self._refuse_sharded("add")
+        patterns = from_numpy(patterns)
         check_patterns(patterns)
         check_width("patterns", patterns, self.patterns)
         before, added = len(self.patterns), patterns.detach().to(self.patterns)
@@ -246,7 +254,8 @@ class PatternStore(Associator):
                 self._keep_loaded(state_dict, prefix)
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
-        state_dict.setdefault(prefix + "beta", torch.ones_like(self.beta))  # state dicts from before beta existed
+        if stored is not None:  # a state dict without patterns is a part of one, or of a sharded memory
+            state_dict.setdefault(prefix + "beta", torch.ones_like(self.beta))  # from before beta existed
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _keep_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -254,7 +263,8 @@ class PatternStore(Associator):
         patterns = state_dict.pop(prefix + "patterns")
         labels = None if self.labels is None else state_dict.pop(prefix + "labels").to(self.patterns.device)
         if self.shard is not None:
-            self._keep(Shard(self.shard.group, len(patterns), scale_of(patterns)), patterns.to(self.patterns), labels)
+            shard = Shard(self.shard.group, len(patterns), scale_of(patterns), self.patterns.device)
+            self._keep(shard, patterns.to(self.patterns), labels)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled memory, also one from before ``beta`` existed."""

@@ -102,7 +102,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
             encoding(rows).contiguous().to(device),
             labels=target,
             bases=self.bases,
-            init=self.bases[0],
+            init=check_bases(self.bases)[0],
             blocks=self.blocks,
         )
         history = memory.fit(
