@@ -1,10 +1,9 @@
 """Report: what adapt_ changed, and what it costs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import mul
-from statistics import fmean
 
 from torch import nn
 
@@ -97,13 +96,17 @@ def costs(similarities: Iterable[nn.Module]) -> tuple[int, int | None, float | N
     return (
         total,
         sum(map(mul, heads, fewer)) if reducible else None,
-        fmean(map(_relative_time, each)) if timed else None,
-        fmean(map(_relative_time, fewer)) if timed and reducible else None,
+        _mean_time(each) if timed else None,
+        _mean_time(fewer) if timed and reducible else None,
     )
 
 
 def _comparators(n: int) -> int:
     return len(sorting_network(n).comparators)
+
+
+def _mean_time(comparisons: Sequence[int]) -> float:
+    return sum(map(_relative_time, comparisons)) / len(comparisons)
 
 
 def _relative_time(comparisons: int) -> float:
