@@ -395,7 +395,8 @@ def test_import_and_a_training_step_load_no_large_library():
     The garbage collector is off: whether it visits all objects of torch during the import is chance.
     """
     code = (
-        "import gc, sys, time, torch; gc.disable(); start = time.process_time(); before = set(sys.modules); import ahop_layers as ah;"
+        "import gc, sys, time, torch; gc.disable();"
+        "start = time.process_time(); before = set(sys.modules); import ahop_layers as ah;"
         "print(time.process_time() - start); print(*{name.split('.')[0] for name in set(sys.modules) - before});"
         "inputs = [torch.randn(4, 8, requires_grad=True), torch.randn(5, 8), torch.randn(2, 8, requires_grad=True)];"
         "ah.adaptive_similarity(*inputs).sum().backward();"
