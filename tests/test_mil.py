@@ -117,7 +117,7 @@ def test_auc_counts_ties_as_halves():
 
 
 def test_packed_and_padded_give_the_same_auc(tmp_path):
-    home = slides(tmp_path, bags=40)
+    home = slides(tmp_path, bags=40, signal=5.0)
     found = [
         run(home, tmp_path / way, "--dropout", "0", *["--padded"] * (way == "padded"))["test_auc"]
         for way in ("packed", "padded")

@@ -29,6 +29,9 @@ HELD_OUT = 512
 HELD_OUT_SHARE = 0.1
 """Fraction of the given pairs that are held out."""
 
+EVALUATED = 128
+"""Number of held-out queries that are evaluated at once, if a batch is not larger."""
+
 
 class Batches(NamedTuple):
     """The number of steps, an iterator over the batch of each step, and held-out batches."""
@@ -106,8 +109,8 @@ def sample_pairs(variant: Variant, patterns: Rows, n: int, generator: torch.Gene
 
 
 def _split(pairs: Pairs, batch: int) -> list[Pairs]:
-    """Splits pairs into batches, so that an evaluation needs no more memory than a step."""
-    return list(zip(*(torch.split(each, batch) for each in pairs), strict=True))
+    """Splits pairs into batches, so that an evaluation needs little more memory than a step."""
+    return list(zip(*(torch.split(each, max(batch, EVALUATED)) for each in pairs), strict=True))
 
 
 def _check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
