@@ -12,6 +12,7 @@ from torch.nn import functional
 from ahop_layers import errors
 from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError
+from ahop_layers.memory import batches as batches_module
 from ahop_layers.memory import fit as fit_module
 from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import scoring
@@ -444,6 +445,9 @@ def test_a_fit_holds_queries_out_and_keeps_the_best_parameters(monkeypatch):
     assert not (drawn[:, None] == held_query).all(-1).any()
     few = retrieval_batches((index[:100], query[:100]), patterns, 1, 60, torch.Generator())
     assert [len(rows) for rows, _ in few.draws] == [50, 50]
+    assert [len(rows) for rows, _ in few.held_out] == [100]
+    monkeypatch.setattr(batches_module, "EVALUATED", 32)
+    few = retrieval_batches((index[:100], query[:100]), patterns, 1, 60, torch.Generator())
     assert [len(rows) for rows, _ in few.held_out] == [60, 40]  # no more than a batch at once
     memory = AssociativeMemory.preset("A-Hop", patterns, beta=20.0)
     seen = []
