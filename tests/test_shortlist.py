@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from new_tensors import LargestNewTensor
 
 import ahop_layers as ah
 from ahop_layers.memory import scoring
@@ -143,28 +143,6 @@ def test_norms_follow_the_patterns():
     assert recall(memory, patterns(10), 5, k=5) == 1
 
 
-def shares(result, argument):
-    """Returns whether a result of an operator has the memory of an argument."""
-    if not isinstance(argument, torch.Tensor):
-        return False
-    return result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
-
-
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest new tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        for result in results if isinstance(results, (tuple, list)) else [results]:
-            if isinstance(result, torch.Tensor) and not any(shares(result, argument) for argument in args):
-                self.elements = max(self.elements, result.numel())
-        return results
-
-
 def test_memory_is_bounded(monkeypatch):
     """No tensor is as large as queries x patterns, or as queries x shortlist x dimensions."""
     for module, name in (
@@ -176,7 +154,7 @@ def test_memory_is_bounded(monkeypatch):
         monkeypatch.setattr(module, name, 2**13)
     memory, x = MEMORIES["A-Hop"](patterns(2000)), torch.randn(20, D)
     memory.search(x[:1], shortlist=10)  # keeps the norms
-    with Largest() as largest:
+    with LargestNewTensor() as largest:
         memory.search(x, 3, shortlist=200)
     assert largest.elements <= 2**13 + 20 * 200  # far less than 20 x 2,000 and 20 x 200 x 16
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from new_tensors import LargestNewTensor
 
 import ahop_layers as ah
 
@@ -96,31 +96,11 @@ def test_mapped_patterns_are_not_copied(kind, tmp_path):
         assert torch.equal(found[1], wanted[1])
 
 
-def shares(result, argument):
-    """Returns whether a result of an operator has the memory of an argument."""
-    if not isinstance(argument, torch.Tensor):
-        return False
-    return result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
-
-
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest new tensor."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        for result in results if isinstance(results, (tuple, list)) else [results]:
-            if isinstance(result, torch.Tensor) and not any(shares(result, argument) for argument in args):
-                self.elements = max(self.elements, result.numel())
-        return results
-
-
 def test_mapped_patterns_are_read_block_by_block(tmp_path):
     """No tensor is nearly as large as the patterns: they need not fit into memory."""
     patterns = torch.rand(100_000, 64) * 2 - 1
     stored = mapped("torch", tmp_path / "patterns", patterns)
-    with Largest() as largest:
+    with LargestNewTensor() as largest:
         memory = ah.AssociativeMemory.preset("A-Hop", stored, init="uniform", labels=torch.arange(100_000) % 3)
         for shortlist in (None, 100):
             assert memory.search(patterns[[5, 99_990]] + 0.01, 2, shortlist)[1][:, 0].tolist() == [5, 99_990]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers import hopfield as layers
-from ahop_layers.convert.registry import CONVERTERS, Converter
+from ahop_layers.convert.registry import CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
 
@@ -27,10 +27,6 @@ _KINDS = {
     "HopfieldLayer": (layers.HopfieldLayer, layers.OwnHopfieldLayer, layers.AdaptiveHopfieldLayer),
     "HopfieldPooling": (layers.HopfieldPooling, layers.OwnHopfieldPooling, layers.AdaptiveHopfieldPooling),
 }
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -72,13 +68,13 @@ def register_copies(
         if selected is None:
             raise AHopError("like needs where, which chooses the modules that are copies of it, got where=None")
     for name, module in model.named_modules():
-        full_name = _full_name(type(module))
+        name_of_class = full_name(type(module))
         if told is not None and selected is not None and selected(name, module):
-            CONVERTERS[full_name] = CONVERTERS[f"hflayers.{told}"]
-        elif not any(_full_name(base) in CONVERTERS for base in type(module).__mro__):
+            CONVERTERS[name_of_class] = CONVERTERS[f"hflayers.{told}"]
+        elif not any(full_name(base) in CONVERTERS for base in type(module).__mro__):
             kind = _kind(module)
             if kind is not None:
-                CONVERTERS[full_name] = _checked(CONVERTERS[f"hflayers.{kind}"])
+                CONVERTERS[name_of_class] = _checked(CONVERTERS[f"hflayers.{kind}"])
 
 
 def _checked(converter: Converter) -> Converter:
@@ -90,7 +86,7 @@ def _adapt_checked(converter: Converter, layer: Any, keywords: dict[str, Any]) -
     """Converts a layer, finds the separation of the original by comparing weights, and raises if none fits."""
     hopfield = getattr(layer, "hopfield", layer)
     patterns = _example(hopfield)
-    name, training = _full_name(type(layer)), layer.training
+    name, training = full_name(type(layer)), layer.training
     hopfield.eval()
     expected = None if patterns is None else hopfield.get_association_matrix(patterns)
     converter.convert(layer, keywords)
