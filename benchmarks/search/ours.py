@@ -1,6 +1,6 @@
 """The adaptive memory of the search benchmark: footprints of pixels, contrasts, and patches of several sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,13 +12,27 @@ from benchmarks.search.data import OFFSETS, Images, ReplacedPixels, contrasts
 from benchmarks.search.rivals import Answer
 
 OURS = "adaptive memory"
-VIEWS = ("pixels", *OFFSETS, "patches")
+VIEWS = ("pixels", "near", *OFFSETS, "patches")
+WIDTHS = {"near_1": 0.01, "near_4": 0.04}
+"""Base similarity -> difference of two pixels at which it falls to 1 / e."""
 SIZES = (2, 4, 8)
 """Sides of the patches."""
 LEVEL = 20.0
 """Sum of the initial weights of a footprint. A similarity of the view is then 20 times its mean over the blocks."""
 SCORED = 256
 """Number of queries that are scored at once."""
+
+
+def near(width: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns a base similarity that is 1 for equal values and 0 for all that differ by much more than ``width``.
+
+    A wrong pixel costs the same however wrong it is, so that a tenth of the pixels is enough to tell images apart.
+    """
+    return lambda query, key: (query - key).abs().div(-width).exp()
+
+
+for name, width in WIDTHS.items():
+    ah.register_base(name, near(width))
 
 
 class Settings(NamedTuple):
@@ -36,7 +50,7 @@ class Settings(NamedTuple):
 
 
 SETTINGS = {
-    "pixels": Settings(("pixels", *OFFSETS, "patches"), lr=0.3),
+    "pixels": Settings(VIEWS, lr=0.3),
     "occlusion": Settings((*OFFSETS, "patches")),
 }
 """Kind of corruption -> settings. ``python -m benchmarks.search.tune`` compares others on held-out stored images."""
@@ -87,8 +101,8 @@ class ImageSimilarity(nn.Module):
 
     Args:
         stored: the stored images.
-        views: ``"pixels"``, contrasts of two pixels (the keys of OFFSETS), and normalized ``"patches"`` of several
-            sizes.
+        views: ``"pixels"`` by their differences, ``"near"`` pixels, contrasts of two pixels (the keys of OFFSETS), and
+            normalized ``"patches"`` of several sizes.
     """
 
     def __init__(self, stored: Images, views: Sequence[str]) -> None:
@@ -102,6 +116,8 @@ class ImageSimilarity(nn.Module):
         self.parts = nn.ModuleList([self.patches] if "patches" in views else [])
         if "pixels" in views:
             self.parts.append(View(side))
+        if "near" in views:
+            self.parts.append(View(side, bases=tuple(WIDTHS)))
         self.parts.extend(View(side, offset) for view in views for offset in OFFSETS.get(view, ()))
         self.to(stored.rows.device)
         self.patches.score.fix_norms_(stored.rows)
