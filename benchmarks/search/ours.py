@@ -13,7 +13,7 @@ from benchmarks.search.rivals import Answer
 
 OURS = "adaptive memory"
 VIEWS = ("pixels", "near", *OFFSETS, "patches")
-WIDTHS = {"near_1": 0.01, "near_4": 0.04}
+WIDTHS = {"near_005": 0.005, "near_02": 0.02, "near_08": 0.08}
 """Base similarity -> difference of two pixels at which it falls to 1 / e."""
 SIZES = (2, 4, 8)
 """Sides of the patches."""
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
 
 
 SETTINGS = {
-    "pixels": Settings(VIEWS, lr=0.3),
+    "pixels": Settings(VIEWS, steps=600),
     "occlusion": Settings((*OFFSETS, "patches")),
 }
 """Kind of corruption -> settings. ``python -m benchmarks.search.tune`` compares others on held-out stored images."""
