@@ -171,7 +171,8 @@ def measure_bags(wanted: Measurement, folder: Path, size: Size, device: torch.de
     first = first_layer(name.split(",")[0], 28, stored).to(device)
     if name == "cnn, pretrained":
         pretrain(first, stored, level, size.pretraining, seed)
-    first.requires_grad_(name != "lookup, not trained")
+    if name == "lookup, not trained":
+        first.requires_grad_(False)
     model = BagClassifier(nn.Sequential(first, embed_digits(64)), dropout=0.5).to(device)
     steps = -(-size.bags[0] // 32)
     order = torch.Generator().manual_seed(seed)
