@@ -21,7 +21,7 @@ import torch
 import ahop_layers as ah
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import peak, reset_peak
-from benchmarks.harness.report import group, number, table
+from benchmarks.harness.report import group, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 
 PARTS = ("exact", "shortlist", "recall")
@@ -115,7 +115,7 @@ def report(rows: Sequence[Row]) -> str:
     if times:
         body = [
             [f"{int(row['patterns']):,}", row["queries"], row["shortlist"] or "none", f"{float(row['seconds']):.4f}",
-             number(int(row["bytes"]) / 1e6)]
+             f"{int(row['bytes']) / 1e6:,.0f}"]
             for row in times
         ]  # fmt: skip
         parts.append(table(["patterns", "queries", "shortlist", "seconds", "memory, MB"], body))

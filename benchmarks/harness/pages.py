@@ -111,18 +111,23 @@ def of_retrieval(table: str, show: Show) -> str:
 
 
 ANSWERS = """\
-Each row shows a query of the digits, its clean image, and the stored image that each method answered, framed in green
-if its class is right and in red otherwise. The network names only a class; the picture shows the first stored image of
-it. The last column shows which patches of the query agree with the answer of the adaptive memory, from red (correlation
--1) to green (correlation 1): the damaged part is visible in it."""
+Each row shows a query, its clean image, and the stored image that each method answered, marked by whether its class is
+right. The network names only a class; the picture shows the first stored image of it. The last column shows which
+patches of the query agree with the answer of the adaptive memory, from red (correlation -1) to green (correlation
+1)."""
+
+ANSWERED = {"faces_pixels": 0.8, "faces_occlusion": 0.5, "digits_pixels": 0.5, "digits_occlusion": 0.3}
+"""Data set and kind of corruption -> level of the drawn queries."""
 
 
 def search_answers() -> str:
-    """Returns the pictures of answered queries of digits that the search benchmark has drawn."""
-    drawn = [PICTURES / f"search_digits_{kind}.png" for kind in search_report.KINDS]
-    shown = {path: search_report.KINDS[path.stem.removeprefix("search_digits_")] for path in drawn if path.exists()}
-    alt = "Queries with a fraction of {}, their clean images, and the stored image that each method answered"
-    pictures = [f"![{alt.format(kind)}](pictures/{path.name})" for path, kind in shown.items()]
+    """Returns the pictures of answered queries that the search benchmark has drawn."""
+    pictures = []
+    for name, level in ANSWERED.items():
+        path, kind = PICTURES / f"search_{name}.png", search_report.KINDS[name.split("_")[1]]
+        if path.exists():
+            caption = f"{name.split('_')[0].capitalize()}, {level:.0%} of {kind}"
+            pictures.append(f"![{caption}: queries, clean images and answers](pictures/{path.name})\n\n*{caption}.*")
     return "\n\n".join([ANSWERS, *pictures]) if pictures else ""
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from textwrap import wrap
 
 import numpy as np
 from torch import Tensor
@@ -59,7 +60,7 @@ def time_table(rows: Sequence[Row]) -> str:
             trained = group(same, "kind", "split").values()
             fit = mean(float(one[0]["fit_s"]) for one in trained)
             query = sum(float(row["query_s"]) for row in same) / sum(int(row["queries"]) for row in same)
-            body.append([method, number(fit), number(1000 * query)])
+            body.append([method, number(fit) if fit > 1e-3 else "0", number(1000 * query)])
         parts.append(f"Time on {data}.\n\n{table(['method', 'training, s', 'query, ms'], body)}")
     return "\n\n".join(parts)
 
@@ -94,7 +95,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> Path:
 
 
 def draw_answers(shown: Shown, path: Path) -> Path:
-    """Draws each query, its clean image, and the stored image that each method answered, framed green if it is right.
+    """Draws each query, its clean image, and the stored image that each method answered, marked as right or wrong.
 
     The last column shows the correlation of each patch of the query with that of the answer of the adaptive memory.
     """
@@ -112,13 +113,18 @@ def draw_answers(shown: Shown, path: Path) -> Path:
     with drawing(path, (1.3 * (len(columns) + extra), 1.35 * len(truth) + 0.4)) as figure:
         axes = figure.subplots(len(truth), len(columns) + extra, squeeze=False)
         for place, (name, rows, labels) in enumerate(columns):
-            axes[0, place].set_title(name.replace(" ", "\n"), fontsize=9)
+            axes[0, place].set_title("\n".join(wrap(name, 14)), fontsize=9)
             for line, axis in enumerate(axes[:, place]):
                 axis.imshow(image(rows[line]), cmap="gray", vmin=0, vmax=max(float(rows[line].max()), 1e-6))
                 axis.set(xticks=[], yticks=[])
-                color = None if labels is None else RIGHT if labels[line] == truth[line] else WRONG
-                for spine in axis.spines.values():
-                    spine.set(visible=color is not None, color=color, linewidth=2.5)
+                if labels is None:
+                    axis.spines[:].set_visible(False)
+                    continue
+                right = bool(labels[line] == truth[line])
+                color, sign = (RIGHT, "✓") if right else (WRONG, "✗")
+                axis.spines[:].set(visible=True, color=color, linewidth=2.5)
+                axis.text(0.94, 0.06, sign, transform=axis.transAxes, ha="right", color="white", fontsize=9,
+                          bbox={"facecolor": color, "linewidth": 0, "boxstyle": "round,pad=0.15"})  # fmt: skip
         if shown.agreement is not None:
             axes[0, -1].set_title("patches\nthat agree", fontsize=9)
             for axis, row in zip(axes[:, -1], shown.agreement, strict=True):
