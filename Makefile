@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
-DOCS   := $(VENV)/.docs-ready
+READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs-ready
+EXAMPLES := $(VENV)/.examples-ready
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the notice about MkDocs 2
 
 .PHONY: help demo test test-fast test-models soak lint docs docs-serve pages bench sanitize test-hflayers test-oldest \
@@ -42,9 +43,16 @@ $(DOCS): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
 	touch $@
 
-$(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/footprint*)
-	@echo "==> setting up $(VENV) (first run: a few minutes)"
+# What the examples need. The tests add their own tools to the same environment.
+$(EXAMPLES): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
+	@echo "==> setting up $(VENV) for the examples"
+	$(call venv,$(VENV))
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[examples]"
+	touch $@
+
+$(READY): $(DOCS) $(EXAMPLES)
+	@echo "==> setting up $(VENV) for the tests (first run: a few minutes)"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 		-e ".[examples,tabular,dev]" transformers
 	$(call frameworks,$(VENV))
@@ -55,7 +63,7 @@ $(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/footprint*)
 frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 	--target $(1)/vit timm torchvision torchmil tensordict pyvers
 
-demo: $(READY)
+demo: $(EXAMPLES)
 	@echo "==> running the demonstration"
 	$(BIN)/python -m examples.demo --overwrite
 

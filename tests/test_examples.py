@@ -16,11 +16,13 @@ import torch
 from lightning.pytorch import accelerators
 
 from ahop_layers import AHopError
-from examples import demo, mil, multimodal, retrieval, tabular, vit
+from examples import demo, mil, multimodal, retrieval, search, tabular, vit
 from examples.common import checkpoints, cli, training
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = {module.__name__.rpartition(".")[2]: module for module in (demo, mil, multimodal, retrieval, tabular, vit)}
+EXAMPLES = {
+    module.__name__.rpartition(".")[2]: module for module in (demo, mil, multimodal, retrieval, search, tabular, vit)
+}
 UNKNOWN = "argument --config: run.yaml: expected options of multimodal, got"
 SMALL = ["--patterns", "20", "--epochs", "1"]
 
@@ -38,6 +40,17 @@ def test_retrieval(tmp_path, capsys):
     assert (tmp_path / "first" / "retrieval.png").stat().st_size > 10_000
 
 
+def test_search(tmp_path, capsys):
+    arguments = ["--patterns", "100", "--epochs", "20", "--seeds", "2", "--out", str(tmp_path)]
+    found = search.main(arguments)
+    shown = capsys.readouterr().out
+    for level in search.LEVELS:
+        assert re.search(rf"^{level:.0%} +0\.\d+ ± 0\.\d+", shown, flags=re.MULTILINE)
+        assert [len(values[level]) for values in found.values()] == [2, 2, 2]
+    assert min(found["adaptive"][0.7]) > max(found["L1"][0.7])
+    assert (tmp_path / "search.png").stat().st_size > 10_000
+
+
 def test_tabular(tmp_path, capsys):
     accuracy = tabular.main(["--epochs", "2", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
@@ -51,9 +64,10 @@ def test_tabular(tmp_path, capsys):
     ("example", "size", "row"),
     [
         (retrieval, SMALL, r"^adaptive +\d\.\d+"),
+        (search, [*SMALL, "--seeds", "1"], r"^70% +\d\.\d+"),
         (multimodal, ["--concepts", "10", "--steps", "1", "--queries", "20"], r"^A-Hop +A-Hop +\d\.\d+"),
     ],
-    ids=["retrieval", "multimodal"],
+    ids=["retrieval", "search", "multimodal"],
 )
 def test_the_table_is_shown_even_if_the_picture_cannot_be_written(example, size, row, tmp_path, monkeypatch, capsys):
     def fail(*_):

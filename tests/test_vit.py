@@ -450,11 +450,11 @@ def test_demo(tmp_path, monkeypatch, capsys):
     train, test, *rest = vit_data.digits(tmp_path)
     fewer = vit_data.ImageSet(train.cut(320)[0], test.cut(64)[0], *rest)
     monkeypatch.setitem(vit_data.READERS, "digits", lambda _: fewer)
-    demo.main(["--quick", "--out", str(tmp_path)])
+    demo.main(["--quick", "--seeds", "1", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "largest change of a logit by conversion" in shown
     assert shown.count(".png") >= 6
-    assert (tmp_path / "vit" / "adaptive-tuned" / "weights.png").exists()
+    assert (tmp_path / "vit" / "adaptive-tuned-0" / "weights.png").exists()
 
 
 def test_throughput_benchmark(tmp_path, capsys):

@@ -3,13 +3,19 @@
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+
+
+def spread(values: Sequence[float]) -> str:
+    """Returns the mean of several runs and their standard deviation."""
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:
