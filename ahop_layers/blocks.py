@@ -42,9 +42,8 @@ class Blocks:
     >>> import ahop_layers as ah
     >>> ah.Blocks(4, normalize=True)
     Blocks(4, normalize=True)
-    >>> ah.AdaptiveSimilarity(64, blocks=[ah.Blocks(ah.patches(8, 8, 2), normalize=True), 8])
-    AdaptiveSimilarity(64, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False, \
-blocks=(Blocks(tensor(n=16), normalize=True), 8))
+    >>> ah.AdaptiveSimilarity(64, blocks=[ah.Blocks(ah.patches(8, 8, 2), normalize=True), 8]).blocks
+    (Blocks(tensor(n=16), normalize=True), Blocks(8, normalize=False))
     """
 
     blocks: Any
