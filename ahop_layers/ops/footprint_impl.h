@@ -701,10 +701,73 @@ INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_g
     FN(add_sorted)(at->ordered, at->grad + first, weight_grad, blocks, columns);
 }
 
+/* Returns whether a network sorts up to 8 rows in one step, which FN(rank_few) does in registers. */
+INLINE int FN(is_few)(const step_t *network)
+{
+    return network->code != END && network->code <= SORT8 && network[1].code == END;
+}
+
+#undef NOTE
+#define NOTE(a, b) swapped[count++] = (a) > (b);
+#define UNDO(a, b)                                                              \
+    {                                                                           \
+        const I bits_ = ((I)(a) ^ (I)(b)) & swapped[--count];                   \
+        a = (V)((I)(a) ^ bits_);                                                \
+        b = (V)((I)(b) ^ bits_);                                                \
+    }
+
+/* Sort a few rows, and send the weights back through the network: the weight of each rank arrives at its block. */
+#define RANK_FEW(size, sort, unsort)                                            \
+    {                                                                           \
+        V sums[size], ranked[size];                                             \
+        UNROLL for (int i = 0; i < (size); i++) {                               \
+            sums[i] = i < blocks ? weight_grad[i] : (V){0};                     \
+            ranked[i] = (V){0} + (i < blocks ? weights[i] : 0);                 \
+        }                                                                       \
+        for (int64_t v = 0; v < vectors; v++, x += height, values += blocks + 1) { \
+            V r[size];                                                          \
+            I swapped[4 * (size)];                                              \
+            int count = 0;                                                      \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = x[i];                \
+            sort                                                                \
+            UNROLL for (int i = 0; i < (size); i++) sums[i] += at->grad[v] * r[i]; \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = ranked[i];           \
+            unsort                                                              \
+            UNROLL for (int i = 0; i < (size); i++)                             \
+                if (i < blocks)                                                 \
+                    values[i] = r[i];                                           \
+        }                                                                       \
+        UNROLL for (int i = 0; i < (size); i++)                                 \
+            if (i < blocks)                                                     \
+                weight_grad[i] = sums[i];                                       \
+        break;                                                                  \
+    }
+
+/* FN(sort_and_rank) for columns of up to 8 rows that carry no tags. */
+static void FN(rank_few)(int32_t code, const FN(buffers) *at, const T *weights, V *weight_grad, int64_t vectors)
+{
+    const int64_t blocks = at->blocks, height = at->height;
+    const V *x = at->x;
+    V *values = at->values;
+    switch (code) {
+    case SORT2: RANK_FEW(2, APPLY(S2, ROWS2), APPLY(US2, ROWS2))
+    case SORT4: RANK_FEW(4, APPLY(S4, ROWS4), APPLY(US4, ROWS4))
+    case SORT8: RANK_FEW(8, APPLY(S8, ROWS8), APPLY(US8, ROWS8))
+    }
+}
+
+#undef UNDO
+#undef NOTE
+#define NOTE(a, b)
+
 /* Sort columns and add to the gradients of the weights. `values` becomes the weight of each block if `by_rank`. */
 static void FN(sort_and_rank)(const step_t *network, const FN(buffers) *at, const T *weights, V *weight_grad, INT mask,
-                              int by_rank, int64_t vectors)
+                              int by_rank, int mode, int64_t vectors)
 {
+    if (by_rank && mode == PLAIN) {
+        FN(rank_few)(network->code, at, weights, weight_grad, vectors);
+        return;
+    }
     FN(sort)(network, at->x, at->blocks, at->height, vectors, 0);
     if (by_rank)
         ACROSS(FN(add_weights), at, weights, weight_grad, mask)
@@ -822,7 +885,7 @@ INLINE T FN(total)(const V *rows, int64_t i)
 static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors, int special)
 {
     const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
-    const int mode = by_rank ? special ? BOUNDED : TAGGED : PLAIN;
+    const int mode = by_rank && special ? BOUNDED : by_rank && !FN(is_few)(at->network) ? TAGGED : PLAIN;
     INT mask = 0;
     while (mask < at->blocks - 1)
         mask = 2 * mask + 1;
@@ -840,7 +903,7 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
             for (int64_t row = 0; row < rows; row++) {
                 const FN(buffers) one = FN(only_row)(at, row, vectors);
                 const step_t *network = FN(fill)(base, mode, &one, mask, vectors);
-                FN(sort_and_rank)(network, &one, weights, weight_grad, mask, by_rank, vectors);
+                FN(sort_and_rank)(network, &one, weights, weight_grad, mask, by_rank, mode, vectors);
                 if (by_rank)
                     FN(add_slopes)(base, &one, vectors);
             }
@@ -848,7 +911,7 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
             FN(fill_blocks)(base, mode, at, mask, rows, vectors);
             for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
                 const FN(buffers) some = FN(from_column)(at, c);
-                FN(sort_and_rank)(at->network, &some, weights, weight_grad, mask, by_rank,
+                FN(sort_and_rank)(at->network, &some, weights, weight_grad, mask, by_rank, mode,
                                   least(MAX_VECTORS, rows * vectors - c));
             }
             if (by_rank)
