@@ -39,7 +39,7 @@ enum { RUN = 64 }; /* sums are added up in runs of this length, which limits the
 /* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values. */
 enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
-enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 128 << 10 }; /* if blocks are wider than a dimension */
+enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 256 << 10 }; /* if blocks are wider than a dimension */
 /* Approximate limit of similarities per task. A call returns to Python only between two tasks, so tasks are short. */
 enum { TASK_WORK = 1 << 24 };
 
