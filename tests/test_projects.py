@@ -8,7 +8,7 @@ import torch
 
 import ahop_layers as ah
 from benchmarks.projects import __main__ as command
-from benchmarks.projects import adaptive, cloob, measure
+from benchmarks.projects import adaptive, cloob, measure, widths
 from benchmarks.projects.mnist_bags import digit_bag
 from benchmarks.projects.project import adaptive_layers, plain_layers
 
@@ -82,3 +82,10 @@ def test_the_command_measures_accuracies(tmp_path, capsys):
     command.main([*arguments, "--results", str(tmp_path)])
     assert len((tmp_path / "projects_adaptive.csv").read_text().splitlines()) == 1 + 2 * len(adaptive.SYSTEMS)
     assert "| hopfield-layers, latch sequences | 2 | 2 |" in capsys.readouterr().out
+
+
+def test_the_command_measures_widths(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(widths, "WIDTHS", (16,))
+    command.main(["--parts", "widths", "--steps", "2", "--results", str(tmp_path)])
+    assert (tmp_path / "projects_widths.csv").read_text().count("\n") == 2
+    assert "| 16 |" in capsys.readouterr().out
