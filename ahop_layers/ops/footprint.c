@@ -190,7 +190,7 @@ static inline float from_float32(float value) { return value; }
 static inline double from_float64(double value) { return value; }
 
 /* Sorting networks and Batcher's odd-even merges for rows in registers. Green's network for 16 rows has three
- * comparators fewer than Batcher's. */
+ * comparators fewer than Batcher's. FN(rank_few) defines NOTE to record which lanes a comparator exchanges. */
 #define CE(a, b) { NOTE(a, b) V low_ = MIN(a, b); b = MAX(a, b); a = low_; }
 #define NOTE(a, b)
 #define M4(a, b, c, d) CE(a, c) CE(b, d) CE(b, c)

@@ -440,10 +440,12 @@ static int64_t FN(enough_tasks)(const plan_t *plan)
     return most(MIN_TASKS, call->n * call->heads * call->length * keys * call->d * call->n_bases / TASK_WORK);
 }
 
-/* Returns whether FN(add_products) saves time: blocks are wide, and enough queries share the shifted keys. */
+/* Returns whether FN(add_products) saves time, because blocks are wide and enough queries share the shifted keys, and
+ * takes little memory. */
 static int FN(uses_products)(const call_t *call)
 {
-    return call->length >= 2 * QUERIES && call->d >= 4 * call->blocks; /* also false if paired */
+    const int wide = call->d >= 4 * call->blocks, small = call->d <= 2048 && call->blocks <= 64;
+    return wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
 }
 
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
@@ -892,10 +894,11 @@ static void FN(add_block_slopes)(int32_t base, const FN(buffers) *at, int64_t ro
 
 /* DIS and DOT together, for blocks `block` to `end`: with the slopes a of DIS and b of DOT, a query has the gradient
  *     sum a (q - k) + b k = sum (b - a) (k - o) + (q - o) sum a + o sum b
- * and a key the same with q and k exchanged. A product with b - a replaces one with each of them; this function adds up
- * a and b, and the other terms follow once per query and key. The origin o is near the keys, so no digits are lost. */
-INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors, int64_t block, int64_t end,
-                             int64_t row, int64_t queries, int64_t v, int64_t columns)
+ * and a key the same with q and k exchanged. A product with b - a replaces one with each of them. This function also
+ * adds up a and b; FN(add_sums) adds the other terms, once per query and key. The origin o is the mean key: far from
+ * zero, q and k themselves would lose digits. */
+INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors, int64_t block,
+                             int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
 {
     const int64_t pitch = at->pitch, blocks = at->blocks, rank_pitch = blocks + 1, width = at->d / blocks;
     const int64_t c = row * vectors + v, dis = bases & 1 << DIS;
