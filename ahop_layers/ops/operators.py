@@ -125,7 +125,7 @@ def is_mapped() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0)).raw_repr()
+_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()
 
 
 def is_plain_call(*tensors: Tensor) -> bool:
