@@ -342,6 +342,24 @@ def test_close_pairs_of_blocks(base, offset):
     check(query + offset, key + offset, weight, (base,))
 
 
+@pytest.mark.parametrize(("n", "d"), [(2, 8), (3, 12), (4, 64), (7, 28), (8, 64), (16, 64)])
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("dis", "dot"), ("l1", "dot", "dis")], ids=",".join)
+def test_wide_blocks_of_many_queries(bases, n, d):
+    """Few blocks are ranked in registers, and their gradients are products that bases share."""
+    check(*inputs(1, 2, 70, 133, d, bases, blocks=n), bases)
+
+
+def test_nan_of_a_query_stays_in_its_gradients():
+    query, key, weight = inputs(1, 1, 20, 70, 24, blocks=4)
+    grad = torch.randn(1, 1, 20, 70, generator=torch.Generator().manual_seed(1))
+    clean = cpu.score_backward(grad, query, key, weight, ALL, (True, False, False))[0]
+    query[0, 0, 9, 5] = torch.nan
+    touched = cpu.score_backward(grad, query, key, weight, ALL, (True, False, False))[0]
+    others = torch.arange(20) != 9
+    assert touched[0, 0, 9].isnan().any()
+    torch.testing.assert_close(touched[0, 0, others], clean[0, 0, others], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ALL], ids="-".join)
 @pytest.mark.parametrize(("n", "d"), [(1, 6), (3, 6), (4, 12), (6, 6)])
 def test_gradcheck(n, d, bases):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu, reference
@@ -178,6 +179,36 @@ def test_a_lazily_negated_tensor_is_negated():
     negated = torch.complex(y, y).conj().imag
     assert negated.is_neg()
     torch.testing.assert_close(ah.adaptive_similarity(x, negated, u), ah.adaptive_similarity(x, -y, u))
+
+
+def test_modes_and_profilers_see_the_operators():
+    """Plain eager calls skip the dispatcher; others must not."""
+    with torch.profiler.profile() as profile:
+        ah.adaptive_similarity(*problem(2, grad=True)).sum().backward()
+    assert {"ahop::score", "ahop::score_backward"} <= {event.key for event in profile.key_averages()}
+    with Recorder() as recorder:
+        ah.adaptive_similarity(*problem(2, grad=True)).sum().backward()
+    assert {torch.ops.ahop.score.default, torch.ops.ahop.score_backward.default} <= recorder.seen
+
+
+def test_plain_calls_and_operators_give_the_same_gradients():
+    tensors = problem(2, grad=True)
+    plain = torch.autograd.grad(ah.adaptive_similarity(*tensors).sum(), tensors)
+    with Recorder():
+        recorded = torch.autograd.grad(ah.adaptive_similarity(*tensors).sum(), tensors)
+    assert all(map(torch.equal, plain, recorded))
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow

@@ -8,10 +8,13 @@ import torch
 
 import ahop_layers as ah
 from benchmarks.projects import __main__ as command
-from benchmarks.projects import cloob, measure
+from benchmarks.projects import adaptive, cloob, measure, widths
+from benchmarks.projects.mnist_bags import digit_bag
 from benchmarks.projects.project import adaptive_layers, plain_layers
 
 pytestmark = pytest.mark.slow
+
+PROJECTS = [name for name in measure.PROJECTS if name != "static"]  # the code of CLOOB with another size
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +23,7 @@ def small(monkeypatch):
     monkeypatch.setattr(cloob, "BATCH", 16)
 
 
-@pytest.mark.parametrize("name", measure.PROJECTS)
+@pytest.mark.parametrize("name", PROJECTS)
 def test_frozen_similarities_reproduce_the_losses_of_hflayers(name):
     figures = measure.measure(measure.project_named(name), 20)
     assert figures["difference_apart"] <= 1e-5
@@ -29,7 +32,7 @@ def test_frozen_similarities_reproduce_the_losses_of_hflayers(name):
         assert figures["difference"] <= 1e-5
 
 
-@pytest.mark.parametrize("name", measure.PROJECTS)
+@pytest.mark.parametrize("name", PROJECTS)
 def test_every_use_runs_and_trains_its_similarity_after_a_switch(name):
     project = measure.project_named(name)
     with patch.dict("sys.modules"):
@@ -42,7 +45,7 @@ def test_every_use_runs_and_trains_its_similarity_after_a_switch(name):
     assert any(parameter.grad.abs().sum() > 0 for parameter in similarities)
 
 
-@pytest.mark.parametrize("name", measure.PROJECTS)
+@pytest.mark.parametrize("name", PROJECTS)
 def test_checkpoints_go_both_ways(name):
     project = measure.project_named(name)
     plain, adaptive = project.build(plain_layers()), project.build(adaptive_layers(project.blocks))
@@ -54,3 +57,35 @@ def test_the_command_writes_rows_and_prints_a_table(tmp_path, capsys):
     command.main(["--projects", "latch_sequence", "--steps", "2", "--results", str(tmp_path)])
     assert (tmp_path / "projects.csv").exists()
     assert "| hopfield-layers, latch sequences |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["bit_pattern", "latch_sequence"])
+def test_examples_compare_similarities_from_equal_weights(name):
+    """After one step, the losses of all similarities are those of the dot product."""
+    rows = list(adaptive.compare(name, seed=1, steps=1))
+    assert [row["similarity"] for row in rows] == list(adaptive.SYSTEMS)
+    assert len({row["loss"] for row in rows}) == 1
+    assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
+
+
+def test_held_out_digits_are_in_no_training_bag():
+    bags = {held_out: [digit_bag(torch.Generator().manual_seed(seed), held_out) for seed in range(20)]
+            for held_out in (False, True)}  # fmt: skip
+    images = {held_out: {image.numpy().tobytes() for bag, _ in drawn for image in bag[0]}
+              for held_out, drawn in bags.items()}  # fmt: skip
+    assert not images[False] & images[True]
+    assert {float(label) for _, label in bags[True]} == {0.0, 1.0}
+
+
+def test_the_command_measures_accuracies(tmp_path, capsys):
+    arguments = ["--parts", "adaptive", "--projects", "latch_sequence", "--steps", "2", "--seeds", "2"]
+    command.main([*arguments, "--results", str(tmp_path)])
+    assert len((tmp_path / "projects_adaptive.csv").read_text().splitlines()) == 1 + 2 * len(adaptive.SYSTEMS)
+    assert "| hopfield-layers, latch sequences | 2 | 2 |" in capsys.readouterr().out
+
+
+def test_the_command_measures_widths(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(widths, "WIDTHS", (16,))
+    command.main(["--parts", "widths", "--steps", "2", "--results", str(tmp_path)])
+    assert (tmp_path / "projects_widths.csv").read_text().count("\n") == 2
+    assert "| 16 |" in capsys.readouterr().out

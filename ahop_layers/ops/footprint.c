@@ -39,7 +39,7 @@ enum { RUN = 64 }; /* sums are added up in runs of this length, which limits the
 /* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values. */
 enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
-enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 128 << 10 }; /* if blocks are wider than a dimension */
+enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 256 << 10 }; /* if blocks are wider than a dimension */
 /* Approximate limit of similarities per task. A call returns to Python only between two tasks, so tasks are short. */
 enum { TASK_WORK = 1 << 24 };
 
@@ -190,8 +190,9 @@ static inline float from_float32(float value) { return value; }
 static inline double from_float64(double value) { return value; }
 
 /* Sorting networks and Batcher's odd-even merges for rows in registers. Green's network for 16 rows has three
- * comparators fewer than Batcher's. */
-#define CE(a, b) { V low_ = MIN(a, b); b = MAX(a, b); a = low_; }
+ * comparators fewer than Batcher's. FN(rank_few) defines NOTE to record which lanes a comparator exchanges. */
+#define CE(a, b) { NOTE(a, b) V low_ = MIN(a, b); b = MAX(a, b); a = low_; }
+#define NOTE(a, b)
 #define M4(a, b, c, d) CE(a, c) CE(b, d) CE(b, c)
 #define M8(a, b, c, d, e, f, g, h) M4(a, c, e, g) M4(b, d, f, h) CE(b, c) CE(d, e) CE(f, g)
 #define M16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
@@ -207,6 +208,12 @@ static inline double from_float64(double value) { return value; }
     CE(b, c) CE(d, m) CE(e, i) CE(f, k) CE(g, j) CE(h, l) CE(n, o)                              \
     CE(b, e) CE(c, i) CE(f, g) CE(h, n) CE(j, k) CE(l, o) CE(c, e) CE(d, i) CE(h, m) CE(l, n)   \
     CE(d, f) CE(g, i) CE(h, j) CE(k, m) CE(d, e) CE(f, g) CE(h, i) CE(j, k) CE(l, m) CE(g, h) CE(i, j)
+/* The same comparators in reverse order: they return sorted rows to their places, see FN(rank_few). */
+#define UM4(a, b, c, d) UNDO(b, c) UNDO(b, d) UNDO(a, c)
+#define UM8(a, b, c, d, e, f, g, h) UNDO(f, g) UNDO(d, e) UNDO(b, c) UM4(b, d, f, h) UM4(a, c, e, g)
+#define US2(a, b) UNDO(a, b)
+#define US4(a, b, c, d) UM4(a, b, c, d) UNDO(c, d) UNDO(a, b)
+#define US8(a, b, c, d, e, f, g, h) UM8(a, b, c, d, e, f, g, h) US4(e, f, g, h) US4(a, b, c, d)
 #define ROWS2 r[0], r[1]
 #define ROWS4 ROWS2, r[2], r[3]
 #define ROWS8 ROWS4, r[4], r[5], r[6], r[7]

@@ -180,6 +180,10 @@ typedef struct {
     T *numbers, *weights;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
+    /* For FN(add_products), else NULL: `values` of DIS, followed by those of DOT; keys minus `origin`, which has d
+     * numbers; slopes summed over columns and over rows, [DIS or DOT][row or column][block]. */
+    V *both_values, *shifted, *row_sums, *column_sums;
+    T *origin;
 } FN(buffers);
 
 /* Copy the vectors from `first` on into the lanes of a panel. Lanes past the last vector repeat it: zeros would create
@@ -230,15 +234,17 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
     return special;
 }
 
-/* Load the weights of head h in ascending order of similarity, and count the ranks that they distinguish. */
-static void FN(load_weights)(const call_t *call, int64_t h, const FN(buffers) *at)
+/* Load the weights of head h in ascending order of similarity, and count the ranks that they distinguish. Those of DIS
+ * are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
+static void FN(load_weights)(const call_t *call, int64_t h, T dis, const FN(buffers) *at)
 {
     const int64_t blocks = call->blocks;
     for (int64_t b = 0; b < call->n_bases; b++) {
         const T *folded = (const T *)call->weight + (h * call->n_bases + b) * blocks;
         int equal = folded[0] - folded[0] == 0; /* finite */
         for (int64_t i = 0; i < blocks; i++) {
-            at->weights[b * blocks + i] = call->bases[b] == DOT ? folded[blocks - 1 - i] : -folded[i];
+            at->weights[b * blocks + i] = call->bases[b] == DOT ? folded[blocks - 1 - i]
+                                                                : -folded[i] * (call->bases[b] == DIS ? dis : 1);
             equal &= folded[i] == folded[0];
         }
         at->ranks[b] = !equal ? blocks : folded[0] != 0;
@@ -434,6 +440,14 @@ static int64_t FN(enough_tasks)(const plan_t *plan)
     return most(MIN_TASKS, call->n * call->heads * call->length * keys * call->d * call->n_bases / TASK_WORK);
 }
 
+/* Returns whether FN(add_products) saves time, because blocks are wide and enough queries share the shifted keys, and
+ * takes little memory. */
+static int FN(uses_products)(const call_t *call)
+{
+    const int wide = call->d >= 4 * call->blocks, small = call->d <= 2048 && call->blocks <= 64;
+    return wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
+}
+
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
 static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(buffers) *buffers)
 {
@@ -464,6 +478,13 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
         buffers->key_grad = take(&arena, panel);
         buffers->query_grad = take(&arena, queries);
         buffers->weight_grad = take(&arena, weights * BYTES);
+        if (FN(uses_products)(call)) {
+            buffers->both_values = take(&arena, 2 * (blocks + 1) * columns * BYTES);
+            buffers->shifted = take(&arena, panel);
+            buffers->row_sums = take(&arena, 2 * rows * blocks * BYTES);
+            buffers->column_sums = take(&arena, 2 * vectors * blocks * BYTES);
+            buffers->origin = take(&arena, d * (int64_t)sizeof(T));
+        }
     }
     return arena.used;
 }
@@ -562,7 +583,7 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
     const int64_t vectors = ceil_div(width, LANES), end = least((chunk + 1) * QUERY_CHUNK, call->length);
     FN(buffers) at;
     FN(layout)(plan, scratch, 0, &at);
-    FN(load_weights)(call, h, &at);
+    FN(load_weights)(call, h, 1, &at);
     for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
         const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
         T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
@@ -701,10 +722,73 @@ INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_g
     FN(add_sorted)(at->ordered, at->grad + first, weight_grad, blocks, columns);
 }
 
+/* Returns whether a network sorts up to 8 rows in one step, which FN(rank_few) does in registers. */
+INLINE int FN(is_few)(const step_t *network)
+{
+    return network->code != END && network->code <= SORT8 && network[1].code == END;
+}
+
+#undef NOTE
+#define NOTE(a, b) swapped[count++] = (a) > (b);
+#define UNDO(a, b)                                                              \
+    {                                                                           \
+        const I bits_ = ((I)(a) ^ (I)(b)) & swapped[--count];                   \
+        a = (V)((I)(a) ^ bits_);                                                \
+        b = (V)((I)(b) ^ bits_);                                                \
+    }
+
+/* Sort a few rows, and send the weights back through the network: the weight of each rank arrives at its block. */
+#define RANK_FEW(size, sort, unsort)                                            \
+    {                                                                           \
+        V sums[size], ranked[size];                                             \
+        UNROLL for (int i = 0; i < (size); i++) {                               \
+            sums[i] = i < blocks ? weight_grad[i] : (V){0};                     \
+            ranked[i] = (V){0} + (i < blocks ? weights[i] : 0);                 \
+        }                                                                       \
+        for (int64_t v = 0; v < vectors; v++, x += height, values += blocks + 1) { \
+            V r[size];                                                          \
+            I swapped[4 * (size)];                                              \
+            int count = 0;                                                      \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = x[i];                \
+            sort                                                                \
+            UNROLL for (int i = 0; i < (size); i++) sums[i] += at->grad[v] * r[i]; \
+            UNROLL for (int i = 0; i < (size); i++) r[i] = ranked[i];           \
+            unsort                                                              \
+            UNROLL for (int i = 0; i < (size); i++)                             \
+                if (i < blocks)                                                 \
+                    values[i] = r[i];                                           \
+        }                                                                       \
+        UNROLL for (int i = 0; i < (size); i++)                                 \
+            if (i < blocks)                                                     \
+                weight_grad[i] = sums[i];                                       \
+        break;                                                                  \
+    }
+
+/* FN(sort_and_rank) for columns of up to 8 rows that carry no tags. */
+static void FN(rank_few)(int32_t code, const FN(buffers) *at, const T *weights, V *weight_grad, int64_t vectors)
+{
+    const int64_t blocks = at->blocks, height = at->height;
+    const V *x = at->x;
+    V *values = at->values;
+    switch (code) {
+    case SORT2: RANK_FEW(2, APPLY(S2, ROWS2), APPLY(US2, ROWS2))
+    case SORT4: RANK_FEW(4, APPLY(S4, ROWS4), APPLY(US4, ROWS4))
+    case SORT8: RANK_FEW(8, APPLY(S8, ROWS8), APPLY(US8, ROWS8))
+    }
+}
+
+#undef UNDO
+#undef NOTE
+#define NOTE(a, b)
+
 /* Sort columns and add to the gradients of the weights. `values` becomes the weight of each block if `by_rank`. */
 static void FN(sort_and_rank)(const step_t *network, const FN(buffers) *at, const T *weights, V *weight_grad, INT mask,
-                              int by_rank, int64_t vectors)
+                              int by_rank, int mode, int64_t vectors)
 {
+    if (by_rank && mode == PLAIN) {
+        FN(rank_few)(network->code, at, weights, weight_grad, vectors);
+        return;
+    }
     FN(sort)(network, at->x, at->blocks, at->height, vectors, 0);
     if (by_rank)
         ACROSS(FN(add_weights), at, weights, weight_grad, mask)
@@ -738,7 +822,7 @@ INLINE void FN(add_slopes_by)(int32_t base, const FN(buffers) *at, int64_t first
     const V *query = at->query + first * at->query_pitch, *keys = at->keys + first * pitch;
     const V *slopes = at->values + first * (d + 1);
     V grad[ABREAST], *query_grad = at->query_grad + first * at->query_pitch, *key_grad = at->key_grad + first * pitch;
-    UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j] * (T)(base == DIS ? 2 : 1);
+    UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j];
     for (int64_t i = 0; i < d; i++) {
         V sum = {0};
         UNROLL for (int j = 0; j < columns; j++)
@@ -778,8 +862,7 @@ INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors,
         V slope[QUERIES * ABREAST];
         UNROLL for (int r = 0; r < queries; r++)
             UNROLL for (int j = 0; j < columns; j++)
-                slope[r * ABREAST + j] = weights[(r * vectors + j) * rank_pitch + block] * grads[r * vectors + j]
-                                         * (T)(base == DIS ? 2 : 1);
+                slope[r * ABREAST + j] = weights[(r * vectors + j) * rank_pitch + block] * grads[r * vectors + j];
         for (int64_t i = block * width; i < (block + 1) * width; i++) {
             V q[QUERIES], sum[QUERIES];
             UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
@@ -809,6 +892,107 @@ static void FN(add_block_slopes)(int32_t base, const FN(buffers) *at, int64_t ro
     }
 }
 
+/* DIS and DOT together, for blocks `block` to `end`: with the slopes a of DIS and b of DOT, a query has the gradient
+ *     sum a (q - k) + b k = sum (b - a) (k - o) + (q - o) sum a + o sum b
+ * and a key the same with q and k exchanged. A product with b - a replaces one with each of them. This function also
+ * adds up a and b; FN(add_sums) adds the other terms, once per query and key. The origin o is the mean key: far from
+ * zero, q and k themselves would lose digits. */
+INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors, int64_t block,
+                             int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
+{
+    const int64_t pitch = at->pitch, blocks = at->blocks, rank_pitch = blocks + 1, width = at->d / blocks;
+    const int64_t c = row * vectors + v, dis = bases & 1 << DIS;
+    const V *query = at->query + row * pitch, *keys = (dis ? at->shifted : at->keys) + v * pitch;
+    const V *grads = at->grad + c;
+    V *query_grad = at->query_grad + row * pitch, *key_grad = at->key_grad + v * pitch;
+    for (; block < end; block++) {
+        V factor[QUERIES * ABREAST] = {{0}};
+        UNROLL for (int base = DIS; base <= DOT; base++) {
+            const V *weights = at->both_values + (base * rows * vectors + c) * rank_pitch + block;
+            V *by_row = at->row_sums + (base * QUERIES + row) * blocks + block, row_sum[QUERIES] = {{0}};
+            V *by_column = at->column_sums + (base * vectors + v) * blocks + block, column_sum[ABREAST] = {{0}};
+            if (!(bases & 1 << base))
+                continue;
+            UNROLL for (int r = 0; r < queries; r++)
+                UNROLL for (int j = 0; j < columns; j++) {
+                    const V slope = weights[(r * vectors + j) * rank_pitch] * grads[r * vectors + j];
+                    V *to = factor + r * ABREAST + j;
+                    *to = base == DIS ? *to - slope : *to + slope;
+                    row_sum[r] += slope;
+                    column_sum[j] += slope;
+                }
+            if (dis) {
+                UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
+                UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
+            }
+        }
+        for (int64_t i = block * width; i < (block + 1) * width; i++) {
+            V q[QUERIES], sum[QUERIES];
+            UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
+            UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
+            UNROLL for (int j = 0; j < columns; j++) {
+                const V k = keys[j * pitch + i];
+                V grad = key_grad[j * pitch + i];
+                UNROLL for (int r = 0; r < queries; r++) {
+                    sum[r] += factor[r * ABREAST + j] * k;
+                    grad += factor[r * ABREAST + j] * q[r];
+                }
+                key_grad[j * pitch + i] = grad;
+            }
+            UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
+        }
+    }
+}
+
+/* Add (x - o) sum a + o sum b to the gradients of `count` queries or keys, given their columns x - o. */
+static void FN(add_sums)(const FN(buffers) *at, const V *x, const V *sums, int64_t capacity, int64_t count, V *grad)
+{
+    const int64_t blocks = at->blocks, width = at->d / blocks;
+    for (int64_t each = 0; each < count; each++, x += at->pitch, grad += at->pitch)
+        for (int64_t block = 0; block < blocks; block++) {
+            const V a = sums[each * blocks + block], b = sums[(capacity + each) * blocks + block];
+            for (int64_t i = block * width; i < (block + 1) * width; i++)
+                grad[i] += a * x[i] + b * at->origin[i];
+        }
+}
+
+/* Add to the gradients of queries and keys. `bases` has a bit for DIS and one for DOT. */
+static void FN(add_products)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors)
+{
+    const int64_t step = most(1, RUN * at->blocks / at->d);
+    if (bases & 1 << DIS) {
+        memset(at->row_sums, 0, (size_t)(2 * QUERIES * at->blocks * BYTES));
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < at->d; i++)
+                at->query[row * at->pitch + i] -= at->origin[i];
+    }
+    for (int64_t block = 0; block < at->blocks; block += step) {
+        const int64_t end = least(block + step, at->blocks);
+        switch (bases) {
+        case 1 << DIS: TILES(FN(product_tile), 1 << DIS, at, rows, vectors, block, end) break;
+        case 1 << DOT: TILES(FN(product_tile), 1 << DOT, at, rows, vectors, block, end) break;
+        default: TILES(FN(product_tile), 1 << DIS | 1 << DOT, at, rows, vectors, block, end)
+        }
+    }
+    if (bases & 1 << DIS)
+        FN(add_sums)(at, at->query, at->row_sums, QUERIES, rows, at->query_grad);
+}
+
+/* Choose the mean of a panel's keys as origin. */
+static void FN(shift_keys)(const FN(buffers) *at, int64_t vectors)
+{
+    for (int64_t i = 0; i < at->d; i++) {
+        V sum = {0};
+        T mean = 0;
+        for (int64_t v = 0; v < vectors; v++)
+            sum += at->keys[v * at->pitch + i];
+        UNROLL for (int lane = 0; lane < LANES; lane++) mean += sum[lane];
+        at->origin[i] = mean /= (T)(vectors * LANES);
+        for (int64_t v = 0; v < vectors; v++)
+            at->shifted[v * at->pitch + i] = at->keys[v * at->pitch + i] - mean;
+    }
+}
+
 /* Returns the sum of all lanes of row i. */
 INLINE T FN(total)(const V *rows, int64_t i)
 {
@@ -822,7 +1006,9 @@ INLINE T FN(total)(const V *rows, int64_t i)
 static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors, int special)
 {
     const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
-    const int mode = by_rank ? special ? BOUNDED : TAGGED : PLAIN;
+    const int mode = by_rank && special ? BOUNDED : by_rank && !FN(is_few)(at->network) ? TAGGED : PLAIN;
+    const int products = at->shifted && by_rank && !special;
+    int together = 0; /* bases for FN(add_products) */
     INT mask = 0;
     while (mask < at->blocks - 1)
         mask = 2 * mask + 1;
@@ -840,21 +1026,28 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
             for (int64_t row = 0; row < rows; row++) {
                 const FN(buffers) one = FN(only_row)(at, row, vectors);
                 const step_t *network = FN(fill)(base, mode, &one, mask, vectors);
-                FN(sort_and_rank)(network, &one, weights, weight_grad, mask, by_rank, vectors);
+                FN(sort_and_rank)(network, &one, weights, weight_grad, mask, by_rank, mode, vectors);
                 if (by_rank)
                     FN(add_slopes)(base, &one, vectors);
             }
         } else {
-            FN(fill_blocks)(base, mode, at, mask, rows, vectors);
+            FN(buffers) each = *at;
+            if (products && base != L1)
+                each.values = at->both_values + base * rows * vectors * (at->blocks + 1);
+            FN(fill_blocks)(base, mode, &each, mask, rows, vectors);
             for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
-                const FN(buffers) some = FN(from_column)(at, c);
-                FN(sort_and_rank)(at->network, &some, weights, weight_grad, mask, by_rank,
+                const FN(buffers) some = FN(from_column)(&each, c);
+                FN(sort_and_rank)(at->network, &some, weights, weight_grad, mask, by_rank, mode,
                                   least(MAX_VECTORS, rows * vectors - c));
             }
-            if (by_rank)
+            if (products && base != L1)
+                together |= 1 << base;
+            else if (by_rank)
                 FN(add_block_slopes)(base, at, rows, vectors);
         }
     }
+    if (together)
+        FN(add_products)(together, at, rows, vectors);
 }
 
 /* Write the sums of a column's first `lanes` lanes to gradients that are `step` apart, or with `again` add them. */
@@ -899,11 +1092,17 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     int64_t since_flush = 0;
     FN(buffers) at;
     FN(layout)(plan, scratch, 1, &at);
-    FN(load_weights)(call, h, &at);
+    FN(load_weights)(call, h, 2, &at);
     for (int64_t i = 0; i < at.blocks; i++)
         at.tags[i] = (I){0} + (INT)i;
     memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(weights * BYTES));
+    const size_t sums_bytes = (size_t)(2 * plan->vectors * call->blocks * BYTES);
+    int shift = 0;
+    for (int64_t b = 0; b < call->n_bases; b++)
+        shift |= at.shifted && call->bases[b] == DIS;
+    if (shift)
+        memset(at.column_sums, 0, sums_bytes);
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
         for (int64_t panel = tile * plan->panels / tiles; panel < (tile + 1) * plan->panels / tiles; panel++) {
             const int64_t pair = n * call->heads + h, first = panel * plan->vectors * LANES;
@@ -912,6 +1111,9 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+            const int shifted = shift && !special_keys;
+            if (shifted)
+                FN(shift_keys)(&at, vectors);
             memset(at.grad, 0, (size_t)((call->paired ? 1 : QUERIES) * vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row += QUERIES) {
                 const int64_t rows = least(QUERIES, plan->rows - row), l = plan->first + row, end = row + rows;
@@ -933,9 +1135,14 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                     for (int64_t i = 0; i < d; i++)
                         query_grad[i] += FN(total)(at.query_grad + r * at.pitch, i);
                 }
-                if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows))
+                if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows)) {
+                    if (shifted) {
+                        FN(add_sums)(&at, at.shifted, at.column_sums, vectors, vectors, at.key_grad);
+                        memset(at.column_sums, 0, sums_bytes);
+                    }
                     FN(flush_lanes)(at.key_grad, at.pitch, (T *)call->key_grad + place, step, d, keys,
                                     plan->first || end > QUERY_CHUNK);
+                }
                 since_flush += rows * vectors;
                 if (since_flush >= RUN) {
                     FN(flush_weights)(at.weight_grad, weight_grad, weights);

@@ -125,6 +125,25 @@ def is_mapped() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()
+
+
+def is_plain_call(*tensors: Tensor) -> bool:
+    """Returns whether the dispatcher would only pass a call on: eager CPU tensors, and no mode, tracer or profiler.
+
+    The dispatcher takes longer than a small call itself. A tensor subclass, a transform of torch.func or a lazy
+    negation shows in the dispatch keys of a tensor.
+
+    >>> is_plain_call(torch.ones(2)), is_plain_call(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+        return False
+    return all(torch._C._dispatch_keys(tensor).raw_repr() == _PLAIN_KEYS for tensor in tensors)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Returns whether a forward or backward hook observes calls of the module; hooks of all modules count.
 
@@ -194,7 +213,8 @@ def _canonical_score(
             each.expand(*batch, *each.shape[-2:]).reshape(outer, heads, *each.shape[-2:]) for each in (query, key)
         )
     weight = weight.expand(heads, *weight.shape[-2:])
-    scores: Tensor = torch.ops.ahop.score.default(query, key, weight, ",".join(names), backend, wide)
+    score: Any = _Score.apply if is_plain_call(query, key, weight) else torch.ops.ahop.score.default
+    scores: Tensor = score(query, key, weight, ",".join(names), backend, wide)
     return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
 
 
@@ -319,8 +339,10 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    need = list(ctx.needs_input_grad[:3])
-    grads = torch.ops.ahop.score_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
+    need, saved = list(ctx.needs_input_grad[:3]), ctx.saved_tensors
+    plain = not torch.is_grad_enabled() and is_plain_call(grad, *saved)
+    backward: Any = _score_backward if plain else torch.ops.ahop.score_backward.default
+    grads = backward(grad, *saved, *ctx.options, need)
     return (*(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None, None)
 
 
@@ -333,6 +355,21 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
 
 torch.library.register_autograd("ahop::score", _differentiate_score, setup_context=_save_inputs)
 torch.library.register_autograd("ahop::score_backward", _refuse_double_backward)
+
+
+class _Score(torch.autograd.Function):
+    """``ahop::score`` and its gradient without the dispatcher, see :func:`is_plain_call`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Computes the scores."""
+        _save_inputs(ctx, inputs, inputs[0])
+        return _score(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Computes the gradients."""
+        return _differentiate_score(ctx, grad)
 
 
 def merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:

@@ -23,7 +23,9 @@ from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval import report as retrieval_report
 from benchmarks.paper.tabular import report as tabular_report
+from benchmarks.projects import adaptive as projects_adaptive
 from benchmarks.projects import measure as projects
+from benchmarks.projects import widths as projects_widths
 from benchmarks.search import report as search_report
 
 DOCS = PICTURES.parent
@@ -159,6 +161,12 @@ TABLES: dict[str, Callable[[], str]] = {
         "paper.retrieval --table timing", rows_of("retrieval_timing.csv"), retrieval_report.timing_table
     ),
     "projects": lambda: by_device("projects", rows_of("projects.csv"), projects.report),
+    "projects-widths": lambda: by_device(
+        "projects --parts widths", rows_of("projects_widths.csv"), projects_widths.report
+    ),
+    "projects-adaptive": lambda: by_device(
+        "projects --parts adaptive", rows_of("projects_adaptive.csv"), projects_adaptive.report
+    ),
     "packed": lambda: part("packed", packed_rows(), packed.report),
     "retrieval": lambda: of_retrieval("accuracy", accuracy),
     "retrieval-short": lambda: of_retrieval(

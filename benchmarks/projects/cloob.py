@@ -14,15 +14,16 @@ DIM, BATCH = 1024, 256
 class Pairs(nn.Module):
     """Two encoders and the layer, which is part of the model so that its similarity is trained."""
 
-    def __init__(self, layers: Any) -> None:
+    def __init__(self, layers: Any, dim: int | None = None) -> None:
         super().__init__()
-        self.image, self.text = nn.Linear(64, DIM), nn.Linear(64, DIM)
+        dim = dim or DIM
+        self.image, self.text = nn.Linear(64, dim), nn.Linear(64, dim)
         self.hopfield = layers.Hopfield(
-            input_size=DIM, scaling=8.0, disable_out_projection=True, num_heads=1, dropout=False, **STATIC, **NO_NORMS
+            input_size=dim, scaling=8.0, disable_out_projection=True, num_heads=1, dropout=False, **STATIC, **NO_NORMS
         )
 
     def retrieve(self, stored: Tensor, state: Tensor) -> Tensor:
-        """Retrieves states ``(batch, DIM)`` from stored patterns of that shape, and normalizes them."""
+        """Retrieves states ``(batch, dim)`` from stored patterns of that shape, and normalizes them."""
         retrieved = self.hopfield((stored[None], state[None], stored[None])).squeeze(0)
         return functional.normalize(retrieved, dim=-1)
 

@@ -21,6 +21,7 @@ NAMES = {
     "latch_sequence": "hopfield-layers, latch sequences",
     "mnist_bags": "hopfield-layers, MNIST bags",
     "cloob": "CLOOB",
+    "static": "static patterns",
     "hopular": "Hopular",
     "mhnfs": "MHNfs",
     "l2m": "L2M",
@@ -42,9 +43,14 @@ class Training:
     """A model in training: one step at a time, with its losses and times."""
 
     def __init__(
-        self, project: Project, layers: Any, state: dict[str, Any] | None = None, frozen: bool = False
+        self,
+        project: Project,
+        layers: Any,
+        state: dict[str, Any] | None = None,
+        frozen: bool = False,
+        seed: int = 0,
     ) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.project, self.model = project, project.build(layers)
         if state is not None:
             self.model.load_state_dict(state, strict=True)

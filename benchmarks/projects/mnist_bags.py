@@ -1,5 +1,6 @@
 """hopfield-layers, MNIST bags: a pooling layer after a convolutional network."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +33,28 @@ def batch(generator: Generator) -> tuple[Tensor, Tensor]:
     bag, label = 0.3 * torch.rand(1, 10, 1, 28, 28, generator=generator), torch.randint(2, (1,), generator=generator)
     bag[0, 0, 0, 8:16, 8:16] += label
     return bag, label.float()
+
+
+@lru_cache(maxsize=None)
+def digits() -> tuple[Tensor, Tensor]:
+    """Returns the 1,797 handwritten digits of scikit-learn, resized to ``(n, 1, 28, 28)``, and their classes."""
+    from sklearn.datasets import load_digits
+
+    images, labels = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
+    square = images.float().reshape(-1, 1, 8, 8) / 16
+    return functional.interpolate(square, size=28, mode="bilinear"), labels
+
+
+def digit_bag(generator: Generator, held_out: bool) -> tuple[Tensor, Tensor]:
+    """Draws a bag of 10 digits; one of class 1 contains a nine. Every fourth digit is held out."""
+    images, labels = digits()
+    mine = (torch.arange(len(labels)) % 4 == 0) == held_out
+    label = torch.randint(2, (1,), generator=generator)
+    others, nines = (torch.where(mine & same)[0] for same in (labels != 9, labels == 9))
+    chosen = others[torch.randint(len(others), (10,), generator=generator)]
+    if label:
+        chosen[0] = nines[torch.randint(len(nines), (1,), generator=generator)]
+    return images[chosen].unsqueeze(0), label.float()
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
