@@ -6,7 +6,8 @@ A concept is a pair of real patterns from scikit-learn: a handwritten digit (64 
 tumor (30 numbers). One memory stores the digits, another the measurements. Phase 1 recognizes a corrupted digit. The
 recognized concept links to a corrupted copy of its measurements, the trace. Phase 2 recognizes that trace among all
 measurements. A concept is completed if both phases retrieve the right pattern. The corruptions of the two modalities
-differ, and no fixed similarity suits both. Writes multimodal.png into the folder of --out.
+differ, and no fixed similarity suits both. Writes multimodal.png into the folder of --out: the steps for some queries,
+with right and wrong answers marked.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def draw_pattern(axis: Axes, pattern: Tensor) -> None:
     if len(pattern) == 64:
         axis.imshow(pattern.reshape(8, 8).numpy(), cmap="gray_r", vmin=-1, vmax=1)
     else:
-        axis.bar(range(len(pattern)), pattern.numpy(), color="#2a7f9e")
+        axis.bar(range(len(pattern)), pattern.numpy(), color="#3a93b5")
         axis.set_ylim(-1.5, 1.5)
 
 
@@ -102,9 +103,12 @@ def compare(options: argparse.Namespace) -> dict[tuple[str, str], list[float]]:
         print(f"{one:<10}{two:<10}" + "".join(f"{value:>10.3f}" for value in values))
     shown, path = slice(0, 8), options.out / "multimodal.png"
     recognized, found = complete(first["A-Hop"], second["A-Hop"], query[shown], links)  # of the last size
-    rows = {"query": query[shown], "1: digit": looks[recognized], "its trace": links[recognized]}
-    rows |= {"2: retrieved": facts[found], "original": facts[index[shown]]}
-    write_figure(path, draw_rows(rows, draw_pattern, 1.2, 1.0))
+    rows = {"query": query[shown], "original digit": looks[index[shown]], "phase 1: recognized": looks[recognized]}
+    rows |= {"trace of that concept": links[recognized], "original measurements": facts[index[shown]]}
+    last = f"phase 2: retrieved\naccuracy {accuracy['A-Hop', 'A-Hop'][-1]:.3f}"
+    rows |= {last: facts[found]}
+    right = {"phase 1: recognized": recognized == index[shown], last: found == index[shown]}
+    write_figure(path, draw_rows(rows, draw_pattern, 1.1, 0.95, right, label_width=1.8))
     print(f"\npicture: {path}")
     return accuracy
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import accelerators
+from matplotlib.colors import to_rgba
 
 from ahop_layers import AHopError
 from examples import demo, mil, multimodal, retrieval, tabular, vit
-from examples.common import checkpoints, cli, training
+from examples.common import checkpoints, cli, outputs, training
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {module.__name__.rpartition(".")[2]: module for module in (demo, mil, multimodal, retrieval, tabular, vit)}
@@ -36,6 +37,17 @@ def test_retrieval(tmp_path, capsys):
     assert re.search(rf"^adaptive +{found['adaptive']:.3f}", tables[0], flags=re.MULTILINE)
     assert found["adaptive"] > found["dot product"]
     assert (tmp_path / "first" / "retrieval.png").stat().st_size > 10_000
+
+
+def test_answers_are_marked_as_right_or_wrong():
+    rows = {name: torch.zeros(2, 1) for name in ("query", "answer")}
+    drawn = outputs.draw_rows(rows, lambda axis, _: axis.plot([0]), 1, 1, {"answer": torch.tensor([True, False])})
+    signs = [[text.get_text() for text in axis.texts] for axis in drawn.axes]
+    assert signs == [[], [], ["\u2713"], ["\u2717"]]
+    colors = [axis.spines["left"].get_edgecolor() for axis in drawn.axes[2:]]
+    assert colors == [to_rgba(outputs.answer_style(right)[0]) for right in (True, False)]
+    assert [axis.spines["left"].get_visible() for axis in drawn.axes] == [False, False, True, True]
+    assert [axis.get_ylabel() for axis in drawn.axes] == ["query", "", "answer", ""]
 
 
 def test_tabular(tmp_path, capsys):
