@@ -89,4 +89,5 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axis.set_yticks(range(len(places)), [case for (case,) in places])
             axis.set_xlim(right=2 * max(float(row["paper/ours"]) for row in mine))
         axes[-1, 0].set_xlabel("speedup over plain PyTorch (sort, cumulative sum, product)")
-        axes[0, 0].legend(loc="lower right", frameon=False)
+        labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*labels, loc="outside lower center", ncols=2, frameon=False)
