@@ -250,7 +250,7 @@ def footprint_steps(
             if place == len(kinds) - 1:
                 panel.set_xlabel(unit if title == first else f"rank of the {unit}", fontsize="small")
         row[0].set_ylabel(base + _blocks_of(similarity, index), fontsize="small")
-    axes[0][0].legend(fontsize="x-small", frameon=False)
+    axes[0][0].legend(fontsize="x-small", edgecolor="none", framealpha=0.8)
     return figure
 
 
