@@ -67,7 +67,7 @@ def explain(X: np.ndarray, y: np.ndarray, names: np.ndarray, options: argparse.N
     cases, weights = model.nearest_cases(others[shown])
     center, spread = rows.mean(0), rows.std(0)
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
     for axis, place, answers, shares in zip(axes, shown, cases, weights, strict=True):
         table = np.vstack([others[place], model.cases_[answers]])
@@ -78,10 +78,10 @@ def explain(X: np.ndarray, y: np.ndarray, names: np.ndarray, options: argparse.N
             f"case: {names[label]}, weight {share:.2f}"
             for label, share in zip(model.case_targets_[answers], shares, strict=True)
         ]
-        axis.set_yticks(range(len(labels)), labels)
+        axis.set_yticks(range(len(labels)), labels, fontsize="small")
         axis.get_yticklabels()[0].set_color(color)
         axis.axhline(0.5, color="black")
-    axes[-1].set_xticks(range(X.shape[1]), load_breast_cancer().feature_names, rotation=90)
+    axes[-1].set_xticks(range(X.shape[1]), load_breast_cancer().feature_names, rotation=90, fontsize="small")
     figure.colorbar(image, ax=axes, label="standard deviations from the mean")
     return figure
 

@@ -78,7 +78,8 @@ def draw_digits(bags: list[Decided], most: int = 10) -> Figure:
             axis.set(xticks=[], yticks=[])
             axis.set_frame_on(False)
         for axis, instance in zip(row, order, strict=False):
-            axis.imshow(np.asarray(bag.instances[instance].reshape(side, side)), cmap="gray_r", vmin=0, vmax=1)
+            digit = np.asarray(bag.instances[instance].reshape(side, side))
+            axis.imshow(digit, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
             axis.set_title(f"{bag.weights[instance]:.2f}", fontsize=8)
         color, sign = answer_style((bag.logit >= 0) == bool(bag.label))
         text = f"label {bag.label:.0f}, predicted {torch.tensor(bag.logit).sigmoid():.2f} {sign}"

@@ -31,7 +31,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def write_figure(path: Path, figure: Figure) -> None:
     """Writes a figure as PNG."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=130)
+    figure.savefig(buffer, dpi=100)
     write_atomic(path, buffer.getbuffer())
 
 
