@@ -5,6 +5,7 @@ dark backgrounds. They are not attached to a window: save them, or display them 
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 # The initial similarity, the dot product, is blue; the others contrast with it.
 COLORS = {"dot": "#3a93b5", "dis": "#d98032", "l1": "#6a9a3b"}
+# Lines that coincide remain distinguishable: each base and each key has a line style of its own.
+STYLES = {"dot": "-", "dis": (0, (5, 1.5)), "l1": ":"}
+CYCLE = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), ":")
 
 
 def association_map(
@@ -30,6 +34,8 @@ def association_map(
     *,
     token: int = 0,
     title: str = "",
+    vmax: float | None = None,
+    colorbar: bool = False,
     ax: "Axes | None" = None,
 ) -> "Figure":
     """Plots the association weights of one token over the patches of an image.
@@ -42,13 +48,16 @@ def association_map(
         patches: number of rows and columns of patches. None means the largest square grid that the keys fill.
         token: index of the query; in most models 0 is the class token.
         title: title of the plot.
+        vmax: weight of the lightest color; None means the largest weight of this map. Maps that are compared need a
+            common one.
+        colorbar: whether to draw a color bar beside the map.
         ax: axes to draw on; None creates a figure.
 
     Returns:
         The figure.
 
     Raises:
-        AHopError: a shape or the token is invalid.
+        AHopError: a shape, the token or ``vmax`` is invalid.
 
     >>> weights, image = torch.rand(3, 17, 17).softmax(-1), torch.rand(1, 8, 8)
     >>> figure = association_map(weights, image, patches=(4, 4), title="block 1")
@@ -61,16 +70,21 @@ def association_map(
     row = (weights.mean(0) if weights.ndim == 3 else weights).detach().float().cpu()
     if not isinstance(token, int) or not 0 <= token < len(row):
         raise AHopError(f"token must be an index of one of the {len(row)} queries, got {token!r}")
+    if vmax is not None and not (isinstance(vmax, (int, float)) and vmax > 0):
+        raise AHopError(f"vmax must be a positive number, got {vmax!r}")
     rows, columns = _grid(patches, row.shape[-1])
     grid = row[token, row.shape[-1] - rows * columns :].reshape(rows, columns)
     pixels = _as_pixels(image)
     figure, axis = _canvas(ax, (2.4, 2.6))
     height, width = pixels.shape[:2]
     axis.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
+    largest = max(float(grid.max()), 1e-12) if vmax is None else vmax
     # Patches with small weights are transparent, so that the image remains visible.
-    opacity = 0.9 * (grid / grid.max().clamp(min=1e-12)).clamp(min=0).sqrt()
+    opacity = 0.9 * (grid / largest).clamp(0, 1).sqrt()
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-    axis.imshow(grid.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0)
+    overlay = axis.imshow(grid.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0, vmax=largest)
+    if colorbar:
+        figure.colorbar(overlay, ax=axis, label="association weight")
     axis.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
     axis.set_title(title, fontsize="small")
     return figure
@@ -98,7 +112,9 @@ def _as_pixels(image: Tensor) -> Tensor:
     return pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels
 
 
-def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | None" = None) -> "Figure":
+def footprint_weights(
+    source: nn.Module, *, folded: bool = True, change: bool = False, ax: "Axes | None" = None
+) -> "Figure":
     """Plots the learned weights of every similarity: one row per head, one line per base.
 
     A column is a layer, or for several resolutions of blocks a resolution of a layer. Weights of blocks are bars by the
@@ -108,6 +124,8 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
         source: an :class:`~ahop_layers.AdaptiveSimilarity`, or a model that contains some.
         folded: True plots ``u``, the weight of the k-th largest similarity of a dimension or block; constant weights
             are the base similarity itself. False plots ``beta * w``, the weight of the k-th footprint entry.
+        change: True plots the difference from the initial weights, those of ``reset_parameters``. It shows small
+            changes, which the weights themselves, 0 and 1 at initialization, hide.
         ax: axes to draw on, for one layer with one head; None creates a figure.
 
     Returns:
@@ -120,6 +138,8 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
     >>> figure = footprint_weights(ah.AdaptiveSimilarity(16, num_heads=3))
     >>> len(figure.axes)
     3
+    >>> footprint_weights(ah.AdaptiveSimilarity(16), change=True).axes[0].get_ylabel()
+    'change of weight u'
     """
     check_module(source=source)
     found = {name: part for name, part in named_similarities(source).items() if isinstance(part, AdaptiveSimilarity)}
@@ -131,8 +151,11 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
         got = f"{len(found)} layers with up to {heads} heads and {len(columns)} resolutions in all"
         raise AHopError(f"ax needs one layer with one head and one resolution, got {got}")
     figure, axes = _panels(ax, heads, len(columns))
+    quantity = ("change of " if change else "") + ("weight u" if folded else "weight \u03b2w")
     for column, (name, part, index) in enumerate(columns):
         lines = _weights(part, index, folded)
+        if change:
+            lines = lines - _weights(_reset(part), index, folded)
         for row in range(heads):
             panel = axes[row][column]
             if row >= len(lines):
@@ -145,12 +168,13 @@ def footprint_weights(source: nn.Module, *, folded: bool = True, ax: "Axes | Non
                 title = name.removesuffix("similarity").removesuffix(".") or "similarity"
                 panel.set_title(title + _blocks_of(part, index), fontsize="small")
             if column == 0:
-                panel.set_ylabel(f"head {row + 1}", fontsize="small")
+                panel.set_ylabel(quantity if heads == 1 else f"head {row + 1}\n{quantity}", fontsize="small")
             if row == len(lines) - 1:
                 largest = "k-th most similar block" if by_block else "k-th largest similarity"
                 panel.set_xlabel(largest if folded else "k-th footprint entry", fontsize="small")
             panel.tick_params(labelsize="x-small")
-    axes[0][0].legend(fontsize="x-small", frameon=False)
+            panel.margins(y=0.25)  # room for the legend
+    axes[0][0].legend(fontsize="x-small", frameon=False, ncols=2, loc="upper right", borderaxespad=0.2)
     return figure
 
 
@@ -163,7 +187,8 @@ def _draw_weights(panel: "Axes", weights: dict[str, Tensor], by_block: bool) -> 
             places = ranks + (number - (len(weights) - 1) / 2) * width
             panel.bar(places.numpy(), line.numpy(), width, label=base, color=COLORS.get(base))
         else:
-            panel.plot(ranks.numpy(), line.numpy(), label=base, color=COLORS.get(base), linewidth=1.5)
+            color, style = COLORS.get(base), STYLES.get(base, "-.")
+            panel.plot(ranks.numpy(), line.numpy(), label=base, color=color, linestyle=style, linewidth=1.5)
     if by_block:
         panel.locator_params(axis="x", integer=True)
 
@@ -204,7 +229,8 @@ def footprint_steps(
     if len(names) != len(keys):
         raise AHopError(f"names must have one entry for each of the {len(keys)} keys, got {len(names)}")
     by_dimension = similarity.blocks[0].blocks is None and len(similarity.blocks) == 1
-    first = "similarity per dimension" if by_dimension else "similarity per block"
+    unit = "dimension" if by_dimension else "block"
+    first = f"similarity per {unit}"
     titles = (first, "sorted", "footprint", "weighted cumulative sum")
     kinds = [(index, base) for index in range(len(similarity.blocks)) for base in range(len(similarity.bases))]
     figure, axes = _panels(None, len(kinds), len(titles), sharey=False)
@@ -214,14 +240,17 @@ def footprint_steps(
         ordered = similarities.sort(descending=True).values
         steps = (similarities, ordered, ordered.cumsum(-1), (weight * ordered).cumsum(-1))
         for panel, lines, title in zip(row, steps, titles, strict=True):
-            for name, line in zip(names, lines, strict=True):
-                panel.plot(range(1, len(line) + 1), line.numpy(), label=name, linewidth=1.5)
+            for key, (name, line) in enumerate(zip(names, lines, strict=True)):
+                style = CYCLE[key % len(CYCLE)]
+                panel.plot(range(1, len(line) + 1), line.numpy(), label=name, linewidth=1.5, linestyle=style)
             panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             panel.tick_params(labelsize="x-small")
             if place == 0:
                 panel.set_title(title, fontsize="small")
+            if place == len(kinds) - 1:
+                panel.set_xlabel(unit if title == first else f"rank of the {unit}", fontsize="small")
         row[0].set_ylabel(base + _blocks_of(similarity, index), fontsize="small")
-    axes[0][0].legend(fontsize="x-small", frameon=False)
+    axes[0][0].legend(fontsize="x-small", edgecolor="none", framealpha=0.8)
     return figure
 
 
@@ -291,6 +320,13 @@ def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
         return "" if len(part.blocks) == 1 else f", {part.dim} dimensions"
     n = blocks.count(part.dim)
     return f", {n} {'normalized ' if blocks.normalize else ''}block{'s' if n > 1 else ''}"
+
+
+def _reset(part: AdaptiveSimilarity) -> AdaptiveSimilarity:
+    """Returns a copy of a similarity with its initial parameters."""
+    copy = deepcopy(part)
+    copy.reset_parameters()
+    return copy
 
 
 @torch.no_grad()

@@ -83,10 +83,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 ratios = {(row["case"],): float(row["paper/ours"]) for row in mine if row["pass"] == label}
                 height = [places.index(case) + offset for case in ratios]
                 bars = axis.barh(height, list(ratios.values()), height=0.38, label=label)
-                axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+                axis.bar_label(bars, fmt=number, padding=3, fontsize=8)
             axis.set(xscale="log", title=device, ylim=(len(places) - 0.4, -0.6))
             axis.axvline(1, color=GRAY, linewidth=1)
             axis.set_yticks(range(len(places)), [case for (case,) in places])
             axis.set_xlim(right=2 * max(float(row["paper/ours"]) for row in mine))
         axes[-1, 0].set_xlabel("speedup over plain PyTorch (sort, cumulative sum, product)")
-        axes[0, 0].legend(loc="lower right", frameon=False)
+        labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*labels, loc="outside lower center", ncols=2, frameon=False)

@@ -73,7 +73,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     counts = [pairs for pairs in means if pairs not in ("0", DESCRIBED)]
     with drawing(path, (6, 3.4)) as figure:
         axis = figure.subplots()
-        axis.semilogx([int(pairs) for pairs in counts], [means[pairs] for pairs in counts], marker="o", label="fitted")
+        axis.semilogx([int(pairs) for pairs in counts], [means[pairs] for pairs in counts], label="fitted")
         if "0" in means:
             axis.axhline(means["0"], color=GRAY, linestyle=":", label="dot product")
         if DESCRIBED in means:

@@ -1,4 +1,4 @@
-"""MkDocs hooks: render notebooks as pages, and formulas as MathML."""
+"""MkDocs hooks: notebooks as pages, formulas as MathML, and structured metadata on the landing page."""
 
 import base64
 import html
@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import yaml
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', flags=re.DOTALL)
 
@@ -23,6 +25,41 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _mathml(formula: str, block: bool) -> str:
     return str(convert(formula, display="block" if block else "inline"))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Insert metadata for search engines, from CITATION.cff, into the head of the landing page."""
+    if not page.is_homepage:
+        return output
+    cited = yaml.safe_load((Path(config.config_file_path).parent / "CITATION.cff").read_text(encoding="utf-8"))
+    text = json.dumps(metadata(cited), ensure_ascii=False).replace("</", "<\\/")
+    return output.replace("</head>", f'<script type="application/ld+json">{text}</script>\n</head>', 1)
+
+
+def metadata(cited: dict[str, Any]) -> dict[str, Any]:
+    """The software of a CITATION.cff as JSON-LD, with the vocabulary of schema.org."""
+    paper = cited["preferred-citation"]
+    people = [f"{each['given-names']} {each['family-names']}" for each in paper["authors"]]
+    found = {
+        "@context": "https://schema.org",
+        "@type": "SoftwareSourceCode",
+        "name": cited["title"],
+        "description": cited["abstract"],
+        "version": str(cited["version"]),
+        "license": f"https://spdx.org/licenses/{cited['license']}.html",
+        "keywords": cited["keywords"],
+        "programmingLanguage": "Python",
+        "runtimePlatform": "PyTorch",
+        "citation": {
+            "@type": "ScholarlyArticle",
+            "name": paper["title"],
+            "author": [{"@type": "Person", "name": name} for name in people],
+            "datePublished": str(paper["year"]),
+        },
+    }
+    if "repository-code" in cited:
+        found["codeRepository"] = cited["repository-code"]
+    return found
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -8,6 +8,7 @@ The background is transparent, and the colors are legible on light and dark page
 
 import argparse
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,7 +215,7 @@ def likelihoods() -> Figure:
 
 
 def weights() -> Figure:
-    """Draws learned weights for noise and masks, and a learned bias for biased queries."""
+    """Draws learned weights for noise and masks, with the initial ones dotted, and a learned bias."""
     variants = {
         "noise": ah.variants.Noisy(1.0),
         "mask": ah.variants.Mixed(mask=0.6, noise=0.01),
@@ -231,15 +232,21 @@ def weights() -> Figure:
             axis.bar(range(1, 17), memory.similarity.bias.detach()[:16], color=ORIGIN, width=0.7)
             axis.plot(range(1, 17), variant.shift(patterns)[:16], "_", color=OTHER, markersize=9, markeredgewidth=2.5)
             axis.set_xlabel("dimension")
-            axis.set(xticks=[1, 16], ylim=(-0.8, 1.2))
+            axis.set_ylabel("bias")
+            axis.set(xticks=[1, 16], ylim=(-0.8, 1.4))
             names = (("true", OTHER), ("learned", ORIGIN))
         else:
             plots.footprint_weights(memory, ax=axis)
             axis.get_legend().remove()
-            axis.set(ylabel="", xticks=[1, 64])
-            names = tuple((base, COLORS[base]) for base in ("dis", "dot") if name == "noise")
+            axis.set(ylabel="weight u" if name == "noise" else "", xticks=[1, 64])
+            for start, base in ((1.0, "dis"), (0.0, "dot")):
+                axis.axhline(start, color=COLORS[base], linewidth=1.5, linestyle=(0, (1, 1.5)), zorder=1)
+            names = (("dis", OTHER), ("dot", ORIGIN)) if name == "mask" else ()
+            if name == "noise and mask":
+                axis.text(0.05, 0.05, "dotted: initial", fontsize=15, transform=axis.transAxes)
         axis.set_title(name, fontsize=18)
         axis.xaxis.label.set_size(14)
+        axis.yaxis.label.set_size(14)
         axis.locator_params(axis="y", nbins=4)
         axis.tick_params(labelsize=13)
         for number, (text, color) in enumerate(names):
@@ -249,29 +256,31 @@ def weights() -> Figure:
 
 
 def maps() -> Figure:
-    """Draws the attention of the class token of a small ViT before and after fine-tuning with adaptive attention."""
+    """Draws the class token's attention in a small ViT, fine-tuned with the dot product and with adaptive attention."""
     from examples.vision.model import VisionTransformer
+    from examples.vision.pictures import draw_maps
 
     torch.manual_seed(0)
     patterns, shown = digits()
     images = (patterns.reshape(-1, 1, 8, 8) + 1) / 2
     model = VisionTransformer((1, 8, 8), classes=10, patch=2, depth=2, width=48, heads=2)
     _train(model, images[:1400], shown[:1400], epochs=15)
-    ah.adapt_(model)
+    dot, adaptive = model, deepcopy(model)
+    ah.adapt_(dot)  # equals the dot product, and gives access to the attention maps
+    for parameter in ah.similarity_parameters(dot):
+        parameter.requires_grad_(False)
+    ah.adapt_(adaptive)
+    for each in (dot, adaptive):
+        torch.manual_seed(1)
+        _train(each, images[:1400], shown[:1400], epochs=8)
     chosen = torch.stack([1400 + (shown[1400:] == digit).nonzero()[0, 0] for digit in range(0, 10, 2)])
-    rows = [ah.association_maps(model.eval(), images[chosen])]
-    _train(model, images[:1400], shown[:1400], epochs=8)
-    rows.append(ah.association_maps(model.eval(), images[chosen]))
-    figure = Figure(figsize=(6, 3.7), layout="constrained")
-    axes = figure.subplots(3, len(chosen))
-    for column, image in enumerate(images[chosen]):
-        axes[0, column].imshow(image[0].numpy(), cmap="gray")
-        axes[0, column].set(xticks=[], yticks=[])
-        for axis, found in zip(axes[1:, column], rows, strict=True):
-            plots.association_map(list(found.values())[-1][column], image, model.grid, ax=axis)
-    for axis, name in zip(axes[:, 0], ("image", "before", "after"), strict=True):
-        axis.set_ylabel(name)
-    return figure
+    rows = {
+        name: list(ah.association_maps(each.eval(), images[chosen]).values())[-1]
+        for name, each in (("dot product", dot), ("adaptive", adaptive))
+    }
+    predicted = adaptive(images[chosen]).argmax(-1)
+    answers = [(str(int(label)), str(int(answer))) for label, answer in zip(shown[chosen], predicted, strict=True)]
+    return draw_maps(images[chosen], rows, answers, model.grid)
 
 
 def _train(model: torch.nn.Module, images: Tensor, labels: Tensor, epochs: int) -> None:

@@ -6,26 +6,20 @@ The queries are corrupted copies of the stored digits: Gaussian noise is added, 
 random values, and the same bias vector is added to every query. The adaptive memories are fitted on other queries than
 those of the table. "Bayes limit" is the accuracy of the optimal decision.
 
-Writes retrieval.png into the folder of --out.
+Writes retrieval.png into the folder of --out: some queries, the stored digits they were made from, and the answer of
+each memory, marked as right or wrong.
 """
 
 import argparse
 from collections.abc import Sequence
 
 import torch
-from matplotlib.axes import Axes
-from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers.variants import Mixed, retrieval_accuracy, retrieval_error
 from examples.common import cli
-from examples.common.digits import DIGITS, digit_patterns
+from examples.common.digits import DIGITS, digit_patterns, draw_digit
 from examples.common.outputs import draw_rows, write_figure
-
-
-def draw_digit(axis: Axes, digit: Tensor) -> None:
-    """Draws a pattern of 64 values as an image."""
-    axis.imshow(digit.reshape(8, 8).numpy(), cmap="gray_r", vmin=-1, vmax=1)
 
 
 def make_parser() -> cli.Parser:
@@ -70,10 +64,12 @@ def compare(options: argparse.Namespace) -> dict[str, float]:
         print(f"{name:<14}{found[name]:>10.3f}{retrieval_error(memory, index, query):>10.3f}")
     limit = (variant.most_likely(query, patterns) == index).double().mean().item()
     print(f"{'Bayes limit':<14}{limit:>10.3f}")
-    shown, path = slice(0, 14), options.out / "retrieval.png"
-    retrieved = {name: patterns[memory.recall(query[shown])] for name, memory in memories.items()}
-    rows = {"query": query[shown], **retrieved, "original": patterns[index[shown]]}
-    write_figure(path, draw_rows(rows, draw_digit, 0.8, 0.95))
+    shown, path = slice(0, 12), options.out / "retrieval.png"
+    rows, right = {"query": query[shown], "original": patterns[index[shown]]}, {}
+    for name, memory in memories.items():
+        answer, label = memory.recall(query[shown]), f"{name}\naccuracy {found[name]:.3f}"
+        rows[label], right[label] = patterns[answer], answer == index[shown]
+    write_figure(path, draw_rows(rows, draw_digit, 0.8, 0.8, right))
     print(f"\npicture: {path}")
     return found
 

@@ -18,12 +18,11 @@ from torch import Tensor
 
 import ahop_layers as ah
 from examples.common import cli
-from examples.common.digits import DIGITS, digit_patterns
-from examples.common.outputs import spread, write_figure
+from examples.common.digits import DIGITS, digit_patterns, draw_digit
+from examples.common.outputs import draw_rows, spread, write_figure
 
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
 SHOWN = 0.7
-RIGHT, WRONG = "#6a9a3b", "#c8555b"
 Find = Callable[[Tensor], Tensor]
 """Returns the indices of the stored patterns that belong to queries."""
 
@@ -46,19 +45,11 @@ def methods(patterns: Tensor, epochs: int, lr: float, seed: int) -> dict[str, Fi
 
 def draw(patterns: Tensor, index: Tensor, query: Tensor, found: dict[str, Tensor]) -> Figure:
     """Draws each query with its original and with what each method found, marked as right or wrong."""
-    rows = {"original": index, "query": None, **found}
-    figure = Figure(figsize=(0.8 * len(index) + 1, 0.85 * len(rows)), layout="constrained")
-    for (name, chosen), axes in zip(rows.items(), figure.subplots(len(rows), len(index)), strict=True):
-        accuracy = "" if name not in found else f"\n{(chosen == index).double().mean():.0%} right"
-        axes[0].set_ylabel(f"{name}{accuracy}", rotation=0, ha="right", va="center")
-        for place, axis in enumerate(axes):
-            digit = query[place] if chosen is None else patterns[chosen[place]]
-            axis.imshow(digit.reshape(8, 8).numpy(), cmap="gray_r", vmin=-1, vmax=1)
-            axis.set(xticks=[], yticks=[])
-            if name in found:
-                right = bool(chosen[place] == index[place])
-                axis.spines[:].set(color=RIGHT if right else WRONG, linewidth=2.5)
-                axis.set_xlabel("✓" if right else "✗", color=RIGHT if right else WRONG, labelpad=1)
+    right = {
+        f"{name}\n{(chosen == index).double().mean():.0%} right": chosen == index for name, chosen in found.items()
+    }
+    answers = dict(zip(right, (patterns[chosen] for chosen in found.values()), strict=True))
+    figure = draw_rows({"original": patterns[index], "query": query, **answers}, draw_digit, 0.8, 0.85, right)
     figure.suptitle(f"{SHOWN:.0%} of the pixels replaced", fontsize=10)
     return figure
 

@@ -23,7 +23,7 @@ from sklearn.preprocessing import StandardScaler
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
 from examples.common import cli
-from examples.common.outputs import write_figure
+from examples.common.outputs import answer_style, write_figure
 
 
 def make_memory(options: argparse.Namespace, similarity: str = "adaptive") -> AdaptiveMemoryClassifier:
@@ -67,19 +67,21 @@ def explain(X: np.ndarray, y: np.ndarray, names: np.ndarray, options: argparse.N
     cases, weights = model.nearest_cases(others[shown])
     center, spread = rows.mean(0), rows.std(0)
 
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
     for axis, place, answers, shares in zip(axes, shown, cases, weights, strict=True):
         table = np.vstack([others[place], model.cases_[answers]])
         image = axis.imshow((table - center) / spread, cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
-        labels = [f"row: {names[truth[place]]}, predicted P(benign) {probability[place]:.2f}"]
+        color, sign = answer_style((probability[place] > 0.5) == truth[place])
+        labels = [f"tumor: {names[truth[place]]}, predicted P(benign) {probability[place]:.2f} {sign}"]
         labels += [
             f"case: {names[label]}, weight {share:.2f}"
             for label, share in zip(model.case_targets_[answers], shares, strict=True)
         ]
-        axis.set_yticks(range(len(labels)), labels)
+        axis.set_yticks(range(len(labels)), labels, fontsize="small")
+        axis.get_yticklabels()[0].set_color(color)
         axis.axhline(0.5, color="black")
-    axes[-1].set_xticks(range(X.shape[1]), load_breast_cancer().feature_names, rotation=90)
+    axes[-1].set_xticks(range(X.shape[1]), load_breast_cancer().feature_names, rotation=90, fontsize="small")
     figure.colorbar(image, ax=axes, label="standard deviations from the mean")
     return figure
 

@@ -4,6 +4,7 @@ import mmap
 import runpy
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from benchmarks import kernels_report
 from benchmarks.harness import pages
 from benchmarks.harness.memory import CLEAR, peak, reset_peak
-from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, picture_for
+from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, drawing, picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
 pytestmark = pytest.mark.slow
@@ -111,6 +112,16 @@ def test_block_footprints_are_compared_with_full_ones_of_the_same_size(monkeypat
     assert pages.block_rows() == rows
     monkeypatch.setattr(pages, "read", lambda path: others)
     assert pages.TABLES["blocks"]() == "Not measured yet. To measure it: `python -m benchmarks.kernels`."
+
+
+def test_lines_of_a_plot_differ_in_color_marker_and_dashes(tmp_path):
+    with drawing(tmp_path / "drawn.svg", (2, 2)) as figure:
+        axis = figure.subplots()
+        lines = [axis.plot([0, 1], [0, 1])[0] for _ in range(8)]
+    assert len({line.get_color() for line in lines}) == 8
+    assert len({line.get_marker() for line in lines}) == 8
+    dashes = [str(line._unscaled_dash_pattern) for line in lines]
+    assert all(one != two for one, two in pairwise(dashes))
 
 
 def test_only_results_of_the_project_are_drawn_in_the_documentation(tmp_path):

@@ -7,17 +7,20 @@ import os
 import re
 import resource
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import accelerators
+from matplotlib.colors import to_rgba
 
 from ahop_layers import AHopError
 from examples import demo, mil, multimodal, retrieval, search, tabular, vit
-from examples.common import checkpoints, cli, training
+from examples.common import checkpoints, cli, outputs, training
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {
@@ -41,7 +44,7 @@ def test_retrieval(tmp_path, capsys):
 
 
 def test_search(tmp_path, capsys):
-    arguments = ["--patterns", "100", "--epochs", "20", "--seeds", "2", "--out", str(tmp_path)]
+    arguments = ["--patterns", "100", "--epochs", "60", "--seeds", "2", "--out", str(tmp_path)]
     found = search.main(arguments)
     shown = capsys.readouterr().out
     for level in search.LEVELS:
@@ -49,6 +52,17 @@ def test_search(tmp_path, capsys):
         assert [len(values[level]) for values in found.values()] == [2, 2, 2]
     assert min(found["adaptive"][0.7]) > max(found["L1"][0.7])
     assert (tmp_path / "search.png").stat().st_size > 10_000
+
+
+def test_answers_are_marked_as_right_or_wrong():
+    rows = {name: torch.zeros(2, 1) for name in ("query", "answer")}
+    drawn = outputs.draw_rows(rows, lambda axis, _: axis.plot([0]), 1, 1, {"answer": torch.tensor([True, False])})
+    signs = [[text.get_text() for text in axis.texts] for axis in drawn.axes]
+    assert signs == [[], [], ["\u2713"], ["\u2717"]]
+    colors = [axis.spines["left"].get_edgecolor() for axis in drawn.axes[2:]]
+    assert colors == [to_rgba(outputs.answer_style(right)[0]) for right in (True, False)]
+    assert [axis.spines["left"].get_visible() for axis in drawn.axes] == [False, False, True, True]
+    assert [axis.get_ylabel() for axis in drawn.axes] == ["query", "", "answer", ""]
 
 
 def test_tabular(tmp_path, capsys):
@@ -141,6 +155,52 @@ def test_every_example_has_the_shared_options_with_the_same_help():
         for name in set(options) & set(helps):
             helps[name].setdefault(options[name].help.removesuffix(" (default: %(default)s)"), []).append(example)
     assert all(len(texts) == 1 for texts in helps.values()), helps
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Returns the commands of a page that run an example, as its name and arguments."""
+    found = re.findall(r"(?:`|^)python -m examples\.([^`\n]+)", page.read_text(), flags=re.MULTILINE)
+    return [shlex.split(command) for command in found]
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "examples" / "README.md", ROOT / "docs" / "gallery.md"], ids=lambda page: page.name
+)
+def test_commands_of_the_index_and_the_gallery_are_valid(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = commands(page)
+    assert {name for name, *_ in found} >= set(EXAMPLES) - {"demo"}
+    for name, *arguments in found:
+        EXAMPLES[name].make_parser().parse_args(arguments)
+
+
+def test_the_index_has_every_script_and_its_options():
+    text = (ROOT / "examples" / "README.md").read_text()
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"^\| \[(\w+)\.py\]", text, flags=re.MULTILINE)) == scripts == set(EXAMPLES)
+    header, _, *lines = re.findall(r"^\| (?:option|---|`--).*\|$", text.partition("## Options")[2], flags=re.MULTILINE)
+    names = [cell.strip() for cell in header.strip("|").split("|")][1:]
+    has = {name: {action.dest for action in EXAMPLES[name].make_parser()._actions} for name in names}
+    table = {}
+    for line in lines:
+        option, *cells = (cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|"))
+        table[option.strip("`").split()[0].strip("-").replace("-", "_")] = [cell == "\u2713" for cell in cells]
+    assert table == {option: [option in has[name] for name in names] for option in cli.SHARED}
+    config = re.search(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[1]
+    assert {name.replace("-", "_") for name in yaml.safe_load(config)} <= has["vit"]
+
+
+def test_scripts_run_and_modules_do_not():
+    paths = {path: path.read_text() for path in (ROOT / "examples").rglob("*.py") if path.name != "__init__.py"}
+    scripts = {path for path, text in paths.items() if '__name__ == "__main__"' in text}
+    assert scripts == {path for path in paths if path.parent == ROOT / "examples"}
+
+
+def test_pictures_of_the_gallery_are_small():
+    names = re.findall(r"\]\((pictures/[^)]+)\)", (ROOT / "docs" / "gallery.md").read_text())
+    sizes = {name: (ROOT / "docs" / name).stat().st_size for name in names}
+    assert len(sizes) == 6
+    assert max(sizes.values()) < 150_000, sizes
 
 
 def test_a_command_ends_with_status_2_and_without_a_traceback(tmp_path):

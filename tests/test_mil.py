@@ -231,10 +231,11 @@ def test_digits_are_shown_by_weight(tmp_path, monkeypatch):
     assert (tmp_path / "instances.png").stat().st_size > 10_000
 
 
-def test_digits_are_shown_with_label_and_prediction():
-    bag = mil_pictures.Decided("bag 1", 1.0, 0.0, torch.rand(3, 784), torch.tensor([0.2, 0.7, 0.1]))
+@pytest.mark.parametrize(("label", "sign"), [(1.0, "\u2713"), (0.0, "\u2717")])
+def test_digits_are_shown_with_label_and_prediction(label, sign):
+    bag = mil_pictures.Decided("bag 1", label, 0.0, torch.rand(3, 784), torch.tensor([0.2, 0.7, 0.1]))
     axes = mil_pictures.draw_digits([bag], most=4).axes
-    assert axes[0].get_ylabel() == "label 1, predicted 0.50"
+    assert axes[0].get_ylabel() == f"label {label:.0f}, predicted 0.50 {sign}"
     assert [axis.get_title() for axis in axes] == ["0.70", "0.20", "0.10", ""]
 
 

@@ -76,12 +76,31 @@ def test_a_map_is_drawn_on_the_given_axes(weights):
         ({"token": "class"}, "got 'class'"),
         ({"token": 13}, "an index of one of the 13 queries, got 13"),
         ({"token": -1}, "got -1"),
+        ({"vmax": 0}, "vmax must be a positive number, got 0"),
+        ({"vmax": "1"}, "vmax must be a positive number, got '1'"),
     ],
 )
 def test_bad_arguments_of_a_map(weights, change, message):
     arguments = {"weights": weights, "image": torch.rand(6, 8), "patches": (3, 4)} | change
     with pytest.raises(ah.AHopError, match=message):
         plots.association_map(**arguments)
+
+
+def test_maps_with_a_common_scale_have_one_color_for_a_weight(weights):
+    first, second = weights[0].clone(), 0.5 * weights[0]
+    overlays = [
+        plots.association_map(each, torch.rand(6, 8), patches=(3, 4), vmax=0.4).axes[0].images[1]
+        for each in (first, second)
+    ]
+    assert [overlay.get_clim() for overlay in overlays] == [(0, 0.4), (0, 0.4)]
+    np.testing.assert_allclose(overlays[1].get_alpha(), overlays[0].get_alpha() * 0.5**0.5, rtol=1e-5)
+
+
+def test_a_map_has_a_color_bar_on_request(weights):
+    assert len(plots.association_map(weights, torch.rand(6, 8), patches=(3, 4)).axes) == 1
+    figure = plots.association_map(weights, torch.rand(6, 8), patches=(3, 4), colorbar=True)
+    assert figure.axes[1].get_ylabel() == "association weight"
+    assert figure.axes[1].get_ylim() == pytest.approx((0, float(weights.mean(0)[0, 1:].max())))
 
 
 @pytest.fixture
@@ -112,6 +131,41 @@ def test_the_initial_weights_are_constant():
     curves = {line.get_label(): line.get_ydata() for line in axis.lines}
     np.testing.assert_array_equal(curves["dot"], np.ones(6))
     np.testing.assert_array_equal(curves["dis"], np.zeros(6))
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_the_change_of_weights_is_their_difference_from_the_initial_ones(folded):
+    similarity = ah.AdaptiveSimilarity(4, num_heads=2, init="uniform", blocks=[None, 2])
+    axes = plots.footprint_weights(similarity, folded=folded, change=True).axes
+    assert not any(np.any(line.get_ydata()) for axis in axes[::2] for line in axis.lines)
+    before = [similarity.footprint_weight(index).detach().clone() for index in range(2)]
+    for parameter in similarity.parameters():
+        nn.init.normal_(parameter)
+    state = {name: value.clone() for name, value in similarity.state_dict().items()}
+    axes = plots.footprint_weights(similarity, folded=folded, change=True).axes
+    assert all(torch.equal(value, similarity.state_dict()[name]) for name, value in state.items())  # not reset itself
+    for index in range(2):
+        change = similarity.footprint_weight(index).detach() - before[index]
+        change = fold(change) if folded else change
+        for head in range(2):
+            axis = axes[2 * head + index]
+            drawn = (
+                [[bar.get_height() for bar in bars] for bars in axis.containers]
+                if index
+                else [line.get_ydata() for line in axis.lines[:2]]
+            )
+            np.testing.assert_allclose(drawn, change[head], rtol=1e-5, atol=1e-6)
+    quantity = "change of weight u" if folded else "change of weight \u03b2w"
+    assert [axis.get_ylabel() for axis in axes[::2]] == [f"head 1\n{quantity}", f"head 2\n{quantity}"]
+
+
+def test_lines_that_coincide_have_styles_of_their_own():
+    similarity = ah.AdaptiveSimilarity(5, bases=("dis", "dot", "l1"))
+    panel = plots.footprint_weights(similarity).axes[0]
+    assert len({line.get_linestyle() for line in panel.lines[:3]}) == 3
+    keys = torch.ones(4, 5)
+    steps = plots.footprint_steps(similarity, torch.ones(5), keys).axes[0]
+    assert len({line._unscaled_dash_pattern[1] for line in steps.lines[:4]}) == 4
 
 
 UNEQUAL = torch.tensor([0, 0, 1, 2, 2, 2])

@@ -166,6 +166,25 @@ def test_installed_wheel_runs_its_kernel(wheel, tmp_path):
     assert re.search(r"^cpu +(?!unavailable).*\n +ok: error", shown, flags=re.MULTILINE)
 
 
+def test_the_citation_has_the_required_fields():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+    assert cited["type"] == "software"
+    paper = cited["preferred-citation"]
+    assert {"type", "title", "authors", "year", "conference"} <= paper.keys()
+    assert all(each.keys() == {"family-names", "given-names"} for each in paper["authors"])
+
+
+def test_keywords_and_license_are_those_of_the_citation(wheel):
+    cited, built = yaml.safe_load((ROOT / "CITATION.cff").read_text()), metadata(wheel)
+    assert built["License-Expression"] == cited["license"]
+    keywords = {word.lower() for word in built["Keywords"].split(",")}
+    assert {word.lower().replace("hopfield network", "hopfield") for word in cited["keywords"]} <= {
+        word.replace("hopfield network", "hopfield") for word in keywords
+    }
+    assert not [line for line in built.get_all("Classifier") if line.startswith("License ::")]  # SPDX replaces it
+
+
 def test_version_is_the_same_everywhere():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == ah.__version__
     first = re.search(

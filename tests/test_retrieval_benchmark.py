@@ -87,7 +87,9 @@ def test_the_figure_is_drawn(tmp_path, run):
     rows = read(tmp_path / "retrieval_quick.csv")
     assert len(rows) == len(FIGURE_LEVELS) * len(FIGURE_SYSTEMS)
     drawn = report.draw(rows, tmp_path / "drawn.svg").read_text()
-    assert all(text in drawn for text in ("48 patterns: accuracy", "0.5 0.5 0.5", *FIGURE_SYSTEMS))
+    assert all(text in drawn for text in ("48 patterns: accuracy by mask, noise and bias", *FIGURE_SYSTEMS))
+    cells = sorted(found for found in re.findall(r">(\d\.\d\d)</text>", drawn))
+    assert cells == sorted(f"{float(row['accuracy']):.2f}" for row in rows)
 
 
 def test_timing_compares_with_the_reference(tmp_path, run, monkeypatch):

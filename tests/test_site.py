@@ -102,6 +102,22 @@ def test_no_external_resources(site):
         assert not re.search(r"(url\(|@import\s+|(?:href|src)=)[\"']?(https?:)?//", sheet.read_text()), sheet
 
 
+def test_the_landing_page_has_structured_metadata(site):
+    marker = re.compile(r'<script type="application/ld\+json">(.*?)</script>', flags=re.DOTALL)
+    found = {path: marker.findall(path.read_text()) for path in site}
+    home = next(path for path in site if path.name == "404.html").parent / "index.html"
+    assert [path for path, scripts in found.items() if scripts] == [home]
+    about = json.loads(found[home][0])
+    assert (about["@context"], about["@type"]) == ("https://schema.org", "SoftwareSourceCode")
+    assert (about["version"], about["programmingLanguage"]) == (ah.__version__, "Python")
+    assert about["license"].endswith("/MIT.html")
+    assert "attention" in about["keywords"]
+    assert len(about["citation"]["author"]) == 6
+    head = home.read_text().partition("</head>")[0]
+    assert found[home][0] in head
+    assert '<meta name="description" content="Adaptive Hopfield layers' in head
+
+
 def test_the_reference_has_every_public_name(site):
     anchors = {anchor for page in site.values() for anchor in page.anchors}
     for name in ah.__all__:

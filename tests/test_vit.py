@@ -374,6 +374,27 @@ def test_a_bad_argument_gets_one_line(tmp_path, refused):
     assert not (tmp_path / "out").exists()
 
 
+def test_maps_show_predictions_and_the_dot_product():
+    model = vit_model.VisionTransformer((1, 4, 4), classes=3, patch=2, depth=2, width=8, heads=2).eval()
+    vit_model.use_attention(model, "adaptive", blocks=2)
+    images = torch.rand(2, 1, 4, 4)
+    before = list(ah.association_maps(model, images).values())[-1]
+    for part in ah.similarity_parameters(model):
+        torch.nn.init.normal_(part)
+    after = ah.association_maps(model, images).values()
+    *axes, bar = vit_pictures.maps(model, images, [("cat", "cat"), ("cat", "dog")]).axes
+    assert [axis.get_title() for axis in axes[:2]] == [
+        "true cat\npredicted cat \u2713",
+        "true cat\npredicted dog \u2717",
+    ]
+    assert [axis.get_ylabel() for axis in axes[::2]] == ["image", "block 1", "block 2", "block 2,\ndot product"]
+    for place, weights in enumerate([*after, before], 1):
+        for column in range(2):
+            shown = axes[2 * place + column].images[-1].get_array()
+            np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
+    assert bar.get_ylabel() == "attention weight"
+
+
 def test_the_result_is_shown_even_if_no_picture_can_be_written(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

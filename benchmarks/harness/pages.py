@@ -218,7 +218,7 @@ DRAWN = {
         kernels_report.draw,
     ),
     "retrieval": Picture(
-        "Radar plot: accuracy of memories with twelve mixtures of masking, noise and bias",
+        "Heat map: accuracy of memories with twelve mixtures of masking, noise and bias",
         lambda: retrieval_rows("figure"),
         retrieval_report.draw,
     ),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 GRAY = "#82868c"  # equal contrast to black and to white
 COLORS = ("#3a93b5", "#d98032", "#6a9a3b", "#c8555b", "#8d7cc3", "#a98a3f", "#d070a8")  # about as light as the gray
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DASHES = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1)))
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small files, and tests can compare it
     "svg.hashsalt": "ahop-layers",  # reproducible ids
@@ -79,7 +81,10 @@ def drawing(path: Path, size: tuple[float, float]) -> Iterator["Figure"]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**STYLE, "axes.prop_cycle": matplotlib.cycler(color=COLORS)}):
+    # Color, marker and dashes differ from line to line, so that lines that coincide can be told apart.
+    colors = (*COLORS, GRAY)
+    lines = matplotlib.cycler(color=colors, marker=MARKERS, linestyle=DASHES * (len(colors) // len(DASHES)))
+    with matplotlib.rc_context({**STYLE, "axes.prop_cycle": lines}):
         figure = Figure(figsize=size, layout="constrained")
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)

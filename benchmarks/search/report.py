@@ -15,7 +15,6 @@ from benchmarks.search.ours import OURS
 
 KINDS = {"pixels": "pixels replaced", "occlusion": "the area covered by a block of another image"}
 """Kind of corruption -> what a level is the fraction of."""
-RIGHT, WRONG = "#6a9a3b", "#c8555b"
 
 
 def _accuracies(rows: Sequence[Row]) -> list[float]:
@@ -71,6 +70,10 @@ def _spread(values: Sequence[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
+def _ours_first(named: tuple[str, object]) -> bool:
+    return named[0] != OURS
+
+
 def draw_curves(rows: Sequence[Row], path: Path) -> Path:
     """Draws accuracy by level, with one row of panels for each data set and one panel for each kind of corruption."""
     sets, kinds = ([name for (name,) in group(rows, column)] for column in ("data", "kind"))
@@ -79,12 +82,13 @@ def draw_curves(rows: Sequence[Row], path: Path) -> Path:
         axes = figure.subplots(len(sets), len(kinds), squeeze=False)
         for data, line in zip(sets, axes, strict=True):
             for kind, axis in zip(kinds, line, strict=True):
-                for (method,), here in group(panels.get((data, kind), []), "method").items():
+                methods = group(panels.get((data, kind), []), "method")
+                for method, here in sorted(((name, same) for (name,), same in methods.items()), key=_ours_first):
                     points = sorted(
                         (float(level), mean(_accuracies(same))) for (level,), same in group(here, "level").items()
                     )
-                    width = 2.5 if method == OURS else 1.2
-                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=width, label=method)
+                    style = {"linewidth": 3, "markersize": 6, "zorder": 3} if method == OURS else {"linewidth": 1.2}
+                    axis.plot(*zip(*points, strict=True), label=method, **{"markersize": 5, **style})
                 axis.set(title=data, xlabel=f"fraction of {KINDS[kind]}", ylabel="accuracy", ylim=(0, 1.02))
                 axis.grid(True)
         labels = {
@@ -99,6 +103,8 @@ def draw_answers(shown: Shown, path: Path) -> Path:
 
     The last column shows the correlation of each patch of the query with that of the answer of the adaptive memory.
     """
+    from examples.common.outputs import mark_answer  # imports matplotlib, which the tables do not need
+
     split, side = shown.split, shown.split.stored.side
 
     def image(row: Tensor) -> np.ndarray:
@@ -120,11 +126,7 @@ def draw_answers(shown: Shown, path: Path) -> Path:
                 if labels is None:
                     axis.spines[:].set_visible(False)
                     continue
-                right = bool(labels[line] == truth[line])
-                color, sign = (RIGHT, "✓") if right else (WRONG, "✗")
-                axis.spines[:].set(visible=True, color=color, linewidth=2.5)
-                axis.text(0.94, 0.06, sign, transform=axis.transAxes, ha="right", color="white", fontsize=9,
-                          bbox={"facecolor": color, "linewidth": 0, "boxstyle": "round,pad=0.15"})  # fmt: skip
+                mark_answer(axis, bool(labels[line] == truth[line]))
         if shown.agreement is not None:
             axes[0, -1].set_title("patches\nthat agree", fontsize=9)
             for axis, row in zip(axes[:, -1], shown.agreement, strict=True):

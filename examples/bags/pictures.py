@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
-from examples.common.outputs import write_atomic, write_figure, write_json
+from examples.common.outputs import answer_style, write_atomic, write_figure, write_json
 
 SHOWN, RANKED = 8, 100
 """Number of bags that are shown, and the largest number of instances of each in the table."""
@@ -68,8 +68,9 @@ def draw_roc(labels: Tensor, logits: Tensor, area: float) -> Figure:
 
 
 def draw_digits(bags: list[Decided], most: int = 10) -> Figure:
-    """Draws the digits of each bag in descending order of weight."""
-    figure = Figure(figsize=(0.8 * most + 2.2, 1.05 * len(bags)), layout="constrained")
+    """Draws the digits of each bag in descending order of weight, and whether the prediction is right."""
+    figure = Figure(figsize=(0.8 * most + 2.2, 1.05 * len(bags) + 0.3), layout="constrained")
+    figure.suptitle("digits of test bags by attention weight, shown above each digit; label 1: holds a nine", size=10)
     side = math.isqrt(bags[0].instances.shape[1])
     for row, bag in zip(figure.subplots(len(bags), most, squeeze=False), bags, strict=True):
         order = bag.weights.argsort(descending=True).tolist()[:most]
@@ -77,8 +78,10 @@ def draw_digits(bags: list[Decided], most: int = 10) -> Figure:
             axis.set(xticks=[], yticks=[])
             axis.set_frame_on(False)
         for axis, instance in zip(row, order, strict=False):
-            axis.imshow(np.asarray(bag.instances[instance].reshape(side, side)), cmap="gray_r", vmin=0, vmax=1)
+            digit = np.asarray(bag.instances[instance].reshape(side, side))
+            axis.imshow(digit, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
             axis.set_title(f"{bag.weights[instance]:.2f}", fontsize=8)
-        text = f"label {bag.label:.0f}, predicted {torch.tensor(bag.logit).sigmoid():.2f}"
-        row[0].set_ylabel(text, rotation=0, ha="right", va="center", fontsize=8)
+        color, sign = answer_style((bag.logit >= 0) == bool(bag.label))
+        text = f"label {bag.label:.0f}, predicted {torch.tensor(bag.logit).sigmoid():.2f} {sign}"
+        row[0].set_ylabel(text, rotation=0, ha="right", va="center", fontsize=9, color=color)
     return figure

@@ -1,5 +1,7 @@
 """Pictures of a trained vision transformer: confusion matrix, attention maps, footprint weights."""
 
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers import plots
-from examples.common.outputs import write_figure
+from examples.common.outputs import answer_style, write_figure
 from examples.vision.batches import as_floats
 from examples.vision.data import Images
 from examples.vision.model import VisionTransformer
@@ -22,9 +24,10 @@ def draw_pictures(model: VisionTransformer, test: Images, classes: list[str], fo
     predicted = torch.cat([model(images).argmax(-1).cpu() for images in batches])
     figures = {"confusion": confusion(test.labels, predicted, classes)}
     if any(isinstance(part, ah.AdaptiveAttention) for part in model.modules()):
-        figures["maps"] = maps(model, batches[0][:8])
+        answers = [(classes[label], classes[answer]) for label, answer in zip(test.labels, predicted, strict=True)]
+        figures["maps"] = maps(model, batches[0][:8], answers[:8])
     if any(isinstance(part, ah.AdaptiveSimilarity) for part in model.modules()):
-        figures["weights"] = plots.footprint_weights(model)
+        figures["weights"] = plots.footprint_weights(model, change=True)
     for name, figure in figures.items():
         write_figure(folder / f"{name}.png", figure)
     return [folder / f"{name}.png" for name in figures]
@@ -51,17 +54,56 @@ def confusion(labels: Tensor, predicted: Tensor, classes: list[str]) -> Figure:
     return figure
 
 
-def maps(model: VisionTransformer, images: Tensor) -> Figure:
-    """Draws the attention of the class token, averaged over the heads: blocks as rows, images as columns."""
+def maps(model: VisionTransformer, images: Tensor, answers: Sequence[tuple[str, str]]) -> Figure:
+    """Draws the attention of the class token, averaged over the heads: blocks as rows, images as columns.
+
+    If the similarities are adaptive, the last row shows the last block with the dot product in all similarities.
+
+    Args:
+        model: with adaptive attention, in eval mode.
+        images: ``(n, channels, height, width)``.
+        answers: true and predicted class of each image.
+    """
     found = ah.association_maps(model, images)
-    rows = len(found) + 1
-    figure = Figure(figsize=(1.2 * len(images) + 0.8, 1.3 * rows), layout="constrained")
-    axes = figure.subplots(rows, len(images), squeeze=False)
-    for column, image in enumerate(images):
+    rows = {f"block {number}": weights for number, weights in enumerate(found.values(), 1)}
+    if any(isinstance(part, ah.AdaptiveSimilarity) for part in model.modules()):
+        dot = ah.association_maps(with_dot_product(model), images)
+        rows[f"block {len(found)},\ndot product"] = list(dot.values())[-1]
+    return draw_maps(images, rows, answers, model.grid)
+
+
+def with_dot_product(model: VisionTransformer) -> VisionTransformer:
+    """Returns a copy of a model whose similarities are the dot product, their initial state."""
+    copy = deepcopy(model)
+    for part in copy.modules():
+        if isinstance(part, ah.AdaptiveSimilarity):
+            part.reset_parameters()
+    return copy
+
+
+def draw_maps(
+    images: Tensor, rows: dict[str, Tensor], answers: Sequence[tuple[str, str]], grid: tuple[int, int]
+) -> Figure:
+    """Draws images with their predictions, and rows of association maps with one color scale.
+
+    Args:
+        images: ``(n, channels, height, width)``.
+        rows: name of a row -> association weights ``(n, heads, queries, keys)``.
+        answers: true and predicted class of each image.
+        grid: rows and columns of patches.
+    """
+    figure = Figure(figsize=(1.2 * len(images) + 1.6, 1.25 * len(rows) + 1.6), layout="constrained")
+    axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)
+    patches = grid[0] * grid[1]
+    largest = max(float(weights[..., 0, -patches:].mean(1).max()) for weights in rows.values())
+    for column, (image, (true, predicted)) in enumerate(zip(images, answers, strict=True)):
         axes[0, column].imshow(image.cpu().permute(1, 2, 0).numpy(), cmap="gray")
         axes[0, column].set(xticks=[], yticks=[])
-        for axis, weights in zip(axes[1:, column], found.values(), strict=True):
-            plots.association_map(weights[column], image, model.grid, ax=axis)
-    for axis, name in zip(axes[:, 0], ("image", *(f"block {number + 1}" for number in range(len(found)))), strict=True):
-        axis.set_ylabel(name)
+        color, sign = answer_style(true == predicted)
+        axes[0, column].set_title(f"true {true}\npredicted {predicted} {sign}", fontsize="small", color=color)
+        for axis, weights in zip(axes[1:, column], rows.values(), strict=True):
+            plots.association_map(weights[column], image, grid, vmax=largest, ax=axis)
+    for axis, name in zip(axes[:, 0], ("image", *rows), strict=True):
+        axis.set_ylabel(name, rotation=0, ha="right", va="center")
+    figure.colorbar(axes[1, 0].images[-1], ax=axes[1:], label="attention weight", shrink=0.9)
     return figure

@@ -134,13 +134,16 @@ def draw(rows: Sequence[Row], path: Path) -> bool:
     titles = {"noise": "pixel noise (standard deviation)", "mask": "fraction of masked patches", "bias": "color bias"}
     with drawing(path, (3 * len(kinds), 3.4)) as figure:
         for axis, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-            for attention, measures in found.items():
+            for place, (attention, measures) in enumerate(found.items()):
                 chosen = {0.0: measures["accuracy"]}
                 chosen |= {float(name.split()[1]): seeds for name, seeds in measures.items() if name.startswith(kind)}
                 means = [statistics.mean(seeds.values()) for seeds in chosen.values()]
                 reach = [[abs(f(seeds.values()) - mean) for seeds, mean in zip(chosen.values(), means, strict=True)]
                          for f in (min, max)]  # fmt: skip
-                axis.errorbar(list(chosen), means, reach, marker="o", markersize=4, capsize=3, label=attention)
+                # Side by side: points of several attentions coincide.
+                shift = (place - (len(found) - 1) / 2) * 0.015 * max(chosen)
+                levels = [level + shift for level in chosen]
+                axis.errorbar(levels, means, reach, markersize=5, linewidth=1.2, capsize=3, label=attention)
             axis.set(xlabel=titles.get(kind, kind))
             axis.grid()
         figure.axes[0].set_ylabel("test accuracy")

@@ -153,12 +153,16 @@ def draw(rows: Sequence[Row], path: Path) -> bool:
     with drawing(path, (9, 3.2 * len(parts) + 0.6)) as figure:
         for row, part in zip(figure.subplots(len(parts), 3, sharey=True, squeeze=False), parts, strict=True):
             for axis, (kind, title) in zip(row, titles.items(), strict=True):
-                for pooling in complete(figures, "nested", "auc", data):
+                poolings = complete(figures, "nested", "auc", data)
+                for place, pooling in enumerate(poolings):
                     points = {0.0: mean_over(figures, "nested", "auc", pooling, data)}
                     for measure in figures[part]:
                         if measure.startswith(kind) and pooling in complete(figures, part, measure, data):
                             points[float(measure.split()[1])] = mean_over(figures, part, measure, pooling, data)
-                    axis.plot(list(points), list(points.values()), marker="o", markersize=4, label=NAMES[pooling])
+                    # Side by side: points of several poolings coincide.
+                    shift = (place - (len(poolings) - 1) / 2) * 0.012 * max(points)
+                    levels = [level + shift for level in points]
+                    axis.plot(levels, list(points.values()), markersize=5, linewidth=1.2, label=NAMES[pooling])
                 axis.set(xlabel=title, title=f"corrupted: {PARTS[part]}")
                 axis.grid()
             row[0].set_ylabel("test AUC, mean over data sets")

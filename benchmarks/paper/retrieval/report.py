@@ -1,4 +1,4 @@
-"""Tables and plot of the retrieval benchmark, with the paper's figures in their own columns."""
+"""Tables and heat map of the retrieval benchmark, with the paper's figures in their own columns."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.harness.report import GRAY, bold_best, bold_best_in_columns, drawing, group, number, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, number, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import RETRIEVAL, RETRIEVAL_TIMES
 
@@ -114,21 +114,32 @@ TABLES = {"figure": figure_table, "accuracy": level_table, "ablations": level_ta
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
-    """Draws the figure of the paper: a radar plot with one axis per mixture, one panel per number of patterns."""
+    """Draws the mixtures of the paper's figure as heat maps of accuracy, one panel per number of patterns."""
     counts = [count for (count,) in group(rows, "patterns")]
-    angles = [2 * math.pi * place / len(FIGURE_LEVELS) for place in range(len(FIGURE_LEVELS))]
-    labels = [" ".join(f"{level:g}" for level in levels) for levels in FIGURE_LEVELS]
+    labels = ["\n".join(f"{level:g}" for level in levels) for levels in FIGURE_LEVELS]
     cells = group(rows, "system", "patterns", "mask", "noise", "bias")
-    with drawing(path, (8, 6.5 * len(counts) + 1)) as figure:
-        axes = figure.subplots(len(counts), squeeze=False, subplot_kw={"projection": "polar"})[:, 0]
+    with drawing(path, (8, 3.6 * len(counts) + 0.3)) as figure:
+        axes = figure.subplots(len(counts), squeeze=False)[:, 0]
         for axis, count in zip(axes, counts, strict=True):
-            for system in FIGURE_SYSTEMS:
-                keys = [(system, count, *map(str, levels)) for levels in FIGURE_LEVELS]
-                means = [mean(_values(cells[key], "accuracy")) if key in cells else math.nan for key in keys]
-                style = {"color": GRAY, "linestyle": "--"} if system == LIMIT else {}
-                axis.plot([*angles, angles[0]], [*means, means[0]], marker="o", markersize=3, label=system, **style)
-            axis.set_xticks(angles, labels, fontsize=9)
-            title = f"{count} patterns: accuracy by mask, noise, bias"
-            axis.set(title=title, ylim=(0, 1.02), yticks=[0.25, 0.5, 0.75, 1])
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+            found = [
+                [cells.get((system, count, *map(str, levels)), []) for levels in FIGURE_LEVELS]
+                for system in FIGURE_SYSTEMS
+            ]
+            means = [[mean(_values(cell, "accuracy")) if cell else math.nan for cell in row] for row in found]
+            image = axis.pcolormesh(means, cmap="viridis", vmin=0, vmax=1, edgecolors="face", linewidth=0.3)
+            for row, values in enumerate(means):
+                for column, value in enumerate(values):
+                    if not math.isnan(value):
+                        style = {"fontsize": 8, "color": "black" if value > 0.6 else "white"}
+                        axis.text(column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", **style)
+            axis.axhline(FIGURE_SYSTEMS.index(LIMIT), color="white", linewidth=3)
+            axis.invert_yaxis()
+            axis.set_xticks([place + 0.5 for place in range(len(labels))], labels, fontsize=8)
+            axis.set_yticks([place + 0.5 for place in range(len(FIGURE_SYSTEMS))], FIGURE_SYSTEMS, fontsize=9)
+            axis.tick_params(length=0)
+            axis.spines[:].set_visible(False)
+            axis.set_title(f"{count} patterns: accuracy by mask, noise and bias", fontsize=11)
+            names = {"xycoords": "axes fraction", "ha": "right", "va": "top", "fontsize": 8}
+            axis.annotate("mask\nnoise\nbias", (-0.01, -0.025), **names)
+        figure.colorbar(image, ax=axes, label="accuracy", shrink=0.6)
     return path
