@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
-from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from ahop_layers.errors import AHopError
 from ahop_layers.tabular.base import AdaptiveMemory, Array, ClassPredictions
@@ -75,12 +74,12 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryClassifier":
         """Fit to rows ``X (n, features)``, labels ``y (n,)`` and ``sample_weight (n,)``."""
-        features, labels = validate_data(self, X, y, dtype=np.float64)
+        categories, features, labels = self._read(X, y)
         check_classification_targets(labels)
         rows = merge_rows(features, np.unique(labels, return_inverse=True)[1], sample_weight)
         # Rows of weight zero are dropped by now, so that a label that only they have is not a class.
         classes, target = self._classes_of(labels[rows.indices])
-        self._train(rows._replace(target=target), len(classes))
+        self._train(rows._replace(target=target), len(classes), categories)
         self.classes_, self.case_targets_ = classes, labels[self.case_indices_]
         return self
 
@@ -107,10 +106,10 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryRegressor":
         """Fit to rows ``X (n, features)``, targets ``y (n,)`` and ``sample_weight (n,)``."""
-        features, target = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        categories, features, target = self._read(X, y, y_numeric=True)
         rows = merge_rows(features, target, sample_weight)
         mean, scale = _mean_and_deviation(rows.target, rows.weight)
-        self._train(rows._replace(target=((rows.target - mean) / scale).astype(np.float32)), 1)
+        self._train(rows._replace(target=((rows.target - mean) / scale).astype(np.float32)), 1, categories)
         self._mean, self._scale, self.case_targets_ = mean, scale, target[self.case_indices_]
         return self
 
