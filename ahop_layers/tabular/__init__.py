@@ -1,16 +1,18 @@
 """Scikit-learn estimators for tables that predict from the similarities of a row to cases of the training set."""
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin  # type: ignore[import-untyped]
+from sklearn.utils.class_weight import compute_sample_weight  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 
-from ahop_layers.errors import AHopError
+from ahop_layers.errors import AHopError, check_choice
 from ahop_layers.tabular.base import AdaptiveMemory, Array, ClassPredictions
 from ahop_layers.tabular.neighbors import AdaptiveNeighborsClassifier
-from ahop_layers.tabular.rows import merge_rows
+from ahop_layers.tabular.rows import TrainingSet, merge_rows
 from ahop_layers.tabular.training import Loss, absolute_error, log_loss, squared_error, squared_loss
 
 __all__ = ["AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor", "AdaptiveNeighborsClassifier"]
@@ -72,16 +74,87 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
 
     _losses: ClassVar[dict[str, Loss]] = {"auto": log_loss, "log": log_loss, "squared": squared_loss}
 
+    def __init__(
+        self,
+        n_cases: int | str = "auto",
+        *,
+        readout: str = "auto",
+        init: str = "rows",
+        class_weight: dict[Any, float] | str | None = None,
+        linear: bool = True,
+        damage: float = 0.0,
+        similarity: str = "auto",
+        bases: Sequence[str] = "auto",
+        blocks: str | int | ArrayLike | None = "auto",
+        knots: int | str | None = "auto",
+        embedding_dim: int | str | None = "auto",
+        hidden: Sequence[int] | str = "auto",
+        dropout: float | str = "auto",
+        loss: str = "auto",
+        learning_rate: float | str = "auto",
+        weight_decay: float | str = "auto",
+        batch_size: int | str | None = "auto",
+        max_epochs: int | str = "auto",
+        patience: int | str | None = "auto",
+        validation_fraction: float | str = "auto",
+        random_state: int | np.random.RandomState | None = None,
+        device: str = "auto",
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(
+            n_cases,
+            readout=readout,
+            init=init,
+            linear=linear,
+            damage=damage,
+            similarity=similarity,
+            bases=bases,
+            blocks=blocks,
+            knots=knots,
+            embedding_dim=embedding_dim,
+            hidden=hidden,
+            dropout=dropout,
+            loss=loss,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            batch_size=batch_size,
+            max_epochs=max_epochs,
+            patience=patience,
+            validation_fraction=validation_fraction,
+            random_state=random_state,
+            device=device,
+            verbose=verbose,
+        )
+        self.class_weight = class_weight
+
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryClassifier":
         """Fit to rows ``X (n, features)``, labels ``y (n,)`` and ``sample_weight (n,)``."""
         categories, features, labels = self._read(X, y)
         check_classification_targets(labels)
         rows = merge_rows(features, np.unique(labels, return_inverse=True)[1], sample_weight)
+        if self.class_weight is not None:
+            rows = rows._replace(weight=self._weigh_classes(rows, labels[rows.indices]))
         # Rows of weight zero are dropped by now, so that a label that only they have is not a class.
         classes, target = self._classes_of(labels[rows.indices])
         self._train(rows._replace(target=target), len(classes), categories)
         self.classes_, self.case_targets_ = classes, labels[self.case_indices_]
         return self
+
+    def _weigh_classes(self, rows: TrainingSet, labels: Array) -> Array:
+        """Return the weights of the rows, multiplied by the weights of their classes."""
+        if isinstance(self.class_weight, str):
+            check_choice("class_weight", self.class_weight, ("balanced",))
+            totals = {label: rows.weight[labels == label].sum() for label in np.unique(labels)}
+            factor = np.array([1 / totals[label] for label in labels])
+        else:
+            factor = compute_sample_weight(self.class_weight, labels)
+        weight: Array = rows.weight * factor
+        if not (weight.min() >= 0 and weight.sum() > 0):
+            raise AHopError(f"class_weight must have no negative number and not only zeros, got {self.class_weight!r}")
+        # A weight of zero would be an infinite regularization of its row.
+        weight = np.maximum(weight / weight.mean(), 1e-12)
+        weight /= weight.mean()
+        return weight
 
 
 class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[misc]

@@ -98,6 +98,7 @@ class AdaptiveMemory(TabularEstimator):
     """Base class of the estimators that predict from the scores of cases."""
 
     _fitted = "network_"
+    network_: CaseNetwork | ProjectionNetwork
     _losses: ClassVar[dict[str, Loss]]  # by the values of the parameter ``loss``
 
     def __init__(
@@ -106,6 +107,7 @@ class AdaptiveMemory(TabularEstimator):
         *,
         readout: str = "auto",
         init: str = "rows",
+        linear: bool = True,
         damage: float = 0.0,
         similarity: str = "auto",
         bases: Sequence[str] = "auto",
@@ -128,6 +130,7 @@ class AdaptiveMemory(TabularEstimator):
         self.n_cases = n_cases
         self.readout = readout
         self.init = init
+        self.linear = linear
         self.damage = damage
         self.similarity = similarity
         self.bases = bases
@@ -196,8 +199,9 @@ class AdaptiveMemory(TabularEstimator):
 
     def _check_rows(self, X: ArrayLike) -> Array:
         check_is_fitted(self, self._fitted)
-        # Checks names and number of the features before their categories are looked up.
-        validate_data(self, X, skip_check_array=True, reset=False)
+        if self._categories.codes and np.ndim(X) == 2:
+            # Checks names and number of the features before their categories are looked up.
+            validate_data(self, X, skip_check_array=True, reset=False)
         rows: Array = validate_data(
             self, self._categories.encode(X), dtype=np.float64, ensure_all_finite="allow-nan", reset=False
         )
@@ -235,13 +239,13 @@ class AdaptiveMemory(TabularEstimator):
         return "mlp" if (given or rows > PROJECTION_ROWS) and not self.damage else "projection"
 
     def _count_cases(self, available: int, default: int) -> int:
-        if self.n_cases == "auto":
+        if isinstance(self.n_cases, str):
             return min(default, available)
-        if self.n_cases > available:
-            warnings.warn(
-                f"n_cases={self.n_cases} exceeds the {available} rows to choose from: all are cases", stacklevel=6
-            )
-        return min(int(self.n_cases), available)
+        count = int(self.n_cases)
+        if count > available:
+            message = f"n_cases={count} exceeds the {available} rows to choose from: all of them are cases"
+            warnings.warn(message, stacklevel=5)
+        return min(count, available)
 
     def _fit_projection(
         self,
@@ -260,9 +264,13 @@ class AdaptiveMemory(TabularEstimator):
         network = ProjectionNetwork(encoding, cases, X.shape[1])
         values = functional.one_hot(target.long(), outputs).double() if outputs > 1 else target.double()[:, None]
         mean = (weight[:, None] * values).mean(0)
-        examples = projection.Examples(apply_in_chunks(encoding, X), values - mean, weight)
+        # The typical weight of the rows of a class, or of all rows.
+        groups = rows.target if outputs > 1 else np.zeros(len(X))
+        typical = {group: np.median(rows.weight[groups == group]) for group in np.unique(groups)}
+        unit = torch.from_numpy(np.minimum(rows.weight, [typical[group] for group in groups]))
+        examples = projection.Examples(apply_in_chunks(encoding, X), values - mean, weight, unit)
         generator = torch.Generator().manual_seed(random.randint(np.iinfo(np.int32).max))
-        history, left_out = fit_projection(network, examples, self.damage, generator)
+        history, left_out = fit_projection(network, examples, self.damage, bool(self.linear), generator)
         network.intercept = mean
         if outputs > 1:
             calibrate(network, left_out, target.long(), weight)

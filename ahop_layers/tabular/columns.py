@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError
 
 Array = NDArray[Any]
+NUMBER, CATEGORY, MISSING = range(3)  # kinds of columns
 LIMIT = 3.0  # standard deviations at which the soft clip of a numeric feature bends
 
 
@@ -76,7 +77,7 @@ class Gaps(nn.Module):
         shares = weight[:, None] * ~missing
         fill = (shares * rows.nan_to_num()).sum(0) / shares.sum(0).clamp(min=torch.finfo(weight.dtype).tiny)
         for index in categorical:
-            codes, code = rows[:, index].nan_to_num(-1).unique(return_inverse=True)
+            codes, code = torch.unique(rows[:, index].nan_to_num(-1), return_inverse=True)
             counts = torch.zeros_like(codes).index_add_(0, code, shares[:, index])
             fill[index] = codes[counts.argmax()]
         self.register_buffer("fill", fill)
@@ -114,17 +115,13 @@ class RowEncoding(nn.Module):
 
     def __init__(self, rows: Tensor, weight: Tensor, categorical: list[int]) -> None:
         super().__init__()
-        feature, kind, low, rate = [], [], [], []
-
-        def add(index: int, number: int, start: float, factor: float) -> None:
-            for values, value in ((feature, index), (kind, number), (low, start), (rate, factor)):
-                values.append(value)
+        columns: list[tuple[int, int, float, float]] = []  # feature, kind, low, rate
 
         for index, values in enumerate(rows.T):
             known = ~values.isnan()
             if index in categorical:
                 for code in values[known].unique().tolist():
-                    add(index, 1, code, 1.0)
+                    columns.append((index, CATEGORY, code, 1.0))
             elif known.any():
                 part = weight[known] / weight[known].sum()
                 mean = (part * values[known]).sum()
@@ -134,13 +131,12 @@ class RowEncoding(nn.Module):
                 number = torch.finfo(values.dtype)
                 # The computed deviation of a constant feature can be a rounding error.
                 varies = deviation > max(16 * number.eps * abs(mean.item()), number.tiny)
-                add(index, 0, mean.item(), 1 / deviation.item() if varies else 0.0)
+                columns.append((index, NUMBER, mean.item(), 1 / deviation.item() if varies else 0.0))
             if not known.all():
-                add(index, 2, 0.0, 1.0)
-        self.register_buffer("feature", torch.tensor(feature))
-        self.register_buffer("kind", torch.tensor(kind))
-        self.register_buffer("low", torch.tensor(low, dtype=torch.float64))
-        self.register_buffer("rate", torch.tensor(rate, dtype=torch.float64))
+                columns.append((index, MISSING, 0.0, 1.0))
+        for name, entries in zip(("feature", "kind", "low", "rate"), zip(*columns, strict=True), strict=True):
+            dtype = torch.float64 if name in ("low", "rate") else torch.int64
+            self.register_buffer(name, torch.tensor(entries, dtype=dtype))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Encode ``rows (n, features) -> (n, columns)`` in float64."""
@@ -148,8 +144,8 @@ class RowEncoding(nn.Module):
         missing = values.isnan()
         numbers = torch.where(missing, 0.0, (values - self.low) * self.rate)
         numbers = numbers / (1 + (numbers / LIMIT).square()).sqrt()
-        indicators = torch.where(self.kind == 1, values == self.low, missing)
-        return torch.where(self.kind == 0, numbers, indicators.to(numbers.dtype))
+        indicators = torch.where(self.kind == CATEGORY, values == self.low, missing)
+        return torch.where(self.kind == NUMBER, numbers, indicators.to(numbers.dtype))
 
 
 def _texts(X: Any) -> list[tuple[int, list[Any]]]:

@@ -1,5 +1,6 @@
 """A memory of cases with a closed-form readout, the regularized pseudo-inverse, for tables with few rows."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -24,16 +25,15 @@ REGULARIZATION = torch.logspace(-1.5, 1.5, 13, dtype=torch.float64)  # factors o
 
 
 class Examples(NamedTuple):
-    """Encoded rows ``(n, columns)``, targets ``(n, outputs)`` with mean 0, and weights ``(n,)``."""
+    """Encoded rows ``(n, columns)``, targets ``(n, outputs)`` with mean 0, weights ``(n,)``, and units ``(n,)``.
+
+    The unit of a row is the part of its weight that is left out: a row with a large weight may be several equal rows.
+    """
 
     columns: Tensor
     target: Tensor
     weight: Tensor
-
-    @property
-    def unit(self) -> Tensor:
-        """The weight of one row, if rows with a larger weight are several equal rows: the smallest weight."""
-        return self.weight.min()
+    unit: Tensor
 
 
 class ProjectionNetwork(nn.Module):
@@ -48,6 +48,8 @@ class ProjectionNetwork(nn.Module):
         features: number of features.
     """
 
+    used: Tensor
+    blocks: Tensor
     cases: Tensor
     feature_weight: Tensor
     readout: Tensor
@@ -57,7 +59,7 @@ class ProjectionNetwork(nn.Module):
     def __init__(self, encoding: RowEncoding, cases: Tensor, features: int) -> None:
         super().__init__()
         self.encoding = encoding
-        used, blocks = encoding.feature.unique(return_inverse=True)
+        used, blocks = torch.unique(encoding.feature, return_inverse=True)
         # Constant features have columns too, so that every feature is a block unless all of its values are missing.
         self.similarity = AdaptiveSimilarity(
             len(blocks), bases=("l1",), init="l1", blocks=blocks, dtype=torch.float64
@@ -125,7 +127,7 @@ class Adam:
 
 
 def fit_projection(
-    network: ProjectionNetwork, examples: Examples, damage: float, generator: torch.Generator
+    network: ProjectionNetwork, examples: Examples, damage: float, linear: bool, generator: torch.Generator
 ) -> tuple[list[float], Tensor]:
     """Learn the similarity on some rows, then solve for the readout on all of them.
 
@@ -136,23 +138,24 @@ def fit_projection(
         network: its similarity, readout and linear part are set.
         examples: training rows.
         damage: fraction of the features of a row that are replaced. Without damage, the rank weights stay equal.
+        linear: whether there is a linear part.
         generator: draws the rows on which the similarity is learned and the damage.
 
     Returns:
         The leave-one-out error after each step, and the leave-one-out outputs ``(n, outputs)``.
     """
-    history, settings = _learn(network, examples, damage, generator)
+    history, settings = _learn(network, examples, damage, linear, generator)
     network.feature_weight[network.used] = settings.features.exp()
     network.similarity.w.copy_(settings.rank_weight())
     return history, _solve(network, examples, damage, settings, generator)
 
 
 def _learn(
-    network: ProjectionNetwork, examples: Examples, damage: float, generator: torch.Generator
+    network: ProjectionNetwork, examples: Examples, damage: float, linear: bool, generator: torch.Generator
 ) -> tuple[list[float], Settings]:
     """Minimize the leave-one-out error of a sample of the rows, which are its own cases, with Adam."""
     chosen = torch.randperm(len(examples.columns), generator=generator)[: DAMAGED_ROWS if damage else LEARNED_ROWS]
-    columns, target, weight = (part[chosen] for part in examples)
+    columns, target, weight, unit = (part[chosen] for part in examples)
     rows, count = len(chosen), len(network.used)
     # Distances of each feature (n, n, features): those of a damaged feature are those of the row it comes from.
     parts = [columns[:, network.blocks == block] for block in range(count)]
@@ -160,9 +163,12 @@ def _learn(
     typical = distances.sum(-1).flatten()
     typical = typical[typical > 0].median() if (typical > 0).any() else torch.ones(())
     # Starts with the median distance as temperature, and with a memory and a linear part of comparable size.
-    start = [torch.zeros(count), torch.zeros(count), typical.log(), torch.tensor(-1.0), torch.tensor(-1.0)]
+    size = torch.tensor(-1.0 if linear else -math.inf)
+    start = [torch.zeros(count), torch.zeros(count), typical.log(), size, torch.tensor(-1.0)]
     settings = Settings(*(value.double().requires_grad_() for value in start))
-    learned = [value for value in settings if damage or value is not settings.ranks]
+    fixed = [] if damage else [settings.ranks]
+    fixed += [] if linear else [settings.linear]
+    learned = [value for value in settings if all(value is not other for other in fixed)]
     adam = Adam(learned)
 
     def kernel(distances: Tensor, dots: Tensor) -> Tensor:
@@ -179,7 +185,7 @@ def _learn(
             asked = kernel(
                 torch.where(hit[:, None], distances[other], distances), queries @ columns.T / columns.shape[1]
             )
-        outputs = _leave_one_out(own, asked, target, weight, examples.unit, settings.regularization.exp())
+        outputs = _leave_one_out(own, asked, target, weight, unit, settings.regularization.exp())
         error = (weight[:, None] * (outputs - target).square()).sum() / weight.sum()
         penalty = FEATURE_PENALTY * settings.features.square().sum() + RANK_PENALTY * settings.ranks.square().sum()
         history.append(error.item())
@@ -197,7 +203,7 @@ def _leave_one_out(
         asked: kernel of the queries and the cases ``(n, n)``; query i is case i, damaged or not.
         target: ``(n, outputs)``.
         weight: ``(n,)``.
-        unit: the part of a weight that is left out: the rest of it is that of equal rows.
+        unit: ``(n,)``, the part of a weight that is left out.
         strength: regularization.
     """
     inverse = torch.linalg.inv(own + torch.diag(strength / weight))
@@ -211,7 +217,7 @@ def _solve(
     network: ProjectionNetwork, examples: Examples, damage: float, settings: Settings, generator: torch.Generator
 ) -> Tensor:
     """Set the readout and the linear part; return the leave-one-out outputs."""
-    columns, target, weight = examples
+    columns, target, weight, unit = examples
     factor = settings.linear.exp() / columns.shape[1]
 
     def kernel(rows: Tensor) -> Tensor:
@@ -234,8 +240,8 @@ def _solve(
     for strength in settings.regularization.exp() * REGULARIZATION:
         inverse = 1 / (values.clamp(min=0) + strength)
         readout = inverse[:, None] * moments
-        leverage = examples.unit * (own.square() @ inverse)
-        change = examples.unit * (target - own @ readout) / (1 - leverage).clamp(min=1e-9)[:, None]
+        leverage = unit * (own.square() @ inverse)
+        change = (unit / (1 - leverage).clamp(min=1e-9))[:, None] * (target - own @ readout)
         outputs = asked @ readout - ((asked * own) @ inverse)[:, None] * change
         error = ((weight[:, None] * (outputs - target).square()).sum() / weight.sum()).item()
         if best is None or error < best[0]:
