@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
 from sklearn.utils import check_random_state  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.blocks import Blocks
@@ -255,7 +255,7 @@ class AdaptiveMemory(TabularEstimator):
         settings: SimpleNamespace,
         random: np.random.RandomState,
         device: torch.device,
-    ) -> tuple[nn.Module, Array, list[float]]:
+    ) -> tuple[CaseNetwork | ProjectionNetwork, Array, list[float]]:
         """Fit a memory whose readout has a closed form. Runs on the CPU."""
         X, target, weight = map(torch.from_numpy, (rows.X, rows.target, rows.weight))
         encoding = RowEncoding(X, weight, categorical)
@@ -287,7 +287,7 @@ class AdaptiveMemory(TabularEstimator):
         settings: SimpleNamespace,
         random: np.random.RandomState,
         device: torch.device,
-    ) -> tuple[nn.Module, Array, list[float]]:
+    ) -> tuple[CaseNetwork | ProjectionNetwork, Array, list[float]]:
         """Train a network whose readout is an MLP, on the device."""
         X, target, weight = map(torch.from_numpy, (rows.X, rows.target, rows.weight))
         gaps = Gaps(X, weight, categorical)

