@@ -227,16 +227,19 @@ class AdaptiveMemory(TabularEstimator):
         # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
         # unpickled on a machine without that device.
         self.network_, self._categories, self.readout_ = network.cpu().double(), categories, readout
+        if isinstance(network, ProjectionNetwork):
+            self.feature_weights_ = network.feature_weight.numpy()
 
     def _choose_readout(self, rows: int) -> str:
         given = given_settings(self)
-        if self.readout == "projection" and given:
+        readout = self.readout
+        if readout == "auto":
+            readout = "mlp" if given or (rows > PROJECTION_ROWS and not self.damage) else "projection"
+        if readout == "projection" and given:
             raise AHopError(f"readout='projection' has no setting {given[0]}, got {getattr(self, given[0])!r}")
-        if self.readout == "mlp" and self.damage:
-            raise AHopError(f"damage needs readout='projection', got damage={self.damage!r} and readout='mlp'")
-        if self.readout != "auto":
-            return self.readout
-        return "mlp" if (given or rows > PROJECTION_ROWS) and not self.damage else "projection"
+        if readout == "mlp" and self.damage:
+            raise AHopError(f"damage needs readout='projection', got damage={self.damage!r} with an MLP")
+        return readout
 
     def _count_cases(self, available: int, default: int) -> int:
         if isinstance(self.n_cases, str):
