@@ -237,7 +237,7 @@ def test_settings_of_the_mlp_select_it():
     assert AdaptiveMemoryClassifier(readout="mlp", max_epochs=1).fit(X, Y).readout_ == "mlp"
     with pytest.raises(ah.AHopError, match=r"readout='projection' has no setting hidden, got \(8,\)"):
         AdaptiveMemoryClassifier(readout="projection", hidden=(8,)).fit(X, Y)
-    with pytest.raises(ah.AHopError, match="damage needs readout='projection', got damage=0.5"):
+    with pytest.raises(ah.AHopError, match="damage needs readout='projection', got damage"):
         AdaptiveMemoryClassifier(hidden=(8,), damage=0.5).fit(X, Y)
     with pytest.raises(ah.AHopError, match="readout must be one of auto, projection, mlp, got 'ridge'"):
         AdaptiveMemoryClassifier(readout="ridge").fit(X, Y)

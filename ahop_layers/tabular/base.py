@@ -157,6 +157,14 @@ class AdaptiveMemory(TabularEstimator):
         tags.input_tags.categorical = True
         return tags
 
+    @property
+    def feature_weights_(self) -> Array:
+        """Learned weights ``(features,)`` of the differences of standardized features; only of the projection."""
+        if not isinstance(getattr(self, "network_", None), ProjectionNetwork):
+            raise AttributeError(f"{type(self).__name__} has feature_weights_ only after a fit with the projection")
+        weights: Array = self.network_.feature_weight.numpy()
+        return weights
+
     def nearest_cases(self, X: ArrayLike, n_nearest: int = 5) -> tuple[Array, Array]:
         """Explain predictions by the most similar cases.
 
@@ -227,8 +235,6 @@ class AdaptiveMemory(TabularEstimator):
         # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
         # unpickled on a machine without that device.
         self.network_, self._categories, self.readout_ = network.cpu().double(), categories, readout
-        if isinstance(network, ProjectionNetwork):
-            self.feature_weights_ = network.feature_weight.numpy()
 
     def _choose_readout(self, rows: int) -> str:
         given = given_settings(self)

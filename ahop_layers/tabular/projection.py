@@ -16,7 +16,7 @@ from ahop_layers.tabular.network import apply_in_chunks
 from ahop_layers.training import rise_and_fall
 
 # Rows on which the similarity is learned, without and with damage: a step inverts a matrix of this size.
-LEARNED_ROWS, DAMAGED_ROWS = 384, 256
+LEARNED_ROWS, DAMAGED_ROWS = 384, 160
 STEPS = 40
 LEARNING_RATE = 0.15
 # Penalties on the squared logarithms of the weights, divided by the number of rows.

@@ -35,11 +35,10 @@ DAMAGE = 0.35  # mean of the damage of the training rows
 
 
 class Evaluation(NamedTuple):
-    """A model on a fold of a table, trained on clean rows or on rows that are damaged in one way."""
+    """A model on a fold of a table, trained on clean or on damaged rows."""
 
     table: str
     model: str
-    kind: str
     training: str
     fold: int
 
@@ -75,26 +74,28 @@ def damage(
 
 
 def measure(wanted: Evaluation) -> dict[str, float]:
-    """Fits a model and tests it with every fraction of damaged cells."""
+    """Fits a model and tests it with both kinds of damage and every fraction of damaged cells."""
     warnings.simplefilter("ignore")
     data = load(wanted.table)
-    random = np.random.default_rng(wanted.fold)
     training, test = folds(data, np.arange(len(data.y)), 5, 0)[wanted.fold]
     clean = data.X.iloc[training]
-    queries = [damage(data.X.iloc[test], clean, wanted.kind, np.full(len(test), level), random) for level in LEVELS]
-    used, parameters = Table(clean, data.y[training], data.classes), {}
-    if wanted.training == "damaged" and wanted.model == MEMORY_NAME:
-        parameters = {"damage": DAMAGE}
-    elif wanted.training == "damaged":
-        copy = damage(clean, clean, wanted.kind, random.uniform(0, 2 * DAMAGE, len(clean)), random)
-        used = Table(pd.concat([clean, copy], ignore_index=True), np.tile(used.y, 2), data.classes)
-    model = fit(wanted.model, used, np.arange(len(used.y)), 0, parameters)
-    everything = np.arange(len(test))
-    tables = [Table(each.reset_index(drop=True), data.y[test], data.classes) for each in queries]
-    return {
-        f"{data.measure} {level:g}": score(each, everything, predict(model, each, everything))
-        for level, each in zip(LEVELS, tables, strict=True)
-    }
+    fitted, found = None, {}
+    for kind in KINDS:
+        random = np.random.default_rng(wanted.fold)
+        queries = [damage(data.X.iloc[test], clean, kind, np.full(len(test), level), random) for level in LEVELS]
+        own = wanted.training == "damaged" and wanted.model == MEMORY_NAME
+        if fitted is None or not (own or wanted.training == "clean"):  # these fits are the same for both kinds
+            used = Table(clean, data.y[training], data.classes)
+            if wanted.training == "damaged" and not own:
+                copy = damage(clean, clean, kind, random.uniform(0, 2 * DAMAGE, len(clean)), random)
+                used = Table(pd.concat([clean, copy], ignore_index=True), np.tile(used.y, 2), data.classes)
+            fitted = fit(wanted.model, used, np.arange(len(used.y)), 0, {"damage": DAMAGE} if own else {})
+        for level, rows in zip(LEVELS, queries, strict=True):
+            tested = Table(rows.reset_index(drop=True), data.y[test], data.classes)
+            everything = np.arange(len(test))
+            predicted = predict(fitted, tested, everything)
+            found[f"{kind} {data.measure} {level:g}"] = score(tested, everything, predicted)
+    return found
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -118,11 +119,10 @@ def main(arguments: Sequence[str]) -> None:
     results = ResultTable(options.output, None if options.report else "cpu")
     if not options.report:
         wanted = [
-            Evaluation(name, model, kind, training, fold)
+            Evaluation(name, model, training, fold)
             for fold in range(options.folds)
             for name in options.tables
             for model in options.models
-            for kind in KINDS
             for training in TRAININGS
         ]
         measure_missing(wanted, measure, results, options)
@@ -158,7 +158,7 @@ def arrange(rows: Sequence[Row], kind: str, measure: str) -> tuple[dict[tuple[st
     Returns:
         The scores, the number of tables and the largest number of folds.
     """
-    mine = [row for row in rows if row["kind"] == kind and row["measure"].startswith(f"{measure} ")]
+    mine = [row for row in rows if row["measure"].startswith(f"{kind} {measure} ")]
     places = [{(row["table"], row["fold"]) for row in part} for part in group(mine, "model", "training").values()]
     common = set.intersection(*places) if len(places) == len(MODELS) * len(TRAININGS) else set()
     curves: dict[tuple[str, str], list[float]] = {}
@@ -171,7 +171,7 @@ def arrange(rows: Sequence[Row], kind: str, measure: str) -> tuple[dict[tuple[st
             }
             if common:
                 curves[model, training] = [
-                    float(np.mean([values[name, fold, f"{measure} {level:g}"] for name, fold in common]))
+                    float(np.mean([values[name, fold, f"{kind} {measure} {level:g}"] for name, fold in common]))
                     for level in LEVELS
                 ]
     return curves, len({name for name, _ in common}), len({fold for _, fold in common})
