@@ -183,7 +183,7 @@ class AdaptiveMemory(TabularEstimator):
 
         >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
         >>> X = np.linspace(0, 1, 40)[:, None]
-        >>> model = AdaptiveMemoryRegressor(n_cases=8, max_epochs=1, random_state=0).fit(X, X[:, 0])
+        >>> model = AdaptiveMemoryRegressor(random_state=0).fit(X, X[:, 0])
         >>> cases, weights = model.nearest_cases(X[:2], n_nearest=3)
         >>> cases.shape, bool((weights > 0).all())
         ((2, 3), True)
