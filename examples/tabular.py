@@ -40,8 +40,8 @@ def make_models(options: argparse.Namespace) -> dict[str, object]:
     """Returns the classifiers to compare, by name."""
     return {
         "adaptive memory": AdaptiveMemoryClassifier(random_state=options.seed),
-        "adaptive memory, MLP": make_memory(options),
-        "dot-product memory, MLP": make_memory(options, similarity="dot"),
+        "memory with an MLP": make_memory(options),
+        "dot-product memory": make_memory(options, similarity="dot"),
         "logistic regression": make_pipeline(StandardScaler(), LogisticRegression()),
         "nearest neighbors": make_pipeline(StandardScaler(), KNeighborsClassifier()),
         "random forest": RandomForestClassifier(random_state=options.seed),
@@ -52,12 +52,12 @@ def make_models(options: argparse.Namespace) -> dict[str, object]:
 def compare(X: np.ndarray, y: np.ndarray, options: argparse.Namespace) -> dict[str, float]:
     """Prints the table, and returns the accuracies."""
     folds, found = StratifiedKFold(5, shuffle=True, random_state=options.seed), {}
-    print(f"{'model':<25}{'accuracy':>10}{'ROC-AUC':>10}{'seconds':>10}")
+    print(f"{'model':<22}{'accuracy':>10}{'ROC-AUC':>10}{'seconds':>10}")
     for name, model in make_models(options).items():
         start = time.perf_counter()
         scores = cross_validate(model, X, y, cv=folds, scoring=("accuracy", "roc_auc"))
         found[name], area = scores["test_accuracy"].mean(), scores["test_roc_auc"].mean()
-        print(f"{name:<25}{found[name]:>10.3f}{area:>10.3f}{time.perf_counter() - start:>10.1f}", flush=True)
+        print(f"{name:<22}{found[name]:>10.3f}{area:>10.3f}{time.perf_counter() - start:>10.1f}", flush=True)
     return found
 
 

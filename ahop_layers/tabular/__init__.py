@@ -34,8 +34,8 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
 
     Args:
         n_cases: number of stored cases. ``"auto"`` stores all rows, but at most 1,024, or 256 with an MLP.
-        readout: ``"projection"``, ``"mlp"``, or ``"auto"``: the MLP for more than 5,000 rows, or if a setting of the MLP
-            is given. The settings of the MLP are ``similarity`` to ``validation_fraction``.
+        readout: ``"projection"``, ``"mlp"``, or ``"auto"``: the MLP for more than 5,000 rows, or if a setting of the
+            MLP is given. The settings of the MLP are ``similarity`` to ``validation_fraction``.
         init: cases are random ``"rows"`` of the training set, or the centers of ``"kmeans"`` clusters.
         class_weight: ``"balanced"``, or the weight of each class, by which ``sample_weight`` is multiplied.
         linear: whether the projection has a linear part.
@@ -61,11 +61,11 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
             steps, then falls to zero.
         batch_size: rows per step. ``None`` (``"auto"``) uses a sixteenth of the training rows, between 8 and 512.
         max_epochs: maximum number of epochs, 30 for ``"auto"``.
-        patience: stop after this many epochs without a smaller held-out loss, 10 for ``"auto"``. ``None`` disables early
-            stopping.
-        validation_fraction: fraction of the distinct rows to hold out, stratified by class, 0.1 for ``"auto"``. The epoch
-            with the smallest held-out loss is kept. If the fraction is fewer than 10 rows, no row is held out and all
-            epochs run.
+        patience: stop after this many epochs without a smaller held-out loss, 10 for ``"auto"``. ``None`` disables
+            early stopping.
+        validation_fraction: fraction of the distinct rows to hold out, stratified by class, 0.1 for ``"auto"``. The
+            epoch with the smallest held-out loss is kept. If the fraction is fewer than 10 rows, no row is held out
+            and all epochs run.
         random_state: seed of the cases, of the rows on which the similarity is learned, and of the training of the MLP.
         device: training device of the MLP, ``"auto"`` (a GPU if available) or a PyTorch device. The projection and
             predictions run on the CPU.

@@ -173,9 +173,9 @@ def _learn(
     adam = Adam(learned)
 
     def kernel(distances: Tensor, dots: Tensor) -> Tensor:
-        scaled = distances * settings.features.exp()
-        scaled = scaled.sort(-1).values * settings.ranks.exp() if damage else scaled
-        return (-scaled.sum(-1) / settings.temperature.exp()).exp() + settings.linear.exp() * dots
+        factors = settings.features.exp()
+        total = (distances * factors).sort(-1).values @ settings.ranks.exp() if damage else distances @ factors
+        return (-total / settings.temperature.exp()).exp() + settings.linear.exp() * dots
 
     history = []
     for step in range(STEPS):
