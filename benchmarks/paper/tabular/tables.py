@@ -25,7 +25,15 @@ TABLES: dict[str, tuple[str, str, str, bool, tuple[str, ...]]] = {
     "wages": ("mosaicData", "CPS85", "wage", False, ()),
     "houses": ("modeldata", "Sacramento", "price", False, ()),
     "concrete": ("modeldata", "concrete", "compressive_strength", False, ()),
+    "biopsies": ("MASS", "biopsy", "class", True, ("ID",)),
+    "labor": ("carData", "Mroz", "lfp", True, ()),
+    "votes": ("carData", "BEPS", "vote", True, ()),
+    "salaries": ("carData", "Salaries", "salary", False, ()),
+    "colleges": ("ISLR", "College", "Grad.Rate", False, ()),
+    "houses, Saratoga": ("mosaicData", "SaratogaHouses", "price", False, ()),
 }
+FRESH = ("biopsies", "labor", "votes", "salaries", "colleges", "houses, Saratoga")
+"""Tables that were added after the defaults of the adaptive memory were chosen."""
 LOADED = ("iris", "wine", "breast_cancer", "digits", "diabetes")
 NAMES = (*LOADED, *TABLES)
 
