@@ -206,7 +206,7 @@ def test_probabilities_are_calibrated(fitted):
 def test_seeds_and_clones(fitted):
     again = clone(fitted).fit(X[::2], Y[::2])
     assert np.array_equal(again.predict_proba(X), fitted.predict_proba(X))
-    rows, target = make_friedman1(500, random_state=0)
+    rows, target = make_friedman1(400, 5, random_state=0)
     first, second = (AdaptiveMemoryRegressor(random_state=seed).fit(rows, target).predict(rows) for seed in (0, 1))
     assert not np.array_equal(first, second)  # the similarity is learned on other rows
 
@@ -249,3 +249,19 @@ def test_settings_of_the_mlp_select_it():
 def test_features_without_information_predict_the_mean(rows):
     target = np.arange(30.0)
     np.testing.assert_allclose(AdaptiveMemoryRegressor(random_state=0).fit(rows, target).predict(rows), 14.5, atol=0.5)
+
+
+def test_wide_tables_learn_on_fewer_rows():
+    rows = np.random.default_rng(0).normal(size=(200, 3000))
+    sizes = []
+    inverse = torch.linalg.inv
+
+    def record(matrix):
+        sizes.append(len(matrix))
+        return inverse(matrix)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.linalg, "inv", record)
+        model = AdaptiveMemoryRegressor(random_state=0).fit(rows, rows[:, 0])
+    assert set(sizes) == {74}  # 74 * 74 * 3000 distances
+    assert np.isfinite(model.predict(rows)).all()

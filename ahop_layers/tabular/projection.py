@@ -17,6 +17,7 @@ from ahop_layers.training import rise_and_fall
 
 # Rows on which the similarity is learned, without and with damage: a step inverts a matrix of this size.
 LEARNED_ROWS, DAMAGED_ROWS = 384, 160
+LEARNED_DISTANCES = 2**24  # limit of the distances (rows, rows, features): tables with many features use fewer rows
 STEPS = 40
 LEARNING_RATE = 0.15
 # Penalties on the squared logarithms of the weights, divided by the number of rows.
@@ -155,7 +156,8 @@ def _learn(
     network: ProjectionNetwork, examples: Examples, damage: float, linear: bool, generator: torch.Generator
 ) -> tuple[list[float], Settings]:
     """Minimize the leave-one-out error of a sample of the rows, which are its own cases, with Adam."""
-    chosen = torch.randperm(len(examples.columns), generator=generator)[: DAMAGED_ROWS if damage else LEARNED_ROWS]
+    most = min(DAMAGED_ROWS if damage else LEARNED_ROWS, math.isqrt(LEARNED_DISTANCES // len(network.used)))
+    chosen = torch.randperm(len(examples.columns), generator=generator)[: max(most, 16)]
     columns, target, weight, unit = (part[chosen] for part in examples)
     rows, count = len(chosen), len(network.used)
     # Distances of each feature (n, n, features): those of a damaged feature are those of the row it comes from.
