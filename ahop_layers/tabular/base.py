@@ -160,9 +160,10 @@ class AdaptiveMemory(TabularEstimator):
     @property
     def feature_weights_(self) -> Array:
         """Learned weights ``(features,)`` of the differences of standardized features; only of the projection."""
-        if not isinstance(getattr(self, "network_", None), ProjectionNetwork):
+        network = getattr(self, "network_", None)
+        if not isinstance(network, ProjectionNetwork):
             raise AttributeError(f"{type(self).__name__} has feature_weights_ only after a fit with the projection")
-        weights: Array = self.network_.feature_weight.numpy()
+        weights: Array = network.feature_weight.numpy()
         return weights
 
     def nearest_cases(self, X: ArrayLike, n_nearest: int = 5) -> tuple[Array, Array]:
