@@ -3,8 +3,10 @@
 To run: python -m examples.tabular
 
 The breast cancer data comes with scikit-learn. All models are evaluated on the same five folds; the table shows mean
-accuracy and mean area under the ROC curve of the test folds. The picture explains three predictions: the row, the
-stored cases with the largest weights, and these weights. Writes cases.png into the folder of --out.
+accuracy and mean area under the ROC curve of the test folds. The options of the training are those of the memories with
+an MLP; the adaptive memory has default settings. The picture explains three predictions of it: the row, the stored
+cases with the largest weights, these weights, and the weight of each feature. Writes cases.png into the folder of
+--out.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from examples.common.outputs import answer_style, write_figure
 
 
 def make_memory(options: argparse.Namespace, similarity: str = "adaptive") -> AdaptiveMemoryClassifier:
-    """Returns a memory classifier."""
+    """Returns a memory classifier with an MLP."""
     return AdaptiveMemoryClassifier(
         n_cases=64, similarity=similarity, knots=None, dropout=0.5, batch_size=64, max_epochs=options.epochs,
         learning_rate=options.lr, patience=options.patience, random_state=options.seed,
@@ -37,7 +39,8 @@ def make_memory(options: argparse.Namespace, similarity: str = "adaptive") -> Ad
 def make_models(options: argparse.Namespace) -> dict[str, object]:
     """Returns the classifiers to compare, by name."""
     return {
-        "adaptive memory": make_memory(options),
+        "adaptive memory": AdaptiveMemoryClassifier(random_state=options.seed),
+        "memory with an MLP": make_memory(options),
         "dot-product memory": make_memory(options, similarity="dot"),
         "logistic regression": make_pipeline(StandardScaler(), LogisticRegression()),
         "nearest neighbors": make_pipeline(StandardScaler(), KNeighborsClassifier()),
@@ -61,27 +64,31 @@ def compare(X: np.ndarray, y: np.ndarray, options: argparse.Namespace) -> dict[s
 def explain(X: np.ndarray, y: np.ndarray, names: np.ndarray, options: argparse.Namespace) -> Figure:
     """Draws the cases of a confident benign, an uncertain and a confident malignant prediction."""
     rows, others, targets, truth = train_test_split(X, y, stratify=y, random_state=options.seed)
-    model = make_memory(options).fit(rows, targets)
+    model = AdaptiveMemoryClassifier(random_state=options.seed).fit(rows, targets)
     probability = model.predict_proba(others)[:, 1]
     shown = [probability.argmax(), np.abs(probability - 0.5).argmin(), probability.argmin()]
     cases, weights = model.nearest_cases(others[shown])
     center, spread = rows.mean(0), rows.std(0)
+    order = model.feature_weights_.argsort()[::-1]
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    axes = figure.subplots(3, 1, sharex=True)
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    top, *axes = figure.subplots(4, 1, sharex=True, height_ratios=[0.6, 1, 1, 1])
+    top.bar(range(X.shape[1]), model.feature_weights_[order], color="gray")
+    top.set(ylabel="weight", title="How much a difference of one standard deviation of a feature counts")
     for axis, place, answers, shares in zip(axes, shown, cases, weights, strict=True):
         table = np.vstack([others[place], model.cases_[answers]])
-        image = axis.imshow((table - center) / spread, cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
+        image = axis.imshow(((table - center) / spread)[:, order], cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
         color, sign = answer_style((probability[place] > 0.5) == truth[place])
         labels = [f"tumor: {names[truth[place]]}, predicted P(benign) {probability[place]:.2f} {sign}"]
         labels += [
-            f"case: {names[label]}, weight {share:.2f}"
+            f"case: {names[label]}, weight {share:.3f}"
             for label, share in zip(model.case_targets_[answers], shares, strict=True)
         ]
         axis.set_yticks(range(len(labels)), labels, fontsize="small")
         axis.get_yticklabels()[0].set_color(color)
         axis.axhline(0.5, color="black")
-    axes[-1].set_xticks(range(X.shape[1]), load_breast_cancer().feature_names, rotation=90, fontsize="small")
+    feature_names = load_breast_cancer().feature_names[order]
+    axes[-1].set_xticks(range(X.shape[1]), feature_names, rotation=90, fontsize="small")
     figure.colorbar(image, ax=axes, label="standard deviations from the mean")
     return figure
 

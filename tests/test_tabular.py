@@ -52,8 +52,8 @@ model.predict_proba(X)
 print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024))
 by_feature = {**settings, "embedding_dim": None, "blocks": "feature"}
 for model in (
-    tabular.AdaptiveMemoryClassifier(**settings),
-    tabular.AdaptiveMemoryRegressor(**settings),
+    tabular.AdaptiveMemoryClassifier(),
+    tabular.AdaptiveMemoryRegressor(),
     tabular.AdaptiveNeighborsClassifier(epochs=20, batch_size=64, random_state=0),
     tabular.AdaptiveMemoryClassifier(**by_feature),
 ):
@@ -297,12 +297,11 @@ def test_pandas_in():
 
 
 @pytest.mark.parametrize(("rows", "labels", "message"), [
-    (np.where(X > 7, np.nan, X), Y, "contains NaN"),
+    (np.where(X > 7, np.inf, X), Y, "contains infinity"),
     (X, np.zeros(150), "one class"),
-    (X.astype(str).astype(object) + "a", Y, "could not convert string to float"),
     (X[:0], Y[:0], "0 sample"),
     (X, Y[:-1], "inconsistent numbers of samples"),
-], ids=["nan", "one class", "strings", "empty", "lengths"])  # fmt: skip
+], ids=["infinity", "one class", "empty", "lengths"])  # fmt: skip
 def test_bad_rows_raise_the_errors_of_scikit_learn(rows, labels, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveMemoryClassifier(**SMALL).fit(rows, labels)

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.harness import rows
 from benchmarks.paper.figures import TABULAR
+from benchmarks.paper.tabular import damaged, small, small_report
 from benchmarks.paper.tabular.__main__ import main
 from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
 from benchmarks.paper.tabular.models import MODELS
 from benchmarks.paper.tabular.report import best_trial
+from benchmarks.paper.tabular.tables import NAMES
 
 pytestmark = pytest.mark.slow
 
@@ -96,3 +99,77 @@ def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys)
     assert all(row["torch"] and row["device"] and row["commit"] for row in stored)
     assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 2  # trials, runs, accuracy
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def small_rows(scores: dict[str, list[float]]) -> list[rows.Row]:
+    """Rows of models with some scores on the first tables."""
+    stored = []
+    for model, values in scores.items():
+        for name, value in zip(NAMES, values, strict=False):
+            key = {"table": name, "model": model, "seed": "0", "tuned": "0"}
+            measures = {"AUC": value, "calibration error": 0.1, "CPU seconds per fit": 1.0}
+            stored += [{**key, "measure": measure, "value": str(figure)} for measure, figure in measures.items()]
+    return stored
+
+
+def test_ranks_and_critical_differences():
+    models = ["adaptive memory", "linear model", "random forest"]
+    stored = small_rows({models[0]: [0.9, 0.80001], models[1]: [0.8, 0.8], models[2]: [0.7, 0.7]})
+    assert small_report.ranks(small_report.means(stored, "AUC"), models) == {
+        models[0]: 1.25, models[1]: 1.75, models[2]: 3.0,
+    }  # fmt: skip
+    assert abs(small_report.critical_difference(5, 30) - 1.1138) < 1e-3  # 2.728 sqrt(5 * 6 / (6 * 30))
+    assert small_report._cliques([1.0, 1.5, 2.2, 4.0], 1.0) == [(0, 1), (1, 2)]
+    text = small_report.report(stored)
+    assert "| adaptive memory | **1.25** | **0.100** | +0.000 |" in text
+    assert "| random forest | 3.00 | **0.100** | -0.100 |" in text
+
+
+def test_the_calibration_error_is_the_gap_of_confidence_and_accuracy():
+    probabilities = np.array([[0.95, 0.05]] * 4 + [[0.3, 0.7]] * 2)
+    assert small.calibration_error(np.array([0, 0, 0, 1, 1, 0]), probabilities) == pytest.approx((0.8 + 0.4) / 6)
+
+
+def test_small_tables_are_measured_and_drawn(tmp_path):
+    pytest.importorskip("pandas")
+    for tuned in (0, 2):
+        found = small.measure(small.Evaluation("iris", "linear model", 0, tuned))
+        assert found["AUC"] > 0.98
+        assert 0 < found["calibration error"] < 0.3
+    found = small.measure(small.Evaluation("diabetes", "nearest neighbors", 0, 0))
+    assert list(found) == ["R2", "CPU seconds per fit"]
+    stored = small_rows({"adaptive memory": [0.9, 0.8], "linear model": [0.8, 0.8], "random forest": [0.7, 0.7]})
+    small_report.draw(stored, tmp_path / "ranks.png")
+    assert (tmp_path / "ranks.png").stat().st_size > 5000
+
+
+def test_damage_replaces_a_fraction_of_the_cells():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"size": range(1000), "color": pandas.Categorical(["red", "blue"] * 500)})
+    for kind in damaged.KINDS:
+        random = np.random.default_rng(0)
+        other = damaged.damage(frame, frame, kind, np.full(1000, 0.3), random)
+        changed = (other["size"] != frame["size"]).mean()
+        assert 0.25 < changed < 0.35
+        assert other["color"].dtype == frame["color"].dtype
+        assert other["size"].isna().any() == (kind == "missing")
+    untouched = damaged.damage(frame, frame, "wrong", np.zeros(1000), np.random.default_rng(0))
+    assert untouched.equals(frame)
+
+
+def test_damaged_tables_are_averaged_over_what_all_models_have(tmp_path):
+    stored = []
+    for model in damaged.MODELS:
+        for training in damaged.TRAININGS:
+            for name in ("iris", "wine") if model == damaged.MODELS[0] else ("iris",):
+                key = {"table": name, "model": model, "training": training, "fold": "0"}
+                values = {
+                    f"{kind} AUC {level:g}": 0.9 - level / 2 for kind in damaged.KINDS for level in damaged.LEVELS
+                }
+                stored += [{**key, "measure": measure, "value": str(value)} for measure, value in values.items()]
+    curves, tables, folds = damaged.arrange(stored, "wrong", "AUC")
+    assert (len(curves), tables, folds) == (12, 1, 1)
+    assert curves["XGBoost", "clean"] == pytest.approx([0.9, 0.85, 0.75, 0.65, 0.55])
+    assert "| XGBoost | damaged | **0.900** |" in damaged.report(stored)
+    damaged.draw(stored, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -1,6 +1,8 @@
 """Base classes of the tabular estimators: parameters, training, and the explanation of predictions."""
 
+import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -10,16 +12,23 @@ from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-u
 from sklearn.utils import check_random_state  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 from torch import Tensor
+from torch.nn import functional
 
 from ahop_layers.blocks import Blocks
-from ahop_layers.errors import AHopError, check_choice, check_numbers
-from ahop_layers.ops.reference import check_bases
+from ahop_layers.errors import AHopError
+from ahop_layers.tabular import projection
+from ahop_layers.tabular.columns import Categories, Gaps, RowEncoding
 from ahop_layers.tabular.network import CaseNetwork, Encoding, apply_in_chunks
+from ahop_layers.tabular.projection import ProjectionNetwork, calibrate, fit_projection
 from ahop_layers.tabular.rows import TrainingSet, choose_cases, hold_out
+from ahop_layers.tabular.settings import given_settings, is_integer, resolve
 from ahop_layers.tabular.training import Examples, Loss, Schedule, train
 from ahop_layers.training import folded_weights
 
 Array = NDArray[Any]
+
+PROJECTION_ROWS = 5000  # tables with more rows have a network with an MLP by default
+PROJECTION_CASES = 1024
 
 
 class TabularEstimator(BaseEstimator):  # type: ignore[misc]
@@ -86,36 +95,43 @@ class ClassPredictions(ClassifierMixin):  # type: ignore[misc]
 
 
 class AdaptiveMemory(TabularEstimator):
-    """Base class of the estimators that apply an MLP to the scores of cases."""
+    """Base class of the estimators that predict from the scores of cases."""
 
     _fitted = "network_"
+    network_: CaseNetwork | ProjectionNetwork
     _losses: ClassVar[dict[str, Loss]]  # by the values of the parameter ``loss``
 
     def __init__(
         self,
-        n_cases: int = 256,
+        n_cases: int | str = "auto",
         *,
+        readout: str = "auto",
         init: str = "rows",
-        similarity: str = "adaptive",
-        bases: Sequence[str] = ("dis",),
-        blocks: str | int | ArrayLike | None = None,
-        knots: int | None = 24,
-        embedding_dim: int | None = 8,
-        hidden: Sequence[int] = (64,),
-        dropout: float = 0.2,
+        linear: bool = True,
+        damage: float = 0.0,
+        similarity: str = "auto",
+        bases: Sequence[str] = "auto",
+        blocks: str | int | ArrayLike | None = "auto",
+        knots: int | str | None = "auto",
+        embedding_dim: int | str | None = "auto",
+        hidden: Sequence[int] | str = "auto",
+        dropout: float | str = "auto",
         loss: str = "auto",
-        learning_rate: float = 4e-3,
-        weight_decay: float = 1e-3,
-        batch_size: int | None = None,
-        max_epochs: int = 30,
-        patience: int | None = 10,
-        validation_fraction: float = 0.1,
+        learning_rate: float | str = "auto",
+        weight_decay: float | str = "auto",
+        batch_size: int | str | None = "auto",
+        max_epochs: int | str = "auto",
+        patience: int | str | None = "auto",
+        validation_fraction: float | str = "auto",
         random_state: int | np.random.RandomState | None = None,
         device: str = "auto",
         verbose: bool = False,
     ) -> None:
         self.n_cases = n_cases
+        self.readout = readout
         self.init = init
+        self.linear = linear
+        self.damage = damage
         self.similarity = similarity
         self.bases = bases
         self.blocks = blocks
@@ -133,6 +149,22 @@ class AdaptiveMemory(TabularEstimator):
         self.random_state = random_state
         self.device = device
         self.verbose = verbose
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.input_tags.string = True
+        tags.input_tags.categorical = True
+        return tags
+
+    @property
+    def feature_weights_(self) -> Array:
+        """Learned weights ``(features,)`` of the differences of standardized features; only of the projection."""
+        network = getattr(self, "network_", None)
+        if not isinstance(network, ProjectionNetwork):
+            raise AttributeError(f"{type(self).__name__} has feature_weights_ only after a fit with the projection")
+        weights: Array = network.feature_weight.numpy()
+        return weights
 
     def nearest_cases(self, X: ArrayLike, n_nearest: int = 5) -> tuple[Array, Array]:
         """Explain predictions by the most similar cases.
@@ -152,7 +184,7 @@ class AdaptiveMemory(TabularEstimator):
 
         >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
         >>> X = np.linspace(0, 1, 40)[:, None]
-        >>> model = AdaptiveMemoryRegressor(n_cases=8, max_epochs=1, random_state=0).fit(X, X[:, 0])
+        >>> model = AdaptiveMemoryRegressor(random_state=0).fit(X, X[:, 0])
         >>> cases, weights = model.nearest_cases(X[:2], n_nearest=3)
         >>> cases.shape, bool((weights > 0).all())
         ((2, 3), True)
@@ -174,16 +206,109 @@ class AdaptiveMemory(TabularEstimator):
         rows = self._check_rows(X)
         return self._apply(self.network_, rows)
 
-    def _train(self, rows: TrainingSet, outputs: int) -> None:
-        """Choose the cases and train the network. Sets no attribute before the training has succeeded."""
-        self._check_parameters()
+    def _check_rows(self, X: ArrayLike) -> Array:
+        check_is_fitted(self, self._fitted)
+        if self._categories.codes and np.ndim(X) == 2:
+            # Checks names and number of the features before their categories are looked up.
+            validate_data(self, X, skip_check_array=True, reset=False)
+        rows: Array = validate_data(
+            self, self._categories.encode(X), dtype=np.float64, ensure_all_finite="allow-nan", reset=False
+        )
+        return rows
+
+    def _read(self, X: ArrayLike, y: ArrayLike, **options: bool) -> tuple[Categories, Array, Array]:
+        """Return the categories of a training set, its rows ``(n, features)`` with codes for them, and its targets."""
+        categories = Categories().fit(X)
+        rows, target = validate_data(
+            self, categories.encode(X), y, dtype=np.float64, ensure_all_finite="allow-nan", **options
+        )
+        return categories, rows, target
+
+    def _train(self, rows: TrainingSet, outputs: int, categories: Categories) -> None:
+        """Choose the cases and fit the network. Sets no attribute before that has succeeded."""
+        settings = resolve(self, self._losses)
+        readout = self._choose_readout(len(rows.X))
         device = self._check_device()
         random = check_random_state(self.random_state)
+        fit = self._fit_projection if readout == "projection" else self._fit_mlp
+        network, chosen, history = fit(rows, outputs, sorted(categories.codes), settings, random, device)
+        self.cases_, self.case_indices_, self.history_ = rows.X[chosen], rows.indices[chosen], history
+        # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
+        # unpickled on a machine without that device.
+        self.network_, self._categories, self.readout_ = network.cpu().double(), categories, readout
+
+    def _choose_readout(self, rows: int) -> str:
+        given = given_settings(self)
+        readout = self.readout
+        if readout == "auto":
+            readout = "mlp" if given or (rows > PROJECTION_ROWS and not self.damage) else "projection"
+        if readout == "projection" and given:
+            raise AHopError(f"readout='projection' has no setting {given[0]}, got {getattr(self, given[0])!r}")
+        if readout == "mlp" and self.damage:
+            raise AHopError(f"damage needs readout='projection', got damage={self.damage!r} with an MLP")
+        return readout
+
+    def _count_cases(self, available: int, default: int) -> int:
+        if isinstance(self.n_cases, str):
+            return min(default, available)
+        count = int(self.n_cases)
+        if count > available:
+            message = f"n_cases={count} exceeds the {available} rows to choose from: all of them are cases"
+            warnings.warn(message, stacklevel=5)
+        return min(count, available)
+
+    def _fit_projection(
+        self,
+        rows: TrainingSet,
+        outputs: int,
+        categorical: list[int],
+        settings: SimpleNamespace,
+        random: np.random.RandomState,
+        device: torch.device,
+    ) -> tuple[CaseNetwork | ProjectionNetwork, Array, list[float]]:
+        """Fit a memory whose readout has a closed form. Runs on the CPU."""
         X, target, weight = map(torch.from_numpy, (rows.X, rows.target, rows.weight))
-        encoding = Encoding.standard(X, weight) if self.knots is None else Encoding.ramps(X, weight, self.knots)
-        held_out = hold_out(rows.target, self.validation_fraction, random)
+        encoding = RowEncoding(X, weight, categorical)
+        count = self._count_cases(len(X), PROJECTION_CASES)
+        cases, chosen = choose_cases(encoding, rows, np.arange(len(X)), count, self.init, random)
+        network = ProjectionNetwork(encoding, cases, X.shape[1])
+        values = functional.one_hot(target.long(), outputs).double() if outputs > 1 else target.double()[:, None]
+        mean = (weight[:, None] * values).mean(0)
+        # The typical weight of the rows of a class, or of all rows.
+        groups = rows.target if outputs > 1 else np.zeros(len(X))
+        typical = {group: np.median(rows.weight[groups == group]) for group in np.unique(groups)}
+        unit = torch.from_numpy(np.minimum(rows.weight, [typical[group] for group in groups]))
+        examples = projection.Examples(apply_in_chunks(encoding, X), values - mean, weight, unit)
+        generator = torch.Generator().manual_seed(random.randint(np.iinfo(np.int32).max))
+        history, left_out = fit_projection(network, examples, self.damage, bool(self.linear), generator)
+        network.intercept = mean
+        if outputs > 1:
+            calibrate(network, left_out, target.long(), weight)
+        for step, error in enumerate(history, 1):
+            if self.verbose:
+                print(f"step {step}/{len(history)}: leave-one-out error {error:.4f}", flush=True)
+        return network, chosen, history
+
+    def _fit_mlp(
+        self,
+        rows: TrainingSet,
+        outputs: int,
+        categorical: list[int],
+        settings: SimpleNamespace,
+        random: np.random.RandomState,
+        device: torch.device,
+    ) -> tuple[CaseNetwork | ProjectionNetwork, Array, list[float]]:
+        """Train a network whose readout is an MLP, on the device."""
+        X, target, weight = map(torch.from_numpy, (rows.X, rows.target, rows.weight))
+        gaps = Gaps(X, weight, categorical)
+        full = gaps(X)
+        knots = settings.knots
+        encoding = Encoding.standard(full, weight) if knots is None else Encoding.ramps(full, weight, knots)
+        encoding.gaps = gaps
+        held_out = hold_out(rows.target, settings.validation_fraction, random)
         learned = np.setdiff1d(np.arange(len(X)), held_out)
-        cases, chosen = choose_cases(encoding, rows, learned, min(self.n_cases, len(learned)), self.init, random)
+        count = self._count_cases(len(learned), 256)
+        cases, chosen = choose_cases(encoding, rows, learned, count, self.init, random)
 
         # Generators of its own: fits in several threads do not share state, and the global generators are not used.
         initial, draws = (
@@ -193,80 +318,43 @@ class AdaptiveMemory(TabularEstimator):
             encoding,
             cases,
             outputs,
-            similarity=self.similarity,
-            bases=self.bases,
-            blocks=self._column_blocks(encoding, rows.X.shape[1]),
-            embedding_dim=None if self.embedding_dim is None else int(self.embedding_dim),
-            hidden=[int(width) for width in self.hidden],
-            dropout=self.dropout,
+            similarity=settings.similarity,
+            bases=settings.bases,
+            blocks=_column_blocks(settings.blocks, encoding, X.shape[1]),
+            embedding_dim=None if settings.embedding_dim is None else int(settings.embedding_dim),
+            hidden=[int(width) for width in settings.hidden],
+            dropout=settings.dropout,
             generator=initial,
         ).to(device)
         parts = [
             Examples(X[part].to(device), target[part].to(device), weight[part].float().to(device))
             for part in (learned, held_out)
         ]
-        batch_size = int(self.batch_size or np.clip(len(learned) // 16, 8, 512))
-        schedule = Schedule(self.learning_rate, self.weight_decay, batch_size, self.max_epochs, self.patience)
+        batch_size = int(settings.batch_size or np.clip(len(learned) // 16, 8, 512))
+        epochs = settings.max_epochs
+        schedule = Schedule(settings.learning_rate, settings.weight_decay, batch_size, epochs, settings.patience)
         validation = parts[1] if len(held_out) else None
+
+        def on_epoch(epoch: int, learned: float, judged: float | None) -> None:
+            self._print_epoch(f"epoch {epoch}/{epochs}", learned, judged)
+
         with folded_weights(network):
-            history = train(network, parts[0], validation, self._losses[self.loss], schedule, draws, self._print_epoch)
-        self.cases_, self.case_indices_, self.history_ = rows.X[chosen], rows.indices[chosen], history
-        # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
-        # unpickled on a machine without that device.
-        self.network_ = network.cpu().double()
+            history = train(network, parts[0], validation, self._losses[settings.loss], schedule, draws, on_epoch)
+        return network, chosen, history
 
-    def _column_blocks(self, encoding: Encoding, features: int) -> int | Tensor | None:
-        """Return the blocks of the similarity. Blocks of features become blocks of their columns."""
-        blocks = torch.arange(features) if isinstance(self.blocks, str) else Blocks(self.blocks).blocks
-        if isinstance(blocks, Tensor):
-            if len(blocks) != features:
-                raise AHopError(f"blocks must name the block of each of the {features} features, got {len(blocks)}")
-            return blocks[encoding.column]
-        count: int | None = blocks
-        return count
-
-    def _print_epoch(self, epoch: int, learned: float, judged: float | None) -> None:
+    def _print_epoch(self, epoch: str, learned: float, judged: float | None) -> None:
         if self.verbose:
             held_out = "" if judged is None else f", held out {judged:.4f}"
-            print(f"epoch {epoch}/{self.max_epochs}: loss {learned:.4f}{held_out}", flush=True)
-
-    def _check_parameters(self) -> None:
-        check_choice("loss", self.loss, tuple(self._losses))
-        check_choice("init", self.init, ("rows", "kmeans"))
-        check_choice("similarity", self.similarity, ("adaptive", "dot", "kernel"))
-        if self.similarity == "adaptive":
-            check_bases(self.bases)
-        self._check_blocks()
-        for name in ("n_cases", "max_epochs", "batch_size", "patience", "embedding_dim", "knots"):
-            value, least = getattr(self, name), 2 if name == "knots" else 1
-            optional = name not in ("n_cases", "max_epochs")
-            if not (optional and value is None) and not (is_integer(value) and value >= least):
-                none = " or None" if optional else ""
-                raise AHopError(f"{name} must be an integer of at least {least}{none}, got {value!r}")
-        widths = self.hidden if isinstance(self.hidden, Sequence | np.ndarray) else [0]
-        if not all(is_integer(width) and width >= 1 for width in widths):
-            raise AHopError(f"hidden must be a sequence of integers of at least 1, got {self.hidden!r}")
-        check_numbers("a positive number", learning_rate=self.learning_rate)
-        check_numbers("a number of at least 0", weight_decay=self.weight_decay)
-        check_numbers(
-            "a number of at least 0 and below 1", validation_fraction=self.validation_fraction, dropout=self.dropout
-        )
-
-    def _check_blocks(self) -> None:
-        if isinstance(self.blocks, str):
-            check_choice("blocks", self.blocks, ("feature",))
-            of_features = True
-        else:
-            of_features = isinstance(Blocks(self.blocks).blocks, Tensor)
-        if self.blocks is not None and self.similarity != "adaptive":
-            raise AHopError(f"blocks needs similarity='adaptive', got similarity={self.similarity!r}")
-        if of_features and self.embedding_dim is not None:
-            raise AHopError(
-                f"blocks of features need embedding_dim=None, because an embedding combines features,"
-                f" got embedding_dim={self.embedding_dim!r}"
-            )
+            print(f"{epoch}: loss {learned:.4f}{held_out}", flush=True)
 
 
-def is_integer(value: object) -> bool:
-    """Whether ``value`` is an integer of Python or NumPy, and not a bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _column_blocks(blocks: Any, encoding: Encoding, features: int) -> int | Tensor | None:
+    """Return the blocks of the similarity. Blocks of features become blocks of their columns."""
+    named = torch.arange(features) if isinstance(blocks, str) else Blocks(blocks).blocks
+    if isinstance(named, Tensor):
+        if len(named) != features:
+            raise AHopError(f"blocks must name the block of each of the {features} features, got {len(named)}")
+        features_of = torch.arange(features) if encoding.gaps is None else encoding.gaps.feature
+        return named[features_of[encoding.column]]
+    count: int | None = named
+    return count

@@ -15,8 +15,9 @@ from torch import Tensor
 from ahop_layers.errors import AHopError, check_numbers
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops.reference import check_bases
-from ahop_layers.tabular.base import Array, ClassPredictions, TabularEstimator, is_integer
+from ahop_layers.tabular.base import Array, ClassPredictions, TabularEstimator
 from ahop_layers.tabular.network import Encoding
+from ahop_layers.tabular.settings import is_integer
 from ahop_layers.variants import Mixed, Variant
 
 

@@ -12,6 +12,7 @@ from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.tabular.columns import Gaps
 
 FEW_VALUES = 128  # a feature with at most this many distinct values has a knot at each of them
 CHUNK = 4096  # rows processed at once without gradients: about 10 MB for each matrix of scores or columns
@@ -32,6 +33,7 @@ class Encoding(nn.Module):
     def __init__(self, column: Tensor, low: Tensor, width: Tensor, limits: tuple[float, float]) -> None:
         super().__init__()
         self.limits = limits
+        self.gaps: Gaps | None = None  # fills missing values before rows are encoded
         overflow = column[~(low.isfinite() & width.isfinite())].tolist()
         if overflow:
             raise AHopError(f"X must have a finite range and variance in float64, got feature {overflow[0]}")
@@ -87,6 +89,7 @@ class Encoding(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Encode ``rows (n, features) -> (n, columns)``."""
+        rows = rows if self.gaps is None else self.gaps(rows)
         # Transposed, so that each column is contiguous. In place, because rows have no gradient.
         columns = rows.T.contiguous().index_select(0, self.column).sub_(self.low[:, None]).mul_(self.rate[:, None])
         return columns.to(self.center.dtype).clamp_(*self.limits).sub_(self.center[:, None]).T

@@ -8,10 +8,10 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.cluster import MiniBatchKMeans  # type: ignore[import-untyped]
 from sklearn.metrics import pairwise_distances_argmin  # type: ignore[import-untyped]
 from sklearn.utils import check_array, check_consistent_length  # type: ignore[import-untyped]
-from torch import Tensor
+from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError
-from ahop_layers.tabular.network import Encoding, apply_in_chunks
+from ahop_layers.tabular.network import apply_in_chunks
 
 Array = NDArray[Any]
 
@@ -50,7 +50,9 @@ def merge_rows(X: Array, target: Array, sample_weight: ArrayLike | None) -> Trai
             )
     kept = np.flatnonzero(weight)
     both = np.column_stack([target[kept], X[kept]])
+    both = np.where(np.isnan(both), np.inf, both)  # NaN is not equal to itself, and no value is infinite
     merged, first, group = np.unique(both, axis=0, return_index=True, return_inverse=True)
+    merged[np.isinf(merged)] = np.nan
     weight = np.bincount(group.reshape(-1), weight[kept])
     return TrainingSet(merged[:, 1:], merged[:, 0], weight / weight.mean(), kept[first])
 
@@ -67,7 +69,7 @@ def hold_out(target: Array, fraction: float, random: np.random.RandomState) -> A
 
 
 def choose_cases(
-    encoding: Encoding, rows: TrainingSet, learned: Array, count: int, init: str, random: np.random.RandomState
+    encoding: nn.Module, rows: TrainingSet, learned: Array, count: int, init: str, random: np.random.RandomState
 ) -> tuple[Tensor, Array]:
     """Choose ``count`` cases among the rows that are trained on, whose indices are ``learned``.
 

@@ -22,7 +22,9 @@ from benchmarks.paper.lookup import report as lookup_report
 from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval import report as retrieval_report
+from benchmarks.paper.tabular import damaged as tabular_damaged
 from benchmarks.paper.tabular import report as tabular_report
+from benchmarks.paper.tabular import small_report as tabular_small_report
 from benchmarks.projects import adaptive as projects_adaptive
 from benchmarks.projects import measure as projects
 from benchmarks.projects import widths as projects_widths
@@ -193,6 +195,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
+    "tabular-small": lambda: part("paper.tabular small", rows_of("tabular_small.csv"), tabular_small_report.report),
+    "tabular-damaged": lambda: part("paper.tabular damaged", rows_of("tabular_damaged.csv"), tabular_damaged.report),
 }
 """The tables, by the NAME of their place."""
 
@@ -226,6 +230,16 @@ DRAWN = {
         "Accuracy of each method against the fraction of an image that is corrupted",
         lambda: rows_of("search.csv"),
         search_report.draw_curves,
+    ),
+    "tabular_small": Picture(
+        "Mean ranks of models over small tables, with the critical difference",
+        lambda: rows_of("tabular_small.csv"),
+        tabular_small_report.draw,
+    ),
+    "tabular_damaged": Picture(
+        "Scores of models against the fraction of missing and of wrong cells of test rows",
+        lambda: rows_of("tabular_damaged.csv"),
+        tabular_damaged.draw,
     ),
     "mil": Picture(
         "AUC of seven poolings against the strength of masking, noise and bias",

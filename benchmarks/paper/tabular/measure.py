@@ -3,12 +3,12 @@
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
@@ -112,3 +112,36 @@ def run(options: argparse.Namespace, results: ResultTable) -> None:
                 if time.monotonic() > deadline:
                     print(f"stopped after {options.minutes:g} minutes; the same command resumes here")
                     return
+
+
+class Keyed(Protocol):
+    """A measurement with the columns that identify its rows."""
+
+    @property
+    def key(self) -> Row:
+        """The columns."""
+
+
+def measure_missing(
+    wanted: Sequence[Keyed],
+    measure: Callable[[Any], dict[str, float]],
+    results: ResultTable,
+    options: argparse.Namespace,
+) -> None:
+    """Measures what the results do not have yet in parallel processes with one thread each, until the time is up."""
+    deadline = time.monotonic() + 60 * options.minutes
+    missing = [each for each in wanted if not results.has(each.key)]
+    with ProcessPoolExecutor(options.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        futures = {pool.submit(measure, each): each for each in missing}
+        for done, future in enumerate(as_completed(futures), 1):
+            if future.cancelled():
+                continue
+            each, measured = futures[future], future.result()
+            results.add_figures(each.key, measured)
+            figures = ", ".join(f"{name} {value:.4f}" for name, value in measured.items())
+            print(f"{done}/{len(missing)}: {', '.join(each.key.values())}: {figures}", flush=True)
+            if time.monotonic() > deadline:
+                for other in futures:
+                    other.cancel()
+    if time.monotonic() > deadline:
+        print(f"stopped after {options.minutes:g} minutes; the same command resumes here")
