@@ -28,10 +28,8 @@ def test_every_python_block_runs_alone(page):
     for name in ("timm", "torchvision", "transformers"):
         if re.search(rf"^(import|from) {name}", "\n".join(blocks), flags=re.MULTILINE):
             framework(name)
-    namespace: dict[str, object] = {}
     for number, block in enumerate(blocks, 1):
-        namespace = namespace if page.name in ("hopfield-layers.md", "tabular.md") else {}
-        exec(compile(block, f"{page.name} block {number}", "exec"), namespace)
+        exec(compile(block, f"{page.name} block {number}", "exec"), {})
 
 
 def test_the_readme_links_to_files_that_exist():
