@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,13 @@ def test_an_environment_variable_selects_our_own():
 
 
 @pytest.mark.slow
-def test_another_module_named_hflayers_is_not_used(tmp_path):
+@pytest.mark.parametrize("package", [True, False], ids=["package", "folder"])
+def test_another_module_named_hflayers_is_not_used(package, tmp_path):
     (tmp_path / "hflayers").mkdir()
+    if package:
+        (tmp_path / "hflayers" / "__init__.py").touch()
+    elif find_spec("hflayers") is not None:
+        pytest.skip("Python imports an installed package rather than a folder without __init__.py")
     code = "import sys; sys.path.insert(0, sys.argv[1]); import hflayers\n"
     code += "from ahop_layers import hopfield as h; assert h.Hopfield is h.OwnHopfield"
     paths = os.pathsep.join(path for path in sys.path if not os.path.isdir(os.path.join(path, "hflayers")))

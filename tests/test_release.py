@@ -132,7 +132,8 @@ def test_old_python_fails_before_anything_is_installed(target, tmp_path):
     old.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{pretend}" "$@"\n')
     old.chmod(0o755)
     command = ["make", target, f"PYTHON={old}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
     assert done.returncode
     assert "expected Python 3.11 or newer for the versions of constraints.txt, got 3.10.4;" in done.stderr
     assert not list(tmp_path.glob(".venv*"))
