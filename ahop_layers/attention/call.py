@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from ahop_layers.association import Mask, Padded, associate
 from ahop_layers.attention.adaptive import Adaptive
@@ -183,7 +182,7 @@ class _Calls(TorchFunctionMode):
             return
         frame = sys._getframe(2)
         while frame is not None and frame.f_code is not _FORWARD:
-            if frame.f_code.co_filename == checkpoint.__file__:
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise AHopError(
                     f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
                     " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
