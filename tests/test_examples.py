@@ -17,6 +17,7 @@ import torch
 import yaml
 from lightning.pytorch import accelerators
 from matplotlib.colors import to_rgba
+from sklearn.model_selection import StratifiedKFold
 
 from ahop_layers import AHopError
 from examples import demo, mil, multimodal, retrieval, search, tabular, vit
@@ -65,7 +66,8 @@ def test_answers_are_marked_as_right_or_wrong():
     assert [axis.get_ylabel() for axis in drawn.axes] == ["query", "", "answer", ""]
 
 
-def test_tabular(tmp_path, capsys):
+def test_tabular(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tabular, "StratifiedKFold", lambda _, **keywords: StratifiedKFold(2, **keywords))
     accuracy = tabular.main(["--epochs", "2", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     assert {"adaptive memory", "dot-product memory", "gradient boosting"} <= set(accuracy)
