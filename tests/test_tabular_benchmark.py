@@ -81,7 +81,7 @@ def test_the_best_trial_needs_all_trials():
 
 def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys):
     output = tmp_path / "rows.csv"
-    command = ["tabular", "--quick", "--models", "M-Hop", "--output", str(output)]
+    command = ["tabular", "--quick", "--models", "M-Hop", "A-Hop", "--output", str(output)]
 
     def run(*more: str) -> str:
         monkeypatch.setattr(sys, "argv", [*command, *more])
@@ -94,9 +94,10 @@ def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys)
     text = run()
     stored = rows.read(output)
     assert stored[: len(first)] == first
-    assert len(stored) == 2 * 2 + 2 * 3  # two trials with two measures, two runs with three
+    # For each of two models: two trials with two measures, two runs with three.
+    assert len(stored) == 2 * (2 * 2 + 2 * 3)
     assert all(row["torch"] and row["device"] and row["commit"] for row in stored)
-    assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 1  # trials, runs, accuracy
+    assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 2  # trials, runs, accuracy
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
