@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, packed, pairs, search_costs, vit, vit_report
+from benchmarks import kernels_report, packed, pairs, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -148,6 +148,14 @@ def error(rows: Sequence[Row]) -> str:
 SHORT = ("M-Hop", "A-Hop", "A-Hop, debias", "A-Hop, debias, table", retrieval_report.LIMIT, retrieval_report.GUESSED)
 
 TABLES: dict[str, Callable[[], str]] = {
+    "summary-accuracy": lambda: summary.accuracy(
+        retrieval_rows("accuracy"), rows_of("mil.csv"), rows_of("images.csv"), rows_of("tabular.csv")
+    ),
+    "summary-speed": lambda: summary.speed(
+        vit_rows("eager"), rows_of("kernels.csv"), packed_rows(), rows_of("retrieval_timing.csv")
+    ),
+    "summary-search": lambda: summary.search(rows_of("search.csv"), rows_of("search_costs.csv")),
+    "summary-models": lambda: summary.models(rows_of("models.csv"), rows_of("models_timm.csv")),
     "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
     "vit-short": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.short),
     "vit-attention": lambda: by_device("vit --parts attention", vit_rows("attention"), vit_report.of_attention),
