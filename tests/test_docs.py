@@ -69,6 +69,16 @@ def test_every_table_and_plot_has_a_place():
     assert places == {*pages.TABLES, *(f"{name}-picture" for name in pages.DRAWN)}
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_pictures_have_captions_of_whole_sentences(page):
+    if page.name in ("gallery.md", "tabular.md"):
+        pytest.skip("the text around a picture describes it")
+    for picture, below in re.findall(
+        r"^!\[[^\]]*\]\((\S+)\)\n\n(.*?)\n\n", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    ):
+        assert re.fullmatch(r"\*[A-Z0-9].*\.( \[.*\)|\n\[.*\))?\*", below, flags=re.DOTALL), f"{picture}: {below}"
+
+
 def without_names(picture: str) -> str:
     """An SVG without its element ids, which matplotlib derives from rounded numbers."""
     return re.sub(r'(id="|href="#|url\(#)[^")]*', "", picture)

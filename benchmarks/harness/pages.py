@@ -130,8 +130,9 @@ def search_answers() -> str:
     for name, level in ANSWERED.items():
         path, kind = PICTURES / f"search_{name}.png", search_report.KINDS[name.split("_")[1]]
         if path.exists():
-            caption = f"{name.split('_')[0].capitalize()}, {level:.0%} of {kind}"
-            pictures.append(f"![{caption}: queries, clean images and answers](pictures/{path.name})\n\n*{caption}.*")
+            damaged = f"{name.split('_')[0]} with {100 * level:.0f} % of the {kind.removeprefix('the ')}"
+            picture = f"![Queries, clean images and answers: {damaged}](pictures/{path.name})"
+            pictures.append(f"{picture}\n\n*The queries are {damaged}.*")
     return "\n\n".join([ANSWERS, *pictures]) if pictures else ""
 
 
@@ -210,11 +211,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 class Picture(NamedTuple):
-    """A plot: its alternative text, its rows, and the function that draws it."""
+    """A plot: its alternative text, its rows, the function that draws it, and a caption of whole sentences."""
 
     alt: str
     rows: Callable[[], list[Row]]
     draw: Callable[[Sequence[Row], Path], object]
+    caption: str = ""
 
 
 DRAWN = {
@@ -223,21 +225,32 @@ DRAWN = {
         " described corruption",
         lambda: rows_of("pairs.csv"),
         pairs.draw,
+        "The solid line is the accuracy after a fit to pairs, by their number on a logarithmic axis. The dotted"
+        " line is the dot product, and the dashed line a fit to a described corruption. The accuracy axis does not"
+        " start at zero.",
     ),
     "kernels": Picture(
         "Bar chart: speedup over plain PyTorch for each problem size, forward and forward + backward",
         lambda: rows_of("kernels.csv"),
         kernels_report.draw,
+        "Each pair of bars is the speedup over plain PyTorch for one problem size, on a logarithmic axis: forward"
+        " above, forward + backward below. At the vertical line, both are equally fast.",
     ),
     "retrieval": Picture(
         "Heat map: accuracy of memories with twelve mixtures of masking, noise and bias",
         lambda: retrieval_rows("figure"),
         retrieval_report.draw,
+        "Each row is a memory, and each column a mixture, with its mask, noise and bias below. The number and the"
+        " color of a cell are the accuracy. The Bayes limit, below the white line, is the highest possible"
+        " accuracy.",
     ),
     "search": Picture(
         "Accuracy of each method against the fraction of an image that is corrupted",
         lambda: rows_of("search.csv"),
         search_report.draw_curves,
+        "Accuracy decreases with the fraction of the pixels that are replaced (left) and of the area that is"
+        " covered (right), for faces (top) and digits (bottom). The thick line is the adaptive memory. Points are"
+        " means over the splits.",
     ),
     "tabular_small": Picture(
         "Mean ranks of models over small tables, with the critical difference",
@@ -253,11 +266,17 @@ DRAWN = {
         "AUC of seven poolings against the strength of masking, noise and bias",
         lambda: rows_of("mil.csv"),
         mil_report.draw,
+        "Each line is the test AUC of a pooling by the strength of the corruption, the mean over the data sets. In"
+        " the upper row only test bags are corrupted, in the lower row all bags. Points of one strength are shifted"
+        " sideways so that they do not overlap. The AUC axis does not start at zero.",
     ),
     "images": Picture(
         "Test accuracy of a ViT against the strength of noise, masking and color bias",
         lambda: rows_of("images.csv", setup="working"),
         images_report.draw,
+        "Each line is the test accuracy of an attention by the strength of the corruption. Points are means over"
+        " the seeds, and bars reach from the lowest to the highest seed. Points of one strength are shifted"
+        " sideways so that they do not overlap.",
     ),
 }
 """The plots, by the name of their file. The place of a plot is NAME-picture."""
@@ -268,7 +287,10 @@ def at_place(name: str) -> str:
     if name in TABLES:
         return TABLES[name]()
     file = name.removesuffix("-picture")
-    return f"![{DRAWN[file].alt}](pictures/{file}.svg)" if DRAWN[file].rows() else ""
+    alt, rows, _, caption = DRAWN[file]
+    if not rows():
+        return ""
+    return f"![{alt}](pictures/{file}.svg)" + (f"\n\n*{caption}*" if caption else "")
 
 
 def fill(page: str, wide: bool = True) -> str:
