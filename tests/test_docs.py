@@ -38,6 +38,17 @@ def test_the_readme_links_to_files_that_exist():
     assert not [link for link in links if not (ROOT / link).is_file()]
 
 
+def test_badges_say_what_the_package_requires():
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(each for each in project["dependencies"] if each.startswith("torch>="))
+    required = [project["requires-python"].removeprefix(">="), torch.removeprefix("torch>=")]
+    badges = (DOCS / "pictures" / "badges.svg").read_text()
+    assert re.findall(r">([^<>]+)</text>", badges)[1::2] == [*(f"{each}+" for each in required), project["license"]]
+    alt = f"![Python {required[0]} or later, PyTorch {required[1]} or later, {project['license']} license]"
+    assert all(alt in page.read_text() for page in (README, DOCS / "index.md"))
+
+
 def test_commands_in_the_text_exist():
     text = "".join(path.read_text() for path in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"))
     modules = set(re.findall(r"python -m ((?:ahop_layers|benchmarks|examples)(?:\.\w+)*)", text))

@@ -248,9 +248,9 @@ DRAWN = {
         "Accuracy of each method against the fraction of an image that is corrupted",
         lambda: rows_of("search.csv"),
         search_report.draw_curves,
-        "Accuracy decreases with the fraction of the pixels that are replaced (left) and of the area that is"
-        " covered (right), for faces (top) and digits (bottom). The thick line is the adaptive memory. Points are"
-        " means over the splits.",
+        "Each line is the accuracy of a method by the fraction of the pixels that are replaced (left) and of the"
+        " area that is covered (right), for faces (top) and digits (bottom). The thick line is the adaptive memory."
+        " Points are means over the splits.",
     ),
     "tabular_small": Picture(
         "Mean ranks of models over small tables, with the critical difference",
@@ -293,10 +293,19 @@ def at_place(name: str) -> str:
     return f"![{alt}](pictures/{file}.svg)" + (f"\n\n*{caption}*" if caption else "")
 
 
+WRAPPED = ("models", "projects")
+"""The tables with long texts, whose cells may have several lines."""
+
+
 def fill(page: str, wide: bool = True) -> str:
     """Returns the page with new content at every place, in a ``div`` of the site's own class if ``wide``."""
-    start, end = ('<div class="wide" markdown>\n\n', "\n</div>\n") if wide else ("\n", "\n")
-    return PLACE.sub(lambda place: f"{place[1]}{start}{at_place(place[2])}\n{end}{place[3]}", page)
+
+    def content(place: re.Match[str]) -> str:
+        kind = "wide wrap" if place[2] in WRAPPED else "wide"
+        start, end = (f'<div class="{kind}" markdown>\n\n', "\n</div>\n") if wide else ("\n", "\n")
+        return f"{place[1]}{start}{at_place(place[2])}\n{end}{place[3]}"
+
+    return PLACE.sub(content, page)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
