@@ -160,7 +160,9 @@ def search(rows: Sequence[Row], costs: Sequence[Row]) -> str:
         if (row["part"], row["patterns"], row["queries"]) == ("exact", "1000000", "1")
     ]
     if times:
-        parts[-1] += f" An exact search of a million patterns of 64 dimensions takes {' and '.join(times)}."
+        parts[-1] += (
+            f" An exact search with one query takes {' and '.join(times)} for a million patterns of 64 dimensions."
+        )
     return "\n\n".join(parts)
 
 

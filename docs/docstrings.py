@@ -17,7 +17,7 @@ BORROWED = re.compile(r"arguments (?:but these )?are those of\s+:class:`(\w+)`")
 
 def to_markdown(text: str, path: Callable[[str], str]) -> str:
     """Convert a docstring to Markdown; ``path`` returns the full path of a name in it."""
-    text = SHARED.sub(lambda names: names[0].replace(", ", ",\N{NO-BREAK SPACE}"), text)  # griffe splits at spaces
+    text = SHARED.sub(lambda names: names[0].replace(", ", ",\N{FOUR-PER-EM SPACE}"), text)  # griffe splits at spaces
     return EXAMPLE.sub(r"```pycon\n\g<0>\n```", ROLE.sub(lambda role: _link(role[1], path(role[1])), text))
 
 

@@ -162,7 +162,7 @@ def explained(obj: "griffe.Object") -> set[str]:
     """The arguments that a docstring describes."""
     sections = obj.docstring.parsed if obj.docstring else []
     entries = [each for section in sections if section.kind.value == "parameters" for each in section.value]
-    return {name.strip("\N{NO-BREAK SPACE}*") for entry in entries for name in entry.name.split(",")}
+    return {name.strip().lstrip("*") for entry in entries for name in entry.name.split(",")}
 
 
 def arguments(obj: "griffe.Object") -> set[str]:

@@ -293,7 +293,7 @@ def at_place(name: str) -> str:
     return f"![{alt}](pictures/{file}.svg)" + (f"\n\n*{caption}*" if caption else "")
 
 
-WRAPPED = ("models", "projects")
+WRAPPED = ("models", "projects", "summary-accuracy", "summary-models", "summary-search", "summary-speed")
 """The tables with long texts, whose cells may have several lines."""
 
 
