@@ -377,7 +377,7 @@ class Replaced(Mixed):
 
 
 class Masked(Replaced):
-    """An older name of :class:`Replaced`.
+    """An older name of :class:`Replaced`: the arguments are those of :class:`Replaced`.
 
     >>> import torch, ahop_layers as ah
     >>> index, query = ah.variants.Masked(0.5).sample(torch.full((1, 8), 3.0), 1)
@@ -387,7 +387,11 @@ class Masked(Replaced):
 
 
 class Biased(Mixed):
-    """Adds a bias of absolute value ``bias`` whose random signs depend on ``seed`` alone.
+    """Adds a bias with random signs that are the same for all queries.
+
+    Args:
+        bias: absolute value of the bias, a level.
+        seed: seed of the signs.
 
     >>> import torch, ahop_layers as ah
     >>> index, query = ah.variants.Biased(0.5).sample(torch.zeros(3, 4), 2)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ahop_layers.ops.gpu.networks import sorting_network
-from benchmarks.harness.report import GRAY, drawing, group, number, table
+from benchmarks.harness.report import GRAY, bold_best, drawing, group, number, table
 from benchmarks.harness.rows import Row
 
 PASSES = ("forward", "forward + backward")
@@ -64,9 +64,11 @@ def of_half_precision(rows: Sequence[Row]) -> str:
     ratios = {(row["case"], row["pass"]): row["our float32/ours"] for row in rows if row["our float32/ours"]}
     names = list(dict.fromkeys(N_DTYPE.sub("", case) for case, _ in ratios if not N.search(case)))
     dtypes = ("bfloat16", "float16")
-    body = [
-        [name, *(ratios.get((f"{name}, {dtype}", label), "") for label in PASSES for dtype in dtypes)] for name in names
-    ]
+    body = []
+    for name in names:
+        pairs = [[ratios.get((f"{name}, {dtype}", label), "") for dtype in dtypes] for label in PASSES]
+        # float32, with the ratio 1, competes and is not shown
+        body.append([name, *(cell for pair in pairs for cell in bold_best(["1", *pair])[1:])])
     return table(["queries x keys", *(f"{label}, {dtype}" for label in PASSES for dtype in dtypes)], body)
 
 

@@ -21,7 +21,7 @@ import torch
 import ahop_layers as ah
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import peak, reset_peak
-from benchmarks.harness.report import group, table
+from benchmarks.harness.report import bold_best, group, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 
 PARTS = ("exact", "shortlist", "recall")
@@ -113,11 +113,12 @@ def report(rows: Sequence[Row]) -> str:
     parts = []
     times = [row for row in rows if row["part"] != "recall"]
     if times:
-        body = [
-            [f"{int(row['patterns']):,}", row["queries"], row["shortlist"] or "none", f"{float(row['seconds']):.4f}",
-             f"{int(row['bytes']) / 1e6:,.0f}"]
-            for row in times
-        ]  # fmt: skip
+        body = []
+        for (patterns, queries), mine in group(times, "patterns", "queries").items():
+            seconds = bold_best([f"{float(row['seconds']):.4f}" for row in mine], min)
+            for row, shown in zip(mine, seconds, strict=True):
+                memory = f"{int(row['bytes']) / 1e6:,.0f}"
+                body.append([f"{int(patterns):,}", queries, row["shortlist"] or "none", shown, memory])
         parts.append(table(["patterns", "queries", "shortlist", "seconds", "memory, MB"], body))
         parts.append(extrapolation(times))
     figures = group([row for row in rows if row["part"] == "recall"], "corruption", "shortlist")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from benchmarks.harness.report import group, number, table
+from benchmarks.harness.report import bold_best_in_columns, group, number, table
 from benchmarks.harness.rows import Row
 
 SHORT = {"small": ("4 blocks", "8 blocks", "full")}
@@ -28,8 +28,11 @@ def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return table([header[index] for index in kept], [[line[index] for index in kept] for line in body])
 
 
-def shares(rows: Sequence[Row]) -> str:
-    """Images per second and peak memory in training, relative to the fused dot product in the same run."""
+def shares(rows: Sequence[Row], mark: bool = False) -> str:
+    """Images per second and peak memory in training, relative to the fused dot product in the same run.
+
+    With ``mark``, the fastest of the attentions that adapt all layers of a model is bold.
+    """
     body = []
     for (model, settings, attention), cells in _arrange(rows).items():
         if attention == "dot":
@@ -39,8 +42,18 @@ def shares(rows: Sequence[Row]) -> str:
             row = cells.get(column)
             line.append(f"{float(row[figure]) / float(row[f'sdpa {figure}']):.2f}" if row and row[figure] else "")
         body.append(line)
+    if mark:
+        body = [line for model in dict.fromkeys(line[0] for line in body) for line in _marked(body, model)]
     labels = [f"{label}, {part}" for label, part in COLUMNS]
     return _table(["model", "attention", *labels, "peak memory, training"], body)
+
+
+def _marked(body: Sequence[list[str]], model: str) -> list[list[str]]:
+    """Returns the lines of a model; the best of several attentions that adapt all layers is bold."""
+    mine = [line for line in body if line[0] == model]
+    whole = [line for line in mine if not line[1].startswith("last")]
+    several = [index for index in range(2, 2 + len(COLUMNS)) if sum(bool(line[index]) for line in whole) > 1]
+    return bold_best_in_columns(whole, dict.fromkeys(several, max)) + [line for line in mine if line not in whole]
 
 
 def baselines(rows: Sequence[Row]) -> str:
@@ -58,7 +71,7 @@ def baselines(rows: Sequence[Row]) -> str:
 def report(rows: Sequence[Row]) -> str:
     """The relative and the absolute figures of all models."""
     caption = "The fused dot product (`scaled_dot_product_attention`) itself:"
-    return f"{shares(rows)}\n\n{caption}\n\n{baselines(rows)}"
+    return f"{shares(rows, mark=True)}\n\n{caption}\n\n{baselines(rows)}"
 
 
 def short(rows: Sequence[Row]) -> str:
@@ -73,7 +86,8 @@ def of_attention(rows: Sequence[Row]) -> str:
         cells = {row["pass"]: row for row in mine}
         body.append([attention, *(cell for label in labels for cell in _times(cells.get(label)))])
     header = [f"{label}, {unit}" for label in labels for unit in ("ms", "relative")]
-    return _table(["attention", *header], body)
+    best = {1 + 2 * place: min for place in range(len(labels))}
+    return _table(["attention", *header], bold_best_in_columns(body, best))
 
 
 def _times(row: Row | None) -> tuple[str, str]:
@@ -91,7 +105,8 @@ def of_memory(rows: Sequence[Row]) -> str:
         ratio = f"{max(used.values()) / min(used.values()):.3f}"
         body.append([attention, *(f"{used[each]:,.1f}" if each in used else "" for each in lengths), ratio])
     names = [f"{re.sub('^.*, ', '', each)}, MB" for each in lengths]
-    return _table(["attention", *names, "largest / smallest"], body)
+    best = dict.fromkeys(range(1, 1 + len(lengths)), min)
+    return _table(["attention", *names, "largest / smallest"], bold_best_in_columns(body, best))
 
 
 def of_compile_time(rows: Sequence[Row]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import test_theorems
 from frameworks import framework
 
-from benchmarks import kernels_report
+from benchmarks import kernels_report, summary, vit_report
 from benchmarks.harness import pages
 from benchmarks.harness.report import table
 from benchmarks.paper.images import report as images_report
@@ -36,6 +36,17 @@ def test_the_readme_links_to_files_that_exist():
     links = re.findall(r"\]\(([^)]+)\)", README.read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).is_file()]
+
+
+def test_badges_say_what_the_package_requires():
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(each for each in project["dependencies"] if each.startswith("torch>="))
+    required = [project["requires-python"].removeprefix(">="), torch.removeprefix("torch>=")]
+    badges = (DOCS / "pictures" / "badges.svg").read_text()
+    assert re.findall(r">([^<>]+)</text>", badges)[1::2] == [*(f"{each}+" for each in required), project["license"]]
+    alt = f"![Python {required[0]} or later, PyTorch {required[1]} or later, {project['license']} license]"
+    assert all(alt in page.read_text() for page in (README, DOCS / "index.md"))
 
 
 def test_commands_in_the_text_exist():
@@ -67,6 +78,16 @@ def test_tables_are_what_the_command_writes(page):
 def test_every_table_and_plot_has_a_place():
     places = {name for page in PAGES for _, name, _ in pages.PLACE.findall(page.read_text())}
     assert places == {*pages.TABLES, *(f"{name}-picture" for name in pages.DRAWN)}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_pictures_have_captions_of_whole_sentences(page):
+    if page.name in ("gallery.md", "tabular.md"):
+        pytest.skip("the text around a picture describes it")
+    for picture, below in re.findall(
+        r"^!\[[^\]]*\]\((\S+)\)\n\n(.*?)\n\n", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    ):
+        assert re.fullmatch(r"\*[A-Z0-9].*\.( \[.*\)|\n\[.*\))?\*", below, flags=re.DOTALL), f"{picture}: {below}"
 
 
 def without_names(picture: str) -> str:
@@ -169,6 +190,49 @@ def test_accuracies_by_rate_are_compared_at_equal_and_at_best_rates():
     ]
     assert lines[12:14] == ["| adaptive |  | +0.3500 |", "| adaptive:shared |  | -0.1000 |"]
     assert lines[-3:] == ["| dot | 1 | 2 |", "| adaptive |  | 2 |", "| adaptive:shared |  | 1 |"]
+
+
+def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
+    close, far = [0.79, 0.81], [0.69, 0.71]
+    assert summary.winner({"dot": far, "adaptive": close}) == "adaptive"
+    assert summary.winner({"dot": [0.80, 0.81], "adaptive": close}) is None
+    assert summary.winner({"dot": [0.7], "adaptive": [0.6]}) == "dot"
+    entries = {"dot": far, "adaptive": close, "gated": [0.9, 0.9], "uniform": far}
+    line = summary._line("bags", entries, "dot", "adaptive")
+    assert line == [["bags", "0.700", "0.800", "**0.900** gated"]]
+    assert summary._line("bags", {"dot": far}, "dot", "adaptive") == []
+
+
+def test_a_summary_says_which_side_is_faster():
+    kernels = [
+        {"case": case, "pass": "forward + backward", "paper/ours": ratio, "device": "here"}
+        for case, ratio in (("1 x 1, d 1", "0.9"), ("2 x 2, d 64", "25.4"), ("2 x 2, d 64, n 8", "99"))
+    ]
+    fused = {"attention": "4 blocks", "pass": "training", "part": "eager", "images/s": "40", "sdpa images/s": "50"}
+    lines = summary.speed([fused], kernels, [], []).splitlines()[2:]
+    assert lines == [
+        "| training of a ViT, 4 blocks, images/s | fused dot product | 0.80 x | **fused dot product** |",
+        "| full footprints, forward + backward, here | plain PyTorch | 0.90 to 25.4 x | **ours** in 1 of 2 sizes |",
+    ]
+
+
+@pytest.mark.parametrize("page", ["benchmarks-accuracy", "benchmarks-speed", "search", "models"])
+def test_pages_of_figures_start_with_a_summary(page):
+    text = (DOCS / f"{page}.md").read_text()
+    first = pages.PLACE.search(text)
+    assert first[2].startswith("summary-")
+    assert first[0].count("\n|") > 4
+    assert text[: first.start()].count("\n## ") <= 1
+
+
+def test_the_attention_that_adapts_few_layers_is_not_marked():
+    base = {"model": "small", "settings": "224 px", "pass": "training", "part": "eager", "sdpa images/s": "100"}
+    rows = [
+        base | {"attention": name, "images/s": speed, "MB": ""}
+        for name, speed in (("4 blocks", "80"), ("full", "10"), ("last 4", "95"))
+    ]
+    lines = vit_report.shares(rows, mark=True).splitlines()[2:]
+    assert [line.split(" | ")[-1] for line in lines] == ["**0.80** |", "0.10 |", "0.95 |"]
 
 
 def test_kernels_have_no_empty_columns():

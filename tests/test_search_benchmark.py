@@ -280,7 +280,7 @@ def test_reports_name_the_best_methods_and_their_times():
     text = command.report.accuracy_table(rows)
     assert f"| {ours.OURS} | **0.900 ± 0.071** | **0.700 ± 0.071** |" in text
     assert text.endswith(f"Highest accuracy: CNN at 0.0; {ours.OURS} at 0.0, 0.5.")
-    assert "| CNN | 3 | 2.5 |" in command.report.time_table(rows)
+    assert "| CNN | 3 | **2.5** |" in command.report.time_table(rows)
 
 
 def test_unknown_levels_and_missing_files_are_named(tmp_path, capsys):

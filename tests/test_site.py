@@ -1,5 +1,6 @@
 """The documentation site: strict build, valid links, no external resources, a complete reference."""
 
+import inspect
 import json
 import os
 import re
@@ -14,8 +15,9 @@ import pytest
 
 import ahop_layers as ah
 
-for tool in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
+for tool in ("mkdocs", "material", "mkdocstrings", "latex2mathml", "griffe"):
     pytest.importorskip(tool, reason=f'building the site needs {tool}: "pip install --group docs"')
+griffe = sys.modules["griffe"]
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -130,6 +132,73 @@ def test_the_reference_has_every_public_name(site):
         assert public
         for name in public:
             assert f"ahop_layers.{part}.{name}" in anchors, name
+
+
+@pytest.fixture(scope="session")
+def reference() -> dict[str, "griffe.Object"]:
+    """The objects of the reference by name, as the site shows them."""
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
+    options = {"warn_missing_types": False, "warn_unknown_params": False}
+    package = griffe.load(
+        "ahop_layers",
+        search_paths=[ROOT],
+        extensions=extensions,
+        docstring_parser="google",
+        docstring_options=options,
+    )
+    shown = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    objects = {name: package[name] for name in re.findall(r"^::: ahop_layers\.(\S+)", shown, flags=re.MULTILINE)}
+    modules = [(name, obj) for name, obj in objects.items() if obj.is_module]
+    for name, obj in modules:
+        objects |= {f"{name}.{each}": member for each, member in obj.members.items() if not member.is_alias}
+    return {
+        name: obj.final_target if obj.is_alias else obj
+        for name, obj in objects.items()
+        if not obj.name.startswith("_") and not obj.is_module
+    }
+
+
+def explained(obj: "griffe.Object") -> set[str]:
+    """The arguments that a docstring describes."""
+    sections = obj.docstring.parsed if obj.docstring else []
+    entries = [each for section in sections if section.kind.value == "parameters" for each in section.value]
+    return {name.strip().lstrip("*") for entry in entries for name in entry.name.split(",")}
+
+
+def arguments(obj: "griffe.Object") -> set[str]:
+    return {each.name for each in obj.parameters} - {"self", "cls"}
+
+
+def test_the_reference_explains_every_argument(reference):
+    functions = {name: obj for name, obj in reference.items() if obj.is_function}
+    classes = {name: obj for name, obj in reference.items() if obj.is_class}
+    for other in ("Report", "tabular.AdaptiveMemoryRegressor"):  # a result; a class that refers to another one
+        classes.pop(other)
+    calls = {f"{name}.forward": obj["forward"] for name, obj in classes.items() if "forward" in obj.members}
+    assert {"AdaptiveHopfieldLayer", "AdaptiveSimilarity", "variants.Mixed"} <= classes.keys()
+    assert {"adapt_", "parameter_groups"} <= functions.keys()
+    assert {"AdaptiveAttention.forward", "AdaptiveSimilarity.forward"} <= calls.keys()
+    missing = {name: arguments(obj) - explained(obj) for name, obj in (classes | functions | calls).items()}
+    assert {name: names for name, names in missing.items() if names} == {}
+
+
+def test_the_signature_of_a_hopfield_layer_is_the_one_shown(reference):
+    for name in ("AdaptiveHopfield", "AdaptiveHopfieldLayer", "AdaptiveHopfieldPooling"):
+        assert arguments(reference[name]) == set(inspect.signature(getattr(ah, name)).parameters)
+        assert explained(reference[name]) == arguments(reference[name])  # and none that it does not have
+
+
+def test_types_in_signatures_are_links(site):
+    api = {path.stem: path.read_text() for path in site if path.parent.name == "api"}
+    signatures = {
+        name: "".join(re.findall(r'<div class="doc-signature.*?</div>', text, flags=re.DOTALL))
+        for name, text in api.items()
+    }
+    for kind in ("similarity.BlocksArgument", "separation.Separation"):
+        assert re.search(rf'<a [^>]*title="[^"]*{kind}[^"]*" href="', signatures["layers"]), kind
+    plain = set(re.findall(r'title="(ahop_layers\.[\w.]+)"', re.sub(r"<a .*?</a>", "", "".join(signatures.values()))))
+    private = {name for name in plain if name.split(".")[-1].startswith("_")}
+    assert plain - private <= {"ahop_layers.memory.store.Store", "ahop_layers.tabular.base.Array"}
 
 
 def test_docstrings_are_rendered_as_markdown(site):

@@ -113,13 +113,28 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     before dropout.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
-            ``nn.MultiheadAttention``.
-        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights, and
-            blocks are those of one head.
-        separation: the name of a separation, or a :class:`~ahop_layers.Separation`.
+        embed_dim: size of a query and of an output, a multiple of ``num_heads``.
+        num_heads: number of heads.
+        dropout: probability of dropping an attention weight in training mode.
+        bias: whether the input and output projections have a bias.
+        add_bias_kv: append a learned key and a learned value to every sequence.
+        add_zero_attn: append a projected key and value of zeros to every sequence.
+        kdim: size of a key. None means ``embed_dim``.
+        vdim: size of a value. None means ``embed_dim``.
+        batch_first: whether inputs and outputs are ``(N, L, size)``; otherwise ``(L, N, size)``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
+            :func:`~ahop_layers.register_base`.
+        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights.
+        debias: subtract a learned vector from every projected query, initialized to zero.
+        separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
+            :class:`~ahop_layers.Separation`.
         similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)`` that
-            returns one. It scores ``(N, H, L, d)`` against ``(N, H, S, d)``.
+            returns one. It scores ``(N, H, L, d)`` against ``(N, H, S, d)``, and replaces ``bases``, ``init``,
+            ``debias`` and ``blocks``.
+        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
+            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
 
     Shapes: query ``(N, L, embed_dim)``, key ``(N, S, kdim)``, value ``(N, S, vdim)``, output ``(N, L, embed_dim)``,
     weights ``(N, L, S)``, or ``(N, H, L, S)`` with ``average_attn_weights=False``. With ``batch_first=False``, the
@@ -192,7 +207,21 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends; the arguments and results are those of ``nn.MultiheadAttention``."""
+        """Attends, with the arguments and results of ``nn.MultiheadAttention``.
+
+        Args:
+            query: ``(N, L, embed_dim)``, or ``(L, N, embed_dim)`` with ``batch_first=False``; without N for one sample.
+            key: ``(N, S, kdim)``, with the same order of dimensions.
+            value: ``(N, S, vdim)``, with the same order of dimensions.
+            key_padding_mask: ``(N, S)``; bool, True = ignore the key, or a float to add to its scores.
+            need_weights: whether to return the weights. Without them, attention takes less time and memory.
+            attn_mask: ``(L, S)`` or ``(N * num_heads, L, S)``; bool, True = ignore, or a float to add to the scores.
+            average_attn_weights: whether the returned weights are the mean over the heads.
+            is_causal: apply the causal mask if there is no ``attn_mask``; with one, only a hint that it is causal.
+
+        Returns:
+            The output, and the weights or None.
+        """
         check_floating(query=query, key=key, value=value)
         if query.is_nested:
             if key_padding_mask is not None:

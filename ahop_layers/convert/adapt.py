@@ -29,6 +29,7 @@ from ahop_layers.similarity import (
 )
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
+"""Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``."""
 
 
 def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
@@ -97,7 +98,13 @@ def adapt_(
         like: a class of hflayers; the modules that ``where`` selects are copies of it. Without it, copies under other
             module names are recognized by their parts, and one call of each checks that it computes the same weights,
             with softmax, sparsemax or entmax15, which is kept unless ``separation`` is given.
-        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. Blocks are those of one head.
+        bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
+            :func:`~ahop_layers.register_base`.
+        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. With the default ``"dot"``, outputs
+            do not change until the model is trained.
+        debias: subtract a learned vector from every query, initialized to zero.
+        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
+            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
             are adapted with ``by_hand``, which keep their own softmax.

@@ -74,20 +74,63 @@ def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]
 class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
     """``hflayers.Hopfield`` with a learned similarity: associates state patterns with stored patterns.
 
-    It takes every argument of the class it replaces, in the same order and with the same defaults, then by keyword:
+    The arguments up to ``disable_out_projection`` are those of the class it replaces, in the same order and with the
+    same defaults. The others are keywords. State patterns, stored patterns and pattern projections are what attention
+    calls queries, keys and values.
 
     Args:
-        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has its own weights. With the
-            default ``init="dot"`` the layer initially computes the same outputs as the layer it replaces.
+        input_size: size of a state pattern. None is allowed only if all patterns are static and not projected.
+        hidden_size: dimension of a head in the association space. None means ``input_size / num_heads``.
+        output_size: size of an output. None means ``input_size``.
+        pattern_size: dimension of a projected pattern of one head, from which outputs are computed. None means
+            ``hidden_size``.
+        num_heads: number of heads.
+        scaling: factor of the scores, often called beta. None means ``1 / sqrt(hidden_size)``, or 1 if all patterns are
+            static and not projected. A tensor becomes a buffer, a parameter is trained. The shape ``()`` is one factor,
+            ``(heads, 1, 1)`` one per head; ``(heads,)`` has the meaning it has in hflayers.
+        update_steps_max: maximum number of update steps, which replace a state by the weighted sum of the stored
+            patterns before the output is computed; an integer, or an integer tensor ``(heads,)``. 0 means no update.
+            None or a negative number means until convergence, at most 1,000 steps.
+        update_steps_eps: a head has converged if its weights change by at most this norm in every sample; a number, or
+            a tensor ``(heads,)``.
+        normalize_stored_pattern, normalize_state_pattern, normalize_pattern_projection: apply a layer normalization to
+            these patterns first.
+        normalize_stored_pattern_affine, normalize_state_pattern_affine, normalize_pattern_projection_affine: give that
+            normalization a learned scale and shift.
+        normalize_stored_pattern_eps, normalize_state_pattern_eps, normalize_pattern_projection_eps: added to its
+            variance.
+        normalize_hopfield_space: apply a layer normalization to the projected state and stored patterns of each head.
+        normalize_hopfield_space_affine: give that normalization a learned scale and shift.
+        normalize_hopfield_space_eps: added to its variance.
+        stored_pattern_as_static, state_pattern_as_static, pattern_projection_as_static: do not project these patterns.
+            A static pattern has the size of a head, and every head receives all of it. If state and stored patterns are
+            both static, any size is allowed.
+        pattern_projection_as_connected: project the pattern projections twice: first by the projection of the stored
+            patterns, then by their own.
+        stored_pattern_size: size of a stored pattern. None means ``input_size``.
+        pattern_projection_size: size of a pattern projection. None means ``input_size``.
+        batch_first: whether patterns are ``(N, rows, size)``; otherwise ``(rows, N, size)``.
+        association_activation: name of a function of torch that is applied to the output, such as ``"relu"``.
+        dropout: probability of dropping an association weight in training mode.
+        input_bias: whether projections have a bias.
+        concat_bias_pattern: add the parameters ``bias_k`` and ``bias_v``, so that checkpoints load. As in hflayers, no
+            output depends on them.
+        add_zero_association: add a projected stored pattern of zeros to every sample, with a projection of zeros.
+        disable_out_projection: leave out the output projection: the output is the concatenation of the heads.
+        bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
+            :func:`~ahop_layers.register_base`.
+        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has its own weights. With
+            the default ``"dot"`` the layer initially computes the same outputs as the layer it replaces.
+        debias: subtract a learned vector from every state pattern, initialized to zero.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
-            :class:`~ahop_layers.separation.Separation`.
+            :class:`~ahop_layers.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
             ``(dim, num_heads)`` that returns one. It replaces ``bases``, ``init``, ``debias`` and ``blocks``.
-        blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head; for static
-            patterns, which are not split into heads, the blocks of a pattern.
-        device, dtype: of all parameters and buffers.
-        scaling: factor of the scores. A tensor becomes a buffer, a parameter is trained. The shape ``()`` is one
-            factor, ``(heads, 1, 1)`` one per head; ``(heads,)`` has the meaning it has in hflayers.
+        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
+            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head; for static patterns,
+            which are not split into heads, the blocks of a pattern.
+        device: device of all parameters and buffers.
+        dtype: dtype of all parameters and buffers.
 
     Shapes:
         input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
@@ -114,7 +157,10 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
         similarity: SimilaritySource | None = None,
         blocks: BlocksArgument = None,
     ) -> None:
-        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
+        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer.
+
+        The arguments are those of the constructor.
+        """
         core = self.association_core
         heads, dim = head_shape(core, self._input_size)
         like = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
@@ -147,7 +193,15 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
 class AdaptiveHopfieldLayer(_AdaptiveFace, HopfieldLayerBase):
     """``hflayers.HopfieldLayer`` with a learned similarity: associates its input with learned patterns.
 
-    It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
+    All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
+
+    Args:
+        input_size: size of an input, which is a state pattern.
+        lookup_weights_as_separated: learn pattern projections (``target_weights``) separate from the stored patterns
+            (``lookup_weights``). Otherwise both are ``lookup_weights``.
+        lookup_targets_as_trainable: whether separate ``target_weights`` are trained.
+        quantity: number of learned patterns.
+        trainable: whether ``lookup_weights`` are trained.
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``.
 
@@ -168,7 +222,12 @@ class AdaptiveHopfieldLayer(_AdaptiveFace, HopfieldLayerBase):
 class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
     """``hflayers.HopfieldPooling`` with a learned similarity: pools bags of patterns with learned queries.
 
-    It takes every argument of the class it replaces, and the keywords of :class:`AdaptiveHopfield`.
+    All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
+
+    Args:
+        input_size: size of an instance, and of a learned query.
+        quantity: number of learned queries. The output is the concatenation of their results.
+        trainable: whether the queries are trained.
 
     Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``. :meth:`pool_packed` takes bags without
     padding.

@@ -124,7 +124,14 @@ class HopfieldEncoderLayer(_Layer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Encodes ``src``; masks are those of the Hopfield layer, and ``is_causal`` describes ``src_mask``."""
+        """Encodes a sequence.
+
+        Args:
+            src: ``(N, L, input_size)``, or ``(L, N, input_size)`` with ``batch_first=False`` in the Hopfield layer.
+            src_mask: ``(L, L)`` or ``(N * heads, L, L)``; bool, True = ignore, or a float to add to the scores.
+            src_key_padding_mask: ``(N, L)``, True = ignore.
+            is_causal: a statement that ``src_mask``, which must be given, is causal. It changes nothing.
+        """
         _check_causal(is_causal=(is_causal, src_mask))
         associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask)
         src = self.norm_residual(src + self.dropout_hopfield_association(associated))
@@ -141,9 +148,11 @@ class HopfieldDecoderLayer(_Layer):
     """A transformer decoder layer around two Hopfield layers, with the arguments of ``hflayers.transformer``.
 
     Args:
-        hopfield_association_self: the Hopfield layer that associates the target with itself.
-        hopfield_association_cross: the one that associates the target with the memory.
-        dim_feedforward, dropout, activation: see :class:`HopfieldEncoderLayer`.
+        hopfield_association_self: the Hopfield layer that associates the target with itself. It is copied and reset.
+        hopfield_association_cross: the one that associates the target with the memory. It is copied and reset.
+        dim_feedforward: width of the feed-forward part.
+        dropout: probability of dropout after each association and in the feed-forward part.
+        activation: name of a function of torch.
 
     Raises:
         AHopError: an argument is invalid.
@@ -189,7 +198,18 @@ class HopfieldDecoderLayer(_Layer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Decodes ``tgt`` with ``memory``; masks are those of the Hopfield layers."""
+        """Decodes a target sequence that attends to a memory.
+
+        Args:
+            tgt: the target, ``(N, L, input_size)``, or ``(L, N, input_size)`` with ``batch_first=False`` in the layers.
+            memory: the output of the encoder, ``(N, S, input_size)``, with the same order of dimensions.
+            tgt_mask: ``(L, L)`` or ``(N * heads, L, L)``; bool, True = ignore, or a float to add to the scores.
+            memory_mask: ``(L, S)`` or ``(N * heads, L, S)``, likewise.
+            tgt_key_padding_mask: ``(N, L)``, True = ignore.
+            memory_key_padding_mask: ``(N, S)``, True = ignore.
+            tgt_is_causal: a statement that ``tgt_mask``, which must be given, is causal. It changes nothing.
+            memory_is_causal: the same for ``memory_mask``.
+        """
         _check_causal(tgt_is_causal=(tgt_is_causal, tgt_mask), memory_is_causal=(memory_is_causal, memory_mask))
         associated = _associate(self.hopfield_association_self, tgt, tgt_key_padding_mask, tgt_mask)
         tgt = self.norm_residual_self(tgt + self.dropout_hopfield_association_self(associated))

@@ -22,6 +22,7 @@ from ahop_layers.memory.shards import Rows
 from ahop_layers.variants import Variant
 
 Pairs = tuple[Tensor, Tensor]
+"""Indices or labels ``(n,)``, and the queries ``(n, d)`` that belong to them."""
 
 HELD_OUT = 512
 """Largest number of queries that are held out of training."""

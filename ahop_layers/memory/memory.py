@@ -115,10 +115,16 @@ class AssociativeMemory(ScoredPatterns):
 
     @torch.no_grad()
     def retrieve(self, x: Array, steps: int = 1) -> Array:
-        """Retrieve patterns for ``x (..., d)`` with ``steps`` updates of the state: ``(..., d)``.
+        """Retrieve patterns for queries, without gradients.
 
-        Runs without gradients, because their graph would store every block of the patterns. Call the memory itself to
-        compute gradients.
+        The graph of the gradients would store every block of the patterns. Call the memory itself to compute gradients.
+
+        Args:
+            x: queries ``(..., d)``, a tensor or a NumPy array.
+            steps: number of updates of the state, at least 1.
+
+        Returns:
+            The retrieved patterns ``(..., d)``.
 
         Raises:
             AHopError: ``x`` or ``steps`` is invalid.
@@ -132,7 +138,12 @@ class AssociativeMemory(ScoredPatterns):
         return output
 
     def forward(self, x: Array, steps: int = 1) -> Array:
-        """As :meth:`retrieve`, with gradients."""
+        """As :meth:`retrieve`, with gradients.
+
+        Args:
+            x: queries ``(..., d)``, a tensor or a NumPy array.
+            steps: number of updates of the state, at least 1.
+        """
         check_sizes(steps=steps)
         rows, own = self._all_rows(x)
         states = torch.cat([self._update(chunk, steps) for chunk in self._chunks(rows)])

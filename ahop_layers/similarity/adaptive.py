@@ -25,6 +25,8 @@ INITS = ("dot", "dis", "l1", "uniform")
 """Built-in values of ``init``; the name of a registered base is one as well."""
 
 Init = str | Tensor | Sequence[Tensor]
+"""The initial similarity: the name of a base, ``"uniform"``, or weights; for several resolutions a list of weights."""
+
 BlocksArgument = Any
 """None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these."""
 
@@ -54,7 +56,8 @@ class AdaptiveSimilarity(nn.Module):
             :func:`~ahop_layers.patches`. :class:`~ahop_layers.Blocks` has further options. A list or tuple of these
             means several resolutions: their scores are added, and each has its own weights. The name of a base as
             ``init`` then applies to the first one, and the others have ``beta`` 0.
-        device, dtype: device and dtype of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         w: learned weights of the footprint entries, ``([H,] n_bases, n)``; for several resolutions ``w_0``, ``w_1``, …
@@ -219,10 +222,13 @@ class AdaptiveSimilarity(nn.Module):
         return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
 
     def forward(self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None) -> Tensor:
-        """Computes the scores ``(..., [H,] L, S)`` of ``query (..., [H,] L, d)`` and ``key (..., [H,] S, d)``.
+        """Computes the scores ``(..., [H,] L, S)`` of queries and keys.
 
-        ``arranged`` optionally has the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not
-        change need not be arranged in each call.
+        Args:
+            query: ``(..., [H,] L, d)``.
+            key: ``(..., [H,] S, d)``.
+            arranged: the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not change need not
+                be arranged in each call; None arranges them.
 
         Raises:
             AHopError: a shape, dtype or device is invalid.

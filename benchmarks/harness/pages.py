@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, packed, pairs, search_costs, vit, vit_report
+from benchmarks import kernels_report, packed, pairs, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -130,8 +130,9 @@ def search_answers() -> str:
     for name, level in ANSWERED.items():
         path, kind = PICTURES / f"search_{name}.png", search_report.KINDS[name.split("_")[1]]
         if path.exists():
-            caption = f"{name.split('_')[0].capitalize()}, {level:.0%} of {kind}"
-            pictures.append(f"![{caption}: queries, clean images and answers](pictures/{path.name})\n\n*{caption}.*")
+            damaged = f"{name.split('_')[0]} with {100 * level:.0f} % of the {kind.removeprefix('the ')}"
+            picture = f"![Queries, clean images and answers: {damaged}](pictures/{path.name})"
+            pictures.append(f"{picture}\n\n*The queries are {damaged}.*")
     return "\n\n".join([ANSWERS, *pictures]) if pictures else ""
 
 
@@ -148,6 +149,14 @@ def error(rows: Sequence[Row]) -> str:
 SHORT = ("M-Hop", "A-Hop", "A-Hop, debias", "A-Hop, debias, table", retrieval_report.LIMIT, retrieval_report.GUESSED)
 
 TABLES: dict[str, Callable[[], str]] = {
+    "summary-accuracy": lambda: summary.accuracy(
+        retrieval_rows("accuracy"), rows_of("mil.csv"), rows_of("images.csv"), rows_of("tabular.csv")
+    ),
+    "summary-speed": lambda: summary.speed(
+        vit_rows("eager"), rows_of("kernels.csv"), packed_rows(), rows_of("retrieval_timing.csv")
+    ),
+    "summary-search": lambda: summary.search(rows_of("search.csv"), rows_of("search_costs.csv")),
+    "summary-models": lambda: summary.models(rows_of("models.csv"), rows_of("models_timm.csv")),
     "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
     "vit-short": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.short),
     "vit-attention": lambda: by_device("vit --parts attention", vit_rows("attention"), vit_report.of_attention),
@@ -202,11 +211,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 class Picture(NamedTuple):
-    """A plot: its alternative text, its rows, and the function that draws it."""
+    """A plot: its alternative text, its rows, the function that draws it, and a caption of whole sentences."""
 
     alt: str
     rows: Callable[[], list[Row]]
     draw: Callable[[Sequence[Row], Path], object]
+    caption: str = ""
 
 
 DRAWN = {
@@ -215,21 +225,32 @@ DRAWN = {
         " described corruption",
         lambda: rows_of("pairs.csv"),
         pairs.draw,
+        "The solid line is the accuracy after a fit to pairs, by their number on a logarithmic axis. The dotted"
+        " line is the dot product, and the dashed line a fit to a described corruption. The accuracy axis does not"
+        " start at zero.",
     ),
     "kernels": Picture(
         "Bar chart: speedup over plain PyTorch for each problem size, forward and forward + backward",
         lambda: rows_of("kernels.csv"),
         kernels_report.draw,
+        "Each pair of bars is the speedup over plain PyTorch for one problem size, on a logarithmic axis: forward"
+        " above, forward + backward below. At the vertical line, both are equally fast.",
     ),
     "retrieval": Picture(
         "Heat map: accuracy of memories with twelve mixtures of masking, noise and bias",
         lambda: retrieval_rows("figure"),
         retrieval_report.draw,
+        "Each row is a memory, and each column a mixture, with its mask, noise and bias below. The number and the"
+        " color of a cell are the accuracy. The Bayes limit, below the white line, is the highest possible"
+        " accuracy.",
     ),
     "search": Picture(
         "Accuracy of each method against the fraction of an image that is corrupted",
         lambda: rows_of("search.csv"),
         search_report.draw_curves,
+        "Each line is the accuracy of a method by the fraction of the pixels that are replaced (left) and of the"
+        " area that is covered (right), for faces (top) and digits (bottom). The thick line is the adaptive memory."
+        " Points are means over the splits.",
     ),
     "tabular_small": Picture(
         "Mean ranks of models over small tables, with the critical difference",
@@ -245,11 +266,17 @@ DRAWN = {
         "AUC of seven poolings against the strength of masking, noise and bias",
         lambda: rows_of("mil.csv"),
         mil_report.draw,
+        "Each line is the test AUC of a pooling by the strength of the corruption, the mean over the data sets. In"
+        " the upper row only test bags are corrupted, in the lower row all bags. Points of one strength are shifted"
+        " sideways so that they do not overlap. The AUC axis does not start at zero.",
     ),
     "images": Picture(
         "Test accuracy of a ViT against the strength of noise, masking and color bias",
         lambda: rows_of("images.csv", setup="working"),
         images_report.draw,
+        "Each line is the test accuracy of an attention by the strength of the corruption. Points are means over"
+        " the seeds, and bars reach from the lowest to the highest seed. Points of one strength are shifted"
+        " sideways so that they do not overlap.",
     ),
 }
 """The plots, by the name of their file. The place of a plot is NAME-picture."""
@@ -260,13 +287,25 @@ def at_place(name: str) -> str:
     if name in TABLES:
         return TABLES[name]()
     file = name.removesuffix("-picture")
-    return f"![{DRAWN[file].alt}](pictures/{file}.svg)" if DRAWN[file].rows() else ""
+    alt, rows, _, caption = DRAWN[file]
+    if not rows():
+        return ""
+    return f"![{alt}](pictures/{file}.svg)" + (f"\n\n*{caption}*" if caption else "")
+
+
+WRAPPED = ("models", "projects", "summary-accuracy", "summary-models", "summary-search", "summary-speed")
+"""The tables with long texts, whose cells may have several lines."""
 
 
 def fill(page: str, wide: bool = True) -> str:
     """Returns the page with new content at every place, in a ``div`` of the site's own class if ``wide``."""
-    start, end = ('<div class="wide" markdown>\n\n', "\n</div>\n") if wide else ("\n", "\n")
-    return PLACE.sub(lambda place: f"{place[1]}{start}{at_place(place[2])}\n{end}{place[3]}", page)
+
+    def content(place: re.Match[str]) -> str:
+        kind = "wide wrap" if place[2] in WRAPPED else "wide"
+        start, end = (f'<div class="{kind}" markdown>\n\n', "\n</div>\n") if wide else ("\n", "\n")
+        return f"{place[1]}{start}{at_place(place[2])}\n{end}{place[3]}"
+
+    return PLACE.sub(content, page)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,7 +8,7 @@ from textwrap import wrap
 import numpy as np
 from torch import Tensor
 
-from benchmarks.harness.report import bold_best, drawing, group, number, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, number, table
 from benchmarks.harness.rows import Row
 from benchmarks.search.measure import Shown
 from benchmarks.search.ours import OURS
@@ -60,7 +60,8 @@ def time_table(rows: Sequence[Row]) -> str:
             fit = mean(float(one[0]["fit_s"]) for one in trained)
             query = sum(float(row["query_s"]) for row in same) / sum(int(row["queries"]) for row in same)
             body.append([method, number(fit) if fit > 1e-3 else "0", number(1000 * query)])
-        parts.append(f"Time on {data}.\n\n{table(['method', 'training, s', 'query, ms'], body)}")
+        marked = bold_best_in_columns(body, {2: min})
+        parts.append(f"Time on {data}.\n\n{table(['method', 'training, s', 'query, ms'], marked)}")
     return "\n\n".join(parts)
 
 
