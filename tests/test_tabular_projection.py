@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import StandardScaler
 
 import ahop_layers as ah
-from ahop_layers.tabular import AdaptiveMemoryClassifier, AdaptiveMemoryRegressor
+from ahop_layers.tabular import AdaptiveMemoryClassifier, AdaptiveMemoryRegressor, base, projection
 from ahop_layers.tabular.columns import Categories, RowEncoding
 from ahop_layers.tabular.projection import Examples, ProjectionNetwork, fit_projection
 
@@ -76,8 +76,8 @@ def leave_one_out(damage: float) -> tuple[ProjectionNetwork, Examples, torch.Ten
     target = torch.from_numpy(TARGET[:60, None] - TARGET[:60].mean()) / 50
     network = ProjectionNetwork(encoding, columns, 10)
     examples = Examples(columns, target, weight, weight)
-    outputs = fit_projection(network, examples, damage, True, torch.Generator().manual_seed(0))[1]
-    return network, examples, outputs
+    _, judged, outputs = fit_projection(network, examples, damage, True, torch.Generator().manual_seed(0))
+    return network, examples, outputs[judged.argsort()]
 
 
 def test_leave_one_out_outputs_are_those_of_fits_without_the_row(monkeypatch):
@@ -265,3 +265,106 @@ def test_wide_tables_learn_on_fewer_rows():
         model = AdaptiveMemoryRegressor(random_state=0).fit(rows, rows[:, 0])
     assert set(sizes) == {74}  # 74 * 74 * 3000 distances
     assert np.isfinite(model.predict(rows)).all()
+
+
+def skewed(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a skewed number with missing values, a color and noise, and labels that depend on the first two."""
+    random = np.random.default_rng(0)
+    color, noise = random.choice(["red", "green", "blue"], count), random.normal(size=count)
+    size = np.exp(6 * random.normal(size=count))
+    labels = ((np.log(size) > 0) & (np.log(size) < 6)) ^ (color == "green")
+    size[random.random(count) < 0.05] = np.nan
+    return np.column_stack([color.astype(object), size, noise]), labels
+
+
+def test_ramps_add_up_to_an_increasing_function():
+    random = np.random.default_rng(0)
+    rows = torch.from_numpy(np.exp(2 * random.normal(size=(300, 3))))
+    rows[:, 1] = rows[:, 1].round().clamp(max=4)  # few values
+    rows[:, 2] = 1.0
+    weight = torch.from_numpy(random.uniform(0.5, 2, 300))
+    encoding = RowEncoding(rows, weight, [], knots=12)
+    columns = encoding(rows)
+    assert columns.shape == (300, 3 * 11)
+    sums = encoding.add_ramps(columns)
+    assert (sums[rows[:, 0].argsort(), 0].diff() > 0).all()
+    torch.testing.assert_close(weight @ sums, torch.zeros(3).double(), atol=1e-9, rtol=0)
+    deviations = (weight @ sums.square() / weight.sum()).sqrt()
+    torch.testing.assert_close(deviations, torch.tensor([1.0, 1.0, 0.0]).double())
+    assert not encoding(torch.full((1, 3), torch.nan).double()).any()
+    outside = encoding(torch.tensor([[-1e9, -1e9, 0.0], [1e9, 1e9, 9.0]]).double())
+    torch.testing.assert_close(outside, torch.stack([columns.min(0).values, columns.max(0).values]))
+
+
+@pytest.mark.parametrize("init", ["rows", "kmeans"])
+@pytest.mark.parametrize("knots", [0, 8])
+def test_equal_rank_weights_need_no_sorting(init, knots):
+    """The matrix product for indicators and the sums of ramps equal the adaptive similarity."""
+    rows, _ = skewed(80)
+    categories = Categories().fit(rows)
+    matrix = torch.from_numpy(categories.encode(rows))
+    encoding = RowEncoding(matrix, torch.ones(80).double(), [0], knots)
+    columns = encoding(matrix)
+    cases = columns[:20] if init == "rows" else columns.unflatten(0, (20, 4)).mean(1)
+    network = ProjectionNetwork(encoding, cases, 3)
+    column_weight = torch.rand(columns.shape[1], generator=torch.Generator().manual_seed(0)).double() + 0.5
+    rank_weight = torch.tensor([[0.0, 0.0, 0.7]]).double()
+    plain, ranked = (network.compare(columns, cases, column_weight, rank_weight, each) for each in (False, True))
+    torch.testing.assert_close(plain, ranked)
+
+
+def test_shapes_keep_the_spread_of_a_feature():
+    blocks, spread = torch.tensor([0, 0, 1]), torch.tensor([1.0, 3.0, 2.0])
+    settings = projection.Settings(torch.tensor([0.5, -1.0]), torch.tensor([0.3, -0.7, 2.0]), *[torch.zeros(())] * 4)
+    weights = settings.column_weight(blocks, spread)
+    torch.testing.assert_close((weights * spread)[:2].sum(), torch.tensor(0.5).exp() * 4)
+    torch.testing.assert_close(weights[2], torch.tensor(-1.0).exp())
+    torch.testing.assert_close(weights[0] / weights[1], torch.tensor(1.0).exp())
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Makes a table of more than 400 rows a large one."""
+    monkeypatch.setattr(base, "SMALL_ROWS", 400)
+    monkeypatch.setattr(base, "LARGE_CASES", 300)
+    monkeypatch.setattr(projection, "JUDGED_ROWS", 300)
+    monkeypatch.setattr(projection, "LARGE", projection.LARGE._replace(steps=40, rows=256))
+
+
+def test_large_tables_learn_increasing_functions_of_features(large, monkeypatch):
+    rows, labels = skewed(1600)
+    model = AdaptiveMemoryClassifier(random_state=0).fit(rows[::2], labels[::2])
+    network = model.network_
+    assert (len(model.cases_), len(model.history_), network.encoding.ramps) == (300, 40, 31)
+    assert model.feature_weights_[0] > 2 * model.feature_weights_[2]
+    assert network.column_weight[network.blocks == 1].std() > 0.1
+    monkeypatch.setattr(base, "SMALL_ROWS", 5000)
+    small = AdaptiveMemoryClassifier(n_cases=300, random_state=0).fit(rows[::2], labels[::2])
+    assert small.network_.encoding.ramps == 0
+    scores = [each.score(rows[1::2], labels[1::2]) for each in (model, small)]
+    assert scores[0] > max(0.93, scores[1] + 0.01)
+
+
+def test_large_tables_are_fitted_reproducibly_in_any_units(large):
+    rows, target = make_friedman1(600, 6, random_state=0)
+    scale = np.logspace(-6, 6, 6)
+    models = [AdaptiveMemoryRegressor(random_state=0).fit(part, target) for part in (rows, rows, scale * rows - 3)]
+    first, again, other = (
+        each.predict(part) for each, part in zip(models, (rows, rows, scale * rows - 3), strict=True)
+    )
+    assert np.array_equal(first, again)
+    np.testing.assert_allclose(first, other, rtol=1e-3)
+    assert np.corrcoef(first, target)[0, 1] > 0.97
+
+
+def test_damage_needs_no_ramps(large):
+    rows, labels = skewed(600)
+    model = AdaptiveMemoryClassifier(damage=0.3, random_state=0).fit(rows, labels)
+    assert model.network_.encoding.ramps == 0
+    assert model.network_.similarity.w[0, :-1].all()
+
+
+def test_tables_with_many_rows_have_an_mlp(monkeypatch):
+    monkeypatch.setattr(base, "PROJECTION_ROWS", 100)
+    assert AdaptiveMemoryClassifier(random_state=0).fit(X, Y).readout_ == "mlp"
+    assert AdaptiveMemoryClassifier(readout="projection", random_state=0).fit(X, Y).readout_ == "projection"

@@ -21,20 +21,22 @@ __all__ = ["AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor", "AdaptiveNeigh
 class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
     """Classifier that predicts from the similarities of a row to cases, which are rows of the training set.
 
-    Tables with up to 5,000 rows have the ``"projection"`` readout: the output is ``exp(similarity(cases, row)) @
-    readout`` plus a linear function of the row, and the readout is the regularized pseudo-inverse of the memory. The
-    similarity is an adaptive one of absolute differences with a learned weight for each feature. Its weights, the
-    regularization and the probabilities are chosen by leave-one-out errors, which have a closed form, so that no row is
-    held out. Larger tables have the ``"mlp"`` readout, ``MLP(LayerNorm(similarity(cases, row)))``, as in the paper. It
-    is trained on the training rows; held-out rows are used for early stopping only.
+    By default the output is ``exp(similarity(cases, row)) @ readout`` plus a linear function of the row, and the readout
+    is the regularized pseudo-inverse of the memory (``"projection"``). The similarity is an adaptive one of absolute
+    differences with a learned weight for each feature. With more than 5,000 rows, each category has a weight too, and
+    numbers are compared after a learned increasing function. All weights, the regularization and the probabilities are
+    chosen by leave-one-out errors, which have a closed form, so that no row is held out. The other readout,
+    ``MLP(LayerNorm(similarity(cases, row)))`` as in the paper (``"mlp"``), is trained on the training rows; held-out
+    rows are used for early stopping only.
 
     Features are numbers or categories: strings, or columns of a data frame with the dtype ``category``. NaN or None is
     a missing value. A category that is not in the training set is treated as missing. The units of features do not
     matter. Equal rows are merged.
 
     Args:
-        n_cases: number of stored cases. ``"auto"`` stores all rows, but at most 1,024, or 256 with an MLP.
-        readout: ``"projection"``, ``"mlp"``, or ``"auto"``: the MLP for more than 5,000 rows, or if a setting of the
+        n_cases: number of stored cases. ``"auto"`` stores all rows, but at most 1,024, or 2,048 if there are more than
+            5,000 rows, or 256 with an MLP. The time to fit a projection is proportional to the square of this number.
+        readout: ``"projection"``, ``"mlp"``, or ``"auto"``: the MLP for more than 100,000 rows, or if a setting of the
             MLP is given. The settings of the MLP are ``similarity`` to ``validation_fraction``.
         init: cases are random ``"rows"`` of the training set, or the centers of ``"kmeans"`` clusters.
         class_weight: ``"balanced"``, or the weight of each class, by which ``sample_weight`` is multiplied.
@@ -67,8 +69,7 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
             epoch with the smallest held-out loss is kept. If the fraction is fewer than 10 rows, no row is held out
             and all epochs run.
         random_state: seed of the cases, of the rows on which the similarity is learned, and of the training of the MLP.
-        device: training device of the MLP, ``"auto"`` (a GPU if available) or a PyTorch device. The projection and
-            predictions run on the CPU.
+        device: training device, ``"auto"`` (a GPU if available) or a PyTorch device. Predictions run on the CPU.
         verbose: print the losses of each step or epoch.
 
     Attributes:

@@ -27,8 +27,10 @@ from ahop_layers.training import folded_weights
 
 Array = NDArray[Any]
 
-PROJECTION_ROWS = 5000  # tables with more rows have a network with an MLP by default
-PROJECTION_CASES = 1024
+PROJECTION_ROWS = 100_000  # tables with more rows have a network with an MLP by default
+SMALL_ROWS = 5000  # with more rows, the projection learns an increasing function of each numeric feature
+SMALL_CASES, LARGE_CASES = 1024, 2048
+KNOTS = 32  # of the increasing functions
 
 
 class TabularEstimator(BaseEstimator):  # type: ignore[misc]
@@ -266,10 +268,11 @@ class AdaptiveMemory(TabularEstimator):
         random: np.random.RandomState,
         device: torch.device,
     ) -> tuple[CaseNetwork | ProjectionNetwork, Array, list[float]]:
-        """Fit a memory whose readout has a closed form. Runs on the CPU."""
+        """Fit a memory whose readout has a closed form."""
         X, target, weight = map(torch.from_numpy, (rows.X, rows.target, rows.weight))
-        encoding = RowEncoding(X, weight, categorical)
-        count = self._count_cases(len(X), PROJECTION_CASES)
+        large = len(X) > SMALL_ROWS and not self.damage
+        encoding = RowEncoding(X, weight, categorical, KNOTS if large else 0)
+        count = self._count_cases(len(X), LARGE_CASES if large else SMALL_CASES)
         cases, chosen = choose_cases(encoding, rows, np.arange(len(X)), count, self.init, random)
         network = ProjectionNetwork(encoding, cases, X.shape[1])
         values = functional.one_hot(target.long(), outputs).double() if outputs > 1 else target.double()[:, None]
@@ -280,10 +283,14 @@ class AdaptiveMemory(TabularEstimator):
         unit = torch.from_numpy(np.minimum(rows.weight, [typical[group] for group in groups]))
         examples = projection.Examples(apply_in_chunks(encoding, X), values - mean, weight, unit)
         generator = torch.Generator().manual_seed(random.randint(np.iinfo(np.int32).max))
-        history, left_out = fit_projection(network, examples, self.damage, bool(self.linear), generator)
-        network.intercept = mean
+        effort = projection.LARGE if large else projection.SMALL
+        history, judged, left_out = fit_projection(
+            network.to(device), examples.to(device), self.damage, bool(self.linear), generator, effort
+        )
+        network.cpu().intercept = mean
         if outputs > 1:
-            calibrate(network, left_out, target.long(), weight)
+            judged = judged.cpu()
+            calibrate(network, left_out.cpu(), target[judged].long(), weight[judged])
         for step, error in enumerate(history, 1):
             if self.verbose:
                 print(f"step {step}/{len(history)}: leave-one-out error {error:.4f}", flush=True)

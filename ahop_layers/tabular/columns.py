@@ -1,6 +1,7 @@
 """Columns of a table: categories as codes, and rows as comparable columns."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError
 
 Array = NDArray[Any]
-NUMBER, CATEGORY, MISSING = range(3)  # kinds of columns
+NUMBER, RAMP, CATEGORY, MISSING = range(4)  # kinds of columns
 LIMIT = 3.0  # standard deviations at which the soft clip of a numeric feature bends
 
 
@@ -92,17 +93,30 @@ class Gaps(nn.Module):
         return torch.cat([full, indicators.to(full.dtype)], 1) if indicators.shape[1] else full
 
 
+class Column(NamedTuple):
+    """A column of encoded rows: ``height * clamp(rate * (x - low), 0, 1) - center`` if it is a ramp."""
+
+    feature: int
+    kind: int
+    low: float = 0.0
+    rate: float = 1.0
+    height: float = 1.0
+    center: float = 0.0
+
+
 class RowEncoding(nn.Module):
     """Encodes rows as columns of comparable scale; a missing value is encoded as zeros.
 
-    A numeric feature has one column with mean 0 and standard deviation 1, clipped softly at 3 standard deviations. A
-    category has one column for each of its codes. A feature with missing values in the training set has one more
-    column, which indicates them.
+    A numeric feature has one column with mean 0 and standard deviation 1, clipped softly at 3 standard deviations. With
+    knots, it has a ramp between any two adjacent knots instead, whose sum has mean 0 and standard deviation 1. Knots
+    are quantiles of the distinct values, and all features have the same number of ramps. A category has one column for
+    each of its codes. A feature with missing values in the training set has one more column, which indicates them.
 
     Args:
         rows: ``(n, features)`` of float64, with NaN for missing values.
         weight: ``(n,)``.
         categorical: indices of the categorical features.
+        knots: number of knots of a numeric feature; 0 for no ramps.
 
     Raises:
         AHopError: the variance of a feature is not finite.
@@ -112,40 +126,76 @@ class RowEncoding(nn.Module):
     kind: Tensor
     low: Tensor
     rate: Tensor
+    height: Tensor
+    center: Tensor
 
-    def __init__(self, rows: Tensor, weight: Tensor, categorical: list[int]) -> None:
+    def __init__(self, rows: Tensor, weight: Tensor, categorical: list[int], knots: int = 0) -> None:
         super().__init__()
-        columns: list[tuple[int, int, float, float]] = []  # feature, kind, low, rate
-
+        columns: list[Column] = []
         for index, values in enumerate(rows.T):
             known = ~values.isnan()
             if index in categorical:
-                for code in values[known].unique().tolist():
-                    columns.append((index, CATEGORY, code, 1.0))
+                columns += [Column(index, CATEGORY, code) for code in torch.unique(values[known]).tolist()]
             elif known.any():
-                part = weight[known] / weight[known].sum()
-                mean = (part * values[known]).sum()
-                deviation = (part * (values[known] - mean).square()).sum().sqrt()
-                if not (mean.isfinite() and deviation.isfinite()):
-                    raise AHopError(f"X must have a finite range and variance in float64, got feature {index}")
-                number = torch.finfo(values.dtype)
-                # The computed deviation of a constant feature can be a rounding error.
-                varies = deviation > max(16 * number.eps * abs(mean.item()), number.tiny)
-                columns.append((index, NUMBER, mean.item(), 1 / deviation.item() if varies else 0.0))
+                columns += _encode_numbers(index, values[known], weight[known], knots)
             if not known.all():
-                columns.append((index, MISSING, 0.0, 1.0))
-        for name, entries in zip(("feature", "kind", "low", "rate"), zip(*columns, strict=True), strict=True):
-            dtype = torch.float64 if name in ("low", "rate") else torch.int64
+                columns.append(Column(index, MISSING))
+        self.ramps = max(knots - 1, 0)  # of each numeric feature
+        for name, entries in zip(Column._fields, zip(*columns, strict=True), strict=True):
+            dtype = torch.int64 if name in ("feature", "kind") else torch.float64
             self.register_buffer(name, torch.tensor(entries, dtype=dtype))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Encode ``rows (n, features) -> (n, columns)`` in float64."""
         values = rows[:, self.feature]
         missing = values.isnan()
-        numbers = torch.where(missing, 0.0, (values - self.low) * self.rate)
-        numbers = numbers / (1 + (numbers / LIMIT).square()).sqrt()
+        numbers = (values - self.low) * self.rate
+        ramps = numbers.clamp(0, 1) * self.height - self.center
+        numbers = torch.where(self.kind == RAMP, ramps, numbers / (1 + (numbers / LIMIT).square()).sqrt())
         indicators = torch.where(self.kind == CATEGORY, values == self.low, missing)
-        return torch.where(self.kind == NUMBER, numbers, indicators.to(numbers.dtype))
+        return torch.where(self.kind > RAMP, indicators.to(numbers.dtype), torch.where(missing, 0.0, numbers))
+
+    @property
+    def axes(self) -> Tensor:
+        """Indices of a column of each axis, see :meth:`add_ramps`."""
+        ramp = self.kind == RAMP
+        return torch.cat([ramp.nonzero()[:: max(self.ramps, 1), 0], (~ramp).nonzero()[:, 0]])
+
+    def add_ramps(self, columns: Tensor) -> Tensor:
+        """Replace the ramps of each feature by their sum, ``(n, columns) -> (n, axes)``. Sums come first."""
+        if not self.ramps:
+            return columns
+        ramp = self.kind == RAMP
+        sums = columns[:, ramp].reshape(len(columns), -1, self.ramps).sum(-1)
+        return torch.cat([sums, columns[:, ~ramp]], 1)
+
+
+def _encode_numbers(feature: int, values: Tensor, weight: Tensor, knots: int) -> list[Column]:
+    """The columns of the known values ``(n,)`` of a numeric feature."""
+    weight = weight / weight.sum()
+
+    def moments(values: Tensor) -> tuple[float, float]:
+        mean = (weight * values).sum()
+        return mean.item(), (weight * (values - mean).square()).sum().sqrt().item()
+
+    mean, deviation = moments(values)
+    if not (math.isfinite(mean) and math.isfinite(deviation)):
+        raise AHopError(f"X must have a finite range and variance in float64, got feature {feature}")
+    number = torch.finfo(values.dtype)
+    # The computed deviation of a constant feature can be a rounding error.
+    varies = deviation > max(16 * number.eps * abs(mean), number.tiny)
+    if not knots or not varies:
+        constant = [Column(feature, RAMP, height=0.0)] * (knots - 1)
+        return constant or [Column(feature, NUMBER, mean, 1 / deviation if varies else 0.0)]
+    distinct = torch.unique(values)
+    places = torch.linspace(0, len(distinct) - 1, min(knots, len(distinct)), dtype=torch.float64)
+    ends = distinct[places.round().long()]
+    rate = 1 / ends.diff()
+    ramps = ((values[:, None] - ends[:-1]) * rate).clamp(0, 1)
+    height = 1 / moments(ramps.sum(1))[1]
+    entries = zip(ends.tolist(), rate.tolist(), (height * weight @ ramps).tolist(), strict=False)
+    columns = [Column(feature, RAMP, low, slope, height, center) for low, slope, center in entries]
+    return columns + [Column(feature, RAMP, height=0.0)] * (knots - 1 - len(columns))
 
 
 def _texts(X: Any) -> list[tuple[int, list[Any]]]:

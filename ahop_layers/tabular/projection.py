@@ -1,4 +1,4 @@
-"""A memory of cases with a closed-form readout, the regularized pseudo-inverse, for tables with few rows."""
+"""A memory of cases with a closed-form readout, the regularized pseudo-inverse."""
 
 import math
 from typing import NamedTuple
@@ -8,21 +8,42 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.tabular.columns import RowEncoding
-from ahop_layers.tabular.network import apply_in_chunks
+from ahop_layers.tabular.columns import CATEGORY, RowEncoding
+from ahop_layers.tabular.network import CHUNK, apply_in_chunks
 from ahop_layers.training import rise_and_fall
 
-# Rows on which the similarity is learned, without and with damage: a step inverts a matrix of this size.
-LEARNED_ROWS, DAMAGED_ROWS = 384, 160
-LEARNED_DISTANCES = 2**24  # limit of the distances (rows, rows, features): tables with many features use fewer rows
-STEPS = 40
+DAMAGED_ROWS = 160  # rows of each step with damage
 LEARNING_RATE = 0.15
 # Penalties on the squared logarithms of the weights, divided by the number of rows.
-FEATURE_PENALTY, RANK_PENALTY = 3.0, 3.0
+FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY = 3.0, 10.0, 3.0
 REGULARIZATION = torch.logspace(-1.5, 1.5, 13, dtype=torch.float64)  # factors of the learned regularization to try
+JUDGED_ROWS = 8192  # rows whose leave-one-out errors choose the regularization and calibrate the probabilities
+
+
+class Effort(NamedTuple):
+    """How the similarity is learned.
+
+    Attributes:
+        steps: number of steps.
+        rows: rows of each step.
+        differences: limit of the differences ``(rows, rows, features)``: tables with many features use fewer rows.
+        dtype: dtype of the rows.
+        shapes: whether the columns of a feature have different weights.
+    """
+
+    steps: int
+    rows: int
+    differences: int
+    dtype: torch.dtype
+    shapes: bool
+
+
+SMALL = Effort(40, 384, 2**24, torch.float64, shapes=False)
+LARGE = Effort(80, 1024, 2**27, torch.float32, shapes=True)
 
 
 class Examples(NamedTuple):
@@ -36,12 +57,17 @@ class Examples(NamedTuple):
     weight: Tensor
     unit: Tensor
 
+    def to(self, device: torch.device) -> "Examples":
+        """Move all of them to a device."""
+        return Examples(*(part.to(device) for part in self))
+
 
 class ProjectionNetwork(nn.Module):
     """Computes ``exp(similarity(row, cases)) @ readout + columns(row) @ linear + intercept``.
 
-    The similarity is an :class:`~ahop_layers.AdaptiveSimilarity` of negative absolute differences. It sums them over
-    the columns of a feature, multiplies them by the weight of that feature, sorts them, and weights them by rank.
+    Columns have learned weights. Ramps of a feature are added, which makes them a learned increasing function of that
+    feature. The similarity is an :class:`~ahop_layers.AdaptiveSimilarity` of negative absolute differences. It sums
+    them over the columns of a feature, sorts them, and weights them by rank.
 
     Args:
         encoding: from features to columns.
@@ -51,8 +77,10 @@ class ProjectionNetwork(nn.Module):
 
     used: Tensor
     blocks: Tensor
+    binary: Tensor
     cases: Tensor
     feature_weight: Tensor
+    column_weight: Tensor
     readout: Tensor
     linear: Tensor
     intercept: Tensor
@@ -63,12 +91,16 @@ class ProjectionNetwork(nn.Module):
         used, blocks = torch.unique(encoding.feature, return_inverse=True)
         # Constant features have columns too, so that every feature is a block unless all of its values are missing.
         self.similarity = AdaptiveSimilarity(
-            len(blocks), bases=("l1",), init="l1", blocks=blocks, dtype=torch.float64
+            len(encoding.axes), bases=("l1",), init="l1", blocks=blocks[encoding.axes], dtype=torch.float64
         ).requires_grad_(False)
         self.register_buffer("used", used)
         self.register_buffer("blocks", blocks)
+        # Indicators are 0 or 1, but those of cluster centers are not.
+        binary = (encoding.kind >= CATEGORY) & ((cases == 0) | (cases == 1)).all(0)
+        self.register_buffer("binary", binary[encoding.axes])
         self.register_buffer("cases", cases)
         self.register_buffer("feature_weight", torch.ones(features, dtype=torch.float64))
+        self.register_buffer("column_weight", torch.ones(len(blocks), dtype=torch.float64))
         for name in ("readout", "linear", "intercept"):
             self.register_buffer(name, torch.empty(0, dtype=torch.float64))
 
@@ -78,14 +110,35 @@ class ProjectionNetwork(nn.Module):
 
     def score_columns(self, columns: Tensor) -> Tensor:
         """Score encoded rows ``(n, columns)`` against the cases: ``(n, S)``."""
-        scale = self.feature_weight[self.encoding.feature]
-        query, key = columns * scale, self.cases * scale
-        *others, last = self.similarity.w[0]
-        if not any(others):  # equal rank weights: no need to sort
-            plain: Tensor = -last * torch.cdist(query, key, p=1)
-            return plain
-        scores: Tensor = self.similarity(query, key)
-        return scores
+        rank_weight = self.similarity.w
+        return self.compare(columns, self.cases, self.column_weight, rank_weight, bool(rank_weight[0, :-1].any()))
+
+    def compare(
+        self, queries: Tensor, keys: Tensor, column_weight: Tensor, rank_weight: Tensor, ranked: bool
+    ) -> Tensor:
+        """Score encoded rows ``(n, columns)`` against others ``(m, columns)``: ``(n, m)``.
+
+        Args:
+            queries: ``(n, columns)``.
+            keys: ``(m, columns)``.
+            column_weight: ``(columns,)``.
+            rank_weight: weights ``(1, features)`` of the footprint entries.
+            ranked: whether the differences of features are sorted. Only the last rank weight counts if not.
+        """
+        column_weight = column_weight.to(queries.dtype)
+        queries, keys = (self.encoding.add_ramps(column_weight * columns) for columns in (queries, keys))
+        if ranked:
+            scores: Tensor = functional_call(self.similarity, {"w": rank_weight}, (queries, keys))
+            return scores
+        distances = torch.cdist(queries[:, ~self.binary], keys[:, ~self.binary], p=1)
+        # |a - b| = a + b - 2ab/w if a is 0 or w and b is between them.
+        weight, query, key = (
+            column_weight[self.encoding.axes][self.binary],
+            queries[:, self.binary],
+            keys[:, self.binary],
+        )
+        distances = distances + query.sum(1)[:, None] + key.sum(1) - 2 * (query / weight) @ key.T
+        return -rank_weight[0, -1].to(distances.dtype) * distances
 
     def forward(self, rows: Tensor) -> Tensor:
         """Compute ``rows (n, features) -> (n, outputs)``."""
@@ -95,13 +148,26 @@ class ProjectionNetwork(nn.Module):
 
 
 class Settings(NamedTuple):
-    """Parameters that are learned by gradient descent, as logarithms: ``features`` and ``ranks`` are vectors."""
+    """Parameters that are learned by gradient descent, as logarithms; vectors over features, columns and ranks."""
 
     features: Tensor
+    shapes: Tensor
     ranks: Tensor
     temperature: Tensor
     linear: Tensor
     regularization: Tensor
+
+    def column_weight(self, blocks: Tensor, spread: Tensor) -> Tensor:
+        """The weights of the columns ``(columns,)``. Shapes do not change the mean absolute deviation of a feature.
+
+        Args:
+            blocks: feature of each column.
+            spread: mean absolute deviation of each column.
+        """
+        shapes = self.shapes.exp()
+        parts = (spread, spread * shapes)
+        before, after = (torch.zeros_like(self.features).index_add(0, blocks, part) for part in parts)
+        return shapes * (self.features.exp() * before / after)[blocks]
 
     def rank_weight(self) -> Tensor:
         """The weights ``(1, features)`` of the footprint entries."""
@@ -129,9 +195,14 @@ class Adam:
 
 
 def fit_projection(
-    network: ProjectionNetwork, examples: Examples, damage: float, linear: bool, generator: torch.Generator
-) -> tuple[list[float], Tensor]:
-    """Learn the similarity on some rows, then solve for the readout on all of them.
+    network: ProjectionNetwork,
+    examples: Examples,
+    damage: float,
+    linear: bool,
+    generator: torch.Generator,
+    effort: Effort = SMALL,
+) -> tuple[list[float], Tensor, Tensor]:
+    """Learn the similarity on samples of the rows, then solve for the readout on all of them.
 
     Both minimize the squared leave-one-out error, which has a closed form. With ``damage``, the row that is left out is
     damaged: some of its features have the values of another row.
@@ -141,59 +212,75 @@ def fit_projection(
         examples: training rows.
         damage: fraction of the features of a row that are replaced. Without damage, the rank weights stay equal.
         linear: whether there is a linear part.
-        generator: draws the rows on which the similarity is learned and the damage.
+        generator: draws samples and damage, on the CPU.
+        effort: steps and rows.
 
     Returns:
-        The leave-one-out error after each step, and the leave-one-out outputs ``(n, outputs)``.
+        The leave-one-out error of each step, the indices of up to ``JUDGED_ROWS`` rows, and their leave-one-out outputs
+        ``(rows, outputs)``.
     """
-    history, settings = _learn(network, examples, damage, linear, generator)
+    spread = (examples.columns - examples.columns.mean(0)).abs().mean(0) + torch.finfo(torch.float64).eps
+    history, settings = _learn(network, examples, spread, damage, linear, generator, effort)
     network.feature_weight[network.used] = settings.features.exp()
+    network.column_weight.copy_(settings.column_weight(network.blocks, spread))
     network.similarity.w.copy_(settings.rank_weight())
-    return history, _solve(network, examples, damage, settings, generator)
+    return (history, *_solve(network, examples, damage, settings, generator))
 
 
 def _learn(
-    network: ProjectionNetwork, examples: Examples, damage: float, linear: bool, generator: torch.Generator
+    network: ProjectionNetwork,
+    examples: Examples,
+    spread: Tensor,
+    damage: float,
+    linear: bool,
+    generator: torch.Generator,
+    effort: Effort,
 ) -> tuple[list[float], Settings]:
-    """Minimize the leave-one-out error of a sample of the rows, which are its own cases, with Adam."""
-    most = min(DAMAGED_ROWS if damage else LEARNED_ROWS, math.isqrt(LEARNED_DISTANCES // len(network.used)))
-    chosen = torch.randperm(len(examples.columns), generator=generator)[: max(most, 16)]
-    columns, target, weight, unit = (part[chosen] for part in examples)
-    rows, count = len(chosen), len(network.used)
-    # Distances of each feature (n, n, features): those of a damaged feature are those of the row it comes from.
-    parts = [columns[:, network.blocks == block] for block in range(count)]
-    distances = torch.stack([torch.cdist(part, part, p=1) for part in parts], -1)
-    typical = distances.sum(-1).flatten()
-    typical = typical[typical > 0].median() if (typical > 0).any() else torch.ones(())
-    # Starts with the median distance as temperature, and with a memory and a linear part of comparable size.
-    size = torch.tensor(-1.0 if linear else -math.inf)
-    start = [torch.zeros(count), torch.zeros(count), typical.log(), size, torch.tensor(-1.0)]
-    settings = Settings(*(value.double().requires_grad_() for value in start))
-    fixed = [] if damage else [settings.ranks]
-    fixed += [] if linear else [settings.linear]
-    learned = [value for value in settings if all(value is not other for other in fixed)]
-    adam = Adam(learned)
+    """Minimize the leave-one-out error of samples, whose rows are their own cases, with Adam."""
+    place, count = examples.columns.device, len(examples.columns)
+    settings = _start(network, examples, linear, generator)
+    free = (True, effort.shapes, damage > 0, True, linear, True)
+    adam = Adam([value for value, learned in zip(settings, free, strict=True) if learned])
 
-    def kernel(distances: Tensor, dots: Tensor) -> Tensor:
-        factors = settings.features.exp()
-        total = (distances * factors).sort(-1).values @ settings.ranks.exp() if damage else distances @ factors
-        return (-total / settings.temperature.exp()).exp() + settings.linear.exp() * dots
+    def kernel(queries: Tensor, keys: Tensor) -> Tensor:
+        weights = (settings.column_weight(network.blocks, spread), settings.rank_weight())
+        scores = network.compare(queries, keys, *weights, ranked=damage > 0)
+        return scores.exp() + (settings.linear.exp() / keys.shape[1]).to(keys.dtype) * queries @ keys.T
 
+    most = min(DAMAGED_ROWS if damage else effort.rows, math.isqrt(effort.differences // len(network.used)))
     history = []
-    for step in range(STEPS):
-        own = asked = kernel(distances, columns @ columns.T / columns.shape[1])
+    for step in range(effort.steps):
+        chosen = _draw(count, max(most, 16), generator).to(place)
+        columns, target, weight, unit = (part[chosen].to(effort.dtype) for part in examples)
+        own = asked = kernel(columns, columns)
         if damage:
-            hit, other = _draw_damage(rows, count, damage, generator)
-            queries = torch.where(hit[:, network.blocks], columns[other], columns)
-            asked = kernel(
-                torch.where(hit[:, None], distances[other], distances), queries @ columns.T / columns.shape[1]
-            )
+            asked = kernel(_damaged(network, columns, damage, generator), columns)
         outputs = _leave_one_out(own, asked, target, weight, unit, settings.regularization.exp())
         error = (weight[:, None] * (outputs - target).square()).sum() / weight.sum()
-        penalty = FEATURE_PENALTY * settings.features.square().sum() + RANK_PENALTY * settings.ranks.square().sum()
+        penalties = zip((FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY), settings, strict=False)
+        penalty = sum(strength * values.square().sum() for strength, values in penalties)
         history.append(error.item())
-        adam.step(error + penalty / rows, LEARNING_RATE * rise_and_fall(step, STEPS))
+        adam.step(error + penalty / count, LEARNING_RATE * rise_and_fall(step, effort.steps))
     return history, Settings(*(value.detach() for value in settings))
+
+
+def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generator: torch.Generator) -> Settings:
+    """Start with the median distance as temperature, and with a memory and a linear part of comparable size."""
+    place = examples.columns.device
+    chosen = _draw(len(examples.columns), SMALL.rows, generator).to(place)
+    sample = network.encoding.add_ramps(examples.columns[chosen])
+    distances = torch.cdist(sample, sample, p=1)
+    distances = distances[distances > 0]
+    typical = distances.median() if len(distances) else torch.ones(())
+    features = torch.zeros(len(network.used))
+    size = torch.tensor(-1.0 if linear else -math.inf)
+    start = [features, torch.zeros(len(network.blocks)), features, typical.log(), size, torch.tensor(-1.0)]
+    return Settings(*(value.to(place, torch.float64, copy=True).requires_grad_() for value in start))
+
+
+def _draw(count: int, most: int, generator: torch.Generator) -> Tensor:
+    """Draw the indices of up to ``most`` of ``count`` rows."""
+    return torch.randperm(count, generator=generator)[:most]
 
 
 def _leave_one_out(
@@ -219,10 +306,9 @@ def _leave_one_out(
 
 def _solve(
     network: ProjectionNetwork, examples: Examples, damage: float, settings: Settings, generator: torch.Generator
-) -> Tensor:
-    """Set the readout and the linear part; return the leave-one-out outputs."""
-    columns, target, weight, unit = examples
-    factor = settings.linear.exp() / columns.shape[1]
+) -> tuple[Tensor, Tensor]:
+    """Set the readout and the linear part; return some rows and their leave-one-out outputs."""
+    factor = settings.linear.exp() / examples.columns.shape[1]
 
     def kernel(rows: Tensor) -> Tensor:
         return network.score_columns(rows).exp() + factor * rows @ network.cases.T
@@ -231,16 +317,20 @@ def _solve(
     values, vectors = torch.linalg.eigh(kernel(network.cases))
     kept = values > values.max() * len(values) * torch.finfo(values.dtype).eps
     basis = vectors[:, kept] / values[kept].sqrt()
-    own = apply_in_chunks(kernel, columns) @ basis
-    values, vectors = torch.linalg.eigh((own * weight[:, None]).T @ own)
-    basis, own = basis @ vectors, own @ vectors
-    asked = own
+    gram, moments = torch.zeros((), dtype=basis.dtype), torch.zeros((), dtype=basis.dtype)
+    for columns, target, weight, _ in zip(*(torch.split(part, CHUNK) for part in examples), strict=True):
+        own = kernel(columns) @ basis
+        weighted = (own * weight[:, None]).T
+        gram, moments = gram + weighted @ own, moments + weighted @ target
+    values, vectors = torch.linalg.eigh(gram)
+    basis, moments = basis @ vectors, vectors.T @ moments
+    judged = _draw(len(examples.columns), JUDGED_ROWS, generator).to(basis.device)
+    columns, target, weight, unit = (part[judged] for part in examples)
+    own = asked = apply_in_chunks(kernel, columns) @ basis
     if damage:
-        hit, other = _draw_damage(len(columns), len(network.used), damage, generator)
-        asked = apply_in_chunks(kernel, torch.where(hit[:, network.blocks], columns[other], columns)) @ basis
-    moments = own.T @ (weight[:, None] * target)
+        asked = apply_in_chunks(kernel, _damaged(network, columns, damage, generator)) @ basis
     candidates: list[tuple[float, int, Tensor, Tensor]] = []
-    for strength in settings.regularization.exp() * REGULARIZATION:
+    for strength in settings.regularization.exp() * REGULARIZATION.to(basis.device):
         inverse = 1 / (values.clamp(min=0) + strength)
         readout = inverse[:, None] * moments
         leverage = unit * (own.square() @ inverse)
@@ -251,13 +341,15 @@ def _solve(
     _, _, readout, left_out = min(candidates)
     network.readout = basis @ readout
     network.linear = factor * network.cases.T @ network.readout
-    return left_out
+    return judged, left_out
 
 
-def _draw_damage(rows: int, features: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw which features ``(rows, features)`` are replaced, and by those of which row ``(rows,)``."""
-    hit = torch.rand(rows, features, generator=generator) < fraction
-    return hit, torch.randint(rows, (rows,), generator=generator)
+def _damaged(network: ProjectionNetwork, columns: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
+    """Return encoded rows ``(n, columns)`` in each of which some features are those of another row."""
+    hit = torch.rand(len(columns), len(network.used), generator=generator) < fraction
+    other = torch.randint(len(columns), (len(columns),), generator=generator)
+    hit, other = hit.to(columns.device), other.to(columns.device)
+    return torch.where(hit[:, network.blocks], columns[other], columns)
 
 
 def calibrate(network: ProjectionNetwork, outputs: Tensor, target: Tensor, weight: Tensor) -> None:
