@@ -238,9 +238,20 @@ def test_an_integer_cuts_the_embedding_into_blocks(fitted):
     assert np.array_equal(single.predict_proba(X), fitted.predict_proba(X))
 
 
+def test_a_list_of_blocks_has_several_resolutions():
+    model = AdaptiveMemoryClassifier(**SMALL, blocks=[None, 4]).fit(X, Y)
+    similarity = model.network_.similarity
+    assert (similarity.w_0.shape, similarity.w_1.shape) == ((1, 8), (1, 4))
+    assert model.score(X, Y) > 0.9
+    rows, labels = colors_and_sizes()
+    both = AdaptiveMemoryClassifier(**SMALL, knots=4, embedding_dim=None, blocks=["feature", 2]).fit(rows, labels)
+    first, second = both.network_.similarity.blocks
+    assert (first.blocks.tolist(), second.blocks) == ([0, 0, 1, 2, 2, 2], 2)
+
+
 def test_estimators_with_blocks_are_copied():
     rows, labels = colors_and_sizes()
-    for blocks in ("feature", np.array([0, 1, 0])):
+    for blocks in ("feature", np.array([0, 1, 0]), ["feature", None]):
         model = AdaptiveMemoryClassifier(**SMALL, embedding_dim=None, blocks=blocks).fit(rows, labels)
         again = clone(model).fit(rows, labels)
         for copy in (again, pickle.loads(pickle.dumps(model))):
@@ -329,10 +340,12 @@ def test_a_wrong_number_of_features(fitted):
     ({"similarity": 5}, "similarity must be one of adaptive, dot, kernel, got 5"),
     ({"bases": ("cosine",)}, r"bases must be .*, got \('cosine',\)"),
     ({"blocks": "features"}, "blocks must be one of feature, got 'features'"),
+    ({"blocks": []}, "blocks must have at least one entry, got none"),
+    ({"blocks": [2, "feature"]}, "blocks of features need embedding_dim=None, .* got embedding_dim=8"),
     ({"blocks": 0}, "blocks must be an integer of at least 1, got 0"),
     ({"blocks": 3}, "blocks must divide d = 8: expected one of 1, 2, 4, 8, got 3"),
     ({"blocks": 2.0}, "blocks must be None, an integer, .* got 2.0"),
-    ({"blocks": (4, 2)}, r"blocks must be None, an integer, .* got \(4, 2\)"),
+    ({"blocks": (4, 2.5)}, r"an entry of blocks must be None, an integer, .* got 2.5"),
     ({"blocks": "feature"}, "blocks of features need embedding_dim=None, .* got embedding_dim=8"),
     ({"blocks": np.arange(4)}, "blocks of features need embedding_dim=None, .* got embedding_dim=8"),
     ({"blocks": np.arange(3), "embedding_dim": None}, "blocks must name the block of each of the 4 features, got 3"),

@@ -14,7 +14,7 @@ from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular import damaged, small, small_report
 from benchmarks.paper.tabular.__main__ import main
 from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
-from benchmarks.paper.tabular.models import MODELS
+from benchmarks.paper.tabular.models import MODELS, Context
 from benchmarks.paper.tabular.report import best_trial
 from benchmarks.paper.tabular.tables import NAMES
 
@@ -62,11 +62,24 @@ def test_the_data_page_lists_every_file():
     assert [file for file in files if f"`{file}`" not in page] == []
 
 
-def test_every_model_but_one_has_the_figures_of_the_paper():
+def test_the_models_of_the_paper_have_its_figures():
     assert set(TABULAR) == set(SETS)
-    assert all(set(MODELS) - set(reported) == {"HistGradientBoosting"} for reported in TABULAR.values())
+    own = {"HistGradientBoosting", "adaptive memory", *(name for name in MODELS if name.startswith("A-Hop, "))}
+    assert all(set(MODELS) - set(reported) == own for reported in TABULAR.values())
     for name in ("M-Hop", "K2-Hop"):
         assert all(reported["A-Hop"] > reported[name] for reported in TABULAR.values())
+
+
+def test_the_default_memory_gets_categories():
+    pytest.importorskip("pandas")
+    random = np.random.default_rng(0)
+    X = np.column_stack([random.integers(5, size=200), random.normal(size=200)]).astype(float)
+    y = np.isin(X[:, 0], (1, 3)).astype(int)  # not monotone in the code
+    context = Context(0, "cpu", np.array([True, False]))
+    model = MODELS["adaptive memory"].build({"n_cases": 64}, context).fit(X[::2], y[::2])
+    assert model.score(X[1::2], y[1::2]) > 0.95
+    assert model[-1].network_.binary.sum() == 5
+    assert model[-1].readout_ == "projection"
 
 
 def test_the_best_trial_needs_all_trials():

@@ -21,8 +21,8 @@ __all__ = ["AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor", "AdaptiveNeigh
 class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
     """Classifier that predicts from the similarities of a row to cases, which are rows of the training set.
 
-    By default the output is ``exp(similarity(cases, row)) @ readout`` plus a linear function of the row, and the readout
-    is the regularized pseudo-inverse of the memory (``"projection"``). The similarity is an adaptive one of absolute
+    By default (``"projection"``) the output is ``exp(similarity(cases, row)) @ readout`` plus a linear function of the
+    row, and the readout is the regularized pseudo-inverse of the memory. The similarity is an adaptive one of absolute
     differences with a learned weight for each feature. With more than 5,000 rows, each category has a weight too, and
     numbers are compared after a learned increasing function. All weights, the regularization and the probabilities are
     chosen by leave-one-out errors, which have a closed form, so that no row is held out. The other readout,
@@ -51,7 +51,8 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
             :class:`~ahop_layers.AdaptiveSimilarity`. ``"feature"`` makes all columns of an encoded feature a block. An
             integer array ``(features,)`` names the block of each feature, for example one block for the columns of a
             one-hot encoded category. Both need ``embedding_dim=None``. An integer is the number of consecutive blocks
-            of equal width of the embedding, or of the columns. ``None`` (``"auto"``) makes every dimension a block.
+            of equal width of the embedding, or of the columns. ``None`` (``"auto"``) makes every dimension a block. A
+            list adds the scores of several resolutions.
         knots: maximum number of knots of the piecewise linear encoding of a feature, 24 for ``"auto"``. A feature with
             at most 128 distinct values has a knot at each. ``None`` standardizes the features instead.
         embedding_dim: dimension of the learned linear embedding in which rows and cases are compared, 8 for ``"auto"``.

@@ -355,13 +355,14 @@ class AdaptiveMemory(TabularEstimator):
             print(f"{epoch}: loss {learned:.4f}{held_out}", flush=True)
 
 
-def _column_blocks(blocks: Any, encoding: Encoding, features: int) -> int | Tensor | None:
-    """Return the blocks of the similarity. Blocks of features become blocks of their columns."""
+def _column_blocks(blocks: Any, encoding: Encoding, features: int) -> Any:
+    """Return the blocks of the similarity, or a list of resolutions. Blocks of features become those of columns."""
+    if isinstance(blocks, list | tuple):
+        return [_column_blocks(entry, encoding, features) for entry in blocks]
     named = torch.arange(features) if isinstance(blocks, str) else Blocks(blocks).blocks
     if isinstance(named, Tensor):
         if len(named) != features:
             raise AHopError(f"blocks must name the block of each of the {features} features, got {len(named)}")
         features_of = torch.arange(features) if encoding.gaps is None else encoding.gaps.feature
         return named[features_of[encoding.column]]
-    count: int | None = named
-    return count
+    return named

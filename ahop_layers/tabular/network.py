@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ class CaseNetwork(nn.Module):
         *,
         similarity: str,
         bases: Sequence[str],
-        blocks: int | Tensor | None,
+        blocks: Any,
         embedding_dim: int | None,
         hidden: Sequence[int],
         dropout: float,

@@ -77,11 +77,14 @@ def _check_integer(name: str, value: object, least: int = 1, optional: bool = Fa
 
 
 def _check_blocks(settings: SimpleNamespace) -> None:
-    if isinstance(settings.blocks, str):
-        check_choice("blocks", settings.blocks, ("feature",))
-        of_features = True
-    else:
-        of_features = isinstance(Blocks(settings.blocks).blocks, Tensor)
+    entries = settings.blocks if isinstance(settings.blocks, list | tuple) else [settings.blocks]
+    if not entries:
+        raise AHopError("blocks must have at least one entry, got none")
+    of_features = False
+    for entry in entries:
+        if isinstance(entry, str):
+            check_choice("blocks", entry, ("feature",))
+        of_features |= isinstance(entry, str) or isinstance(Blocks(entry).blocks, Tensor)
     if settings.blocks is not None and settings.similarity != "adaptive":
         raise AHopError(f"blocks needs similarity='adaptive', got similarity={settings.similarity!r}")
     if of_features and settings.embedding_dim is not None:

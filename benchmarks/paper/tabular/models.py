@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from sklearn.base import ClassifierMixin
@@ -14,9 +14,14 @@ from sklearn.ensemble import (
     RandomForestClassifier,
 )
 from sklearn.model_selection import ParameterSampler
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 from sklearn.tree import DecisionTreeClassifier
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Parameters = dict[str, Any]
 
@@ -62,13 +67,30 @@ FOREST_SPACE = {
 BOOST_SPACE = {"learning_rate": [0.02, 0.05, 0.1, 0.2]}
 
 
-def _memory(similarity: str) -> Model:
+def _memory(similarity: str, **space: list[Any]) -> Model:
+    """A memory with an MLP. ``space`` replaces entries of the space."""
+
     def build(parameters: Parameters, context: Context) -> ClassifierMixin:
         return AdaptiveMemoryClassifier(
             **parameters, similarity=similarity, random_state=context.seed, device=context.device
         )
 
-    return Model(build, MEMORY_SPACE, {"n_cases": 16, "max_epochs": 2})
+    return Model(build, {**MEMORY_SPACE, **space}, {"n_cases": 16, "max_epochs": 2})
+
+
+def _projection(parameters: Parameters, context: Context) -> ClassifierMixin:
+    """The default estimator, for data frames whose categories have the dtype ``category``."""
+    model = AdaptiveMemoryClassifier(
+        **parameters, readout="projection", random_state=context.seed, device=context.device
+    )
+    return make_pipeline(FunctionTransformer(mark_categories, kw_args={"categories": context.categories}), model)
+
+
+def mark_categories(X: np.ndarray, categories: np.ndarray) -> "pd.DataFrame":
+    """Returns a data frame in which the columns of a mask have the dtype ``category``."""
+    import pandas as pd
+
+    return pd.DataFrame(X).astype(dict.fromkeys(np.flatnonzero(categories), "category"))
 
 
 def _forest(kind: type[ClassifierMixin]) -> Model:
@@ -99,6 +121,10 @@ MODELS = {
     "M-Hop": _memory("dot"),
     "K2-Hop": _memory("kernel"),
     "A-Hop": _memory("adaptive"),
+    "A-Hop, both bases": _memory("adaptive", bases=[("dis", "dot")]),
+    "A-Hop, feature blocks": _memory("adaptive", bases=[("dis", "dot")], embedding_dim=[None], blocks=["feature"]),
+    "A-Hop, resolutions": _memory("adaptive", bases=[("dis", "dot")], embedding_dim=[16], blocks=[[None, 4]]),
+    "adaptive memory": Model(_projection, {"n_cases": [1024, 2048, 4096], "linear": [True, False]}, {"n_cases": 64}),
     "Extra Trees": _forest(ExtraTreesClassifier),
     "Random Forest": _forest(RandomForestClassifier),
     "AdaBoost": Model(

@@ -28,7 +28,8 @@ def best_trial(rows: Sequence[Row], trials: Sequence[Row]) -> Parameters | None:
 def report(rows: Sequence[Row]) -> str:
     """A table for each data set and number of rows; the best model is bold."""
     parts = []
-    for (name, settings, device), mine in group(rows, "set", "settings", "device").items():
+    for (name, settings), mine in group(rows, "set", "settings").items():
+        devices = " and ".join(dict.fromkeys(row["device"] for row in mine))
         main, other = ("roc_auc", "accuracy") if name in AREA_SETS else ("accuracy", "roc_auc")
         body = []
         for model in MODELS:
@@ -37,7 +38,7 @@ def report(rows: Sequence[Row]) -> str:
                 body.append([model, *_figures(cells, main, other, TABULAR.get(name, {}).get(model))])
         if body:
             columns = [TITLES[main], "standard deviation", "paper", "minus paper", TITLES[other], "CPU seconds per run"]
-            caption = f"Test results on {name}, {settings}, measured on {device}."
+            caption = f"Test results on {name}, {settings}, measured on {devices}."
             header = ["model", "trials", "runs", *columns]
             parts += [caption, table(header, bold_best_in_columns(body, {3: max, 7: max}))]
     return "\n\n".join(parts)
