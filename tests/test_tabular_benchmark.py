@@ -1,10 +1,12 @@
 """The tabular benchmark: data, selection of the best trial, and a small run that is stopped and resumed."""
 
+import argparse
 import lzma
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular import damaged, small, small_report
 from benchmarks.paper.tabular.__main__ import main
 from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
-from benchmarks.paper.tabular.models import MODELS, Context
+from benchmarks.paper.tabular.models import MODELS, Context, available
+from benchmarks.paper.tabular.pool import make_pool
 from benchmarks.paper.tabular.report import best_trial
 from benchmarks.paper.tabular.tables import NAMES
 
@@ -186,3 +189,35 @@ def test_damaged_tables_are_averaged_over_what_all_models_have(tmp_path):
     assert "| XGBoost | damaged | **0.900** |" in damaged.report(stored)
     damaged.draw(stored, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+class Division(NamedTuple):
+    """A measurement that fails for zero."""
+
+    number: int
+
+    @property
+    def key(self) -> rows.Row:
+        return {"number": str(self.number)}
+
+    columns = key
+
+
+def divide(wanted: Division) -> dict[str, float]:
+    return {"value": 1 / wanted.number}
+
+
+def test_an_error_cancels_what_has_not_started(tmp_path, capsys):
+    results = rows.ResultTable(tmp_path / "rows.csv", "cpu")
+    options = argparse.Namespace(processes=1, minutes=1)
+    with pytest.raises(ZeroDivisionError), make_pool(options) as pool:
+        pool.measure([Division(number) for number in (2, 0, *range(1000, 3000))], divide, results)
+    assert [row["number"] for row in results.rows][:1] == ["2"]
+    assert len(results.rows) < 1000
+    assert "1/2002: 2: value 0.5000" in capsys.readouterr().out
+
+
+def test_models_without_their_package_are_skipped(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert available(["A-Hop", "XGBoost"]) == ["A-Hop"]
+    assert capsys.readouterr().out == "not installed, skipped: XGBoost\n"

@@ -16,7 +16,6 @@ from ahop_layers.tabular.columns import CATEGORY, RowEncoding
 from ahop_layers.tabular.network import CHUNK, apply_in_chunks
 from ahop_layers.training import rise_and_fall
 
-DAMAGED_ROWS = 160  # rows of each step with damage
 LEARNING_RATE = 0.15
 # Penalties on the squared logarithms of the weights, divided by the number of rows.
 FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY = 3.0, 10.0, 3.0
@@ -213,7 +212,7 @@ def fit_projection(
         damage: fraction of the features of a row that are replaced. Without damage, the rank weights stay equal.
         linear: whether there is a linear part.
         generator: draws samples and damage, on the CPU.
-        effort: steps and rows.
+        effort: how the similarity is learned.
 
     Returns:
         The leave-one-out error of each step, the indices of up to ``JUDGED_ROWS`` rows, and their leave-one-out outputs
@@ -247,7 +246,7 @@ def _learn(
         scores = network.compare(queries, keys, *weights, ranked=damage > 0)
         return scores.exp() + (settings.linear.exp() / keys.shape[1]).to(keys.dtype) * queries @ keys.T
 
-    most = min(DAMAGED_ROWS if damage else effort.rows, math.isqrt(effort.differences // len(network.used)))
+    most = min(effort.rows, math.isqrt(effort.differences // len(network.used)))
     history = []
     for step in range(effort.steps):
         chosen = _draw(count, max(most, 16), generator).to(place)

@@ -21,7 +21,8 @@ import torch
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import COLORS, bold_best, drawing, group, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
-from benchmarks.paper.tabular.measure import measure_missing
+from benchmarks.paper.tabular.models import available
+from benchmarks.paper.tabular.pool import add_pool_options, make_pool
 from benchmarks.paper.tabular.rivals import ALONE, MEMORY_NAME, RIVALS
 from benchmarks.paper.tabular.small import fit, folds, predict, score
 from benchmarks.paper.tabular.tables import NAMES, Table, load
@@ -46,8 +47,10 @@ class Evaluation(NamedTuple):
 
     @property
     def key(self) -> Row:
-        """The columns that identify its rows."""
+        """The columns that identify its rows, which are all columns but the figures."""
         return {name: str(value) for name, value in self._asdict().items()}
+
+    columns = key
 
 
 def damage(
@@ -109,10 +112,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tables", nargs="+", choices=NAMES, default=list(NAMES), help="tables (default: all)")
     add("--models", nargs="+", choices=MODELS, default=MODELS, help="models (default: all)")
     add("--folds", type=int, choices=range(1, 6), default=5, help="number of folds to test (default: %(default)s)")
-    add("--processes", type=int, default=1, help="parallel processes, each with one thread (default: %(default)s)")
-    add("--minutes", type=float, default=float("inf"), help="start nothing new after this time (default: no limit)")
+    add_pool_options(parser)
     add("--output", type=Path, default=RESULTS / "tabular_damaged.csv", help="CSV file")
-    add("--report", action="store_true", help="only print the tables of the stored results")
     return parser.parse_args(arguments)
 
 
@@ -122,14 +123,16 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     results = ResultTable(options.output, None if options.report else "cpu")
     if not options.report:
+        models = available(options.models)
         wanted = [
             Evaluation(name, model, training, fold)
             for fold in range(options.folds)
             for name in options.tables
-            for model in options.models
+            for model in models
             for training in TRAININGS
         ]
-        measure_missing(wanted, measure, results, options)
+        with make_pool(options) as pool:
+            pool.measure(wanted, measure, results)
     print(report(results.rows))
 
 

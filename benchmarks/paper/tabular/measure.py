@@ -3,14 +3,11 @@
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
 from sklearn.model_selection import StratifiedKFold, cross_val_score
 
@@ -18,6 +15,7 @@ from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.paper.tabular.data import Split, files_of, load
 from benchmarks.paper.tabular.models import MODELS, Context, Parameters
+from benchmarks.paper.tabular.pool import make_pool
 from benchmarks.paper.tabular.report import best_trial
 
 SPLIT_SEED = 0
@@ -41,6 +39,11 @@ class Evaluation(NamedTuple):
         """The columns that identify its rows."""
         rows = "all rows" if self.rows is None else f"{self.rows} rows"
         return {"set": self.set, "settings": rows, "model": self.model, "kind": self.kind, "number": str(self.number)}
+
+    @property
+    def columns(self) -> Row:
+        """All columns of its rows but the figures."""
+        return {**self.key, "chosen": json.dumps(self.chosen)}
 
 
 @lru_cache(maxsize=1)
@@ -88,60 +91,12 @@ def missing_evaluations(
 
 def run(options: argparse.Namespace, results: ResultTable) -> None:
     """Measures what is missing, data set by data set, first the trials and then the runs, until the time is up."""
-    deadline = time.monotonic() + 60 * options.minutes
     with explain_missing_data():
         for name in options.sets:
             if any(any(missing_evaluations(results, options, name, kind)) for kind in KINDS):
                 files_of(name, options.data_dir)  # reports missing files before any process starts
-    # Processes are spawned: a forked process cannot use CUDA, and inherits the thread pools of the libraries.
-    with ProcessPoolExecutor(options.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with make_pool(options) as pool:
         for name in options.sets:
             for kind in KINDS:
-                missing = list(missing_evaluations(results, options, name, kind))
-                futures = {pool.submit(measure, each): each for each in missing}
-                for done, future in enumerate(as_completed(futures), 1):
-                    if future.cancelled():
-                        continue
-                    each, measured = futures[future], future.result()
-                    results.add_figures({**each.key, "chosen": json.dumps(each.chosen)}, measured)
-                    figures = ", ".join(f"{name} {value:.4f}" for name, value in measured.items())
-                    print(f"{name}: {kind} {done}/{len(missing)}, {each.model} {each.number}: {figures}", flush=True)
-                    if time.monotonic() > deadline:
-                        for other in futures:
-                            other.cancel()
-                if time.monotonic() > deadline:
-                    print(f"stopped after {options.minutes:g} minutes; the same command resumes here")
+                if not pool.measure(missing_evaluations(results, options, name, kind), measure, results):
                     return
-
-
-class Keyed(Protocol):
-    """A measurement with the columns that identify its rows."""
-
-    @property
-    def key(self) -> Row:
-        """The columns."""
-
-
-def measure_missing(
-    wanted: Sequence[Keyed],
-    measure: Callable[[Any], dict[str, float]],
-    results: ResultTable,
-    options: argparse.Namespace,
-) -> None:
-    """Measures what the results do not have yet in parallel processes with one thread each, until the time is up."""
-    deadline = time.monotonic() + 60 * options.minutes
-    missing = [each for each in wanted if not results.has(each.key)]
-    with ProcessPoolExecutor(options.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        futures = {pool.submit(measure, each): each for each in missing}
-        for done, future in enumerate(as_completed(futures), 1):
-            if future.cancelled():
-                continue
-            each, measured = futures[future], future.result()
-            results.add_figures(each.key, measured)
-            figures = ", ".join(f"{name} {value:.4f}" for name, value in measured.items())
-            print(f"{done}/{len(missing)}: {', '.join(each.key.values())}: {figures}", flush=True)
-            if time.monotonic() > deadline:
-                for other in futures:
-                    other.cancel()
-    if time.monotonic() > deadline:
-        print(f"stopped after {options.minutes:g} minutes; the same command resumes here")

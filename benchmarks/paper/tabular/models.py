@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -158,7 +158,9 @@ MODELS = {
 }
 
 
-def available() -> list[str]:
-    """Returns the names of the models whose packages are installed."""
-    missing = () if importlib.util.find_spec("xgboost") else ("XGBoost",)
-    return [name for name in MODELS if name not in missing]
+def available(names: Iterable[str]) -> list[str]:
+    """Returns the models whose packages are installed, and prints the others."""
+    missing = [name for name in names if name == "XGBoost" and not importlib.util.find_spec("xgboost")]
+    if missing:
+        print(f"not installed, skipped: {', '.join(missing)}")
+    return [name for name in names if name not in missing]

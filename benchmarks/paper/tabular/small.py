@@ -25,7 +25,8 @@ from sklearn.model_selection import KFold, ParameterSampler, StratifiedKFold
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 from benchmarks.paper.tabular import small_report
-from benchmarks.paper.tabular.measure import measure_missing
+from benchmarks.paper.tabular.models import available
+from benchmarks.paper.tabular.pool import add_pool_options, make_pool
 from benchmarks.paper.tabular.rivals import RIVALS
 from benchmarks.paper.tabular.tables import NAMES, Table, load
 
@@ -42,8 +43,10 @@ class Evaluation(NamedTuple):
 
     @property
     def key(self) -> Row:
-        """The columns that identify its rows."""
+        """The columns that identify its rows, which are all columns but the figures."""
         return {name: str(value) for name, value in self._asdict().items()}
+
+    columns = key
 
 
 def predict(model: BaseEstimator, table: Table, rows: np.ndarray) -> np.ndarray:
@@ -122,10 +125,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--models", nargs="+", choices=RIVALS, default=list(RIVALS), help="models (default: all)")
     add("--seeds", type=int, default=3, help="number of seeds (default: %(default)s)")
     add("--tuned", type=int, default=0, help="parameter settings to choose from (default: 0, default parameters)")
-    add("--processes", type=int, default=1, help="parallel processes, each with one thread (default: %(default)s)")
-    add("--minutes", type=float, default=float("inf"), help="start nothing new after this time (default: no limit)")
+    add_pool_options(parser)
     add("--output", type=Path, default=RESULTS / "tabular_small.csv", help="CSV file")
-    add("--report", action="store_true", help="only print the tables of the stored results")
     return parser.parse_args(arguments)
 
 
@@ -141,11 +142,13 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(options: argparse.Namespace, results: ResultTable) -> None:
     """Measures what the results do not have yet, seed by seed."""
+    models = available(options.models)
     wanted = [
         Evaluation(table, model, seed, options.tuned)
         for seed in range(options.seeds)
         for table in options.tables
-        for model in options.models
+        for model in models
         if not options.tuned or RIVALS[model].classifier_space
     ]
-    measure_missing(wanted, measure, results, options)
+    with make_pool(options) as pool:
+        pool.measure(wanted, measure, results)
