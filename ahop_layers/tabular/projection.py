@@ -124,7 +124,7 @@ class ProjectionNetwork(nn.Module):
             rank_weight: weights ``(1, features)`` of the footprint entries.
             ranked: whether the differences of features are sorted. Only the last rank weight counts if not.
         """
-        column_weight = column_weight.to(queries.dtype)
+        column_weight, rank_weight = column_weight.to(queries), rank_weight.to(queries)
         queries, keys = (self.encoding.add_ramps(column_weight * columns) for columns in (queries, keys))
         if ranked:
             scores: Tensor = functional_call(self.similarity, {"w": rank_weight}, (queries, keys))
@@ -137,7 +137,7 @@ class ProjectionNetwork(nn.Module):
             keys[:, self.binary],
         )
         distances = distances + query.sum(1)[:, None] + key.sum(1) - 2 * (query / weight) @ key.T
-        return -rank_weight[0, -1].to(distances.dtype) * distances
+        return -rank_weight[0, -1] * distances
 
     def forward(self, rows: Tensor) -> Tensor:
         """Compute ``rows (n, features) -> (n, outputs)``."""
@@ -218,10 +218,10 @@ def fit_projection(
         The leave-one-out error of each step, the indices of up to ``JUDGED_ROWS`` rows, and their leave-one-out outputs
         ``(rows, outputs)``.
     """
-    spread = (examples.columns - examples.columns.mean(0)).abs().mean(0) + torch.finfo(torch.float64).eps
+    spread = (examples.columns - examples.columns.mean(0)).abs().mean(0).cpu() + torch.finfo(torch.float64).eps
     history, settings = _learn(network, examples, spread, damage, linear, generator, effort)
     network.feature_weight[network.used] = settings.features.exp()
-    network.column_weight.copy_(settings.column_weight(network.blocks, spread))
+    network.column_weight.copy_(settings.column_weight(network.blocks.cpu(), spread))
     network.similarity.w.copy_(settings.rank_weight())
     return (history, *_solve(network, examples, damage, settings, generator))
 
@@ -236,13 +236,13 @@ def _learn(
     effort: Effort,
 ) -> tuple[list[float], Settings]:
     """Minimize the leave-one-out error of samples, whose rows are their own cases, with Adam."""
-    place, count = examples.columns.device, len(examples.columns)
+    place, count, blocks = examples.columns.device, len(examples.columns), network.blocks.cpu()
     settings = _start(network, examples, linear, generator)
     free = (True, effort.shapes, damage > 0, True, linear, True)
     adam = Adam([value for value, learned in zip(settings, free, strict=True) if learned])
 
     def kernel(queries: Tensor, keys: Tensor) -> Tensor:
-        weights = (settings.column_weight(network.blocks, spread), settings.rank_weight())
+        weights = (settings.column_weight(blocks, spread), settings.rank_weight())
         scores = network.compare(queries, keys, *weights, ranked=damage > 0)
         return scores.exp() + (settings.linear.exp() / keys.shape[1]).to(keys.dtype) * queries @ keys.T
 
@@ -259,14 +259,16 @@ def _learn(
         penalties = zip((FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY), settings, strict=False)
         penalty = sum(strength * values.square().sum() for strength, values in penalties)
         history.append(error.item())
-        adam.step(error + penalty / count, LEARNING_RATE * rise_and_fall(step, effort.steps))
+        adam.step(error.cpu() + penalty / count, LEARNING_RATE * rise_and_fall(step, effort.steps))
     return history, Settings(*(value.detach() for value in settings))
 
 
 def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generator: torch.Generator) -> Settings:
-    """Start with the median distance as temperature, and with a memory and a linear part of comparable size."""
-    place = examples.columns.device
-    chosen = _draw(len(examples.columns), SMALL.rows, generator).to(place)
+    """Start with the median distance as temperature, and with a memory and a linear part of comparable size.
+
+    Settings are on the CPU: sums over the columns of a feature are not reproducible on a GPU.
+    """
+    chosen = _draw(len(examples.columns), SMALL.rows, generator).to(examples.columns.device)
     sample = network.encoding.add_ramps(examples.columns[chosen])
     distances = torch.cdist(sample, sample, p=1)
     distances = distances[distances > 0]
@@ -274,7 +276,7 @@ def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generat
     features = torch.zeros(len(network.used))
     size = torch.tensor(-1.0 if linear else -math.inf)
     start = [features, torch.zeros(len(network.blocks)), features, typical.log(), size, torch.tensor(-1.0)]
-    return Settings(*(value.to(place, torch.float64, copy=True).requires_grad_() for value in start))
+    return Settings(*(value.to("cpu", torch.float64, copy=True).requires_grad_() for value in start))
 
 
 def _draw(count: int, most: int, generator: torch.Generator) -> Tensor:
@@ -329,7 +331,7 @@ def _solve(
     if damage:
         asked = apply_in_chunks(kernel, _damaged(network, columns, damage, generator)) @ basis
     candidates: list[tuple[float, int, Tensor, Tensor]] = []
-    for strength in settings.regularization.exp() * REGULARIZATION.to(basis.device):
+    for strength in settings.regularization.exp() * REGULARIZATION:
         inverse = 1 / (values.clamp(min=0) + strength)
         readout = inverse[:, None] * moments
         leverage = unit * (own.square() @ inverse)
