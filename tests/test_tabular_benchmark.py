@@ -16,6 +16,7 @@ from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular import damaged, small, small_report
 from benchmarks.paper.tabular.__main__ import main
 from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
+from benchmarks.paper.tabular.measure import missing_evaluations
 from benchmarks.paper.tabular.models import MODELS, Context, available
 from benchmarks.paper.tabular.pool import make_pool
 from benchmarks.paper.tabular.report import best_trial
@@ -67,7 +68,7 @@ def test_the_data_page_lists_every_file():
 
 def test_the_models_of_the_paper_have_its_figures():
     assert set(TABULAR) == set(SETS)
-    own = {"HistGradientBoosting", "adaptive memory", *(name for name in MODELS if name.startswith("A-Hop, "))}
+    own = {"HistGradientBoosting", "adaptive memory", *(name for name in MODELS if ", " in name)}
     assert all(set(MODELS) - set(reported) == own for reported in TABULAR.values())
     for name in ("M-Hop", "K2-Hop"):
         assert all(reported["A-Hop"] > reported[name] for reported in TABULAR.values())
@@ -115,6 +116,16 @@ def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys)
     assert all(row["torch"] and row["device"] and row["commit"] for row in stored)
     assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 2  # trials, runs, accuracy
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_no_trials_are_runs_with_default_parameters(tmp_path):
+    options = argparse.Namespace(models=["A-Hop"], rows=None, data_dir=tmp_path, device="cpu", trials=0, runs=2)
+    options.quick = False
+    results = rows.ResultTable(tmp_path / "rows.csv", "cpu")
+    assert list(missing_evaluations(results, options, "heart", "trial")) == []
+    first, second = missing_evaluations(results, options, "heart", "run")
+    assert (first.chosen, first.number, second.number) == ({}, 0, 1)
+    assert first.key["settings"] == "all rows, default parameters"
 
 
 def small_rows(scores: dict[str, list[float]]) -> list[rows.Row]:

@@ -42,7 +42,12 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="data sets (default: all five)")
     add("--models", nargs="+", choices=MODELS, default=None, help="models (default: all that are installed)")
-    add("--trials", type=int, default=10, help="random parameter settings of each model (default: %(default)s)")
+    add(
+        "--trials",
+        type=int,
+        default=10,
+        help="random parameter settings of each model, 0 for its defaults (default: %(default)s)",
+    )
     add("--runs", type=int, default=5, help="runs of the best setting (default: %(default)s)")
     add("--rows", type=int, default=None, help="number of training rows (default: all)")
     add_data_dir(parser, "tabular/")

@@ -33,12 +33,15 @@ class Evaluation(NamedTuple):
     chosen: Parameters
     folder: Path
     device: str
+    tuned: bool
 
     @property
     def key(self) -> Row:
         """The columns that identify its rows."""
         rows = "all rows" if self.rows is None else f"{self.rows} rows"
-        return {"set": self.set, "settings": rows, "model": self.model, "kind": self.kind, "number": str(self.number)}
+        settings = rows if self.tuned else f"{rows}, default parameters"
+        number = str(self.number)
+        return {"set": self.set, "settings": settings, "model": self.model, "kind": self.kind, "number": number}
 
     @property
     def columns(self) -> Row:
@@ -75,15 +78,18 @@ def measure(wanted: Evaluation) -> dict[str, float]:
 def missing_evaluations(
     results: ResultTable, options: argparse.Namespace, name: str, kind: str
 ) -> Iterator[Evaluation]:
-    """Yields the trials, or the runs of models whose trials are complete, that the results do not have yet."""
+    """Yields the trials, or the runs of models whose trials are complete, that the results do not have yet.
+
+    Without trials, runs have default parameters.
+    """
     for model in options.models:
         here = (name, options.rows, model)
-        where = (options.data_dir, options.device)
+        where = (options.data_dir, options.device, options.trials > 0)
         quick = MODELS[model].quick if options.quick else {}
         drawn = [{**MODELS[model].draw(number), **quick} for number in range(options.trials)]
         wanted = [Evaluation(*here, "trial", number, chosen, *where) for number, chosen in enumerate(drawn)]
         if kind == "run":
-            best = best_trial(results.rows, [trial.key for trial in wanted])
+            best = best_trial(results.rows, [trial.key for trial in wanted]) if wanted else quick
             runs = range(options.runs) if best is not None else ()
             wanted = [Evaluation(*here, "run", number, best, *where) for number in runs]
         yield from (each for each in wanted if not results.has(each.key))

@@ -65,17 +65,25 @@ FOREST_SPACE = {
     "max_features": ["sqrt", 0.3, 0.6],
 }
 BOOST_SPACE = {"learning_rate": [0.02, 0.05, 0.1, 0.2]}
+XGBOOST_SPACE = {
+    **BOOST_SPACE,
+    "n_estimators": [100, 200, 400],
+    "max_depth": [3, 4, 6, 8],
+    "subsample": [0.7, 1.0],
+    "colsample_bytree": [0.5, 0.8, 1.0],
+    "min_child_weight": [1, 5],
+}
 
 
-def _memory(similarity: str, **space: list[Any]) -> Model:
-    """A memory with an MLP. ``space`` replaces entries of the space."""
+def _memory(similarity: str, **fixed: Any) -> Model:
+    """A memory with an MLP; ``fixed`` parameters are not drawn."""
 
     def build(parameters: Parameters, context: Context) -> ClassifierMixin:
         return AdaptiveMemoryClassifier(
-            **parameters, similarity=similarity, random_state=context.seed, device=context.device
+            **{**parameters, **fixed}, similarity=similarity, random_state=context.seed, device=context.device
         )
 
-    return Model(build, {**MEMORY_SPACE, **space}, {"n_cases": 16, "max_epochs": 2})
+    return Model(build, MEMORY_SPACE, {"n_cases": 16, "max_epochs": 2})
 
 
 def _projection(parameters: Parameters, context: Context) -> ClassifierMixin:
@@ -83,6 +91,10 @@ def _projection(parameters: Parameters, context: Context) -> ClassifierMixin:
     model = AdaptiveMemoryClassifier(
         **parameters, readout="projection", random_state=context.seed, device=context.device
     )
+    return _with_categories(model, context)
+
+
+def _with_categories(model: ClassifierMixin, context: Context) -> ClassifierMixin:
     return make_pipeline(FunctionTransformer(mark_categories, kw_args={"categories": context.categories}), model)
 
 
@@ -117,13 +129,17 @@ def _xgboost(parameters: Parameters, context: Context) -> ClassifierMixin:
     return xgboost.XGBClassifier(**parameters, random_state=context.seed, n_jobs=1, tree_method="hist")
 
 
+def _xgboost_categories(parameters: Parameters, context: Context) -> ClassifierMixin:
+    return _with_categories(_xgboost({**parameters, "enable_categorical": True}, context), context)
+
+
 MODELS = {
     "M-Hop": _memory("dot"),
     "K2-Hop": _memory("kernel"),
     "A-Hop": _memory("adaptive"),
-    "A-Hop, both bases": _memory("adaptive", bases=[("dis", "dot")]),
-    "A-Hop, feature blocks": _memory("adaptive", bases=[("dis", "dot")], embedding_dim=[None], blocks=["feature"]),
-    "A-Hop, resolutions": _memory("adaptive", bases=[("dis", "dot")], embedding_dim=[16], blocks=[[None, 4]]),
+    "A-Hop, both bases": _memory("adaptive", bases=("dis", "dot")),
+    "A-Hop, feature blocks": _memory("adaptive", bases=("dis", "dot"), embedding_dim=None, blocks="feature"),
+    "A-Hop, resolutions": _memory("adaptive", bases=("dis", "dot"), embedding_dim=16, blocks=[None, 4]),
     "adaptive memory": Model(_projection, {"n_cases": [1024, 2048, 4096], "linear": [True, False]}, {"n_cases": 64}),
     "Extra Trees": _forest(ExtraTreesClassifier),
     "Random Forest": _forest(RandomForestClassifier),
@@ -132,18 +148,8 @@ MODELS = {
         {"n_estimators": [100, 200, 400], "learning_rate": [0.1, 0.3, 1.0], "max_depth": [1, 2, 3]},
         {"n_estimators": 10},
     ),
-    "XGBoost": Model(
-        _xgboost,
-        {
-            **BOOST_SPACE,
-            "n_estimators": [100, 200, 400],
-            "max_depth": [3, 4, 6, 8],
-            "subsample": [0.7, 1.0],
-            "colsample_bytree": [0.5, 0.8, 1.0],
-            "min_child_weight": [1, 5],
-        },
-        {"n_estimators": 10},
-    ),
+    "XGBoost": Model(_xgboost, XGBOOST_SPACE, {"n_estimators": 10}),
+    "XGBoost, categories": Model(_xgboost_categories, XGBOOST_SPACE, {"n_estimators": 10}),
     "HistGradientBoosting": Model(
         _histogram_boosting,
         {
@@ -160,7 +166,7 @@ MODELS = {
 
 def available(names: Iterable[str]) -> list[str]:
     """Returns the models whose packages are installed, and prints the others."""
-    missing = [name for name in names if name == "XGBoost" and not importlib.util.find_spec("xgboost")]
+    missing = [name for name in names if name.startswith("XGBoost") and not importlib.util.find_spec("xgboost")]
     if missing:
         print(f"not installed, skipped: {', '.join(missing)}")
     return [name for name in names if name not in missing]
