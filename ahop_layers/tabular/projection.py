@@ -220,7 +220,7 @@ def fit_projection(
     """
     spread = (examples.columns - examples.columns.mean(0)).abs().mean(0).cpu() + torch.finfo(torch.float64).eps
     history, settings = _learn(network, examples, spread, damage, linear, generator, effort)
-    network.feature_weight[network.used] = settings.features.exp()
+    network.feature_weight[network.used] = settings.features.exp().to(network.feature_weight)
     network.column_weight.copy_(settings.column_weight(network.blocks.cpu(), spread))
     network.similarity.w.copy_(settings.rank_weight())
     return (history, *_solve(network, examples, damage, settings, generator))
