@@ -84,6 +84,8 @@ def test_the_default_memory_gets_categories():
     assert model.score(X[1::2], y[1::2]) > 0.95
     assert model[-1].network_.binary.sum() == 5
     assert model[-1].readout_ == "projection"
+    frame = model[0].transform(np.array([[4.0, 0.5]]))
+    assert frame[0].cat.codes.tolist() == [4]  # as in any other part of the table
 
 
 def test_the_best_trial_needs_all_trials():

@@ -65,6 +65,7 @@ FOREST_SPACE = {
     "max_features": ["sqrt", 0.3, 0.6],
 }
 BOOST_SPACE = {"learning_rate": [0.02, 0.05, 0.1, 0.2]}
+CODES = 256  # more than a category of these tables has
 XGBOOST_SPACE = {
     **BOOST_SPACE,
     "n_estimators": [100, 200, 400],
@@ -99,10 +100,12 @@ def _with_categories(model: ClassifierMixin, context: Context) -> ClassifierMixi
 
 
 def mark_categories(X: np.ndarray, categories: np.ndarray) -> "pd.DataFrame":
-    """Returns a data frame in which the columns of a mask have the dtype ``category``."""
+    """Returns a data frame in which the columns of a mask are categories, with equal codes in all parts of a table."""
     import pandas as pd
 
-    return pd.DataFrame(X).astype(dict.fromkeys(np.flatnonzero(categories), "category"))
+    columns = np.flatnonzero(categories)
+    frame = pd.DataFrame(X).astype(dict.fromkeys(columns, int))
+    return frame.astype(dict.fromkeys(columns, pd.CategoricalDtype(range(CODES))))
 
 
 def _forest(kind: type[ClassifierMixin]) -> Model:
