@@ -25,6 +25,7 @@ from ahop_layers.tabular import AdaptiveMemoryClassifier
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
 from benchmarks.harness.memory import Result, in_own_process, peak, reset_peak
 from benchmarks.paper.tabular.data import files_of, load
+from benchmarks.paper.tabular.models import mark_categories
 
 HELP = {
     "patterns": "number of stored patterns",
@@ -34,8 +35,6 @@ HELP = {
     "features": "features of an instance",
     "heads": "heads of the pooling",
     "embed": "width of a linear layer before the pooling, so that every instance gets a gradient; 0 for none",
-    "epochs": "epochs of the fit, without early stopping",
-    "cases": "stored cases of the classifier",
 }
 
 
@@ -75,19 +74,20 @@ def pooling_cost(instances: int, features: int, heads: int, embed: int, device: 
     return cost(lambda: forward_and_backward(bag), device)[1:]
 
 
-def fit_cost(folder: Path, epochs: int, cases: int, device: str) -> tuple[float, float]:
-    """Returns the seconds of a fit without early stopping, and its test accuracy."""
+def fit_cost(folder: Path, device: str) -> tuple[float, float]:
+    """Returns the seconds of a fit with default parameters, and its test accuracy."""
     split = load("adult", folder, 0)
-    model = AdaptiveMemoryClassifier(cases, max_epochs=epochs, patience=None, random_state=0, device=device)
+    X, test_X = (mark_categories(part, split.categories) for part in (split.X, split.test_X))
+    model = AdaptiveMemoryClassifier(random_state=0, device=device)
     start = time.perf_counter()
-    model.fit(split.X, split.y)
-    return time.perf_counter() - start, model.score(split.test_X, split.test_y)
+    model.fit(X, split.y)
+    return time.perf_counter() - start, model.score(test_X, split.test_y)
 
 
-def predict_cost(folder: Path, cases: int, device: str) -> int:
+def predict_cost(folder: Path, device: str) -> int:
     """Returns the peak bytes of a prediction."""
-    split = load("adult", folder, 0, rows=2000)  # the prediction could reuse the memory of a larger fit
-    model = AdaptiveMemoryClassifier(cases, max_epochs=1, random_state=0, device=device).fit(split.X, split.y)
+    split = load("adult", folder, 0, rows=6000)  # the prediction could reuse the memory of a larger fit
+    model = AdaptiveMemoryClassifier(random_state=0, device=device).fit(split.X, split.y)
     rows = np.resize(split.X, (100_000, split.X.shape[1]))
     probabilities, _, most = cost(lambda: model.predict_proba(rows), device)
     return most - probabilities.nbytes
@@ -113,9 +113,9 @@ def tabular(options: argparse.Namespace) -> None:
     """Measures and prints a fit and a prediction of the tabular classifier."""
     with explain_missing_data():
         files_of("adult", options.data_dir)
-    most = in_own_process(predict_cost, options.data_dir, options.cases, options.device)
-    seconds, accuracy = in_own_process(fit_cost, options.data_dir, options.epochs, options.cases, options.device)
-    size = f"Adult, {options.epochs} epochs, {options.cases} cases, {options.device}, {torch.get_num_threads()} threads"
+    most = in_own_process(predict_cost, options.data_dir, options.device)
+    seconds, accuracy = in_own_process(fit_cost, options.data_dir, options.device)
+    size = f"Adult, default parameters, {options.device}, {torch.get_num_threads()} threads"
     print(f"{size}: fit {seconds:.1f} s, test accuracy {accuracy:.4f}; {most / 1e6:.0f} MB to predict 100,000 rows")
 
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     command(recall, "the recall of an associative memory", patterns=1_000_000, dim=64, queries=64)
     command(mil, "the pooling of one large bag", instances=100_000, features=512, heads=8, embed=0)
-    add_data_dir(command(tabular, "the tabular classifier", epochs=100, cases=256), "tabular/")
+    add_data_dir(command(tabular, "the tabular classifier"), "tabular/")
     options = parser.parse_args(arguments)
     options.measure(options)
 

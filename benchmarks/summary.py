@@ -7,8 +7,10 @@ from statistics import mean, stdev
 from benchmarks.harness.report import group, number, table
 from benchmarks.harness.rows import Row
 from benchmarks.kernels_report import has_blocks
+from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.mil.report import NAMES as POOLINGS
 from benchmarks.paper.retrieval.report import GUESSED, LIMIT, REFERENCE
+from benchmarks.paper.tabular.report import AREA_SETS, TITLES
 from benchmarks.search.ours import OURS
 
 ATTENTIONS = ("dot", "adaptive:blocks=4")
@@ -85,9 +87,11 @@ def accuracy(retrieval: Sequence[Row], bags: Sequence[Row], images: Sequence[Row
         here = [row for row in images if (row["setup"], row["measure"]) == ("working", measure)]
         kept = [row for row in here if row["attention"] in ATTENTIONS]
         body += _line(f"CIFAR-10, small ViT, {title}, accuracy", _values(kept, "attention", by="seed"), *ATTENTIONS)
-    areas = [row for row in tables if (row["kind"], row["measure"]) == ("run", "roc_auc")]
-    entries = _values(areas, "model", by="number")
-    body += _line(f"{len(group(areas, 'set'))} tables, mean ROC AUC", entries, "M-Hop", "A-Hop", digits=4)
+    for measure, names in (("accuracy", set(TABULAR) - set(AREA_SETS)), ("roc_auc", AREA_SETS)):
+        tuned = [row for row in tables if (row["settings"], row["kind"]) == ("all rows", "run")]
+        here = [row for row in tuned if row["measure"] == measure and row["set"] in names]
+        title = f"{len(group(here, 'set'))} tables, mean {TITLES[measure]}"
+        body += _line(title, _values(here, "model", by="number"), "M-Hop", "adaptive memory", digits=4)
     header = ["comparison", "dot product", "adaptive", "best other method"]
     return f"{table(header, body)}\n\n{RULE}"
 

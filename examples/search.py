@@ -43,11 +43,11 @@ def methods(patterns: Tensor, epochs: int, lr: float, seed: int) -> dict[str, Fi
     }
 
 
-def draw(patterns: Tensor, index: Tensor, query: Tensor, found: dict[str, Tensor]) -> Figure:
+def draw(
+    patterns: Tensor, index: Tensor, query: Tensor, found: dict[str, Tensor], accuracy: dict[str, float]
+) -> Figure:
     """Draws each query with its original and with what each method found, marked as right or wrong."""
-    right = {
-        f"{name}\n{(chosen == index).double().mean():.0%} right": chosen == index for name, chosen in found.items()
-    }
+    right = {f"{name}\naccuracy {accuracy[name]:.0%}": chosen == index for name, chosen in found.items()}
     answers = dict(zip(right, (patterns[chosen] for chosen in found.values()), strict=True))
     figure = draw_rows({"original": patterns[index], "query": query, **answers}, draw_digit, 0.8, 0.85, right)
     figure.suptitle(f"{SHOWN:.0%} of the pixels replaced", fontsize=10)
@@ -68,7 +68,8 @@ def compare(options: argparse.Namespace) -> tuple[dict[str, dict[float, list[flo
                 accuracy = (find(query) == index).double().mean().item()
                 accuracies.setdefault(name, {}).setdefault(level, []).append(accuracy)
     index, query = damage(SHOWN).sample(patterns, 14, generator)
-    return accuracies, draw(patterns, index, query, {name: find(query) for name, find in found.items()})
+    shown = {name: means[SHOWN][-1] for name, means in accuracies.items()}
+    return accuracies, draw(patterns, index, query, {name: find(query) for name, find in found.items()}, shown)
 
 
 def make_parser() -> cli.Parser:

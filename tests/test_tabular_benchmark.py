@@ -19,7 +19,7 @@ from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
 from benchmarks.paper.tabular.measure import missing_evaluations
 from benchmarks.paper.tabular.models import MODELS, Context, available
 from benchmarks.paper.tabular.pool import make_pool
-from benchmarks.paper.tabular.report import best_trial
+from benchmarks.paper.tabular.report import best_trial, overview
 from benchmarks.paper.tabular.tables import NAMES
 
 pytestmark = pytest.mark.slow
@@ -202,6 +202,18 @@ def test_damaged_tables_are_averaged_over_what_all_models_have(tmp_path):
     assert "| XGBoost | damaged | **0.900** |" in damaged.report(stored)
     damaged.draw(stored, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_the_overview_has_the_main_measure_of_tuned_models():
+    stored = []
+    for name, settings, shift in (("bank", "all rows", 0.0), ("bank", "all rows, default parameters", 0.1)):
+        for model, value in (("adaptive memory", 0.9), ("XGBoost", 0.8)):
+            key = {"set": name, "settings": settings, "model": model, "kind": "run"}
+            for measure in ("accuracy", "roc_auc"):
+                figures = (value + shift - 0.2 * (measure == "accuracy") + step for step in (-0.01, 0.01))
+                stored += [{**key, "measure": measure, "value": str(figure)} for figure in figures]
+    text = overview(stored)
+    assert "| bank | ROC AUC | **0.9000** ± 0.0141 |  |  |  | 0.8000 ± 0.0141 |  |" in text
 
 
 class Division(NamedTuple):

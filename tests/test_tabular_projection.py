@@ -69,10 +69,9 @@ def leave_one_out(damage: float) -> tuple[ProjectionNetwork, Examples, torch.Ten
     weight = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 2, 60))
     weight /= weight.mean()
     encoding = RowEncoding(rows, weight, [])
-    columns = encoding(rows)
     target = torch.from_numpy(TARGET[:60, None] - TARGET[:60].mean()) / 50
-    network = ProjectionNetwork(encoding, columns, 10)
-    examples = Examples(columns, target, weight, weight)
+    network = ProjectionNetwork(encoding, encoding(rows), 10)
+    examples = Examples(rows, target, weight, weight)
     _, judged, outputs = fit_projection(network, examples, damage, True, torch.Generator().manual_seed(0))
     return network, examples, outputs[judged.argsort()]
 
@@ -90,8 +89,8 @@ def test_leave_one_out_outputs_are_those_of_fits_without_the_row(monkeypatch):
 
     monkeypatch.setattr("ahop_layers.tabular.projection._learn", remember)
     network, examples, outputs = leave_one_out(0.0)
-    kernel = network.score_columns(examples.columns).exp()
-    kernel += found["linear"] / 10 * examples.columns @ network.cases.T
+    kernel = network.scores(examples.rows).exp()
+    kernel += found["linear"] / 10 * network.encoding(examples.rows) @ network.cases.T
     for row in range(0, 60, 7):
         weight = examples.weight.clone()
         weight[row] = 0
@@ -102,9 +101,9 @@ def test_leave_one_out_outputs_are_those_of_fits_without_the_row(monkeypatch):
 
 def test_scores_are_those_of_the_adaptive_similarity():
     network, examples, _ = leave_one_out(0.3)
-    scaled = examples.columns * network.feature_weight
+    scaled = network.encoding(examples.rows) * network.feature_weight
     distances = (scaled[:, None] - scaled).abs().sort(-1).values.cumsum(-1)
-    torch.testing.assert_close(network.score_columns(examples.columns), -distances @ network.similarity.w[0])
+    torch.testing.assert_close(network.scores(examples.rows), -distances @ network.similarity.w[0])
     assert (network.similarity.w[0, :-1] != 0).all()  # rank weights are learned from damaged rows
     network, examples, _ = leave_one_out(0.0)
     assert (network.similarity.w[0, :-1] == 0).all()

@@ -18,7 +18,7 @@ from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError
 from ahop_layers.tabular import projection
 from ahop_layers.tabular.columns import Categories, Gaps, RowEncoding
-from ahop_layers.tabular.network import CaseNetwork, Encoding, apply_in_chunks
+from ahop_layers.tabular.network import CHUNK, CaseNetwork, Encoding, apply_in_chunks
 from ahop_layers.tabular.projection import ProjectionNetwork, calibrate, fit_projection
 from ahop_layers.tabular.rows import TrainingSet, choose_cases, hold_out
 from ahop_layers.tabular.settings import given_settings, is_integer, resolve
@@ -49,11 +49,11 @@ class TabularEstimator(BaseEstimator):  # type: ignore[misc]
         rows: Array = validate_data(self, X, dtype=np.float64, reset=False)
         return rows
 
-    def _apply(self, function: Callable[[Tensor], Tensor], rows: Array) -> Array:
+    def _apply(self, function: Callable[[Tensor], Tensor], rows: Array, size: int = CHUNK) -> Array:
         with torch.inference_mode():
             # Copies read-only rows, which from_numpy does not support.
             tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
-            result: Array = apply_in_chunks(function, tensor).numpy()
+            result: Array = apply_in_chunks(function, tensor, size).numpy()
         return result
 
     def _check_device(self) -> torch.device:
@@ -201,12 +201,16 @@ class AdaptiveMemory(TabularEstimator):
             weights, cases = self.network_.scores(part).softmax(-1).topk(int(n_nearest))
             return torch.stack([weights, cases.to(weights.dtype)], 1)
 
-        weights, cases = self._apply(heaviest, rows).swapaxes(0, 1)
+        weights, cases = self._apply(heaviest, rows, self._rows_at_once()).swapaxes(0, 1)
         return cases.astype(np.int64), weights
 
     def _outputs(self, X: ArrayLike) -> Array:
         rows = self._check_rows(X)
-        return self._apply(self.network_, rows)
+        return self._apply(self.network_, rows, self._rows_at_once())
+
+    def _rows_at_once(self) -> int:
+        """The number of rows for which a matrix of scores has 8 MB."""
+        return max(1, 2**20 // len(self.cases_))
 
     def _check_rows(self, X: ArrayLike) -> Array:
         check_is_fitted(self, self._fitted)
@@ -281,7 +285,7 @@ class AdaptiveMemory(TabularEstimator):
         groups = rows.target if outputs > 1 else np.zeros(len(X))
         typical = {group: np.median(rows.weight[groups == group]) for group in np.unique(groups)}
         unit = torch.from_numpy(np.minimum(rows.weight, [typical[group] for group in groups]))
-        examples = projection.Examples(apply_in_chunks(encoding, X), values - mean, weight, unit)
+        examples = projection.Examples(X, values - mean, weight, unit)
         generator = torch.Generator().manual_seed(random.randint(np.iinfo(np.int32).max))
         effort = projection.LARGE if large else projection.SMALL
         history, judged, left_out = fit_projection(

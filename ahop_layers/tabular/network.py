@@ -173,6 +173,6 @@ def _dropout(values: Tensor, probability: float, generator: torch.Generator) -> 
     return values * mask.div_(1 - probability)
 
 
-def apply_in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+def apply_in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor, size: int = CHUNK) -> Tensor:
     """Apply ``function`` to chunks of the rows to bound memory, and concatenate the results."""
-    return torch.cat([function(part) for part in torch.split(rows, CHUNK)])
+    return torch.cat([function(part) for part in torch.split(rows, size)])

@@ -46,12 +46,12 @@ LARGE = Effort(80, 1024, 2**27, torch.float32, shapes=True)
 
 
 class Examples(NamedTuple):
-    """Encoded rows ``(n, columns)``, targets ``(n, outputs)`` with mean 0, weights ``(n,)``, and units ``(n,)``.
+    """Rows ``(n, features)``, targets ``(n, outputs)`` with mean 0, weights ``(n,)``, and units ``(n,)``.
 
     The unit of a row is the part of its weight that is left out: a row with a large weight may be several equal rows.
     """
 
-    columns: Tensor
+    rows: Tensor
     target: Tensor
     weight: Tensor
     unit: Tensor
@@ -218,7 +218,9 @@ def fit_projection(
         The leave-one-out error of each step, the indices of up to ``JUDGED_ROWS`` rows, and their leave-one-out outputs
         ``(rows, outputs)``.
     """
-    spread = (examples.columns - examples.columns.mean(0)).abs().mean(0).cpu() + torch.finfo(torch.float64).eps
+    # Rows are sorted by target, so that every k-th one is a fair sample.
+    sample = network.encoding(examples.rows[:: math.ceil(len(examples.rows) / JUDGED_ROWS)])
+    spread = (sample - sample.mean(0)).abs().mean(0).cpu() + torch.finfo(torch.float64).eps
     history, settings = _learn(network, examples, spread, damage, linear, generator, effort)
     network.feature_weight[network.used] = settings.features.exp().to(network.feature_weight)
     network.column_weight.copy_(settings.column_weight(network.blocks.cpu(), spread))
@@ -236,7 +238,7 @@ def _learn(
     effort: Effort,
 ) -> tuple[list[float], Settings]:
     """Minimize the leave-one-out error of samples, whose rows are their own cases, with Adam."""
-    place, count, blocks = examples.columns.device, len(examples.columns), network.blocks.cpu()
+    place, count, blocks = examples.rows.device, len(examples.rows), network.blocks.cpu()
     settings = _start(network, examples, linear, generator)
     free = (True, effort.shapes, damage > 0, True, linear, True)
     adam = Adam([value for value, learned in zip(settings, free, strict=True) if learned])
@@ -250,7 +252,8 @@ def _learn(
     history = []
     for step in range(effort.steps):
         chosen = _draw(count, max(most, 16), generator).to(place)
-        columns, target, weight, unit = (part[chosen].to(effort.dtype) for part in examples)
+        rows, *parts = (part[chosen] for part in examples)
+        columns, target, weight, unit = (part.to(effort.dtype) for part in (network.encoding(rows), *parts))
         own = asked = kernel(columns, columns)
         if damage:
             asked = kernel(_damaged(network, columns, damage, generator), columns)
@@ -268,8 +271,8 @@ def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generat
 
     Settings are on the CPU: sums over the columns of a feature are not reproducible on a GPU.
     """
-    chosen = _draw(len(examples.columns), SMALL.rows, generator).to(examples.columns.device)
-    sample = network.encoding.add_ramps(examples.columns[chosen])
+    chosen = _draw(len(examples.rows), SMALL.rows, generator).to(examples.rows.device)
+    sample = network.encoding.add_ramps(network.encoding(examples.rows[chosen]))
     distances = torch.cdist(sample, sample, p=1)
     distances = distances[distances > 0]
     typical = distances.median() if len(distances) else torch.ones(())
@@ -309,24 +312,25 @@ def _solve(
     network: ProjectionNetwork, examples: Examples, damage: float, settings: Settings, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Set the readout and the linear part; return some rows and their leave-one-out outputs."""
-    factor = settings.linear.exp() / examples.columns.shape[1]
+    factor = settings.linear.exp() / network.cases.shape[1]
 
-    def kernel(rows: Tensor) -> Tensor:
-        return network.score_columns(rows).exp() + factor * rows @ network.cases.T
+    def kernel(columns: Tensor) -> Tensor:
+        return network.score_columns(columns).exp() + factor * columns @ network.cases.T
 
     # Features whose inner products are the kernel of the cases, without the directions of negative eigenvalues.
     values, vectors = torch.linalg.eigh(kernel(network.cases))
     kept = values > values.max() * len(values) * torch.finfo(values.dtype).eps
     basis = vectors[:, kept] / values[kept].sqrt()
     gram, moments = torch.zeros((), dtype=basis.dtype), torch.zeros((), dtype=basis.dtype)
-    for columns, target, weight, _ in zip(*(torch.split(part, CHUNK) for part in examples), strict=True):
-        own = kernel(columns) @ basis
+    for rows, target, weight, _ in zip(*(torch.split(part, CHUNK) for part in examples), strict=True):
+        own = kernel(network.encoding(rows)) @ basis
         weighted = (own * weight[:, None]).T
         gram, moments = gram + weighted @ own, moments + weighted @ target
     values, vectors = torch.linalg.eigh(gram)
     basis, moments = basis @ vectors, vectors.T @ moments
-    judged = _draw(len(examples.columns), JUDGED_ROWS, generator).to(basis.device)
-    columns, target, weight, unit = (part[judged] for part in examples)
+    judged = _draw(len(examples.rows), JUDGED_ROWS, generator).to(basis.device)
+    rows, target, weight, unit = (part[judged] for part in examples)
+    columns = network.encoding(rows)
     own = asked = apply_in_chunks(kernel, columns) @ basis
     if damage:
         asked = apply_in_chunks(kernel, _damaged(network, columns, damage, generator)) @ basis

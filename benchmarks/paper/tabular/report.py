@@ -4,7 +4,7 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.harness.report import bold_best_in_columns, group, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.models import MODELS, Parameters
@@ -29,19 +29,36 @@ def report(rows: Sequence[Row]) -> str:
     """A table for each data set and number of rows; the best model is bold."""
     parts = []
     for (name, settings), mine in group(rows, "set", "settings").items():
-        devices = " and ".join(dict.fromkeys(row["device"] for row in mine))
         main, other = ("roc_auc", "accuracy") if name in AREA_SETS else ("accuracy", "roc_auc")
         body = []
         for model in MODELS:
             cells = [row for row in mine if row["model"] == model]
             if any(row["kind"] == "run" for row in cells):
-                body.append([model, *_figures(cells, main, other, TABULAR.get(name, {}).get(model))])
+                devices = dict.fromkeys(row["device"] for row in cells)
+                figures = _figures(cells, main, other, TABULAR.get(name, {}).get(model))
+                body.append([model, *figures, ", ".join(devices)])
         if body:
             columns = [TITLES[main], "standard deviation", "paper", "minus paper", TITLES[other], "CPU seconds per run"]
-            caption = f"Test results on {name}, {settings}, measured on {devices}."
-            header = ["model", "trials", "runs", *columns]
+            caption = f"Test results on {name}, {settings}."
+            header = ["model", "trials", "runs", *columns, "measured on"]
             parts += [caption, table(header, bold_best_in_columns(body, {3: max, 7: max}))]
     return "\n\n".join(parts)
+
+
+OVERVIEW = ("adaptive memory", "A-Hop", "Random Forest", "HistGradientBoosting", "XGBoost", "XGBoost, categories")
+
+
+def overview(rows: Sequence[Row]) -> str:
+    """The main measure of a few tuned models on all data sets: mean and standard deviation."""
+    body = []
+    for (name,), mine in group([row for row in rows if row["settings"] == "all rows"], "set").items():
+        main = "roc_auc" if name in AREA_SETS else "accuracy"
+        here = [row for row in mine if (row["kind"], row["measure"]) == ("run", main)]
+        values = {model: [float(row["value"]) for row in cells] for (model,), cells in group(here, "model").items()}
+        means = bold_best([f"{statistics.mean(values[model]):.4f}" if model in values else "" for model in OVERVIEW])
+        spreads = [f" ± {statistics.stdev(values[model]):.4f}" if model in values else "" for model in OVERVIEW]
+        body.append([name, TITLES[main], *(mean + spread for mean, spread in zip(means, spreads, strict=True))])
+    return table(["data set", "score", *OVERVIEW], body)
 
 
 def _figures(cells: Sequence[Row], main: str, other: str, paper: float | None) -> list[str]:
