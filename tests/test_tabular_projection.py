@@ -376,3 +376,10 @@ def test_tables_with_many_rows_have_an_mlp(monkeypatch):
     monkeypatch.setattr(base, "PROJECTION_ROWS", 100)
     assert AdaptiveMemoryClassifier(random_state=0).fit(X, Y).readout_ == "mlp"
     assert AdaptiveMemoryClassifier(readout="projection", random_state=0).fit(X, Y).readout_ == "projection"
+
+
+def test_verbose_prints_every_step(capsys):
+    model = AdaptiveMemoryClassifier(verbose=True, random_state=0).fit(X[::3], Y[::3])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(model.history_) == 40
+    assert lines[-1] == f"step 40/40: leave-one-out error {model.history_[-1]:.4f}"

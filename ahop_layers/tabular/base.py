@@ -288,16 +288,18 @@ class AdaptiveMemory(TabularEstimator):
         examples = projection.Examples(X, values - mean, weight, unit)
         generator = torch.Generator().manual_seed(random.randint(np.iinfo(np.int32).max))
         effort = projection.LARGE if large else projection.SMALL
+
+        def on_step(step: int, error: float) -> None:
+            if self.verbose:
+                print(f"step {step}/{effort.steps}: leave-one-out error {error:.4f}", flush=True)
+
         history, judged, left_out = fit_projection(
-            network.to(device), examples.to(device), self.damage, bool(self.linear), generator, effort
+            network.to(device), examples.to(device), self.damage, bool(self.linear), generator, effort, on_step
         )
         network.cpu().intercept = mean
         if outputs > 1:
             judged = judged.cpu()
             calibrate(network, left_out.cpu(), target[judged].long(), weight[judged])
-        for step, error in enumerate(history, 1):
-            if self.verbose:
-                print(f"step {step}/{len(history)}: leave-one-out error {error:.4f}", flush=True)
         return network, chosen, history
 
     def _fit_mlp(

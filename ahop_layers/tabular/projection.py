@@ -1,6 +1,7 @@
 """A memory of cases with a closed-form readout, the regularized pseudo-inverse."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.tabular.columns import CATEGORY, RowEncoding
 from ahop_layers.tabular.network import CHUNK, apply_in_chunks
 from ahop_layers.training import rise_and_fall
+
+OnStep = Callable[[int, float], None]
 
 LEARNING_RATE = 0.15
 # Penalties on the squared logarithms of the weights, divided by the number of rows.
@@ -200,6 +203,7 @@ def fit_projection(
     linear: bool,
     generator: torch.Generator,
     effort: Effort = SMALL,
+    on_step: OnStep = lambda step, error: None,
 ) -> tuple[list[float], Tensor, Tensor]:
     """Learn the similarity on samples of the rows, then solve for the readout on all of them.
 
@@ -213,6 +217,7 @@ def fit_projection(
         linear: whether there is a linear part.
         generator: draws samples and damage, on the CPU.
         effort: how the similarity is learned.
+        on_step: called after each step with its number and its leave-one-out error.
 
     Returns:
         The leave-one-out error of each step, the indices of up to ``JUDGED_ROWS`` rows, and their leave-one-out outputs
@@ -221,7 +226,7 @@ def fit_projection(
     # Rows are sorted by target, so that every k-th one is a fair sample.
     sample = network.encoding(examples.rows[:: math.ceil(len(examples.rows) / JUDGED_ROWS)])
     spread = (sample - sample.mean(0)).abs().mean(0).cpu() + torch.finfo(torch.float64).eps
-    history, settings = _learn(network, examples, spread, damage, linear, generator, effort)
+    history, settings = _learn(network, examples, spread, damage, linear, generator, effort, on_step)
     network.feature_weight[network.used] = settings.features.exp().to(network.feature_weight)
     network.column_weight.copy_(settings.column_weight(network.blocks.cpu(), spread))
     network.similarity.w.copy_(settings.rank_weight())
@@ -236,6 +241,7 @@ def _learn(
     linear: bool,
     generator: torch.Generator,
     effort: Effort,
+    on_step: OnStep,
 ) -> tuple[list[float], Settings]:
     """Minimize the leave-one-out error of samples, whose rows are their own cases, with Adam."""
     place, count, blocks = examples.rows.device, len(examples.rows), network.blocks.cpu()
@@ -263,6 +269,7 @@ def _learn(
         penalty = sum(strength * values.square().sum() for strength, values in penalties)
         history.append(error.item())
         adam.step(error.cpu() + penalty / count, LEARNING_RATE * rise_and_fall(step, effort.steps))
+        on_step(step + 1, history[-1])
     return history, Settings(*(value.detach() for value in settings))
 
 
