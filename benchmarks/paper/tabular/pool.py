@@ -26,9 +26,9 @@ class Measurement(Protocol):
 
 
 class Pool:
-    """Processes with one thread each, and the time after which no measurement starts."""
+    """Processes with one thread each, or this one without an executor, and the time after which nothing starts."""
 
-    def __init__(self, executor: ProcessPoolExecutor, minutes: float) -> None:
+    def __init__(self, executor: ProcessPoolExecutor | None, minutes: float) -> None:
         self.executor, self.minutes = executor, minutes
         self.deadline = time.monotonic() + 60 * minutes
 
@@ -41,25 +41,42 @@ class Pool:
             Whether all of it was measured before the time was up.
         """
         missing = [each for each in wanted if not results.has(each.key)]
-        futures = {self.executor.submit(function, each): each for each in missing}
-        for done, future in enumerate(as_completed(futures), 1):
-            if future.cancelled():
-                continue
-            each, figures = futures[future], future.result()
+        for done, (each, figures) in enumerate(self._measured(missing, function), 1):
             results.add_figures(each.columns, figures)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
             print(f"{done}/{len(missing)}: {', '.join(each.key.values())}: {shown}", flush=True)
-            if time.monotonic() > self.deadline:
+        if late := self._is_late():
+            print(f"stopped after {self.minutes:g} minutes; the same command resumes here")
+        return not late
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _measured(
+        self, missing: Iterable[Measurement], function: Callable[[Any], dict[str, float]]
+    ) -> Iterator[tuple[Measurement, dict[str, float]]]:
+        if self.executor is None:
+            for each in missing:
+                yield each, function(each)
+                if self._is_late():
+                    return
+            return
+        futures = {self.executor.submit(function, each): each for each in missing}
+        for future in as_completed(futures):
+            if not future.cancelled():
+                yield futures[future], future.result()
+            if self._is_late():
                 for other in futures:
                     other.cancel()
-        if stopped := time.monotonic() > self.deadline:
-            print(f"stopped after {self.minutes:g} minutes; the same command resumes here")
-        return not stopped
 
 
 @contextmanager
 def make_pool(options: argparse.Namespace) -> Iterator[Pool]:
     """A pool with the options of :func:`add_pool_options`. An error cancels what has not started."""
+    if options.processes == 1:
+        torch.set_num_threads(1)
+        yield Pool(None, options.minutes)
+        return
     # Processes are spawned: a forked process cannot use CUDA, and inherits the thread pools of the libraries.
     executor = ProcessPoolExecutor(options.processes, get_context("spawn"), torch.set_num_threads, (1,))
     try:
