@@ -37,7 +37,7 @@ ESTIMATORS = {
     "classifier": "AdaptiveMemoryClassifier()",
     "regressor": "AdaptiveMemoryRegressor()",
     "neighbors": "AdaptiveNeighborsClassifier(epochs=10, batch_size=64, random_state=0)",
-    "blocks": "AdaptiveMemoryClassifier(n_cases=16, hidden=(16,), max_epochs=5, batch_size=32, learning_rate=0.05,"
+    "blocks": "AdaptiveMemoryClassifier(n_cases=16, hidden=(16,), max_epochs=3, batch_size=32, learning_rate=0.05,"
     " embedding_dim=None, blocks='feature', random_state=0)",
 }
 
@@ -270,7 +270,7 @@ def test_pipelines_and_searches():
     columns = ColumnTransformer([("words", OrdinalEncoder(), [4])], remainder=StandardScaler())
     model = make_pipeline(columns, AdaptiveMemoryClassifier(**SMALL))
     assert cross_val_score(model, rows, Y, cv=3).mean() > 0.8
-    search = GridSearchCV(model, {"adaptivememoryclassifier__n_cases": [8, 16]}, cv=2, n_jobs=2).fit(rows, Y)
+    search = GridSearchCV(model, {"adaptivememoryclassifier__n_cases": [8, 16]}, cv=2).fit(rows, Y)
     assert search.best_params_["adaptivememoryclassifier__n_cases"] in (8, 16)
 
 
