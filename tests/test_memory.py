@@ -757,10 +757,13 @@ patterns = torch.rand(count, 64) * 2 - 1
 memory = AssociativeMemory.preset("A-Hop", patterns, table=table, prior=True)
 memory.recall(patterns[:2])
 status = lambda name: int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
-Path("/proc/self/clear_refs").write_text("5")
-before = status("VmHWM")
-found = memory.recall(patterns[:16])
-print((status("VmHWM") - before) // 1024, int((found == torch.arange(16)).sum()))
+peaks = []
+for _ in range(2):  # the peak includes pages that the allocator keeps, which vary
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmHWM")
+    found = memory.recall(patterns[:16])
+    peaks.append(status("VmHWM") - before)
+print(min(peaks) // 1024, int((found == torch.arange(16)).sum()))
 """
 
 
