@@ -5,15 +5,19 @@ BIN    := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs-ready
 EXAMPLES := $(VENV)/.examples-ready
+THREADS ?= 1#          torch's threads in each process of the tests
+OPTIONS ?=#            further options of pytest, such as --seed-offset 1
+TESTS = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the notice about MkDocs 2
 
-.PHONY: help demo test test-fast test-models soak lint docs docs-serve pages bench sanitize test-hflayers test-oldest \
+.PHONY: help demo test test-all test-fast test-models soak lint docs docs-serve pages bench sanitize test-hflayers test-oldest \
 	test-nightly clean
 
 help:
 	@echo "make demo           run the demo: prints a table, writes figures to out/"
-	@echo "make test           run lint, type checks and the full test suite"
-	@echo "make test-fast      run the fast tests of the core only (no lint)"
+	@echo "make test           run lint, type checks and the tests (5 minutes on two cores)"
+	@echo "make test-all       the same with the tests marked full: wheels, every compile variant, two-process training"
+	@echo "make test-fast      run the fast tests of the core only, without lint (under a minute)"
 	@echo "make test-models    adapt and check models of timm, transformers, diffusers and others (about an hour)"
 	@echo "make lint           run ruff and mypy"
 	@echo "make docs           build the documentation site into site/ (strict)"
@@ -43,7 +47,7 @@ $(DOCS): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
 	touch $@
 
-# What the examples need. The tests add their own tools to the same environment.
+# What the examples need. The tests install it too, in one step with their own tools, so that the kernel is built once.
 $(EXAMPLES): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) for the examples"
 	$(call venv,$(VENV))
@@ -51,12 +55,13 @@ $(EXAMPLES): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_la
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[examples]"
 	touch $@
 
-$(READY): $(DOCS) $(EXAMPLES)
+$(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) for the tests (first run: a few minutes)"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 		-e ".[examples,tabular,dev]" transformers
 	$(call frameworks,$(VENV))
-	touch $@
+	touch $(EXAMPLES) $@
 
 # Libraries that only tests use are installed into a separate folder, which tests/frameworks.py adds to sys.path.
 # A torchvision wheel fails to import with another build of torch, and Lightning imports torchvision if it is installed.
@@ -75,11 +80,15 @@ lint: $(READY)
 
 test: lint
 	@echo "==> tests"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	$(TESTS)
+
+test-all: lint
+	@echo "==> all tests"
+	$(TESTS) --full
 
 test-fast: $(READY)
 	@echo "==> fast tests of the core"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(TESTS) -m "not slow"
 
 # The rows go to a folder of their own. "python -m benchmarks.models" replaces those of the documentation.
 test-models: $(READY)

@@ -1,10 +1,29 @@
-"""Fixtures shared by the tests."""
+"""Options and fixtures shared by the tests."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import seed_offset
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed-offset", type=int, default=0, metavar="N", help="add N to every seed of the suite")
+    parser.addoption("--full", action="store_true", help="run the tests marked full too, as make test-all does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("seed_offset"):
+        seed_offset.install(config.getoption("seed_offset"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests marked ``full``, unless they were asked for."""
+    if not config.getoption("full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -15,7 +34,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds torch. A test marked ``recorded`` compares with values of one seed, which an offset must not change."""
+    if seed_offset.offset and request.node.get_closest_marker("recorded"):
+        monkeypatch.setattr(seed_offset, "offset", 0)
+        monkeypatch.setenv(seed_offset.VARIABLE, "0")
     torch.manual_seed(0)
 
 
