@@ -39,29 +39,39 @@ define venv
 test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+
 # The site is built from the sources without importing the package, so it does not need torch.
 $(DOCS): pyproject.toml constraints.txt Makefile
 	@echo "==> setting up $(VENV) for the documentation"
 	$(call venv,$(VENV))
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
+	$(PIP) "pip>=25.1"
+	$(PIP) --group docs
 	touch $@
 
-# What the examples need. The tests install it too, in one step with their own tools, so that the kernel is built once.
+# What the examples need. The tests add their own tools to the same environment.
 $(EXAMPLES): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) for the examples"
 	$(call venv,$(VENV))
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[examples]"
+	$(PIP) "setuptools>=77"
+	$(PIP) --no-build-isolation -e ".[examples]"
 	touch $@
 
-$(READY): $(DOCS) setup.py $(wildcard ahop_layers/ops/footprint*)
+REQUIREMENTS = import tomllib; \
+	project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	extras = [project['optional-dependencies'][name] for name in ('examples', 'tabular', 'dev')]; \
+	print(*project['dependencies'], *sum(extras, []), sep='\n')
+
+# The kernel is compiled while pip installs everything else; setup.py then finds it built. Compiling takes a minute.
+$(READY): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) for the tests (first run: a few minutes)"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "setuptools>=77"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
-		-e ".[examples,tabular,dev]" transformers
+	$(call venv,$(VENV))
+	$(PIP) "pip>=25.1" "setuptools>=77"
+	$(BIN)/python -c "$(REQUIREMENTS)" > $(VENV)/requirements.txt
+	$(BIN)/python setup.py -q build_ext --inplace & $(PIP) --group docs -r $(VENV)/requirements.txt transformers && wait
+	$(PIP) --no-build-isolation -e ".[examples,tabular,dev]"
 	$(call frameworks,$(VENV))
-	touch $(EXAMPLES) $@
+	touch $(DOCS) $(EXAMPLES) $@
 
 # Libraries that only tests use are installed into a separate folder, which tests/frameworks.py adds to sys.path.
 # A torchvision wheel fails to import with another build of torch, and Lightning imports torchvision if it is installed.

@@ -6,7 +6,9 @@
 import hashlib
 import json
 import os
+import platform
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
+SOURCES = [Path("ahop_layers/ops") / name for name in ("footprint.c", "footprint_impl.h")]
+LIBRARY = Path("ahop_layers/ops/_footprint.so")
 FLAGS = [
     *("-std=gnu11", "-O3", "-g0", "-funroll-loops", "-pthread"),
     "-fno-schedule-insns",  # scheduling before register allocation makes the networks spill registers
@@ -40,6 +44,14 @@ class BuildKernel(build_ext):
             self.warn(f"the native CPU kernel was not built, plain PyTorch is used instead: {error}")
             self.extensions.clear()
 
+    def build_extension(self, ext: Extension) -> None:
+        """Copies the library of the checkout if it was built from the same sources: compiling it takes a minute."""
+        if recorded().get("source") == source_hash() and not self.force:
+            os.makedirs(os.path.dirname(self.get_ext_fullpath(ext.name)), exist_ok=True)
+            shutil.copyfile(LIBRARY, self.get_ext_fullpath(ext.name))
+        else:
+            super().build_extension(ext)
+
 
 def user_flags() -> list[str]:
     flags = os.environ.get("AHOP_CFLAGS", "")
@@ -52,8 +64,25 @@ def user_flags() -> list[str]:
 def write_record(library: Path) -> None:
     """Writes the size and hash of a library beside it. cpu.py loads only a library that matches them."""
     content = library.read_bytes()
-    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "source": source_hash()}
     library.with_suffix(".json").write_text(json.dumps(record) + "\n")
+
+
+def source_hash() -> str:
+    """Returns a hash of everything that determines the library: sources, flags, compiler and processor."""
+    compiler = [*FLAGS, *user_flags(), os.environ.get("CC", ""), sys.platform, platform.machine()]
+    parts = [path.read_bytes() for path in SOURCES] + [json.dumps(compiler).encode()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def recorded() -> dict[str, object]:
+    """Returns the record of the library in the checkout, empty if there is none or if the library differs from it."""
+    try:
+        record = json.loads(LIBRARY.with_suffix(".json").read_text())
+        intact = record["sha256"] == hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return record if intact else {}
 
 
 class PlatformWheel(bdist_wheel):
@@ -65,8 +94,8 @@ class PlatformWheel(bdist_wheel):
 
 kernel = Extension(
     "ahop_layers.ops._footprint",
-    ["ahop_layers/ops/footprint.c"],
-    depends=["ahop_layers/ops/footprint_impl.h"],
+    [str(SOURCES[0])],
+    depends=[str(path) for path in SOURCES[1:]],
 )
 setup(
     ext_modules=[] if sys.platform == "win32" else [kernel],
