@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
 from ahop_layers.training import folded_weights, parameter_groups
-from ahop_layers.variants import Biased, Masked, Mixed, Noisy
+from ahop_layers.variants import Biased, Mixed, Noisy
 from examples.bags.data import BagSet
 from examples.bags.model import BagClassifier, auc, embed_features
 from examples.common.kernel_similarity import separation_loss
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Mixed] = {
-    **{f"mask {share}": Masked(share) for share in (0.25, 0.5, 0.75)},
+    **{f"mask {share}": Mixed(share) for share in (0.25, 0.5, 0.75)},
     **{f"noise {deviation}": Noisy(deviation**2) for deviation in (0.5, 1.0, 2.0)},
     **{f"bias {size}": Biased(size) for size in (0.5, 1.0, 2.0)},
 }
