@@ -18,7 +18,7 @@ from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import scoring
 from ahop_layers.memory.batches import retrieval_batches, seeded_generator
 from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias
-from ahop_layers.memory.kernel import KernelModulation, crowding
+from ahop_layers.memory.kernel import KernelModulation, uniformity_loss
 from ahop_layers.memory.losses import pattern_loss
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
@@ -267,19 +267,19 @@ def test_separation_loss_moves_patterns_apart():
     after = memory.modulation.separation_loss(patterns)
     assert after < before - 0.5
     even = torch.nn.functional.normalize(torch.randn(100, 8), dim=-1)  # random directions
-    assert after.item() == pytest.approx(crowding(even).item(), abs=0.3)
+    assert after.item() == pytest.approx(uniformity_loss(even).item(), abs=0.3)
 
 
-def test_crowding_is_the_mean_over_pairs_of_directions():
+def test_uniformity_is_the_mean_over_pairs_of_directions():
     points = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
     unit = (points / points.norm(dim=-1, keepdim=True)).flatten(0, 1)
     expected = torch.stack([(-2 * torch.pdist(each).square()).exp().mean().log() for each in unit]).reshape(2, 3)
-    torch.testing.assert_close(crowding(points), expected)
-    torch.testing.assert_close(crowding(7 * points), expected)
-    assert torch.autograd.gradcheck(crowding, points)
-    assert torch.equal(crowding(points[..., :1, :]), torch.zeros(2, 3))
+    torch.testing.assert_close(uniformity_loss(points), expected)
+    torch.testing.assert_close(uniformity_loss(7 * points), expected)
+    assert torch.autograd.gradcheck(uniformity_loss, points)
+    assert torch.equal(uniformity_loss(points[..., :1, :]), torch.zeros(2, 3))
     many = torch.randn(512, 64)
-    torch.testing.assert_close(crowding(many.half()), crowding(many), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(uniformity_loss(many.half()), uniformity_loss(many), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("form", "trained"), [(folded_weights, 2), (trainable_forms, 3)])
