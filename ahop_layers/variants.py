@@ -94,7 +94,10 @@ class Variant(ABC):
 
 
 def as_damage(damage: object) -> Variant:
-    """Makes a variant of a damage: a variant, a function of :class:`Custom`, or a list of damages, applied in order.
+    """Makes a variant of anything that describes a damage.
+
+    Args:
+        damage: a variant, a function as in :class:`Custom`, or a list or tuple of damages, which are applied in order.
 
     >>> as_damage([Brightened(gain=2.0), lambda x: x + 1]).corrupt(torch.ones(1, 2))
     tensor([[3., 3.]])
