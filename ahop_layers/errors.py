@@ -54,6 +54,13 @@ def check_given_sizes(**sizes: object) -> None:
     check_sizes(**{name: size for name, size in sizes.items() if size is not None})
 
 
+def check_seed(**seeds: object) -> None:
+    """Raises unless every seed is an integer of 64 bits; NumPy's integers are accepted."""
+    for name, seed in seeds.items():
+        if not isinstance(seed, int | Integral) or isinstance(seed, bool) or not -(2**63) <= int(seed) < 2**64:
+            raise AHopError(f"{name} must be an integer of 64 bits, got {seed!r}")
+
+
 def check_probability(**values: object) -> None:
     """Raise unless every value is a number between 0 and 1."""
     for name, value in values.items():

@@ -1,7 +1,8 @@
 """Plots of attention maps, learned footprint weights, the steps that compute a score, and similarities of blocks.
 
 Matplotlib is imported by the first call. Figures follow its current style, and their colors are legible on light and
-dark backgrounds. They are not attached to a window: save them, or display them in a notebook.
+dark backgrounds. They are not attached to a window: save them, or display them in a notebook. Every function returns
+the figure, and raises an :class:`~ahop_layers.AHopError` if an argument is invalid.
 """
 
 from collections.abc import Sequence
@@ -53,12 +54,6 @@ def association_map(
         colorbar: whether to draw a color bar beside the map.
         ax: axes to draw on; None creates a figure.
 
-    Returns:
-        The figure.
-
-    Raises:
-        AHopError: a shape, the token or ``vmax`` is invalid.
-
     >>> weights, image = torch.rand(3, 17, 17).softmax(-1), torch.rand(1, 8, 8)
     >>> figure = association_map(weights, image, patches=(4, 4), title="block 1")
     >>> figure.axes[0].get_title()
@@ -75,7 +70,7 @@ def association_map(
     rows, columns = _grid(patches, row.shape[-1])
     grid = row[token, row.shape[-1] - rows * columns :].reshape(rows, columns)
     pixels = _as_pixels(image)
-    figure, axis = _canvas(ax, (2.4, 2.6))
+    figure, ((axis,),) = _panels(ax, 1, 1, size=(2.4, 2.6))
     height, width = pixels.shape[:2]
     axis.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
     largest = max(float(grid.max()), 1e-12) if vmax is None else vmax
@@ -91,25 +86,23 @@ def association_map(
 
 
 def _grid(patches: tuple[int, int] | None, keys: int) -> tuple[int, int]:
-    if patches is None:
-        side = isqrt(keys)
-        return side, side
-    pair = isinstance(patches, (tuple, list)) and len(patches) == 2
-    if not pair or not all(isinstance(count, int) and count >= 1 for count in patches) or prod(patches) > keys:
+    given = (isqrt(keys),) * 2 if patches is None else patches
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if not pair or not all(isinstance(count, int) and count >= 1 for count in given) or prod(given) > keys:
         raise AHopError(f"patches must be (rows, columns) with at most {keys} patches, got {patches!r}")
-    return patches[0], patches[1]
+    return given[0], given[1]
 
 
 def _as_pixels(image: Tensor) -> Tensor:
     """Normalizes an image to values from 0 to 1, ``(height, width)`` or ``(height, width, 3)``."""
-    if not isinstance(image, Tensor) or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[0] not in (1, 3)):
-        got = describe(image) if isinstance(image, Tensor) else type(image).__name__
+    shape = tuple(image.shape) if isinstance(image, Tensor) else ()
+    if len(shape) not in (2, 3) or shape[:-2] not in ((), (1,), (3,)):
+        got = shape or type(image).__name__
         raise AHopError(f"image must be (height, width) or (1 or 3, height, width), got {got}")
     pixels = image.detach().float().cpu()
-    pixels = pixels.squeeze(0) if pixels.ndim == 3 and len(pixels) == 1 else pixels
     low, high = pixels.min(), pixels.max()
     pixels = (pixels - low) / (high - low).clamp(min=1e-12)
-    return pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels
+    return pixels.permute(1, 2, 0) if shape[:-2] == (3,) else pixels.reshape(shape[-2:])
 
 
 def footprint_weights(
@@ -127,12 +120,6 @@ def footprint_weights(
         change: True plots the difference from the initial weights, those of ``reset_parameters``. It shows small
             changes, which the weights themselves, 0 and 1 at initialization, hide.
         ax: axes to draw on, for one layer with one head; None creates a figure.
-
-    Returns:
-        The figure.
-
-    Raises:
-        AHopError: ``source`` contains no similarity, or ``ax`` is given for more than one panel.
 
     >>> import ahop_layers as ah
     >>> figure = footprint_weights(ah.AdaptiveSimilarity(16, num_heads=3))
@@ -153,27 +140,22 @@ def footprint_weights(
     figure, axes = _panels(ax, heads, len(columns))
     quantity = ("change of " if change else "") + ("weight u" if folded else "weight \u03b2w")
     for column, (name, part, index) in enumerate(columns):
-        lines = _weights(part, index, folded)
+        lines, by_block = _weights(part, index, folded), part.blocks[index].blocks is not None
         if change:
             lines = lines - _weights(_reset(part), index, folded)
+        largest = "k-th most similar block" if by_block else "k-th largest similarity"
+        title = name.removesuffix("similarity").removesuffix(".") or "similarity"
+        axes[0][column].set_title(title + _blocks_of(part, index), fontsize="small")
+        axes[len(lines) - 1][column].set_xlabel(largest if folded else "k-th footprint entry", fontsize="small")
         for row in range(heads):
             panel = axes[row][column]
-            if row >= len(lines):
-                panel.set_visible(False)
-                continue
-            by_block = part.blocks[index].blocks is not None
-            _draw_weights(panel, dict(zip(part.bases, lines[row], strict=True)), by_block)
-            panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
-            if row == 0:
-                title = name.removesuffix("similarity").removesuffix(".") or "similarity"
-                panel.set_title(title + _blocks_of(part, index), fontsize="small")
+            panel.set_visible(row < len(lines))
+            if row < len(lines):
+                _draw_weights(panel, dict(zip(part.bases, lines[row], strict=True)), by_block)
+                _style(panel)
+                panel.margins(y=0.25)  # room for the legend
             if column == 0:
                 panel.set_ylabel(quantity if heads == 1 else f"head {row + 1}\n{quantity}", fontsize="small")
-            if row == len(lines) - 1:
-                largest = "k-th most similar block" if by_block else "k-th largest similarity"
-                panel.set_xlabel(largest if folded else "k-th footprint entry", fontsize="small")
-            panel.tick_params(labelsize="x-small")
-            panel.margins(y=0.25)  # room for the legend
     axes[0][0].legend(fontsize="x-small", frameon=False, ncols=2, loc="upper right", borderaxespad=0.2)
     return figure
 
@@ -181,16 +163,20 @@ def footprint_weights(
 def _draw_weights(panel: "Axes", weights: dict[str, Tensor], by_block: bool) -> None:
     """Draws the weights ``(n,)`` of each base as a line, or by rank of block as bars side by side."""
     for number, (base, line) in enumerate(weights.items()):
-        ranks = torch.arange(1, len(line) + 1)
+        ranks, color = torch.arange(1, len(line) + 1), COLORS.get(base)
         if by_block:
             width = 0.8 / len(weights)
             places = ranks + (number - (len(weights) - 1) / 2) * width
-            panel.bar(places.numpy(), line.numpy(), width, label=base, color=COLORS.get(base))
+            panel.bar(places.numpy(), line.numpy(), width, label=base, color=color)
+            panel.locator_params(axis="x", integer=True)
         else:
-            color, style = COLORS.get(base), STYLES.get(base, "-.")
+            style = STYLES.get(base, "-.")
             panel.plot(ranks.numpy(), line.numpy(), label=base, color=color, linestyle=style, linewidth=1.5)
-    if by_block:
-        panel.locator_params(axis="x", integer=True)
+
+
+def _style(panel: "Axes") -> None:
+    panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+    panel.tick_params(labelsize="x-small")
 
 
 @torch.no_grad()
@@ -209,12 +195,6 @@ def footprint_steps(
         keys: ``(S, d)``; each key is one line.
         names: names of the keys for the legend; None numbers them.
 
-    Returns:
-        The figure.
-
-    Raises:
-        AHopError: the similarity has heads, or a shape or the number of names is invalid.
-
     >>> import ahop_layers as ah
     >>> figure = footprint_steps(ah.AdaptiveSimilarity(16), torch.randn(16), torch.randn(2, 16), ["cat", "dog"])
     >>> len(figure.axes)  # two bases, four steps
@@ -228,28 +208,24 @@ def footprint_steps(
     names = [f"key {number}" for number in range(len(keys))] if names is None else list(names)
     if len(names) != len(keys):
         raise AHopError(f"names must have one entry for each of the {len(keys)} keys, got {len(names)}")
-    by_dimension = similarity.blocks[0].blocks is None and len(similarity.blocks) == 1
-    unit = "dimension" if by_dimension else "block"
-    first = f"similarity per {unit}"
-    titles = (first, "sorted", "footprint", "weighted cumulative sum")
-    kinds = [(index, base) for index in range(len(similarity.blocks)) for base in range(len(similarity.bases))]
+    unit = "dimension" if similarity.blocks[0].blocks is None and len(similarity.blocks) == 1 else "block"
+    titles = (f"similarity per {unit}", "sorted", "footprint", "weighted cumulative sum")
+    kinds = [(index, *base) for index in range(len(similarity.blocks)) for base in enumerate(similarity.bases)]
     figure, axes = _panels(None, len(kinds), len(titles), sharey=False)
-    for place, (row, (index, number)) in enumerate(zip(axes, kinds, strict=True)):
-        base, weight = similarity.bases[number], _weights(similarity, index, folded=True)[0][number]
+    for row, (index, number, base) in zip(axes, kinds, strict=True):
+        weight = _weights(similarity, index, folded=True)[0][number]
         similarities = similarity.block_similarities(query[None], keys, base, index)[0].float().cpu()
         ordered = similarities.sort(descending=True).values
         steps = (similarities, ordered, ordered.cumsum(-1), (weight * ordered).cumsum(-1))
-        for panel, lines, title in zip(row, steps, titles, strict=True):
+        for panel, lines in zip(row, steps, strict=True):
             for key, (name, line) in enumerate(zip(names, lines, strict=True)):
                 style = CYCLE[key % len(CYCLE)]
                 panel.plot(range(1, len(line) + 1), line.numpy(), label=name, linewidth=1.5, linestyle=style)
-            panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
-            panel.tick_params(labelsize="x-small")
-            if place == 0:
-                panel.set_title(title, fontsize="small")
-            if place == len(kinds) - 1:
-                panel.set_xlabel(unit if title == first else f"rank of the {unit}", fontsize="small")
+            _style(panel)
         row[0].set_ylabel(base + _blocks_of(similarity, index), fontsize="small")
+    for column, title in enumerate(titles):
+        axes[0][column].set_title(title, fontsize="small")
+        axes[-1][column].set_xlabel(f"rank of the {unit}" if column else unit, fontsize="small")
     axes[0][0].legend(fontsize="x-small", edgecolor="none", framealpha=0.8)
     return figure
 
@@ -276,12 +252,6 @@ def block_map(
         title: title of the plot.
         ax: axes to draw on; None creates a figure.
 
-    Returns:
-        The figure.
-
-    Raises:
-        AHopError: the similarity has heads, or an argument is invalid.
-
     >>> import ahop_layers as ah
     >>> similarity = ah.AdaptiveSimilarity(64, blocks=ah.Blocks(ah.patches(8, 8, 4), normalize=True))
     >>> figure = block_map(similarity, torch.rand(8, 8), torch.rand(8, 8), base="dot", title="correlation")
@@ -293,13 +263,13 @@ def block_map(
     if query.ndim not in (2, 3) or query.shape != key.shape or query.numel() != similarity.dim:
         expected = f"(height, width) or (channels, height, width) with {similarity.dim} values"
         raise AHopError(f"query and key must be {expected}, got {describe(query)} and {describe(key)}")
-    if not isinstance(resolution, int) or not 0 <= resolution < len(similarity.blocks):
-        count = len(similarity.blocks)
+    count = len(similarity.blocks)
+    if not isinstance(resolution, int) or not 0 <= resolution < count:
         raise AHopError(f"resolution must be an index of one of the {count} resolutions, got {resolution!r}")
     rows = query.reshape(1, -1), key.reshape(1, -1)
     values = similarity.block_similarities(*rows, base or similarity.bases[0], resolution)[0, 0].float().cpu()
     pixels = values[similarity.blocks[resolution].numbers(similarity.dim)].reshape(-1, *query.shape[-2:]).mean(0)
-    figure, axis = _canvas(ax, (2.4, 2.6))
+    figure, ((axis,),) = _panels(ax, 1, 1, size=(2.4, 2.6))
     axis.imshow(pixels.numpy(), cmap="inferno")
     axis.set(xticks=[], yticks=[])
     axis.set_title(title, fontsize="small")
@@ -335,12 +305,6 @@ def _weights(part: AdaptiveSimilarity, index: int, folded: bool) -> Tensor:
     weight = part.footprint_weight(index).float().cpu()
     weight = fold(weight) if folded else weight
     return weight if part.num_heads else weight.unsqueeze(0)
-
-
-def _canvas(ax: "Axes | None", size: tuple[float, float]) -> "tuple[Figure, Axes]":
-    """Returns a figure with one panel, and the panel."""
-    figure, axes = _panels(ax, 1, 1, size)
-    return figure, axes[0][0]
 
 
 def _panels(

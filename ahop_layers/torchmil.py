@@ -25,9 +25,6 @@ class AdaptivePool(nn.Module):
 
     Shapes: input ``(batch, bag, in_dim)``, mask ``(batch, bag)``; output ``(batch, in_dim)``.
 
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
-
     >>> pool = AdaptivePool(16, att_dim=32, num_heads=4)
     >>> bags, mask = torch.randn(3, 7, 16), torch.ones(3, 7)
     >>> mask[0, 2:] = 0  # the first bag has two instances
@@ -50,7 +47,7 @@ class AdaptivePool(nn.Module):
     def forward(
         self, X: Tensor, mask: Tensor | None = None, return_att: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Pool ``X (batch, bag, in_dim)``.
+        """Pools ``X (batch, bag, in_dim)``.
 
         Args:
             X: padded bags.
@@ -58,17 +55,13 @@ class AdaptivePool(nn.Module):
                 the bias of the output projection.
             return_att: also return unnormalized attention values ``(batch, bag)``, as torchmil does: their softmax over
                 the instances of a bag is the mean weight over the heads.
-
-        Returns:
-            The pooled bags ``(batch, in_dim)``, and on request the attention values.
         """
         check_floating(X=X)
-        if mask is not None and not isinstance(mask, Tensor):
-            raise AHopError(f"mask must be a tensor or None, got {type(mask).__name__}")
         if X.ndim != 3 or X.shape[-1] != self.in_dim:
             raise AHopError(f"X must be (batch, bag, in_dim) with in_dim = {self.in_dim}, got {describe(X)}")
-        if mask is not None and mask.shape != X.shape[:2]:
-            raise AHopError(f"mask must be (batch, bag) = {tuple(X.shape[:2])}, got {describe(mask)}")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != X.shape[:2]):
+            got = describe(mask) if isinstance(mask, Tensor) else type(mask).__name__
+            raise AHopError(f"mask must be a tensor (batch, bag) = {tuple(X.shape[:2])} or None, got {got}")
         real = torch.ones(X.shape[:2], dtype=torch.bool, device=X.device) if mask is None else mask != 0
         pooled, weights = self.pooling.pool_packed(X[real], real.sum(1), return_association=True)
         if not return_att:

@@ -1,7 +1,7 @@
 """Training: parameter groups, folded weights, and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,9 +30,6 @@ def parameter_groups(
     Returns:
         A group of the other parameters and, if the model has similarities, a group of their parameters.
 
-    Raises:
-        AHopError: ``model`` is not a module.
-
     >>> import ahop_layers as ah
     >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
     >>> optimizer = torch.optim.AdamW(ah.parameter_groups(model, lr=1e-3, similarity_lr=1e-4, weight_decay=0.05))
@@ -50,31 +47,22 @@ def parameter_groups(
 
 
 class _Folded(nn.Module):
-    """Parametrizes ``w`` by the folded weight ``u``: ``w`` is the difference of consecutive entries of ``u``."""
+    """Parametrizes ``w`` by the folded weight, whose differences it is, and on request by a second, unfolded weight.
 
-    def __init__(self, scale: float, units: Tensor) -> None:
+    The weights are the sum of both, in units of each base. ``scale`` is the unit of the unfolded weight.
+    """
+
+    def __init__(self, units: Tensor, scale: float, and_unfolded: bool) -> None:
         super().__init__()
+        self.units, self.scale, self.and_unfolded = units, scale, and_unfolded
 
-    def forward(self, folded: Tensor) -> Tensor:
-        return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
+    def forward(self, folded: Tensor, *unfolded: Tensor) -> Tensor:
+        weight = folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
+        return self.units * (weight + self.scale * unfolded[0] if unfolded else weight)
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return fold(weight)
-
-
-class _FoldedAndPlain(nn.Module):
-    """Parametrizes ``w`` as the sum of a folded weight's differences and a second, unfolded weight, in units."""
-
-    def __init__(self, scale: float, units: Tensor) -> None:
-        super().__init__()
-        self.scale, self.units = scale, units
-
-    def forward(self, folded: Tensor, weight: Tensor) -> Tensor:
-        differences = folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
-        return self.units * (differences + self.scale * weight)
-
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return fold(weight / self.units), torch.zeros_like(weight)
+    def right_inverse(self, weight: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        folded = fold(weight / self.units)
+        return (folded, torch.zeros_like(weight)) if self.and_unfolded else folded
 
 
 def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
@@ -84,21 +72,17 @@ def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
     ``u`` changes the weight of one rank, a step on an entry of ``w`` those of many. Inside the context ``beta`` is 1
     and not trained. Entering and leaving the context does not change the scores.
     """
-    return _reparametrized(module, _Folded)
+    return _reparametrized(module)
 
 
 def trainable_forms(module: nn.Module, scale: float = 1.0) -> AbstractContextManager[None]:
     """Trains folded and unfolded weights together: the weights are the sum of both.
 
     Noisy queries need small steps, masked queries without noise need weights in the thousands. An optimizer with a
-    fixed step size, such as Adam, can reach both with two parametrizations.
-
-    Args:
-        module: the module whose similarities are trained.
-        scale: scale of queries and keys. The bases grow with different powers of it, such as 1 for ``"l1"`` and 2 for
-            ``"dot"``. Steps are relative to these powers, so that they have the same effect for data of any scale.
+    fixed step size, such as Adam, can reach both with two parametrizations. Steps are relative to the powers of
+    ``scale``, that of queries and keys, with which the bases grow: they have the same effect for data of any scale.
     """
-    return _reparametrized(module, _FoldedAndPlain, scale)
+    return _reparametrized(module, scale, and_unfolded=True)
 
 
 def _degree(base: str) -> float:
@@ -131,28 +115,25 @@ def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
 
 
 @contextmanager
-def _reparametrized(
-    module: nn.Module, form: Callable[[float, Tensor], nn.Module], data_scale: float = 1.0
-) -> Iterator[None]:
+def _reparametrized(module: nn.Module, data_scale: float = 1.0, and_unfolded: bool = False) -> Iterator[None]:
     """Trains the weights of every adaptive similarity through a parametrization inside the context."""
-    original = []
-    adaptive = [part for part in named_similarities(module).values() if isinstance(part, AdaptiveSimilarity)]
-    for part in adaptive:
+    trained = []
+    for part in [each for each in named_similarities(module).values() if isinstance(each, AdaptiveSimilarity)]:
         for resolution, (w, beta) in enumerate(part.parameter_names()):
             weight, factor = getattr(part, w), getattr(part, beta)
             if weight.requires_grad:
-                original.append((part, resolution, w, weight, factor, factor.requires_grad))
-    for part, resolution, w, weight, factor, _ in original:
-        with torch.no_grad():
-            weight.mul_(factor.unsqueeze(-1))
-            factor.fill_(1.0)
-        factor.requires_grad_(False)
-        units = base_units(part, data_scale)[resolution].to(weight).unsqueeze(-1)
-        parametrize.register_parametrization(part, w, form(_scale(part, resolution), units))
+                trained.append((part, w, weight, factor, factor.requires_grad))
+                with torch.no_grad():
+                    weight.mul_(factor.unsqueeze(-1))
+                    factor.fill_(1.0)
+                factor.requires_grad_(False)
+                units = base_units(part, data_scale)[resolution].to(weight).unsqueeze(-1)
+                form = _Folded(units, _scale(part, resolution), and_unfolded)
+                parametrize.register_parametrization(part, w, form)
     try:
         yield
     finally:
-        for part, _, w, weight, factor, trains_beta in original:
+        for part, w, weight, factor, trains_beta in trained:
             parametrize.remove_parametrizations(part, w)
             with torch.no_grad():
                 weight.copy_(getattr(part, w))
@@ -160,7 +141,7 @@ def _reparametrized(
             factor.requires_grad_(trains_beta)
 
 
-def rise_and_fall(step: int, count: int) -> float:
+def warmup_cosine(step: int, count: int) -> float:
     """Returns the learning-rate factor of a step: linear warmup over a tenth of the steps, then cosine decay."""
     warmup = count // 10
     if step < warmup:

@@ -26,6 +26,7 @@ from ahop_layers import plots
 from ahop_layers.plots import COLORS
 from benchmarks.harness import report
 from benchmarks.harness.report import GRAY
+from benchmarks.paper.retrieval.accuracy import log_likelihood
 
 HERE = Path(__file__).parent
 ORIGIN, OTHER = COLORS["dot"], COLORS["dis"]
@@ -200,7 +201,7 @@ def likelihoods() -> Figure:
     cloud = LinearSegmentedColormap.from_list("cloud", [(*to_rgb(ORIGIN), 0), (*to_rgb(ORIGIN), 1)])
     figure = Figure(figsize=(10, 3), layout="constrained")
     for axis, (name, variant) in zip(figure.subplots(1, 4), variants.items(), strict=True):
-        density = variant.log_likelihood(grid, pattern).exp()
+        density = log_likelihood(variant, grid, pattern).exp()
         # The square root keeps regions of low density visible.
         axis.imshow((density / density.max()).sqrt().numpy(), cmap=cloud, origin="lower", extent=[-reach, reach] * 2)
         axis.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color=GRAY, linewidth=1, linestyle=":")
@@ -217,7 +218,7 @@ def likelihoods() -> Figure:
 def weights() -> Figure:
     """Draws learned weights for noise and masks, with the initial ones dotted, and a learned bias."""
     variants = {
-        "noise": ah.variants.Noisy(1.0),
+        "noise": ah.variants.Mixed(noise=1.0),
         "mask": ah.variants.Mixed(mask=0.6, noise=0.01),
         "noise and mask": ah.variants.Mixed(mask=0.4, noise=0.3),
         "bias": ah.variants.Mixed(noise=1.0, bias=0.5),

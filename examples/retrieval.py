@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 
 import ahop_layers as ah
-from ahop_layers.variants import Mixed, retrieval_accuracy, retrieval_error
+from ahop_layers.variants import Mixed
+from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
 from examples.common import cli
 from examples.common.digits import DIGITS, digit_patterns, draw_digit
 from examples.common.outputs import draw_rows, write_figure
@@ -62,7 +63,7 @@ def compare(options: argparse.Namespace) -> dict[str, float]:
     for name, memory in memories.items():
         found[name] = retrieval_accuracy(memory, index, query)
         print(f"{name:<14}{found[name]:>10.3f}{retrieval_error(memory, index, query):>10.3f}")
-    limit = (variant.most_likely(query, patterns) == index).double().mean().item()
+    limit = (most_likely(variant, query, patterns) == index).double().mean().item()
     print(f"{'Bayes limit':<14}{limit:>10.3f}")
     shown, path = slice(0, 12), options.out / "retrieval.png"
     rows, right = {"query": query[shown], "original": patterns[index[shown]]}, {}

@@ -34,7 +34,7 @@ def of_module(module: ModuleType) -> list[object]:
 
 
 def public() -> dict[str, object]:
-    """Returns every public class and function, and every public method once."""
+    """Returns every public class and function, and every public method once: where it is first defined."""
     found: dict[str, object] = {}
     for module in (ah, variants, plots, tabular, torchmil, separation, table, modulation):
         found |= {f"{module.__name__}.{thing.__name__}": thing for thing in of_module(module)}
@@ -43,7 +43,10 @@ def public() -> dict[str, object]:
         for name, method in inspect.getmembers(owner, inspect.isroutine):
             module = getattr(method, "__module__", None) or ""
             if module.startswith("ahop_layers") and module not in OF_HFLAYERS and not name.startswith("_"):
-                methods[f"{module}.{method.__qualname__}"] = method
+                documented = [base for base in owner.__mro__ if base.__module__.startswith("ahop_layers")]
+                first = [base for base in documented if name in vars(base) and base.__module__ not in OF_HFLAYERS][-1]
+                method = getattr(first, name)
+                methods[f"{first.__module__}.{method.__qualname__}"] = method
     chosen = {name: it for name, it in methods.items() if it.__name__ not in INTERFACE | FOR_CONVERTERS}
     return found | chosen
 

@@ -18,7 +18,7 @@ from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import scoring
 from ahop_layers.memory.batches import retrieval_batches, seeded_generator
 from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias
-from ahop_layers.memory.kernel import KernelModulation, crowding
+from ahop_layers.memory.kernel import KernelModulation, uniformity_loss
 from ahop_layers.memory.losses import pattern_loss
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.presets import PRESETS
@@ -26,7 +26,8 @@ from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.separation import entmax15, sparsemax
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.training import folded_weights, trainable_forms
-from ahop_layers.variants import Biased, Masked, Mixed, Noisy, retrieval_accuracy, retrieval_error
+from ahop_layers.variants import Biased, Mixed, Noisy
+from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
 
 
 def uniform(n, d, dtype=torch.float64):
@@ -209,7 +210,7 @@ def test_fit_improves_on_the_fixed_similarity(keywords):
     before, error = retrieval_accuracy(memory, index, query), retrieval_error(memory, index, query)
     losses = memory.fit(variant, epochs=120, batch=64, progress=False)
     after = retrieval_accuracy(memory, index, query)
-    limit = (variant.most_likely(query, patterns) == index).double().mean().item()
+    limit = (most_likely(variant, query, patterns) == index).double().mean().item()
     assert losses.shape == (120,)
     assert losses[-10:].mean() < losses[:10].mean()
     assert before + 0.15 < after <= limit + 0.01  # tolerance for 1000 random queries
@@ -266,19 +267,19 @@ def test_separation_loss_moves_patterns_apart():
     after = memory.modulation.separation_loss(patterns)
     assert after < before - 0.5
     even = torch.nn.functional.normalize(torch.randn(100, 8), dim=-1)  # random directions
-    assert after.item() == pytest.approx(crowding(even).item(), abs=0.3)
+    assert after.item() == pytest.approx(uniformity_loss(even).item(), abs=0.3)
 
 
-def test_crowding_is_the_mean_over_pairs_of_directions():
+def test_uniformity_is_the_mean_over_pairs_of_directions():
     points = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
     unit = (points / points.norm(dim=-1, keepdim=True)).flatten(0, 1)
     expected = torch.stack([(-2 * torch.pdist(each).square()).exp().mean().log() for each in unit]).reshape(2, 3)
-    torch.testing.assert_close(crowding(points), expected)
-    torch.testing.assert_close(crowding(7 * points), expected)
-    assert torch.autograd.gradcheck(crowding, points)
-    assert torch.equal(crowding(points[..., :1, :]), torch.zeros(2, 3))
+    torch.testing.assert_close(uniformity_loss(points), expected)
+    torch.testing.assert_close(uniformity_loss(7 * points), expected)
+    assert torch.autograd.gradcheck(uniformity_loss, points)
+    assert torch.equal(uniformity_loss(points[..., :1, :]), torch.zeros(2, 3))
     many = torch.randn(512, 64)
-    torch.testing.assert_close(crowding(many.half()), crowding(many), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(uniformity_loss(many.half()), uniformity_loss(many), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("form", "trained"), [(folded_weights, 2), (trainable_forms, 3)])
@@ -298,7 +299,7 @@ def test_a_reparametrization_leaves_the_scores_unchanged(form, trained):
     assert sorted(similarity.state_dict()) == sorted(names)
 
 
-@pytest.mark.parametrize(("variant", "share"), [(Masked(0.7), 0.8), (Mixed(0.3, 0.3), 0.5)])
+@pytest.mark.parametrize(("variant", "share"), [(Mixed(0.7), 0.8), (Mixed(0.3, 0.3), 0.5)])
 def test_fits_with_and_without_noise(variant, share):
     """Masks without noise need large weights, noise needs small ones. The default learning rate works for both."""
     patterns = uniform(100, 32, torch.float32)
@@ -306,7 +307,7 @@ def test_fits_with_and_without_noise(variant, share):
     memory = AssociativeMemory.preset("A-Hop", patterns)
     before = retrieval_accuracy(memory, index, query)
     memory.fit(variant, epochs=150, batch=64, progress=False)
-    limit = (variant.most_likely(query, patterns) == index).double().mean().item()
+    limit = (most_likely(variant, query, patterns) == index).double().mean().item()
     assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
 
 
@@ -359,7 +360,7 @@ def test_unit_embeddings_are_found_and_retrieved_at_another_scale():
 
 def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
     patterns = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    batches = retrieval_batches(Masked(0.8), patterns, 1, 64, seeded_generator(patterns.device, 0))
+    batches = retrieval_batches(Mixed(0.8), patterns, 1, 64, seeded_generator(patterns.device, 0))
     query = torch.cat([rows for _, rows in batches.held_out])
     equal = (query[:, None] == patterns).double().mean(-1)  # a fifth of the dimensions of the query's own pattern
     assert equal.max(-1).values.mean() == pytest.approx(0.2, abs=0.05)
@@ -870,7 +871,7 @@ def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones():
 
     def draw(count):  # even patterns are strongly masked, odd ones are noisy
         index = torch.randint(0, 40, (count,), generator=generator)
-        masked = Masked(0.85).corrupt(patterns[index], generator)
+        masked = Mixed(0.85).corrupt(patterns[index], generator)
         noisy = Noisy(1.0).corrupt(patterns[index], generator)
         return index, torch.where(index[:, None] % 2 == 0, masked, noisy)
 

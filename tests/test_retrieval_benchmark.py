@@ -1,18 +1,24 @@
-"""The retrieval benchmark: the quick version, resumed runs, the tables of the paper, and the ablations."""
+"""The retrieval benchmark: the Bayes limit, the quick version, resumed runs, the paper's tables, and the ablations."""
 
 import re
 import sys
+from itertools import combinations
+from math import comb, log
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed
 from benchmarks.harness.rows import read, write
 from benchmarks.paper.figures import RETRIEVAL
 from benchmarks.paper.retrieval import __main__ as program
+from benchmarks.paper.retrieval import accuracy, report
 from benchmarks.paper.retrieval import measure as retrieval
-from benchmarks.paper.retrieval import report
+from benchmarks.paper.retrieval.accuracy import bayes_accuracy, most_likely, retrieval_accuracy, retrieval_error
 from benchmarks.paper.retrieval.measure import QUICK, Size, measurements
 from benchmarks.paper.retrieval.report import FIGURE_LEVELS, FIGURE_SYSTEMS
 from benchmarks.paper.retrieval.systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
@@ -20,12 +26,105 @@ from benchmarks.paper.retrieval.systems import SYSTEMS, AblatedSimilarity, Refer
 pytestmark = pytest.mark.slow
 
 
+def brute_force(variant, query, origin, bias_known):
+    """log p(query | origin) as a sum over every mask and every choice of signs."""
+    d, count = len(query), int(variant.mask * len(query))
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=query.dtype)] * d)
+    shifts = [variant.shift(query)] if bias_known else list(variant.bias * signs)
+    total = 0.0
+    for shift in shifts:
+        value = query - shift
+        kept = torch.distributions.Normal(origin, variant.noise**0.5).log_prob(value).exp()
+        for masked in combinations(range(d), count):
+            inside = torch.tensor([i in masked for i in range(d)])
+            total += torch.where(inside, 0.5 * (value.abs() <= 1), kept).prod().item()
+    return log(total / comb(d, count) / len(shifts))
+
+
+@pytest.mark.parametrize("bias_known", [True, False])
+@pytest.mark.parametrize(
+    ("mask", "noise", "bias"), [(0.4, 0.3, 0.5), (0.0, 0.3, 0.5), (1.0, 0.3, 0.2), (0.7, 0.05, 0.0)]
+)
+def test_the_likelihood_equals_brute_force(mask, noise, bias, bias_known):
+    variant, patterns = Mixed(mask, noise, bias, seed=3), synthetic(4, 5, 0).double()
+    index, query = variant.sample(patterns, 6)
+    for row, origin in zip(query, patterns[index], strict=True):
+        exact = brute_force(variant, row, origin, bias_known)
+        found = accuracy.log_likelihood(variant, row, origin, bias_known=bias_known)
+        assert found.item() == pytest.approx(exact, abs=1e-9)
+
+
+@pytest.mark.parametrize("bias_known", [True, False])
+def test_the_shortlist_never_misses_the_most_likely_pattern(bias_known):
+    variant, patterns = Mixed(0.5, std=0.4**0.5, bias=0.4), synthetic(60, 12, 0)
+    query = variant.sample(patterns, 200)[1]
+    every = accuracy.log_likelihood(variant, query[:, None], patterns[None], bias_known=bias_known)
+    assert torch.equal(most_likely(variant, query, patterns, bias_known=bias_known), every.argmax(-1))
+
+
+def test_the_likelihood_uses_the_range_of_the_replaced_values():
+    variant = Mixed(1.0, low=0.0, high=4.0)
+    inside, outside = accuracy.log_likelihood(variant, torch.tensor([[1.0, 3.0], [1.0, -0.5]]), torch.zeros(2)).exp()
+    assert inside.item() == pytest.approx(1 / 16)
+    assert outside == 0
+
+
+@given(st.floats(0, 0.9), st.floats(0, 1.0), st.floats(0, 1.0), st.sampled_from(["M-Hop", "U-Hop", "A-Hop"]))
+@settings(max_examples=25, deadline=None)
+def test_no_memory_exceeds_the_bayes_limit(mask, noise, bias, name):
+    """Compares expected accuracies on the same queries, with a tolerance of five standard errors."""
+    variant, patterns = Mixed(mask, noise, bias), synthetic(40, 8, 0)
+    index, query = variant.sample(patterns, 400, torch.Generator().manual_seed(0))
+    limit = (most_likely(variant, query, patterns) == index).double()
+    difference = (AssociativeMemory.preset(name, patterns).recall(query) == index).double() - limit
+    assert difference.mean() <= 5 * difference.std() / 400**0.5 + 1e-12
+
+
+def test_the_bayes_limit_of_a_known_and_a_guessed_bias_and_without_noise():
+    variant, patterns = Mixed(0.4, 0.4, 0.6), synthetic(100, 24, 0)
+    known, guessed = (
+        bayes_accuracy(variant, patterns, 500, torch.Generator().manual_seed(1), bias_known=known)
+        for known in (True, False)
+    )
+    assert known > guessed + 0.1
+    for variant in (Mixed(), Mixed(0.25), Mixed(0.25, low=0.0, high=4.0), Mixed(bias=0.7), Mixed(0.5, bias=0.5)):
+        assert bayes_accuracy(variant, patterns, 200) == 1.0
+    for name in ("mask", "noise", "std", "bias"):
+        with pytest.raises(AHopError, match=rf"{name} must be a number for a likelihood, got the range \(0.1, 0.2\)"):
+            bayes_accuracy(Mixed(**{name: (0.1, 0.2)}), patterns)
+
+
+def test_accuracy_is_that_of_the_retrieved_pattern():
+    """The scores of this memory identify each pattern, but it retrieves a mean, which is nearest to the third one."""
+    patterns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.4, 0.4]])
+    memory = AssociativeMemory(patterns, lambda query, key: 0.01 * query @ key.T)
+    index = torch.tensor([0, 1])
+    assert torch.equal(memory.recall(patterns[:2]), index)
+    assert retrieval_accuracy(memory, index, patterns[:2]) == 0.0
+    assert retrieval_accuracy(memory, torch.tensor([2, 2]), patterns[:2]) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_accuracy_with_an_offset_in_half_precision_and_in_blocks(dtype, monkeypatch):
+    monkeypatch.setattr(accuracy, "BLOCK_DISTANCES", 500)
+    patterns = torch.randn(200, 16).to(dtype) + (10_000 if dtype == torch.float32 else 0)
+    memory = AssociativeMemory(patterns, "dis", "argmax")
+    assert retrieval_accuracy(memory, torch.arange(200), patterns) == 1.0
+
+
+def test_accuracy_and_error_of_a_known_memory():
+    patterns, index = torch.eye(4), torch.tensor([0, 1, 2, 2])
+    memory = AssociativeMemory(patterns, separation="argmax")
+    assert retrieval_accuracy(memory, index, patterns) == 0.75
+    assert retrieval_error(memory, index, patterns) == pytest.approx(2 / 4 / 4)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs a reduced quick version in this process and returns its output."""
-    budget = retrieval.Budget(25, 32)
-    tiny = QUICK._replace(synthetic=budget, figure=retrieval.Budget(1, 8), patterns=(48,), queries=100)
-    monkeypatch.setattr(program, "QUICK", tiny)
+    one = retrieval.Budget(1, 8)
+    size = {"synthetic": retrieval.Budget(25, 32), "figure": one, "ablations": one, "timing": one, "timed": ((8, 48),)}
+    monkeypatch.setattr(program, "QUICK", QUICK._replace(**size, patterns=(48,), queries=100))
     torch.set_num_threads(1)  # more threads slow such small steps down
 
     def main(*options):

@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 import ahop_layers as ah
 from ahop_layers.memory import scoring
-from ahop_layers.variants import Masked, Noisy
+from ahop_layers.variants import Mixed, Noisy
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def answers(memory: ah.AssociativeMemory, x: torch.Tensor) -> dict[str, torch.Te
 
 # Pairs in float64: in float32 a rounding error can swap two ranks that are nearly tied, and Adam amplifies that.
 FITS = {
-    "variant": ("A-Hop", lambda memory: memory.fit(Masked(0.5), epochs=4, batch=512, progress=False)),
+    "variant": ("A-Hop", lambda memory: memory.fit(Mixed(0.5), epochs=4, batch=512, progress=False)),
     "pairs": ("double", lambda memory: memory.fit(PAIRS, epochs=2, batch=128, progress=False)),
     "label variant": ("A-Hop", lambda memory: memory.fit(Noisy(0.1), 4, batch=512, by="label", progress=False)),
     "label pairs": (
@@ -145,8 +145,6 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
         "patterns": message(lambda: ah.AssociativeMemory(PATTERNS[: 100 + rank]).shard_(group)),
         "labels": message(lambda: ah.AssociativeMemory(PATTERNS, labels=LABELS + rank).shard_(group)),
         "data": message(lambda: memory.fit((PAIRS[0], PAIRS[1] + rank), progress=False)),
-        "accuracy": message(lambda: ah.variants.retrieval_accuracy(memory, torch.arange(23), QUERIES)),
-        "error": message(lambda: ah.variants.retrieval_error(memory, torch.arange(23), QUERIES)),
     }
 
 
@@ -287,8 +285,6 @@ def test_what_cannot_work_sharded_is_refused(results):
             "patterns": "patterns must have the same shape and dtype on all ranks, got (10",
             "labels": "labels must be equal on all ranks of a sharded memory, got different values",
             "data": "data must be equal on all ranks of a sharded memory, got different values",
-            "accuracy": "memory must hold all patterns, got a sharded memory: compare memory.recall with the index",
-            "error": "memory must hold all patterns, got a sharded memory: compare memory.recall with the index",
         }.items():
             assert rank["refusals"][name].startswith(text), name
 

@@ -10,7 +10,7 @@ from ahop_layers.ops.reference import BASES, fold, folded_similarity, sorted_sim
 
 
 @pytest.mark.parametrize("base", ["dis", "dot", "l1"])
-@pytest.mark.parametrize("d", [1, 2, 5, 10])
+@pytest.mark.parametrize("d", [1, 8])
 def test_footprint_is_the_k_optimal_similarity(base, d):
     """Theorem "Equivalence form": the sum of the k largest similarities is the maximum over k-dimensional subspaces."""
     query, key = torch.randn(3, d, dtype=torch.float64), torch.randn(4, d, dtype=torch.float64)
@@ -45,8 +45,7 @@ def test_isotropic_noise_retrieves_the_maximum_likelihood_pattern():
     variance, patterns = 0.7, torch.rand(200, 16, dtype=torch.float64) * 2 - 1
     query = patterns[torch.randint(200, (500,))] + variance**0.5 * torch.randn(500, 16, dtype=torch.float64)
     similarity = ah.AdaptiveSimilarity(16, bases=("dis",), init="dis").double()
-    scale = torch.tensor(variance, dtype=torch.float64).sqrt()
-    likelihood = torch.distributions.Normal(patterns[None], scale).log_prob(query[:, None]).sum(-1)
+    likelihood = torch.distributions.Normal(patterns[None], variance**0.5).log_prob(query[:, None]).sum(-1)
     assert torch.equal(similarity(query, patterns).argmax(-1), likelihood.argmax(-1))
 
 
@@ -60,8 +59,7 @@ def test_unsorted_footprint_is_optimal_for_anisotropic_noise():
     w = variances.reciprocal() - torch.cat([variances[1:].reciprocal(), variances.new_zeros(1)])
     torch.testing.assert_close(fold(w), variances.reciprocal())
     scores = BASES["dis"].value(query[:, None], patterns[None]).cumsum(-1) @ w
-    normal = torch.distributions.Normal(patterns[None], variances.sqrt())
-    likelihood = normal.log_prob(query[:, None]).sum(-1)
+    likelihood = torch.distributions.Normal(patterns[None], variances.sqrt()).log_prob(query[:, None]).sum(-1)
     assert torch.equal(scores.argmax(-1), likelihood.argmax(-1))
 
 

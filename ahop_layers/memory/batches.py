@@ -69,6 +69,7 @@ def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, gen
     check_sizes(epochs=epochs, batch=batch)
     epochs, batch = int(epochs), int(batch)  # PyTorch does not accept all integers of NumPy
     if isinstance(data, Variant):
+        data = data.bind(patterns) if isinstance(patterns, Tensor) else data
         fresh = sample_pairs(data, patterns, HELD_OUT, generator)
         draws = (sample_pairs(data, patterns, batch, generator) for _ in range(epochs))
         return Batches(epochs, draws, _split(fresh, batch))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError, check_numbers
 from ahop_layers.memory.batches import Batches, Pairs
 from ahop_layers.memory.shards import Shard
-from ahop_layers.training import rise_and_fall, trainable_forms
+from ahop_layers.training import trainable_forms, warmup_cosine
 
 EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
@@ -77,7 +77,7 @@ def minimize(
             raise AHopError(f"lr must be within the range of {parameters[0].dtype}, got {lr!r}")
         optimizer = torch.optim.Adam(_groups(module, lr, units, batches.steps), lr=lr, fused=parameters[0].is_cuda)
         best = _Best(loss, batches.held_out, parameters)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, batches.steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, batches.steps))
         bar = _bar(batches, progress)
         for step, batch in enumerate(bar):
             value = loss(batch)

@@ -9,13 +9,13 @@ from ahop_layers.errors import check_sizes
 from ahop_layers.ops.reference import accumulation_dtype
 
 
-def crowding(points: Tensor) -> Tensor:
+def uniformity_loss(points: Tensor) -> Tensor:
     """The log of the mean Gaussian kernel ``exp(-2 |u - v|^2)`` over all pairs of points: ``(..., n, d) -> (...)``.
 
     This is the separation loss of K-Hop. Points are normalized first, because otherwise distances could grow without
     bound. A single point has the value 0.
 
-    >>> crowding(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    >>> uniformity_loss(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     tensor(-4.)
     """
     n = points.shape[-2]
@@ -58,14 +58,14 @@ class KernelModulation(nn.Module):
         return patterns @ phi.mT @ phi
 
     def separation_loss(self, patterns: Tensor) -> Tensor:
-        """The :func:`crowding` of ``Phi patterns`` for patterns ``(n, d)``: lower values mean larger distances.
+        """The :func:`uniformity_loss` of ``Phi patterns`` for patterns ``(n, d)``: lower values mean larger distances.
 
         >>> far, near = torch.eye(3), torch.full((3, 3), 0.5) + 0.1 * torch.eye(3)
         >>> modulation = KernelModulation(3)
         >>> bool(modulation.separation_loss(far) < modulation.separation_loss(near))
         True
         """
-        return crowding(patterns @ self.phi.to(patterns.dtype).mT)
+        return uniformity_loss(patterns @ self.phi.to(patterns.dtype).mT)
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""

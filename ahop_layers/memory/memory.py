@@ -48,7 +48,7 @@ class AssociativeMemory(ScoredPatterns):
         prior: learn a log-probability for each pattern that is added to its score, initialized to zero.
         activation: ``"sign"`` for the binary states of the classic networks, or ``None``.
         objective: the loss of :meth:`fit`. ``"retrieval"`` is the loss of the paper, ``"separation"`` the
-            :func:`~ahop_layers.memory.kernel.crowding` of the modulated patterns.
+            :func:`~ahop_layers.memory.kernel.uniformity_loss` of the modulated patterns.
         check: raise if a pattern holds NaN or infinity. False skips the check, which reads all patterns once.
         beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
             1 until :meth:`fit` sets it; a number is kept. It does not change which score is the largest. A state dict

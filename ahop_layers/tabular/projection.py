@@ -15,7 +15,7 @@ from torch.nn import functional
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.tabular.columns import CATEGORY, RowEncoding
 from ahop_layers.tabular.network import CHUNK, apply_in_chunks
-from ahop_layers.training import rise_and_fall
+from ahop_layers.training import warmup_cosine
 
 OnStep = Callable[[int, float], None]
 
@@ -268,7 +268,7 @@ def _learn(
         penalties = zip((FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY), settings, strict=False)
         penalty = sum(strength * values.square().sum() for strength, values in penalties)
         history.append(error.item())
-        adam.step(error.cpu() + penalty / count, LEARNING_RATE * rise_and_fall(step, effort.steps))
+        adam.step(error.cpu() + penalty / count, LEARNING_RATE * warmup_cosine(step, effort.steps))
         on_step(step + 1, history[-1])
     return history, Settings(*(value.detach() for value in settings))
 

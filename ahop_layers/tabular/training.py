@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ahop_layers.errors import AHopError
 from ahop_layers.tabular.network import CaseNetwork, apply_in_chunks
-from ahop_layers.training import rise_and_fall
+from ahop_layers.training import warmup_cosine
 
 
 class Examples(NamedTuple):
@@ -87,7 +87,7 @@ def train(
     best = None
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=schedule.learning_rate, weight_decay=schedule.weight_decay, fused=True)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     for epoch in range(1, schedule.max_epochs + 1):
         total = torch.zeros((), device=examples.rows.device)
         for batch in _batches(examples, schedule.batch_size, generator):

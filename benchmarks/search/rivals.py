@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ahop_layers as ah
-from ahop_layers.training import rise_and_fall
+from ahop_layers.training import warmup_cosine
 from ahop_layers.variants import Variant
 from benchmarks.search.data import OFFSETS, Images, contrasts
 
@@ -191,7 +191,7 @@ def convolutional(
         torch.manual_seed(seed)
         model = network(len(classes), width).to(device, memory_format=torch.channels_last)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
         for _ in range(steps):
             index, query = variant.sample(stored.rows, batch)
             loss = functional.cross_entropy(model(query.unflatten(-1, shape)), target[index])

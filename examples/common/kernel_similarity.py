@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.memory.kernel import crowding
+from ahop_layers.memory.kernel import uniformity_loss
 
 MOST_KEYS = 128
 """Upper bound on the keys of the separation loss, which compares all pairs. They are taken at equal distances."""
@@ -15,7 +15,7 @@ class KernelSimilarity(nn.Module):
     """The score ``(phi q) . (phi k)`` of K-Hop, with a matrix ``phi`` per head that is initialized to the identity.
 
     K-Hop trains ``phi`` by the separation loss alone, and everything else by the task. So the score detaches ``phi``,
-    and the separation loss detaches the keys. The loss is the crowding, after ``phi``, of all keys that are scored
+    and the separation loss detaches the keys. The loss is the uniformity, after ``phi``, of all keys that are scored
     together: the tokens of an image, or the instances of a batch of packed bags. It depends only on the direction of
     ``phi``.
 
@@ -31,15 +31,15 @@ class KernelSimilarity(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Scores ``query (..., H, L, d)`` against ``key (..., H, S, d)``: ``(..., H, L, S)``."""
-        self.separation_loss = self._crowding(key.detach()) if self.training else None
+        self.separation_loss = self._uniformity_loss(key.detach()) if self.training else None
         phi = self.phi.detach()
         fixed = (phi * (math.sqrt(phi.shape[-1]) / phi.norm(dim=(-2, -1), keepdim=True))).to(query.dtype).mT
         return (query @ fixed) @ (key @ fixed).mT
 
-    def _crowding(self, key: Tensor) -> Tensor:
+    def _uniformity_loss(self, key: Tensor) -> Tensor:
         some = key[..., :: -(-key.shape[-2] // MOST_KEYS) or 1, :]
         with torch.autocast(key.device.type, enabled=False):
-            return crowding(some.to(self.phi.dtype) @ self.phi.mT).mean()
+            return uniformity_loss(some.to(self.phi.dtype) @ self.phi.mT).mean()
 
 
 def separation_loss(model: nn.Module) -> Tensor | float:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.training import folded_weights, rise_and_fall
+from ahop_layers.training import folded_weights, warmup_cosine
 from ahop_layers.variants import Variant
 from examples.common.lookup import Lookup
 
@@ -73,7 +73,7 @@ def optimize(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: fl
         rest = [each for each in model.parameters() if each.requires_grad and id(each) not in known]
         groups = [{"params": [each], "lr": WEIGHT_RATE * each.abs().max().item(), "weight_decay": 0.0} for each in own]
         optimizer = torch.optim.AdamW([*groups, {"params": rest}], lr, weight_decay=decay)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
         for step in range(steps):
             optimizer.zero_grad()
             loss(step).backward()

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
 from ahop_layers.training import folded_weights, parameter_groups
-from ahop_layers.variants import Biased, Masked, Mixed, Noisy
+from ahop_layers.variants import Biased, Mixed, Noisy, Variant
 from examples.bags.data import BagSet
 from examples.bags.model import BagClassifier, auc, embed_features
 from examples.common.kernel_similarity import separation_loss
 
 INNER_FOLDS = 3
-VARIANTS: dict[str, Mixed] = {
-    **{f"mask {share}": Masked(share) for share in (0.25, 0.5, 0.75)},
+VARIANTS: dict[str, Variant] = {
+    **{f"mask {share}": Mixed(share) for share in (0.25, 0.5, 0.75)},
     **{f"noise {deviation}": Noisy(deviation**2) for deviation in (0.5, 1.0, 2.0)},
     **{f"bias {size}": Biased(size) for size in (0.5, 1.0, 2.0)},
 }
@@ -62,7 +62,7 @@ class StandardizedBags:
         seed: seed of the corruption.
     """
 
-    def __init__(self, data: BagSet, train: Tensor, clip: float, variant: Mixed | None = None, seed: int = 0) -> None:
+    def __init__(self, data: BagSet, train: Tensor, clip: float, variant: Variant | None = None, seed: int = 0) -> None:
         bags = [data.read(number) for number in range(len(data.names))]
         known = torch.cat([bags[number] for number in train.tolist()])
         mean, deviation = known.mean(0), known.std(0)

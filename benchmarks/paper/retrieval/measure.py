@@ -13,9 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ahop_layers.memory.memory import AssociativeMemory
-from ahop_layers.variants import Mixed, bayes_accuracy, retrieval_accuracy, retrieval_error
+from ahop_layers.variants import Mixed
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.paper.retrieval import report
+from benchmarks.paper.retrieval.accuracy import bayes_accuracy, retrieval_accuracy, retrieval_error
 from benchmarks.paper.retrieval.systems import SYSTEMS, ReferenceSimilarity, mnist, synthetic
 
 BIAS_KNOWN = {report.LIMIT: True, report.GUESSED: False}
