@@ -394,57 +394,22 @@ def test_the_report_says_what_sorting_costs():
     full = ah.adapt_(timm_vit())
     assert (full.comparisons, full.comparisons_with_4_blocks) == (2 * 3 * 2 * 63, 2 * 3 * 2 * 5)
     cost = "756 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 60"
-    assert str(full).splitlines()[-2] == f"sorting takes {cost}"
-    assert str(ah.adapt_(timm_vit(), dry_run=True)).splitlines()[-2] == f"sorting would take {cost}"
+    assert str(full).splitlines()[-1] == f"sorting takes {cost}"
+    assert str(ah.adapt_(timm_vit(), dry_run=True)).splitlines()[-1] == f"sorting would take {cost}"
     blocks = ah.adapt_(timm_vit(), blocks=4, bases=("dot",), last=1)
     assert (blocks.comparisons, blocks.comparisons_with_4_blocks) == (3 * 5, None)
-    assert "sorting takes 15 comparisons for each query-key pair, summed over heads and layers\n" in str(blocks)
+    assert "sorting takes 15 comparisons for each query-key pair, summed over heads and layers" in str(blocks)
     several = ah.adapt_(timm_vit(), blocks=[None, 2], last=1)
     assert (several.comparisons, several.comparisons_with_4_blocks) == (3 * 2 * (63 + 1), 3 * 2 * (5 + 1))
     odd = ah.adapt_(nn.MultiheadAttention(18, 3))
     assert (odd.comparisons, odd.comparisons_with_4_blocks) == (3 * 2 * 12, None)  # 4 does not divide 6
 
 
-@pytest.mark.parametrize(
-    ("options", "time", "fewer"),
-    [
-        ({"blocks": 4}, 3.0, None),
-        ({"blocks": 4, "bases": ("dot",)}, 2.1, None),
-        ({"blocks": 8}, 6.7, None),
-        ({}, 72.2, 3.0),
-        ({"bases": ("dot",)}, 28.9 + (543 - 126) / (1086 - 126) * (72.2 - 28.9), 2.1),  # between two measured numbers
-    ],
-)
-def test_the_report_ends_with_the_expected_time(options, time, fewer):
-    model = nn.Sequential(nn.MultiheadAttention(128, 2), nn.MultiheadAttention(192, 3))  # heads of 64 dimensions
-    planned, done = (ah.adapt_(model, **options, dry_run=dry_run) for dry_run in (True, False))
-    assert done.attention_time == planned.attention_time == pytest.approx(time)
-    assert done.attention_time_with_4_blocks == (fewer and pytest.approx(fewer))
-    shown = f"expected time of attention on a GPU: about {time:.2g}x the fused dot product"
-    assert str(done).splitlines()[-1] == shown + (f", with blocks=4 about {fewer:.2g}x" if fewer else "")
-
-
-def test_the_expected_time_goes_beyond_the_measured_ones():
-    wide = ah.adapt_(nn.MultiheadAttention(256, 1))  # a head of 256 dimensions
-    assert wide.comparisons > 1086
-    assert wide.attention_time == pytest.approx(72.2 + (wide.comparisons - 1086) * (72.2 - 28.9) / (1086 - 126))
-
-
-def test_the_time_of_several_resolutions_or_other_bases_is_unknown():
-    for options in ({"blocks": [None, 4]}, {"bases": ("l1", "dot")}):
-        report = ah.adapt_(nn.MultiheadAttention(16, 2), **options)
-        assert report.comparisons > 0
-        assert report.attention_time is report.attention_time_with_4_blocks is None
-        assert "expected time" not in str(report)
-
-
 def test_the_report_has_no_cost_without_sorting():
     for options in ({"blocks": 1}, {"similarity": Scaled}):
         report = ah.adapt_(encoder(), **options)
         assert (report.comparisons, report.comparisons_with_4_blocks) == (0, None)
-        assert report.attention_time is None
         assert "comparisons" not in str(report)
-        assert "expected time" not in str(report)
     names = ("stored_pattern", "state_pattern", "pattern_projection")
     raw = {f"{name}_as_static": True for name in names}
     raw |= {f"normalize_{name}{affine}": False for name in names for affine in ("", "_affine")}

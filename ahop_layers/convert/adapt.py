@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ahop_layers.convert.class_swap import turn_back
 from ahop_layers.convert.copies import register_copies
 from ahop_layers.convert.find import find_attention
-from ahop_layers.convert.report import Report, costs
+from ahop_layers.convert.report import Report, count_comparisons
 from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.checkpoint import make_plain
@@ -126,7 +126,6 @@ def adapt_(
     layers.1.self_attn  adapted MultiheadAttention
     layers.0.self_attn  passed over: not in the last 1 blocks
     sorting takes 76 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 20
-    expected time of attention on a GPU: about 6.7x the fused dot product, with blocks=4 about 3x
     """
     check_module(model=model)
     check_given_sizes(last=last)
@@ -163,7 +162,7 @@ def adapt_(
     shapes = [(name, shape) for name, (module, found) in chosen.items() for shape in found.head_shapes(module)]
     planned = [_plan(name, *shape, options) for name, shape in shapes]
     if dry_run:
-        return Report(adapted, passed, 0, True, *costs(planned), how)
+        return Report(adapted, passed, 0, True, *count_comparisons(planned), how)
     try:
         for name, (module, found) in chosen.items():
             with _naming(name):
@@ -177,7 +176,7 @@ def adapt_(
     new = {id(p): p for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
     total = sum(parameter.numel() for parameter in new.values())
     similarities = [part for module, _ in chosen.values() for part in named_similarities(module).values()]
-    return Report(adapted, passed, total, False, *costs(similarities), how)
+    return Report(adapted, passed, total, False, *count_comparisons(similarities), how)
 
 
 @contextmanager
