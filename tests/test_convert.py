@@ -1,9 +1,11 @@
 """adapt_ keeps outputs and gradients of real models of every supported library, and revert_ undoes it."""
 
 import copy
+import gc
 import inspect
 import io
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from torch import nn
 import ahop_layers as ah
 from ahop_layers import hopfield
 from ahop_layers.attention import Adaptive
-from ahop_layers.convert.registry import CONVERTERS
+from ahop_layers.convert import class_swap
+from ahop_layers.convert.registry import CONVERTERS, full_name
 
 IMAGE = (2, 3, 32, 32)
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64}
@@ -351,7 +354,7 @@ def test_arguments_are_checked_for_every_layer_before_one_is_converted(monkeypat
     model = nn.ModuleDict({"first": encoder(), "second": nn.MultiheadAttention(18, 3), "bags": Bags()})
     classes, state = [type(module) for module in model.modules()], copy.deepcopy(model.state_dict())
     names = [list(vars(module)) for module in model.modules()]
-    monkeypatch.setattr("ahop_layers.convert.class_swap.Former", lambda *_: pytest.fail("a module was converted"))
+    monkeypatch.setattr(class_swap, "OriginalClass", lambda *_: pytest.fail("a module was converted"))
     for options, message in (
         ({"blocks": 4}, "second: blocks must divide d = 6: expected one of 1, 2, 3, 6, got 4"),
         ({"blocks": torch.arange(4)}, "second: blocks must name the block of each of the 6 dimensions, got 4"),
@@ -523,7 +526,7 @@ def test_an_adaptive_module_may_have_no_similarity(monkeypatch):
         def make_adaptive(self, options):
             self.similarity = None
 
-    monkeypatch.setattr("ahop_layers.convert.registry.CONVERTERS", dict(CONVERTERS))
+    monkeypatch.setitem(CONVERTERS, full_name(Mine), None)  # removed after the test
     ah.register_converter(Mine, AdaptiveMine)
     model = Mine()
     assert ah.adapt_(model).new_parameters == 0
@@ -708,6 +711,22 @@ def test_new_parameters_are_those_of_adapted_modules():
     report = ah.adapt_(model)
     assert report.passed_over == {"0": "it is adaptive already"}
     assert report.new_parameters == 2 * (2 * 4 + 2)
+
+
+def test_a_class_that_was_adapted_can_be_freed():
+    def adapt():
+        class Mine(nn.MultiheadAttention):
+            pass
+
+        model, twin = Mine(8, 2), Mine(8, 2)
+        for each in (model, twin):
+            ah.adapt_(each)
+        assert type(model) is type(twin) is type(copy.deepcopy(model))
+        return weakref.ref(Mine), weakref.ref(type(model))
+
+    references = adapt()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_a_shared_module_is_adapted_once():

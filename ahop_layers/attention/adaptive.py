@@ -50,9 +50,14 @@ class Adaptive(Associator):
             AHopError: an option is invalid.
         """
         heads, dim = self.head_shape()
-        like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
-        self.similarity = options.make_similarity(dim, heads).to(like).train(self.training)
-        self.separation = options.make_separation(heads).to(like).train(self.training)
+        self._add(options.make_similarity(dim, heads), options.make_separation(heads))
+
+    def _add(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
+        """Adds both; ``dtype_source`` has the device and dtype for a module without parameters."""
+        own = next((p for p in self.parameters() if p.is_floating_point()), dtype_source)
+        own = torch.empty(0) if own is None else own
+        self.similarity = similarity.to(own).train(self.training)
+        self.separation = separation.to(own).train(self.training)
 
     def associate(
         self,

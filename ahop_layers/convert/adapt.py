@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.convert.class_swap import turn_back
-from ahop_layers.convert.copies import register_copies
-from ahop_layers.convert.find import find_attention
+from ahop_layers.convert.class_swap import original_class, restore_class_
+from ahop_layers.convert.copies import find_copies
+from ahop_layers.convert.find import Found, find_attention
+from ahop_layers.convert.registry import Converter
 from ahop_layers.convert.report import Report, count_comparisons
 from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
@@ -41,12 +42,6 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise AHopError(f"where must be a function of name and module, or one or several name patterns, got {where!r}")
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _block(name: str) -> str:
-    """Returns the block of a module: its name up to the last number in it, or the whole name."""
-    numbered = re.match(r"(?:.*[._])?\d+(?=\.|$)", name)
-    return numbered.group() if numbered else name
 
 
 def adapt_(
@@ -129,38 +124,22 @@ def adapt_(
     """
     check_module(model=model)
     check_given_sizes(last=last)
-    register_copies(model, like, None if where is None else _selector(where))
-    selected, chosen, passed = _selector(where), {}, {}
-    before = list(_adapted(model))
-    if before:
-        raise AHopError(f"model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")
+    before = next(iter(_adapted(model)), None)
+    if before is not None:
+        raise AHopError(f"model must not be adapted yet, got one with {before or 'itself'} adapted; see revert_")
     check_not_wrapped(model)
     if by_hand and example is None:
         raise AHopError("by_hand=True needs example, an input of the model, got None")
-    for name, (module, found) in find_attention(model, example, by_hand).items():
-        if isinstance(found, str):
-            passed[name] = found
-        elif not selected(name, module):
-            passed[name] = "not chosen by where"
-        else:
-            chosen[name] = (module, found)
-    if last is not None:
-        parts = list(dict.fromkeys(map(_block, chosen)))
-        for name in [name for name in chosen if _block(name) not in parts[-last:]]:
-            del chosen[name]
-            passed[name] = f"not in the last {last} blocks"
+    selected, options = _selector(where), SimilarityOptions(bases, init, debias, separation, similarity, blocks)
+    copies = find_copies(model, like, None if where is None else selected)
+    chosen, passed = _choose(find_attention(model, example, by_hand, copies), selected, last)
     if not chosen:
         reasons = {reason: name or "the model" for name, reason in reversed(passed.items())}
         seen = "; ".join(f"{name} passed over: {reason}" for reason, name in reversed(reasons.items()))
         raise AHopError(f"expected a model with attention to adapt, got {type(model).__name__} with {seen or 'none'}")
+    planned = [part for name, (module, found) in chosen.items() for part in _plan(name, module, found, options)]
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
-    options = SimilarityOptions(bases, init, debias, separation, similarity, blocks)
     how = {name: found.how for name, (_, found) in chosen.items()}
-    own_softmax = [name for name, kind in how.items() if kind == "by hand"]
-    if separation is not None and own_softmax:
-        raise AHopError(f"{own_softmax[0]}: separation must be None for attention by hand, got {separation!r}")
-    shapes = [(name, shape) for name, (module, found) in chosen.items() for shape in found.head_shapes(module)]
-    planned = [_plan(name, *shape, options) for name, shape in shapes]
     if dry_run:
         return Report(adapted, passed, 0, True, *count_comparisons(planned), how)
     try:
@@ -169,14 +148,39 @@ def adapt_(
                 found.convert(module, options.copied())
     except BaseException:
         for module in _adapted(model).values():
-            turn_back(module)
+            restore_class_(module)
         raise
     if freeze_rest:
         _freeze(model, similarity_parameters(model))
-    new = {id(p): p for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
-    total = sum(parameter.numel() for parameter in new.values())
-    similarities = [part for module, _ in chosen.values() for part in named_similarities(module).values()]
-    return Report(adapted, passed, total, False, *count_comparisons(similarities), how)
+    modules = [module for module, _ in chosen.values()]
+    new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
+    similarities = [part for module in modules for part in named_similarities(module).values()]
+    return Report(adapted, passed, sum(new.values()), False, *count_comparisons(similarities), how)
+
+
+def _choose(
+    found: Found, selected: Callable[[str, nn.Module], bool], last: int | None
+) -> tuple[dict[str, tuple[nn.Module, Converter]], dict[str, str]]:
+    """Returns the modules to adapt with their converters, and the reasons why others are passed over, by name."""
+    chosen, passed = {}, {}
+    for name, (module, converter) in found.items():
+        if isinstance(converter, str):
+            passed[name] = converter
+        elif not selected(name, module):
+            passed[name] = "not chosen by where"
+        else:
+            chosen[name] = (module, converter)
+    blocks = list(dict.fromkeys(map(_block, chosen)))
+    for name in [] if last is None else [name for name in chosen if _block(name) not in blocks[-last:]]:
+        del chosen[name]
+        passed[name] = f"not in the last {last} blocks"
+    return chosen, passed
+
+
+def _block(name: str) -> str:
+    """Returns the block of a module: its name up to the last number in it, or the whole name."""
+    numbered = re.match(r"(?:.*[._])?\d+(?=\.|$)", name)
+    return numbered.group() if numbered else name
 
 
 @contextmanager
@@ -188,15 +192,21 @@ def _naming(name: str) -> Iterator[None]:
         raise AHopError(f"{name}: {error}" if name else str(error)) from error
 
 
-def _plan(name: str, heads: int | None, dim: int | None, options: SimilarityOptions) -> nn.Module:
-    """Returns the similarity of a module on the meta device; raises if an argument does not fit the module.
+def _plan(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> list[nn.Module]:
+    """Returns the similarities of a module on the meta device; raises if an option does not fit the module.
 
     A factory of similarities is not called.
     """
-    factory = callable(options.similarity) and not isinstance(options.similarity, nn.Module)
+    if options.separation is not None and converter.how == "by hand":
+        raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
+    if callable(options.similarity) and not isinstance(options.similarity, nn.Module):
+        options = replace(options, similarity=_Unknown)
+    similarities = []
     with _naming(name), torch.device("meta"):
-        options.make_separation(heads)
-        return (replace(options, similarity=_Unknown) if factory else options).make_similarity(dim, heads)
+        for heads, dim in converter.head_shapes(module):
+            options.make_separation(heads)
+            similarities.append(options.make_similarity(dim, heads))
+    return similarities
 
 
 class _Unknown(nn.Module):
@@ -229,7 +239,7 @@ def revert_(model: nn.Module) -> list[str]:
     check_module(model=model)
     adapted = _adapted(model)
     for module in adapted.values():
-        turn_back(module)
+        restore_class_(module)
     adapted |= make_plain(model)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
@@ -238,7 +248,7 @@ def revert_(model: nn.Module) -> list[str]:
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     """Finds the modules whose class was swapped, by name."""
-    return {name: module for name, module in model.named_modules() if "_former" in vars(module)}
+    return {name: module for name, module in model.named_modules() if original_class(module) is not None}
 
 
 def _freeze(model: nn.Module, trainable: list[nn.Parameter]) -> None:
