@@ -39,7 +39,7 @@ TIMED: dict[str, dict[str, Any] | None] = {
     "16 blocks": {"blocks": 16},
     "full": {},
 }
-"""The same for the part ``attention``, whose figures are those of ``ahop_layers.convert.report.MEASURED_TIMES``."""
+"""The same for the part ``attention``."""
 LAYERS = ("dot", "4 blocks", "8 blocks", "full")
 KEY = ("part", "model", "settings", "attention", "pass")
 FIGURES = ("images/s", "sdpa images/s", "MB", "sdpa MB", "seconds", "sdpa seconds", "kernels")

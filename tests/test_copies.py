@@ -15,10 +15,10 @@ from ahop_layers.convert.registry import CONVERTERS
 
 
 @pytest.fixture(autouse=True)
-def converters(monkeypatch):
-    """Undoes the registration of classes."""
-    monkeypatch.setattr("ahop_layers.convert.copies.CONVERTERS", copy := dict(CONVERTERS))
-    monkeypatch.setattr("ahop_layers.convert.registry.CONVERTERS", copy)
+def _converters_are_unchanged():
+    before = dict(CONVERTERS)
+    yield
+    assert before == CONVERTERS
 
 
 class Core(nn.Module):
@@ -140,8 +140,25 @@ def test_a_copy_that_computes_something_else_is_refused_unless_told():
         ah.adapt_(model)
     assert type(model.parts[0]) is ProjectHopfield
     torch.testing.assert_close(model(x), before)
-    report = ah.adapt_(model, like=hopfield.Hopfield, where="parts.0")
-    assert report.adapted == {"parts.0": "ProjectHopfield"}
+    assert all(part.training is False for part in model.modules())
+    for dry_run in (True, False):
+        report = ah.adapt_(model, like=hopfield.Hopfield, where="parts.0", dry_run=dry_run)
+        assert report.adapted == {"parts.0": "ProjectHopfield"}
+    with pytest.raises(ah.AHopError, match="has the parts of a Hopfield layer, but"):  # another model is checked
+        ah.adapt_(Model(ProjectHopfield(8, separate=lambda scores: scores.sigmoid())))
+
+
+def test_like_describes_only_modules_with_its_parts():
+    """Other modules that ``where`` chooses stay what they are, in this call and in later ones."""
+    sigmoid = ProjectHopfield(8, separate=lambda scores: scores.sigmoid())
+    model = Model(nn.Linear(8, 8), sigmoid, nn.MultiheadAttention(8, 2))
+    with pytest.raises(ah.AHopError, match="blocks must divide"):
+        ah.adapt_(model, like=hopfield.Hopfield, where="*", blocks=3)
+    report = ah.adapt_(model, like=hopfield.Hopfield, where="*")
+    assert report.adapted == {"parts.1": "ProjectHopfield", "parts.2": "MultiheadAttention"}
+    with pytest.raises(ah.AHopError, match="got Linear with none"):
+        ah.adapt_(nn.Linear(8, 8), like=hopfield.Hopfield, where="*")
+    assert ah.adapt_(nn.Sequential(nn.MultiheadAttention(8, 2))).adapted == {"0": "MultiheadAttention"}
 
 
 def test_like_needs_a_hopfield_class_and_where():

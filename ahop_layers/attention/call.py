@@ -6,7 +6,6 @@ with the learned similarity.
 """
 
 import sys
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from ahop_layers.attention.adaptive import Adaptive
 from ahop_layers.attention.products import PRODUCTS, read_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityList, make_similarity
+from ahop_layers.similarity import SimilarityList, SimilarityOptions
 
 SDPA = functional.scaled_dot_product_attention
 
@@ -62,7 +61,6 @@ class CallAttention(Adaptive):
     """
 
     _ahop_sites: tuple[Site, ...]
-    _ahop_parts: tuple[int, ...]  # index of the similarity of each site
     _ahop_products: int | None  # number of products in one forward; None without attention written by hand
 
     def head_shapes(self) -> list[tuple[int | None, int]]:
@@ -74,27 +72,12 @@ class CallAttention(Adaptive):
         heads, dim = self.head_shapes()[0]
         return heads or 1, dim
 
-    def make_adaptive(  # type: ignore[override]
-        self, separation: str | Separation = "softmax", like: Tensor | None = None, **keywords: Any
-    ) -> None:
-        """Adds a similarity for each shape of heads, and the separation; see :meth:`Adaptive.make_adaptive`.
-
-        ``like`` has the device and dtype for a module without parameters.
-        """
+    def make_adaptive(self, options: SimilarityOptions, dtype_source: Tensor | None = None) -> None:
+        """Adds a similarity for each shape of heads, and the separation; see :meth:`Adaptive.make_adaptive`."""
         shapes = self.head_shapes()
-        self._ahop_parts = tuple(shapes.index(site.shape) for site in self._ahop_sites)
-        own = next((p for p in self.parameters() if p.is_floating_point()), like)
-        like = torch.empty(0) if own is None else own
-        given = keywords.pop("similarity", None)
-        module = isinstance(given, nn.Module)  # copied, so that no two shapes share it
-        parts = SimilarityList(
-            make_similarity(dim, heads, similarity=deepcopy(given) if module else given, **keywords)
-            for heads, dim in shapes
-        )
-        if not isinstance(separation, Separation):
-            separation = Separation(separation, shapes[0][0] if len(shapes) == 1 else None)
-        self.similarity = (parts[0] if len(parts) == 1 else parts).to(like).train(self.training)
-        self.separation = separation.to(like).train(self.training)
+        parts = SimilarityList(options.copied().make_similarity(dim, heads) for heads, dim in shapes)
+        separation = options.make_separation(shapes[0][0] if len(shapes) == 1 else None)
+        self._add(parts[0] if len(parts) == 1 else parts, separation, dtype_source)
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Calls the original ``forward``; the arguments and results are unchanged.
@@ -112,7 +95,7 @@ class CallAttention(Adaptive):
         """Returns the similarity of a site, by the index of the site."""
         similarity: Any = self.similarity
         if isinstance(similarity, SimilarityList):
-            similarity = similarity[self._ahop_parts[index]]
+            similarity = similarity[self.head_shapes().index(self._ahop_sites[index].shape)]
         return similarity  # type: ignore[no-any-return]
 
     def unexpected(self, got: str) -> AHopError:

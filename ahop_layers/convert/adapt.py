@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.convert.class_swap import turn_back
-from ahop_layers.convert.copies import register_copies
-from ahop_layers.convert.find import find_attention
-from ahop_layers.convert.report import Report, costs
+from ahop_layers.convert.class_swap import original_class, restore_class_
+from ahop_layers.convert.copies import find_copies
+from ahop_layers.convert.find import Found, find_attention
+from ahop_layers.convert.registry import Converter
+from ahop_layers.convert.report import Report, count_comparisons
 from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.checkpoint import make_plain
@@ -22,8 +23,8 @@ from ahop_layers.separation import Separation
 from ahop_layers.similarity import (
     BlocksArgument,
     Init,
+    SimilarityOptions,
     SimilaritySource,
-    make_similarity,
     named_similarities,
     similarity_parameters,
 )
@@ -43,12 +44,6 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _block(name: str) -> str:
-    """Returns the block of a module: its name up to the last number in it, or the whole name."""
-    numbered = re.match(r"(?:.*[._])?\d+(?=\.|$)", name)
-    return numbered.group() if numbered else name
-
-
 def adapt_(
     model: nn.Module,
     *,
@@ -59,8 +54,8 @@ def adapt_(
     freeze_rest: bool = False,
     dry_run: bool = False,
     like: type[nn.Module] | None = None,
-    bases: Sequence[str] = ("dis", "dot"),
-    init: Init = "dot",
+    bases: Sequence[str] | None = None,
+    init: Init | None = None,
     debias: bool = False,
     separation: str | Separation | None = None,
     blocks: BlocksArgument = None,
@@ -73,9 +68,9 @@ def adapt_(
     adds other classes. With an ``example``, every other module that calls ``scaled_dot_product_attention`` is adapted
     as well: its own ``forward`` stays, and the call uses the similarity.
 
-    Trained weights are kept. With the default ``init="dot"`` a new similarity equals the dot product, so the outputs of
-    the model do not change, with one exception: hflayers mixes the samples of a batch if a static pattern is used with
-    several heads, an adapted layer does not.
+    Trained weights are kept. By default a new similarity equals the dot product, so the outputs of the model do not
+    change, with one exception: hflayers mixes the samples of a batch if a static pattern is used with several heads, an
+    adapted layer does not.
 
     Call it before the model is wrapped in ``DistributedDataParallel``, ``FullyShardedDataParallel``, ``fully_shard`` or
     ``DataParallel``, and before ``torch.compile``: data-parallel wrappers do not synchronize the gradients of
@@ -99,9 +94,9 @@ def adapt_(
             module names are recognized by their parts, and one call of each checks that it computes the same weights,
             with softmax, sparsemax or entmax15, which is kept unless ``separation`` is given.
         bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. With the default ``"dot"``, outputs
-            do not change until the model is trained.
+            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
+        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. With None, which means ``"dot"``,
+            outputs do not change until the model is trained.
         debias: subtract a learned vector from every query, initialized to zero.
         blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
             :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
@@ -126,61 +121,66 @@ def adapt_(
     layers.1.self_attn  adapted MultiheadAttention
     layers.0.self_attn  passed over: not in the last 1 blocks
     sorting takes 76 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 20
-    expected time of attention on a GPU: about 6.7x the fused dot product, with blocks=4 about 3x
     """
     check_module(model=model)
     check_given_sizes(last=last)
-    register_copies(model, like, None if where is None else _selector(where))
-    selected, chosen, passed = _selector(where), {}, {}
-    before = list(_adapted(model))
-    if before:
-        raise AHopError(f"model must not be adapted yet, got one with {before[0] or 'itself'} adapted; see revert_")
+    before = next(iter(_adapted(model)), None)
+    if before is not None:
+        raise AHopError(f"model must not be adapted yet, got one with {before or 'itself'} adapted; see revert_")
     check_not_wrapped(model)
     if by_hand and example is None:
         raise AHopError("by_hand=True needs example, an input of the model, got None")
-    for name, (module, found) in find_attention(model, example, by_hand).items():
-        if isinstance(found, str):
-            passed[name] = found
-        elif not selected(name, module):
-            passed[name] = "not chosen by where"
-        else:
-            chosen[name] = (module, found)
-    if last is not None:
-        parts = list(dict.fromkeys(map(_block, chosen)))
-        for name in [name for name in chosen if _block(name) not in parts[-last:]]:
-            del chosen[name]
-            passed[name] = f"not in the last {last} blocks"
+    selected, options = _selector(where), SimilarityOptions(bases, init, debias, separation, similarity, blocks)
+    copies = find_copies(model, like, None if where is None else selected)
+    chosen, passed = _choose(find_attention(model, example, by_hand, copies), selected, last)
     if not chosen:
         reasons = {reason: name or "the model" for name, reason in reversed(passed.items())}
         seen = "; ".join(f"{name} passed over: {reason}" for reason, name in reversed(reasons.items()))
         raise AHopError(f"expected a model with attention to adapt, got {type(model).__name__} with {seen or 'none'}")
+    planned = [part for name, (module, found) in chosen.items() for part in _plan(name, module, found, options)]
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
-    options: dict[str, Any] = {"bases": bases, "init": init, "debias": debias}
-    options |= {} if separation is None else {"separation": separation}
-    options |= {} if similarity is None else {"similarity": similarity}
-    options |= {} if blocks is None else {"blocks": blocks}
     how = {name: found.how for name, (_, found) in chosen.items()}
-    own_softmax = [name for name, kind in how.items() if kind == "by hand"]
-    if separation is not None and own_softmax:
-        raise AHopError(f"{own_softmax[0]}: separation must be None for attention by hand, got {separation!r}")
-    shapes = [(name, shape) for name, (module, found) in chosen.items() for shape in found.head_shapes(module)]
-    planned = [_plan(name, *shape, **options) for name, shape in shapes]
     if dry_run:
-        return Report(adapted, passed, 0, True, *costs(planned), how)
+        return Report(adapted, passed, 0, True, *count_comparisons(planned), how)
     try:
         for name, (module, found) in chosen.items():
             with _naming(name):
-                found.convert(module, {k: deepcopy(v) if isinstance(v, nn.Module) else v for k, v in options.items()})
+                found.convert(module, options.copied())
     except BaseException:
         for module in _adapted(model).values():
-            turn_back(module)
+            restore_class_(module)
         raise
     if freeze_rest:
         _freeze(model, similarity_parameters(model))
-    new = {id(p): p for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
-    total = sum(parameter.numel() for parameter in new.values())
-    similarities = [part for module, _ in chosen.values() for part in named_similarities(module).values()]
-    return Report(adapted, passed, total, False, *costs(similarities), how)
+    modules = [module for module, _ in chosen.values()]
+    new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
+    similarities = [part for module in modules for part in named_similarities(module).values()]
+    return Report(adapted, passed, sum(new.values()), False, *count_comparisons(similarities), how)
+
+
+def _choose(
+    found: Found, selected: Callable[[str, nn.Module], bool], last: int | None
+) -> tuple[dict[str, tuple[nn.Module, Converter]], dict[str, str]]:
+    """Returns the modules to adapt with their converters, and the reasons why others are passed over, by name."""
+    chosen, passed = {}, {}
+    for name, (module, converter) in found.items():
+        if isinstance(converter, str):
+            passed[name] = converter
+        elif not selected(name, module):
+            passed[name] = "not chosen by where"
+        else:
+            chosen[name] = (module, converter)
+    blocks = list(dict.fromkeys(map(_block, chosen)))
+    for name in [] if last is None else [name for name in chosen if _block(name) not in blocks[-last:]]:
+        del chosen[name]
+        passed[name] = f"not in the last {last} blocks"
+    return chosen, passed
+
+
+def _block(name: str) -> str:
+    """Returns the block of a module: its name up to the last number in it, or the whole name."""
+    numbered = re.match(r"(?:.*[._])?\d+(?=\.|$)", name)
+    return numbered.group() if numbered else name
 
 
 @contextmanager
@@ -192,23 +192,21 @@ def _naming(name: str) -> Iterator[None]:
         raise AHopError(f"{name}: {error}" if name else str(error)) from error
 
 
-def _plan(
-    name: str,
-    heads: int | None,
-    dim: int | None,
-    separation: str | Separation | None = None,
-    similarity: SimilaritySource | None = None,
-    **options: Any,
-) -> nn.Module:
-    """Returns the similarity of a module on the meta device; raises if an argument does not fit the module.
+def _plan(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> list[nn.Module]:
+    """Returns the similarities of a module on the meta device; raises if an option does not fit the module.
 
     A factory of similarities is not called.
     """
-    factory = callable(similarity) and not isinstance(similarity, nn.Module)
+    if options.separation is not None and converter.how == "by hand":
+        raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
+    if callable(options.similarity) and not isinstance(options.similarity, nn.Module):
+        options = replace(options, similarity=_Unknown)
+    similarities = []
     with _naming(name), torch.device("meta"):
-        if isinstance(separation, str):
-            Separation(separation, heads)
-        return make_similarity(dim, heads, similarity=_Unknown if factory else similarity, **options)
+        for heads, dim in converter.head_shapes(module):
+            options.make_separation(heads)
+            similarities.append(options.make_similarity(dim, heads))
+    return similarities
 
 
 class _Unknown(nn.Module):
@@ -241,7 +239,7 @@ def revert_(model: nn.Module) -> list[str]:
     check_module(model=model)
     adapted = _adapted(model)
     for module in adapted.values():
-        turn_back(module)
+        restore_class_(module)
     adapted |= make_plain(model)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
@@ -250,7 +248,7 @@ def revert_(model: nn.Module) -> list[str]:
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     """Finds the modules whose class was swapped, by name."""
-    return {name: module for name, module in model.named_modules() if "_former" in vars(module)}
+    return {name: module for name, module in model.named_modules() if original_class(module) is not None}
 
 
 def _freeze(model: nn.Module, trainable: list[nn.Parameter]) -> None:

@@ -5,13 +5,13 @@ a class whose ``forward`` uses them and that inherits from the original class. O
 state dicts and ``isinstance`` keep working, and swapping back restores the original exactly.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from torch import nn
 
 
-class Former(NamedTuple):
+class OriginalClass(NamedTuple):
     """The original class of a module, and the original values of the attributes that the conversion sets."""
 
     source: type[nn.Module]
@@ -19,15 +19,22 @@ class Former(NamedTuple):
     values: dict[str, Any]
 
 
-@cache
+# Weak values, so that a class that is adapted can be freed. A combined class keeps its two bases, and thus their ids.
+_COMBINED: WeakValueDictionary[tuple[int, int], Any] = WeakValueDictionary()
+
+
 def _combined(adaptive: Any, source: Any) -> Any:
     """Returns a class that inherits from both, with ``forward`` of the first."""
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         return _blank, (adaptive, source), vars(self)
 
-    members = {"__doc__": adaptive.__doc__, "__reduce_ex__": __reduce_ex__}
-    return type(f"Adaptive{source.__name__}", (adaptive, source), members)
+    key = id(adaptive), id(source)
+    kind = _COMBINED.get(key)
+    if kind is None:
+        members = {"__doc__": adaptive.__doc__, "__reduce_ex__": __reduce_ex__}
+        kind = _COMBINED.setdefault(key, type(f"Adaptive{source.__name__}", (adaptive, source), members))
+    return kind
 
 
 def _blank(adaptive: Any, source: Any) -> nn.Module:
@@ -37,32 +44,38 @@ def _blank(adaptive: Any, source: Any) -> nn.Module:
     return module
 
 
-def _adaptive_class(into: Any, source: Any) -> Any:
-    return into if issubclass(into, source) else _combined(into, source)
+def _adaptive_class(adaptive: Any, source: Any) -> Any:
+    return adaptive if issubclass(adaptive, source) else _combined(adaptive, source)
 
 
-def viewed_as(module: nn.Module, into: Any) -> Any:
-    """Returns a module of the class that :func:`turn_into` would set; it shares the attributes of ``module``."""
-    kind = _adaptive_class(into, type(module))
+def viewed_as(module: nn.Module, adaptive: Any) -> Any:
+    """Returns a module of the class that :func:`swap_class_` would set; it shares the attributes of ``module``."""
+    kind = _adaptive_class(adaptive, type(module))
     view = kind.__new__(kind)
     object.__setattr__(view, "__dict__", vars(module))
     return view
 
 
-def turn_into(module: nn.Module, into: Any, *names: str) -> None:
-    """Swaps the class of a module, and records the values of the named attributes for :func:`turn_back`."""
+def swap_class_(module: nn.Module, adaptive: Any, *names: str) -> None:
+    """Swaps the class of a module, and records the values of the named attributes for :func:`restore_class_`."""
     source: Any = type(module)
     values = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    module.__dict__["_former"] = Former(source, names, values)
-    module.__class__ = _adaptive_class(into, source)
+    vars(module)["_ahop_original"] = OriginalClass(source, names, values)
+    module.__class__ = _adaptive_class(adaptive, source)
 
 
-def turn_back(module: nn.Module) -> None:
+def original_class(module: nn.Module) -> type[nn.Module] | None:
+    """Returns the original class of a module whose class was swapped, or None."""
+    original: OriginalClass | None = vars(module).get("_ahop_original")
+    return None if original is None else original.source
+
+
+def restore_class_(module: nn.Module) -> None:
     """Restores the class and the recorded attributes of a module; its parameters keep their current values."""
-    former: Former = module.__dict__.pop("_former")
-    for name in former.names:
+    original: OriginalClass = vars(module).pop("_ahop_original")
+    for name in original.names:
         if hasattr(module, name):
             delattr(module, name)
-    module.__class__ = former.source
-    for name, value in former.values.items():
+    module.__class__ = original.source
+    for name, value in original.values.items():
         setattr(module, name, value)

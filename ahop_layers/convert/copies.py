@@ -2,18 +2,19 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ahop_layers import hopfield as layers
+from ahop_layers.convert.discover import in_eval_mode
 from ahop_layers.convert.registry import CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilarityOptions
 
-_LAYER = {"input", "stored_pattern_padding_mask", "association_mask"}
+_CALL = {"input", "stored_pattern_padding_mask", "association_mask"}
 _HOPFIELD = ("association_activation", "norm_stored_pattern", "norm_state_pattern", "norm_pattern_projection",
              "scaling", "batch_first", "input_size", "update_steps_max", "update_steps_eps",
              "get_association_matrix")  # fmt: skip
@@ -29,80 +30,74 @@ _KINDS = {
 }
 
 
-def _kind(module: nn.Module) -> str | None:
-    """Returns the class of hflayers that a module has the parts and the call of, or None."""
-    inner = getattr(module, "hopfield", module)
-    core = getattr(inner, "association_core", None)
-    if not isinstance(core, nn.Module) or not all(hasattr(core, name) for name in _CORE):
-        return None
-    if not all(hasattr(inner, name) for name in _HOPFIELD):
-        return None
-    if set(inspect.signature(module.forward).parameters) != _LAYER:
-        return None
-    if inner is module:
-        return "Hopfield"
-    learned = {name for name, _ in module.named_parameters(recurse=False)}
-    return {"lookup_weights": "HopfieldLayer", "pooling_weights": "HopfieldPooling"}.get(
-        next(iter(learned & {"lookup_weights", "pooling_weights"}), "")
-    )
-
-
-def register_copies(
+def find_copies(
     model: nn.Module, like: type | None = None, selected: Callable[[str, nn.Module], bool] | None = None
-) -> None:
-    """Adds converters for the classes in a model that are copies of a class of hflayers.
+) -> dict[nn.Module, Converter]:
+    """Returns the converters of the modules that are copies of a layer of hflayers.
 
-    Args:
-        model: the model to search.
-        like: a class of hflayers or of this package; every module that ``selected`` chooses is a copy of it.
-        selected: which modules ``like`` describes.
-
-    Raises:
-        AHopError: ``like`` is another class, or is given without ``selected``.
+    With ``like``, a class of hflayers or of this package, those that ``selected`` chooses are converted unchecked.
     """
-    told = None
-    if like is not None:
-        told = next((kind for kind, known in _KINDS.items() if like in known), None)
-        if told is None:
-            raise AHopError(f"like must be Hopfield, HopfieldLayer or HopfieldPooling, got {like!r}")
-        if selected is None:
-            raise AHopError("like needs where, which chooses the modules that are copies of it, got where=None")
+    told = next((kind for kind, known in _KINDS.items() if like in known), None)
+    if like is not None and told is None:
+        raise AHopError(f"like must be Hopfield, HopfieldLayer or HopfieldPooling, got {like!r}")
+    if like is not None and selected is None:
+        raise AHopError("like needs where, which chooses the modules that are copies of it, got where=None")
+    copies = {}
     for name, module in model.named_modules():
-        name_of_class = full_name(type(module))
-        if told is not None and selected is not None and selected(name, module):
-            CONVERTERS[name_of_class] = CONVERTERS[f"hflayers.{told}"]
+        if told and selected and selected(name, module):
+            if _core(module, told) is not None:
+                copies[module] = CONVERTERS[f"hflayers.{told}"]
         elif not any(full_name(base) in CONVERTERS for base in type(module).__mro__):
             kind = _kind(module)
             if kind is not None:
-                CONVERTERS[name_of_class] = _checked(CONVERTERS[f"hflayers.{kind}"])
+                copies[module] = _checked(CONVERTERS[f"hflayers.{kind}"])
+    return copies
+
+
+def _core(module: nn.Module, kind: str) -> nn.Module | None:
+    """Returns the association core of a Hopfield layer, or of the one inside a layer with learned patterns."""
+    core = getattr(module if kind == "Hopfield" else getattr(module, "hopfield", None), "association_core", None)
+    return core if isinstance(core, nn.Module) else None
+
+
+def _kind(module: nn.Module) -> str | None:
+    """Returns the class of hflayers that a module has the parts and the call of, or None."""
+    learned = dict(module.named_parameters(recurse=False))
+    outer = {"lookup_weights": "HopfieldLayer", "pooling_weights": "HopfieldPooling"}
+    inside = hasattr(module, "hopfield")
+    kind = next((kind for name, kind in outer.items() if name in learned), None) if inside else "Hopfield"
+    core = None if kind is None else _core(module, kind)
+    hopfield = getattr(module, "hopfield", module)
+    has_parts = all(hasattr(hopfield, name) for name in _HOPFIELD) and all(hasattr(core, name) for name in _CORE)
+    called = core is not None and has_parts and set(inspect.signature(module.forward).parameters) == _CALL
+    return kind if called else None
 
 
 def _checked(converter: Converter) -> Converter:
-    return converter._replace(convert=partial(_adapt_checked, converter))
+    """Returns a converter that keeps the separation of the original layer, and raises if its weights differ."""
 
-
-@torch.no_grad()
-def _adapt_checked(converter: Converter, layer: Any, keywords: dict[str, Any]) -> None:
-    """Converts a layer, finds the separation of the original by comparing weights, and raises if none fits."""
-    hopfield = getattr(layer, "hopfield", layer)
-    patterns = _example(hopfield)
-    name, training = full_name(type(layer)), layer.training
-    hopfield.eval()
-    expected = None if patterns is None else hopfield.get_association_matrix(patterns)
-    converter.convert(layer, keywords)
-    core = hopfield.association_core
-    chosen = core.similarity, core.separation
-    if expected is not None:
-        core.similarity = None
-        found = next((name for name in _SEPARATIONS if _agrees(hopfield, patterns, expected, name)), None)
-        core.similarity = chosen[0]
+    @torch.no_grad()
+    def convert(layer: Any, options: SimilarityOptions) -> None:
+        hopfield, name = getattr(layer, "hopfield", layer), full_name(type(layer))
+        patterns = _example(hopfield)
+        with in_eval_mode(hopfield):
+            expected = None if patterns is None else hopfield.get_association_matrix(patterns)
+        converter.convert(layer, options)
+        if expected is None:
+            return
+        core = hopfield.association_core
+        similarity, core.similarity, separation = core.similarity, None, core.separation
+        with in_eval_mode(hopfield):
+            found = next((each for each in _SEPARATIONS if _agrees(hopfield, patterns, expected, each)), None)
         if found is None:
             raise AHopError(
-                f"{name} has the parts of a Hopfield layer, but its weights are none of"
-                f" {_SEPARATIONS} of the dot product; pass like=... and where=... to adapt it all the same"
+                f"{name} has the parts of a Hopfield layer, but its weights are none of {_SEPARATIONS} of the dot"
+                " product; pass like=... and where=... to adapt it all the same"
             )
-        core.separation = chosen[1] if "separation" in keywords else Separation(found).to(expected)
-    layer.train(training)
+        core.similarity = similarity
+        core.separation = separation if options.separation is not None else core.separation.train(core.training)
+
+    return converter._replace(convert=convert)
 
 
 def _agrees(hopfield: Any, patterns: Any, expected: Tensor, separation: str) -> bool:
@@ -112,22 +107,18 @@ def _agrees(hopfield: Any, patterns: Any, expected: Tensor, separation: str) -> 
     return weights.shape == expected.shape and torch.allclose(weights, expected, atol=tolerance, rtol=tolerance)
 
 
-def _example(hopfield: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns random patterns of one sample, or None for a layer on the meta device."""
-    core = hopfield.association_core
-    like = next(hopfield.parameters(), torch.empty(0))
-    if like.is_meta:
+def _example(hopfield: Any) -> tuple[Tensor, ...] | None:
+    """Returns random stored, state and projection patterns of one sample, or None for a layer on the meta device."""
+    core, parameter = hopfield.association_core, next(hopfield.parameters(), torch.empty(0))
+    if parameter.is_meta:
         return None
     free = core.head_dim or 8
-    widths = (
-        free if core.key_as_static else core.kdim,
-        free if core.query_as_static else core.embed_dim,
-        (core.pattern_dim or free) if core.value_as_static else core.vdim,
+    shapes = (
+        (1, 5, free if core.key_as_static else core.kdim),
+        (1, 3, free if core.query_as_static else core.embed_dim),
+        (1, 5, (core.pattern_dim or free) if core.value_as_static else core.vdim),
     )
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 5, widths[0]), (1, 3, widths[1]), (1, 5, widths[2])]
-    if not hopfield.batch_first:
-        shapes = [(rows, batch, width) for batch, rows, width in shapes]
     # Large patterns: without normalization, the separations differ clearly.
-    stored, state, projection = ((8 * torch.randn(shape, generator=generator)).to(like) for shape in shapes)
-    return stored, state, projection
+    patterns = (8 * torch.randn(shape, generator=generator).to(parameter) for shape in shapes)
+    return tuple(pattern if hopfield.batch_first else pattern.transpose(0, 1) for pattern in patterns)

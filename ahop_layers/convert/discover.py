@@ -22,17 +22,16 @@ OPAQUE = "it calls multi_head_attention_forward, whose scores cannot be replaced
 
 
 class Attending(NamedTuple):
-    """How a module attends in one call of its ``forward``.
+    """How a module attends in one call of its ``forward``."""
 
-    Attributes:
-        sites: the sites that can be adapted, in the order of the calls.
-        products: number of products, or None without attention written by hand.
-        reason: why the module cannot be adapted, or None.
-    """
+    sites: tuple[Site, ...]  # those that can be adapted, in the order of the calls
+    products: int | None  # number of products, or None without attention written by hand
+    reason: str | None = None  # why the module cannot be adapted
 
-    sites: tuple[Site, ...]
-    products: int | None
-    reason: str | None = None
+    @property
+    def how(self) -> str:
+        """The kind of attention, for a report."""
+        return "scaled_dot_product_attention" if self.products is None else "by hand"
 
 
 @dataclass
@@ -61,23 +60,14 @@ class _Frame:
 
 
 class _Mark(NamedTuple):
-    """A tensor that was computed from a product which may be scores, or from any softmax.
+    """A tensor that was computed from a product which may be scores, or from any softmax."""
 
-    Attributes:
-        frame: the ``forward`` that computed the product.
-        site: the product as a site, or the reason why it cannot be adapted.
-        order: index of the product.
-        size: number of elements of the product.
-        keys: size of its last axis.
-        weights: whether the tensor is computed from a softmax of the product.
-    """
-
-    frame: _Frame
-    site: Site | str
-    order: int
-    size: int
-    keys: int
-    weights: bool = False
+    frame: _Frame  # the forward that computed the product
+    site: Site | str  # the product as a site, or the reason why it cannot be adapted
+    order: int  # index of the product
+    size: int  # number of elements of the product
+    keys: int  # size of its last axis
+    weights: bool = False  # whether the tensor is computed from a softmax of the product
 
 
 class _Discover(TorchFunctionMode):
@@ -217,7 +207,7 @@ def _over_channels(module: nn.Module, query: Tensor, key: Tensor) -> bool:
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Runs in eval mode, and restores the mode of every module and the state of the random generators."""
     training = [module for module in model.modules() if module.training]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
@@ -245,7 +235,7 @@ def discover(model: nn.Module, example: Any) -> dict[nn.Module, Attending | None
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(mode.enter).remove)
             hooks.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
-        with _in_eval_mode(model), torch.no_grad(), mode:
+        with in_eval_mode(model), torch.no_grad(), mode:
             call(model)
     return {module: _agree(calls) for module, calls in mode.found.items()}
 

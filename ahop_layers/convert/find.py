@@ -2,17 +2,18 @@
 
 import dis
 import re
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from ahop_layers.attention.call import CallAttention
-from ahop_layers.convert.class_swap import turn_into
+from ahop_layers.convert.class_swap import swap_class_
 from ahop_layers.convert.discover import Attending, discover
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, Converter, converter_for, full_name
+from ahop_layers.similarity import SimilarityOptions
 
 Found = dict[str, tuple[nn.Module, Converter | str]]
 """Attention modules by name, each with its converter or the reason why it is not adapted."""
@@ -25,29 +26,32 @@ _FUSED = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "memory_eff
 _BY_HAND = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 
 
-def find_attention(model: nn.Module, example: Any = None, by_hand: bool = False) -> Found:
+def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mapping[nn.Module, Converter]) -> Found:
     """Returns the attention modules of a model in definition order, without the submodules of those to adapt.
 
     Args:
         model: any module.
-        example: an input for :func:`~ahop_layers.convert.discover.discover`, or None to use the table only.
+        example: an input for :func:`~ahop_layers.convert.discover.discover`, or None to use converters only.
         by_hand: whether to adapt attention that does not call ``scaled_dot_product_attention``.
+        copies: the converters of modules whose class is not in the table.
     """
     seen = None if example is None else discover(model, example)
     attending = {module: call for module, call in (seen or {}).items() if call is not None}
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
-    visited: set[int] = set()
+    dtype_source = next((p for p in model.parameters() if p.is_floating_point()), None)
+    visited: set[nn.Module] = set()
+
+    def known(module: nn.Module) -> Converter | str | None:
+        return copies.get(module) or converter_for(module)
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Converter | str]]:
-        if id(module) in visited:
+        if module in visited:
             return
-        visited.add(id(module))
-        kind: Any = type(module)
-        found = converter_for(module)
+        visited.add(module)
+        found = known(module)
         if module in attending and not isinstance(found, Converter) and not isinstance(module, ADAPTIVE_LAYERS):
             parts = ((name, part) for name, part in module.named_modules() if name)
-            inside = next((name for name, part in parts if part in attending or converter_for(part)), None)
-            found = _call_converter(module, attending[module], by_hand, inside, like)
+            inside = next((name for name, part in parts if part in attending or known(part)), None)
+            found = _call_converter(module, attending[module], by_hand, inside, dtype_source)
         if isinstance(found, Converter):
             yield name, module, found
             return
@@ -56,8 +60,9 @@ def find_attention(model: nn.Module, example: Any = None, by_hand: bool = False)
         ]
         if found is None and not children:  # else a module with the name of attention is a wrapper around another
             called = seen is not None and module in seen
-            if _is_named_attention(kind) or (not called and _is_written_as_attention(kind)):
-                found = _not_reached(module, seen)
+            if _is_named_attention(type(module)) or (not called and _is_written_as_attention(type(module))):
+                unknown = f"no converter for {full_name(type(module))}; pass example=, or see register_converter"
+                found = unknown if seen is None else NOT_SEEN if called else "the example does not call it"
         if found is not None:
             yield name, module, found
         yield from children
@@ -65,17 +70,8 @@ def find_attention(model: nn.Module, example: Any = None, by_hand: bool = False)
     return {name: (module, found) for name, module, found in visit("", model)}
 
 
-def _not_reached(module: nn.Module, seen: dict[nn.Module, Attending | None] | None) -> str:
-    """Returns why a module that looks like attention is not adapted."""
-    if seen is None:
-        return f"no converter for {full_name(type(module))}; pass example=, or see register_converter"
-    if module not in seen:
-        return "the example does not call it"
-    return NOT_SEEN
-
-
 def _call_converter(
-    module: nn.Module, found: Attending, by_hand: bool, inside: str | None, like: Tensor | None
+    module: nn.Module, found: Attending, by_hand: bool, inside: str | None, dtype_source: Tensor | None
 ) -> Converter | str:
     """Returns the converter of a module that attends in its own ``forward``, or why it cannot be adapted."""
     if found.reason is not None:
@@ -89,26 +85,28 @@ def _call_converter(
     taken = next((name for name in _RESERVED if hasattr(module, name)), None)
     if taken is not None:
         return f"it has an attribute {taken} of its own"
+
+    def convert(module: Any, options: SimilarityOptions) -> None:
+        swap_class_(module, CallAttention, "similarity", "separation", "_ahop_sites", "_ahop_products")
+        module._ahop_sites, module._ahop_products = found.sites, found.products
+        module.make_adaptive(options, dtype_source)
+
     shapes = list(dict.fromkeys(site.shape for site in found.sites))
-    how = "scaled_dot_product_attention" if found.products is None else "by hand"
-    return Converter(partial(_adapt_call, found, like), lambda _: shapes, how)
+    return Converter(convert, lambda _: shapes, found.how)
 
 
-def _adapt_call(found: Attending, like: Tensor | None, module: Any, keywords: dict[str, Any]) -> None:
-    turn_into(module, CallAttention, "similarity", "separation", "_ahop_sites", "_ahop_parts", "_ahop_products")
-    module._ahop_sites, module._ahop_products = found.sites, found.products
-    module.make_adaptive(like=like, **keywords)
-
-
-def _is_named_attention(kind: Any) -> bool:
+def _is_named_attention(kind: type) -> bool:
     return bool(re.search(r"(Attention|Attn)(?!.*(Output|Mask))", kind.__name__))
 
 
-@cache
+_WRITTEN_AS_ATTENTION: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def _is_written_as_attention(kind: Any) -> bool:
     """Returns whether the ``forward`` of a class calls attention, or products and a softmax."""
-    code = getattr(kind.forward, "__code__", None)
-    if not isinstance(code, CodeType):
-        return False
-    names = {*code.co_names, *(each.argrepr for each in dis.get_instructions(code))}
-    return bool(names & _FUSED or ("softmax" in names and names & _BY_HAND))
+    if kind not in _WRITTEN_AS_ATTENTION:
+        code = getattr(kind.forward, "__code__", None)
+        instructions = dis.get_instructions(code) if isinstance(code, CodeType) else ()
+        names = {*getattr(code, "co_names", ()), *(each.argrepr for each in instructions)}
+        _WRITTEN_AS_ATTENTION[kind] = bool(names & _FUSED or ("softmax" in names and names & _BY_HAND))
+    return _WRITTEN_AS_ATTENTION[kind]

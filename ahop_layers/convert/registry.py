@@ -1,13 +1,13 @@
 """The converters: one table from the full name of an attention class to the function that makes it adaptive."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ahop_layers.attention import Adaptive, AdaptiveAttention, vision
-from ahop_layers.convert.class_swap import turn_into, viewed_as
+from ahop_layers.convert.class_swap import swap_class_, viewed_as
 from ahop_layers.errors import AHopError
 from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfield,
@@ -15,21 +15,29 @@ from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfieldPooling,
     head_shape,
 )
+from ahop_layers.hopfield.base import OwnHopfield
 from ahop_layers.hopfield.core import AssociationCore
+from ahop_layers.hopfield.layers import OwnHopfieldLayer, OwnHopfieldPooling
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilarityOptions
+
+
+def full_name(kind: type) -> str:
+    """Returns the name of a class with that of its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Converter(NamedTuple):
     """How to make the modules of a class adaptive.
 
     Attributes:
-        convert: converts a module in place; the dictionary holds keywords of ``make_adaptive``.
+        convert: converts a module in place.
         head_shapes: returns the number of heads and the dimension of one head for each similarity of a module, without
             those that are unknown. It does not change the module.
         how: how attention is replaced: by the ``forward`` of a converter, or within the ``forward`` of the module.
     """
 
-    convert: Callable[[Any, dict[str, Any]], None]
+    convert: Callable[[Any, SimilarityOptions], None]
     head_shapes: Callable[[Any], Sequence[tuple[int | None, int | None]]]
     how: str = "converter"
 
@@ -37,48 +45,47 @@ class Converter(NamedTuple):
 ADAPTIVE_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
 
 
-def _adapt_attention(adaptive: type[nn.Module], module: Any, keywords: dict[str, Any]) -> None:
-    turn_into(module, adaptive, "similarity", "separation", "_qkv_same_embed_dim")
-    module.make_adaptive(**keywords)
+def _attention(adaptive: type[Adaptive]) -> Converter:
+    def convert(module: Any, options: SimilarityOptions) -> None:
+        swap_class_(module, adaptive, "similarity", "separation", "_qkv_same_embed_dim")
+        module.make_adaptive(options)
+
+    def shapes(module: nn.Module) -> list[tuple[int, int]]:
+        # A class that overrides make_adaptive may do without head_shape.
+        defined = adaptive.head_shape is not Adaptive.head_shape
+        return [viewed_as(module, adaptive).head_shape()] if defined else []
+
+    return Converter(convert, shapes)
 
 
-def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
+def _adapt_hopfield(hopfield: Any, options: SimilarityOptions) -> None:
     core, batch_first, width = hopfield.association_core, hopfield.batch_first, hopfield.input_size
     settings = hopfield.scaling, hopfield.update_steps_max, hopfield.update_steps_eps
-    turn_into(hopfield, AdaptiveHopfield, "_batch_first", "_input_size")
+    swap_class_(hopfield, AdaptiveHopfield, "_batch_first", "_input_size")
     hopfield._batch_first, hopfield._input_size = batch_first, width
     if isinstance(core, AssociationCore):
         separation = core.separation
-        turn_into(core, AssociationCore, "similarity", "separation")
+        swap_class_(core, AssociationCore, "similarity", "separation")
     else:  # the core of hflayers has the same attributes and parameters, but receives these settings in each call
         separation = Separation()
         names = ("scaling", "update_steps_max", "update_steps_eps", "steps")
-        turn_into(core, AssociationCore, "similarity", "separation", *names)
+        swap_class_(core, AssociationCore, "similarity", "separation", *names)
         core.configure(*settings)
-    hopfield.make_adaptive(**{"separation": separation, **keywords})
+    hopfield.make_adaptive(options if options.separation is not None else replace(options, separation=separation))
 
 
 def _hopfield_head_shapes(hopfield: Any) -> list[tuple[int, int | None]]:
     return [head_shape(hopfield.association_core, hopfield.input_size)]
 
 
-def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -> None:
-    """Converts a layer with learned patterns, and the Hopfield module inside."""
-    _adapt_hopfield(layer.hopfield, keywords)
-    turn_into(layer, into)
+def _around(adaptive: type[nn.Module]) -> Converter:
+    """Returns the converter of a layer with learned patterns, which also converts the Hopfield module inside."""
 
+    def convert(layer: Any, options: SimilarityOptions) -> None:
+        _adapt_hopfield(layer.hopfield, options)
+        swap_class_(layer, adaptive)
 
-def _attention(adaptive: type[Adaptive]) -> Converter:
-    def shapes(module: nn.Module) -> list[tuple[int, int]]:
-        # A class that overrides make_adaptive may do without head_shape.
-        defined = adaptive.head_shape is not Adaptive.head_shape
-        return [viewed_as(module, adaptive).head_shape()] if defined else []
-
-    return Converter(partial(_adapt_attention, adaptive), shapes)
-
-
-def _around(into: type[nn.Module]) -> Converter:
-    return Converter(partial(_adapt_around, into), lambda layer: _hopfield_head_shapes(layer.hopfield))
+    return Converter(convert, lambda layer: _hopfield_head_shapes(layer.hopfield))
 
 
 _vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
@@ -86,35 +93,29 @@ _timm, _clip = _attention(vision.TimmAttention), _attention(vision.CLIPAttention
 _hopfield = Converter(_adapt_hopfield, _hopfield_head_shapes)
 _layer, _pooling = _around(AdaptiveHopfieldLayer), _around(AdaptiveHopfieldPooling)
 
-# Keys are names, so that no other library has to be imported.
+
+def _transformers(suffix: str, converter: Converter) -> dict[str, Converter]:
+    names = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2"}
+    return {f"transformers.models.{m}.modeling_{m}.{name}{suffix}": converter for m, name in names.items()}
+
+
+# Keys are names, so that no other library has to be imported. Only register_converter adds some.
 CONVERTERS: dict[str, Converter] = {
     "torch.nn.modules.activation.MultiheadAttention": _attention(AdaptiveAttention),
     "timm.layers.attention.Attention": _timm,
     "timm.models.vision_transformer.Attention": _timm,
-    "transformers.models.vit.modeling_vit.ViTAttention": _vit,
-    "transformers.models.deit.modeling_deit.DeiTAttention": _vit,
-    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": _vit,
+    **_transformers("Attention", _vit),
+    **_transformers("SelfAttention", _vit_before_5),
+    **_transformers("SdpaSelfAttention", _vit_before_5),  # the oldest releases have separate classes for it
     "transformers.models.clip.modeling_clip.CLIPAttention": _clip,
-    "transformers.models.vit.modeling_vit.ViTSelfAttention": _vit_before_5,
-    "transformers.models.deit.modeling_deit.DeiTSelfAttention": _vit_before_5,
-    "transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention": _vit_before_5,
-    # The oldest releases have separate classes for scaled_dot_product_attention.
-    "transformers.models.vit.modeling_vit.ViTSdpaSelfAttention": _vit_before_5,
-    "transformers.models.deit.modeling_deit.DeiTSdpaSelfAttention": _vit_before_5,
-    "transformers.models.dinov2.modeling_dinov2.Dinov2SdpaSelfAttention": _vit_before_5,
     "transformers.models.clip.modeling_clip.CLIPSdpaAttention": _clip,
     "hflayers.Hopfield": _hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,
-    "ahop_layers.hopfield.base.OwnHopfield": _hopfield,
-    "ahop_layers.hopfield.layers.OwnHopfieldLayer": _layer,
-    "ahop_layers.hopfield.layers.OwnHopfieldPooling": _pooling,
+    full_name(OwnHopfield): _hopfield,
+    full_name(OwnHopfieldLayer): _layer,
+    full_name(OwnHopfieldPooling): _pooling,
 }
-
-
-def full_name(kind: type) -> str:
-    """Returns the name of a class with that of its module."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def register_converter(source: type[nn.Module] | str, adaptive: type[Adaptive]) -> None:
@@ -155,7 +156,7 @@ def register_converter(source: type[nn.Module] | str, adaptive: type[Adaptive]) 
 
 # Subclasses may override these: adaptive classes inherit them, or extend them by a call of the overridden method.
 _KEPT = ("__init__", "__repr__", "extra_repr", "_load_from_state_dict", "reset_parameters", "_reset_parameters")
-_CORES = ("ahop_layers.hopfield.core.AssociationCore", "hflayers.activation.HopfieldCore")
+_CORES = (full_name(AssociationCore), "hflayers.activation.HopfieldCore")
 
 
 def _overridden(module: Any, base: type) -> str | None:

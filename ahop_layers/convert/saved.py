@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ahop_layers.convert.class_swap import original_class
 from ahop_layers.convert.registry import full_name
 from ahop_layers.errors import AHopError, check_module
 from ahop_layers.similarity import AdaptiveSimilarity, Associator, named_similarities
@@ -116,9 +117,8 @@ def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[s
     layers = {}
     for owner in model.modules():
         if isinstance(owner, Associator):
-            former = vars(owner).get("_former")
             for part in owner.modules():
-                layers[id(part)] = full_name(type(owner) if former is None else former.source)
+                layers[id(part)] = full_name(original_class(owner) or type(owner))
     described: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
         described[name] = {"layer": layers.get(id(part)), "class": full_name(type(part))}
