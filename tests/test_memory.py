@@ -167,8 +167,8 @@ def test_a_binary_state_is_never_zero(name):
 
 
 def test_the_energy_can_increase_for_an_even_degree():
-    memory = AssociativeMemory.preset("D-Hop", torch.randn(12, 16).sign().double(), degree=2)
-    assert not falls(memory, torch.randn(500, 16).sign().double())
+    memories = [AssociativeMemory.preset("D-Hop", torch.randn(12, 16).sign().double(), degree=2) for _ in range(10)]
+    assert not all(falls(memory, torch.randn(500, 16).sign().double()) for memory in memories)
 
 
 def test_learned_entmax_has_an_energy():
@@ -254,7 +254,7 @@ def test_a_prior_learns_which_patterns_come_often():
     patterns = uniform(10, 4, torch.float32)
     index = torch.randint(2, (400,)) * 3  # only patterns 0 and 3
     memory = AssociativeMemory.preset("M-Hop", patterns, prior=True)
-    memory.fit((index, Noisy(1.0).corrupt(patterns[index])), epochs=40, progress=False, lr=0.1)
+    memory.fit((index, Noisy(1.0).corrupt(patterns[index])), epochs=100, progress=False, lr=0.1)
     common, rare = memory.prior[[0, 3]], memory.prior[[1, 2, 4, 5, 6, 7, 8, 9]]
     assert common.min() > rare.max() + 1
 
@@ -337,7 +337,7 @@ def embeddings(seed, scale=1.0, count=200, dim=48, pairs=1500, dtype=torch.float
 )
 def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, debias):
     found = []
-    for scale in (1.0, 1e-3 if debias else 1e3):
+    for scale in (1.0, 2.0**-10 if debias else 2.0**10):  # powers of two: products are exact, so ties stay ties
         patterns, pairs, (_, query) = embeddings(0, scale, count=50, pairs=600, dtype=torch.float64)
         memory = AssociativeMemory.preset("A-Hop", patterns, debias=debias, **keywords)
         before = memory.recall(query)
