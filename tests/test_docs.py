@@ -8,7 +8,7 @@ import pytest
 import test_theorems
 from frameworks import framework
 
-from benchmarks import kernels_report, summary, vit_report
+from benchmarks import summary
 from benchmarks.harness import pages
 from benchmarks.paper.images import report as images_report
 
@@ -151,30 +151,6 @@ def test_corrupted_images_are_compared_seed_by_seed():
     assert lines[2:] == [f"| {name} | **0.7000** | 0.6500 | +0.2000 |" for name in ("none", "noise 0.1")]
 
 
-def test_accuracies_by_rate_are_compared_at_equal_and_at_best_rates():
-    values = {
-        ("dot", "0.001"): (0.2, 0.4),
-        ("dot", "3e-05"): (0.6,),
-        ("adaptive", "0.001"): (0.5, 0.8),
-        ("adaptive:shared", "0.001"): (0.1,),
-    }
-    rows = [
-        {"setup": "paper", "settings": f"cifar10, paper, lr {rate}", "device": "here", "attention": attention}
-        | {"measure": "accuracy", "seed": str(seed), "value": str(value)}
-        for (attention, rate), several in values.items()
-        for seed, value in enumerate(several)
-    ]
-    lines = images_report.report(rows, ["paper"]).splitlines()
-    assert lines[0].endswith("Settings: cifar10, paper; here.")
-    assert lines[4:7] == [
-        "| dot | **0.6000** | 0.3000 ± 0.1414 |  | 0.5123 |",
-        "| adaptive |  | 0.6500 ± 0.2121 | +0.0500 | 0.5637 |",
-        "| adaptive:shared |  | 0.1000 | -0.5000 |  |",
-    ]
-    assert lines[12:14] == ["| adaptive |  | +0.3500 |", "| adaptive:shared |  | -0.1000 |"]
-    assert lines[-3:] == ["| dot | 1 | 2 |", "| adaptive |  | 2 |", "| adaptive:shared |  | 1 |"]
-
-
 def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
     close, far = [0.79, 0.81], [0.69, 0.71]
     assert summary.winner({"dot": far, "adaptive": close}) == "adaptive"
@@ -197,20 +173,3 @@ def test_a_summary_says_which_side_is_faster():
         "| training of a ViT, 4 blocks, images/s | fused dot product | 0.80 x | **fused dot product** |",
         "| full footprints, forward + backward, here | plain PyTorch | 0.90 to 25.4 x | **ours** in 1 of 2 sizes |",
     ]
-
-
-def test_the_attention_that_adapts_few_layers_is_not_marked():
-    base = {"model": "small", "settings": "224 px", "pass": "training", "part": "eager", "sdpa images/s": "100"}
-    rows = [
-        base | {"attention": name, "images/s": speed, "MB": ""}
-        for name, speed in (("4 blocks", "80"), ("full", "10"), ("last 4", "95"))
-    ]
-    lines = vit_report.shares(rows, mark=True).splitlines()[2:]
-    assert [line.split(" | ")[-1] for line in lines] == ["**0.80** |", "0.10 |", "0.95 |"]
-
-
-def test_kernels_have_no_empty_columns():
-    row = {"case": "2 x 3", "ours_ms": "1.36e+03", "paper/ours": "12.3", "ours/limit": "", "extra_MB": ""}
-    text = kernels_report.report([{**row, "pass": "forward"}, {**row, "pass": "forward + backward", "extra_MB": "0.5"}])
-    assert text.splitlines()[0].endswith("| forward + backward, speedup | extra memory, MB |")
-    assert text.splitlines()[-1] == "| 2 x 3 | 1,360 | 1,360 | 12.3 | 12.3 | 0.5 |"

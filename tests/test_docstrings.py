@@ -62,3 +62,12 @@ def test_a_sentence_and_an_example(name):
     first = text.split("\n\n")[0]
     assert first.endswith((".", ":")), f"the docstring of {name} starts with {first!r}"
     assert doctest.DocTestParser().get_examples(text), f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", sorted(name for name, thing in PUBLIC.items() if inspect.isroutine(thing)))
+def test_three_or_more_arguments_are_documented(name):
+    arguments = [each for each in inspect.signature(PUBLIC[name]).parameters if each not in ("self", "cls")]
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    if len(arguments) >= 3:
+        assert "Args:" in text, name
+        assert not [each for each in arguments if each not in text], name

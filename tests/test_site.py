@@ -1,7 +1,6 @@
 """The documentation site: strict build, valid links, no external resources, a complete reference."""
 
 import base64
-import inspect
 import json
 import os
 import re
@@ -19,7 +18,6 @@ import ahop_layers as ah
 
 for tool in ("mkdocs", "material", "mkdocstrings", "latex2mathml", "griffe"):
     pytest.importorskip(tool, reason=f'building the site needs {tool}: "pip install --group docs"')
-griffe = sys.modules["griffe"]
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -107,56 +105,6 @@ def test_the_reference_has_every_public_name(site):
         here = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         public += [f"{part}.{name}" for name in getattr(module, "__all__", here) if not name.startswith("_")]
     assert not {f"ahop_layers.{name}" for name in public} - anchors
-
-
-@pytest.fixture(scope="session")
-def reference() -> dict[str, "griffe.Object"]:
-    """The objects of the reference by name, as the site shows them."""
-    package = griffe.load(
-        "ahop_layers",
-        search_paths=[ROOT],
-        extensions=griffe.load_extensions(str(ROOT / "docs" / "docstrings.py")),
-        docstring_parser="google",
-        docstring_options={"warn_missing_types": False, "warn_unknown_params": False},
-    )
-    shown = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    objects = {name: package[name] for name in re.findall(r"^::: ahop_layers\.(\S+)", shown, flags=re.MULTILINE)}
-    for name, obj in [(name, obj) for name, obj in objects.items() if obj.is_module]:
-        objects |= {f"{name}.{each}": member for each, member in obj.members.items() if not member.is_alias}
-    return {
-        name: obj.final_target if obj.is_alias else obj
-        for name, obj in objects.items()
-        if not obj.name.startswith("_") and not obj.is_module
-    }
-
-
-def explained(obj: "griffe.Object") -> set[str]:
-    """The arguments that a docstring describes."""
-    sections = obj.docstring.parsed if obj.docstring else []
-    entries = [each for section in sections if section.kind.value == "parameters" for each in section.value]
-    return {name.strip().lstrip("*") for entry in entries for name in entry.name.split(",")}
-
-
-def arguments(obj: "griffe.Object") -> set[str]:
-    return {each.name for each in obj.parameters} - {"self", "cls"}
-
-
-def test_the_reference_explains_every_argument(reference):
-    functions = {name: obj for name, obj in reference.items() if obj.is_function}
-    classes = {name: obj for name, obj in reference.items() if obj.is_class}
-    for other in ("Report", "tabular.AdaptiveMemoryRegressor"):  # a result; a class that refers to another one
-        classes.pop(other)
-    calls = {f"{name}.forward": obj["forward"] for name, obj in classes.items() if "forward" in obj.members}
-    assert functions.keys() & {"adapt_"}
-    assert calls.keys() & {"AdaptiveAttention.forward"}
-    missing = {name: arguments(obj) - explained(obj) for name, obj in (classes | functions | calls).items()}
-    assert {name: names for name, names in missing.items() if names} == {}
-
-
-def test_the_signature_of_a_hopfield_layer_is_the_one_shown(reference):
-    for name in ("AdaptiveHopfield", "AdaptiveHopfieldLayer", "AdaptiveHopfieldPooling"):
-        assert arguments(reference[name]) == set(inspect.signature(getattr(ah, name)).parameters)
-        assert explained(reference[name]) == arguments(reference[name])  # and none that it does not have
 
 
 def test_docstrings_and_formulas_are_rendered(site):
