@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # The initial similarity, the dot product, is blue; the others contrast with it.
-COLORS = {"dot": "#3a93b5", "dis": "#d98032", "l1": "#6a9a3b"}
+COLORS = {"dot": "#3a93b5", "dis": "#d67d2f", "l1": "#6a9a3b"}
 # Lines that coincide remain distinguishable: each base and each key has a line style of its own.
 STYLES = {"dot": "-", "dis": (0, (5, 1.5)), "l1": ":"}
 CYCLE = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), ":")

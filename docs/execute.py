@@ -1,6 +1,9 @@
-"""Executes the notebooks and stores their outputs.
+"""Executes the notebooks and stores their outputs, or removes them.
 
 To run: python docs/execute.py   (or: python docs/execute.py docs/notebooks/vit.ipynb)
+
+The notebooks of the repository have no outputs. The docs workflow stores them before it builds the site, and
+``python docs/execute.py --clear`` removes them again.
 
 A cell is compiled and run as Jupyter does: what it prints is a stream output, and the value of its last line is its
 result. Figures are stored as PNG. Jupyter itself is not needed.
@@ -60,14 +63,20 @@ def _outputs(printed: str, value: object, number: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Executes notebooks in place."""
+    """Executes or clears notebooks in place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="*", type=Path, default=NOTEBOOKS, help="files (default: all notebooks)")
-    for path in parser.parse_args(arguments).notebooks:
+    parser.add_argument("--clear", action="store_true", help="remove the outputs instead")
+    given = parser.parse_args(arguments)
+    for path in given.notebooks:
         notebook = json.loads(path.read_text())
         code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        for number, (cell, result) in enumerate(zip(code, run_cells(code, path.name), strict=True), 1):
-            cell["outputs"], cell["execution_count"] = _outputs(*result, number), number
+        if given.clear:
+            for cell in code:
+                cell["outputs"], cell["execution_count"] = [], None
+        else:
+            for number, (cell, result) in enumerate(zip(code, run_cells(code, path.name), strict=True), 1):
+                cell["outputs"], cell["execution_count"] = _outputs(*result, number), number
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
         print(path)
 

@@ -63,7 +63,7 @@ def metadata(cited: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for every notebook, with its stored outputs."""
+    """Add a page for every notebook, with its outputs if it was executed before."""
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         place = PurePosixPath(notebook.src_uri)
         title, *parts = notebook_parts(json.loads(notebook.content_string)["cells"])

@@ -1,4 +1,4 @@
-"""README and pages: every code block runs alone; tables, plots and quoted figures match the benchmark rows."""
+"""README and pages: code blocks run, links resolve; tables, plots and quoted figures match the benchmark rows."""
 
 import re
 from importlib.metadata import version
@@ -8,64 +8,70 @@ import pytest
 import test_theorems
 from frameworks import framework
 
-from benchmarks import kernels_report, summary, vit_report
+from benchmarks import summary
 from benchmarks.harness import pages
-from benchmarks.harness.report import table
 from benchmarks.paper.images import report as images_report
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-FIGURES = [DOCS / f"{name}.md" for name in ("benchmarks-speed", "benchmarks-accuracy", "blocks", "search")]
-CODE = [page for page in PAGES if "```python" in page.read_text()]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+FIGURE = re.compile(r"\b0\.\d{3,}")
+
+# Page -> start of a part of its text -> the tables that the figures of this part come from.
+QUOTED = {
+    "README.md": {
+        "\n*80 %": "search",
+        "\n| [faces]": "search",
+        "\n| [bags]": "lookup-bags",
+        "\n| bags: ": "bags",
+        "\n| [table]": "tabular-large",
+        "\n| small ViT": "images-corrupted",
+    },
+    "docs/index.md": {"# ": "search"},
+    "docs/search.md": {"# ": "search"},
+    "docs/when-does-it-help.md": {
+        "## Where it helps": "retrieval mixtures ablations",
+        "### Bags": "bags bags-corrupted",
+        "### Vision transformers": "images images-corrupted",
+        "### Tabular data": "tabular",
+    },
+}
 
 
-@pytest.mark.parametrize("page", CODE, ids=lambda page: page.name)
-def test_every_python_block_runs_alone(page):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    for name in ("timm", "torchvision", "transformers"):
-        if re.search(rf"^(import|from) {name}", "\n".join(blocks), flags=re.MULTILINE):
-            framework(name)
+def full(names, quick):
+    """Parameters of which only the quick ones are in ``make test``."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in names]
+
+
+CODE = [page.name for page in PAGES if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("name", full(CODE, {*CODE} - {"search.md", "store-and-retrieve.md", "tabular.md"}))
+def test_every_python_block_runs_alone(name):
+    text = next(page for page in PAGES if page.name == name).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    for needed in ("timm", "torchvision", "transformers"):
+        if re.search(rf"^(import|from) {needed}", "\n".join(blocks), flags=re.MULTILINE):
+            framework(needed)
     for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"{page.name} block {number}", "exec"), {})
+        exec(compile(block, f"{name} block {number}", "exec"), {})
 
 
-def test_the_readme_links_to_files_that_exist():
+def test_links_commands_and_tests_in_the_text_exist():
     links = re.findall(r"\]\(([^)]+)\)", README.read_text())
-    assert links
-    assert not [link for link in links if not (ROOT / link).is_file()]
-
-
-def test_badges_say_what_the_package_requires():
-    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    torch = next(each for each in project["dependencies"] if each.startswith("torch>="))
-    required = [project["requires-python"].removeprefix(">="), torch.removeprefix("torch>=")]
-    badges = (DOCS / "pictures" / "badges.svg").read_text()
-    assert re.findall(r">([^<>]+)</text>", badges)[1::2] == [*(f"{each}+" for each in required), project["license"]]
-    alt = f"![Python {required[0]} or later, PyTorch {required[1]} or later, {project['license']} license]"
-    assert all(alt in page.read_text() for page in (README, DOCS / "index.md"))
-
-
-def test_commands_in_the_text_exist():
     text = "".join(path.read_text() for path in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"))
-    modules = set(re.findall(r"python -m ((?:ahop_layers|benchmarks|examples)(?:\.\w+)*)", text))
-    files = {module: ROOT / module.replace(".", "/") for module in modules}
-    commands = {
-        module
-        for module, file in files.items()
-        for path in (file.with_suffix(".py"), file / "__main__.py")
-        if path.is_file()
+    modules = {
+        each.replace(".", "/") for each in re.findall(r"python -m ((?:ahop_layers|benchmarks|examples)[\w.]*\w)", text)
     }
-    assert commands == modules
-
-
-def test_every_theorem_names_its_tests():
-    names = re.findall(r"`(test_\w+)`", (DOCS / "mathematics.md").read_text())
-    assert names
-    assert all(callable(getattr(test_theorems, name)) for name in names)
+    tests = re.findall(r"`(test_\w+)`", (DOCS / "mathematics.md").read_text())
+    assert links and modules and tests  # noqa: PT018
+    assert not [link for link in links if not (ROOT / link).is_file()]
+    assert not [
+        each for each in modules if not any((ROOT / f"{each}{end}").is_file() for end in (".py", "/__main__.py"))
+    ]
+    assert not [name for name in tests if not hasattr(test_theorems, name)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -80,23 +86,14 @@ def test_every_table_and_plot_has_a_place():
     assert places == {*pages.TABLES, *(f"{name}-picture" for name in pages.DRAWN)}
 
 
-# The text above each picture of the gallery describes it.
-@pytest.mark.parametrize("page", sorted({*DOCS.glob("*.md")} - {DOCS / "gallery.md"}), ids=lambda page: page.name)
-def test_pictures_have_captions_of_whole_sentences(page):
-    for picture, below in re.findall(
-        r"^!\[[^\]]*\]\((\S+)\)\n\n(.*?)\n\n", page.read_text(), flags=re.MULTILINE | re.DOTALL
-    ):
-        assert re.fullmatch(r"\*[A-Z0-9].*\.( \[.*\)|\n\[.*\))?\*", below, flags=re.DOTALL), f"{picture}: {below}"
-
-
 def without_names(picture: str) -> str:
     """An SVG without its element ids, which matplotlib derives from rounded numbers."""
     return re.sub(r'(id="|href="#|url\(#)[^")]*', "", picture)
 
 
-@pytest.mark.parametrize("name", [name for name, picture in pages.DRAWN.items() if picture.rows()])
+@pytest.mark.parametrize("name", full([name for name, it in pages.DRAWN.items() if it.rows()], {"pairs"}))
 def test_plots_are_what_the_command_draws(name, tmp_path):
-    if f"matplotlib=={version('matplotlib')}\n" not in (DOCS.parent / "constraints.txt").read_text():
+    if f"matplotlib=={version('matplotlib')}\n" not in (ROOT / "constraints.txt").read_text():
         pytest.skip("plots are compared for the matplotlib of constraints.txt only: other versions write other SVG")
     pages.DRAWN[name].draw(pages.DRAWN[name].rows(), tmp_path / "drawn.svg")
     drawn, kept = (
@@ -105,6 +102,18 @@ def test_plots_are_what_the_command_draws(name, tmp_path):
     assert NUMBER.sub("", drawn) == NUMBER.sub("", kept), "the rows have changed: make pages"
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (drawn, kept)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)  # the last digits depend on the machine
+
+
+@pytest.mark.parametrize("page", QUOTED)
+def test_figures_in_the_text_are_in_their_table(page):
+    """Figures of three digits or more; a table may have one digit more than the text."""
+    text = re.sub(r"```.*?```", "", pages.PLACE.sub("", (ROOT / page).read_text()), flags=re.DOTALL)
+    starts = [*(text.index(start) for start in QUOTED[page]), len(text)]
+    for names, start, end in zip(QUOTED[page].values(), starts, starts[1:], strict=False):
+        found = FIGURE.findall("".join(pages.TABLES[name]() for name in names.split()))
+        quoted = set(FIGURE.findall(text[start:end]))
+        assert quoted
+        assert quoted <= {*found, *(f"{float(figure):.3f}" for figure in found)}, f"figures that are not in {names}"
 
 
 def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
@@ -116,43 +125,18 @@ def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
     assert pages.fill(page) == page
 
 
-def test_help_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("a page was written"))
-    with pytest.raises(SystemExit) as end:
-        pages.main(["--help"])
-    assert end.value.code == 0
-    assert "python -m benchmarks.harness.pages" in capsys.readouterr().out
-
-
-def test_rows_of_another_device_are_not_mixed_in(monkeypatch):
-    rows = pages.rows_of("retrieval.csv")
-    kept = pages.retrieval_rows("accuracy")
+def test_rows_of_other_devices_incomplete_runs_and_trials_are_left_out(monkeypatch):
+    rows, kept = pages.rows_of("retrieval.csv"), pages.retrieval_rows("accuracy")
     others = [{**row, "device": "another", "accuracy": "0"} for row in kept if row["run"] == "0"]
     monkeypatch.setattr(pages, "rows_of", lambda file: [*rows, *others])
     assert pages.retrieval_rows("accuracy") == kept
-
-
-def test_packed_trials_are_not_shown(monkeypatch):
+    partly = [row for row in rows if (row["system"], row["run"]) != ("M-Hop", "4")]
+    monkeypatch.setattr(pages, "rows_of", lambda file: partly)
+    assert {row["run"] for row in pages.retrieval_rows("accuracy")} == {"0", "1", "2", "3"}
+    monkeypatch.undo()
     row = pages.read(pages.RESULTS / "packed.csv")[0]
     monkeypatch.setattr(pages, "read", lambda path: [row, {**row, "bags": "20"}])
-    assert pages.TABLES["packed"]() == pages.part("packed", [row], pages.packed.report)
-
-
-def test_runs_that_not_all_systems_have_are_left_out(tmp_path, monkeypatch):
-    rows = [row for row in pages.rows_of("retrieval.csv") if (row["system"], row["run"]) != ("M-Hop", "4")]
-    monkeypatch.setattr(pages, "rows_of", lambda file: rows)
-    assert {row["run"] for row in pages.retrieval_rows("accuracy")} == {"0", "1", "2", "3"}
-
-
-def test_figures_in_the_text_are_in_the_tables():
-    """Figures of three digits or more in README and when-does-it-help.md occur in the generated tables."""
-    judged = pages.PLACE.sub("", README.read_text() + (DOCS / "when-does-it-help.md").read_text())
-    prose = re.sub(r"```.*?```", "", judged, flags=re.DOTALL)
-    tables = "".join(path.read_text() for path in FIGURES)
-    known = {number for found in re.findall(r"0\.\d{3,}", tables) for number in (found, f"{float(found):.3f}")}
-    quoted = set(re.findall(r"0\.\d{3,}", prose)) - {"0.001", "0.012", "0.0003"}  # learning rates, and a difference
-    assert quoted
-    assert not quoted - known, "figures that are in no table"
+    assert pages.packed_rows() == [row]
 
 
 def test_corrupted_images_are_compared_seed_by_seed():
@@ -165,30 +149,6 @@ def test_corrupted_images_are_compared_seed_by_seed():
     lines = images_report.corruption_table(rows).splitlines()
     assert lines[0] == "| corruption | dot (2 seeds) | adaptive (2 seeds) | adaptive minus dot |"
     assert lines[2:] == [f"| {name} | **0.7000** | 0.6500 | +0.2000 |" for name in ("none", "noise 0.1")]
-
-
-def test_accuracies_by_rate_are_compared_at_equal_and_at_best_rates():
-    values = {
-        ("dot", "0.001"): (0.2, 0.4),
-        ("dot", "3e-05"): (0.6,),
-        ("adaptive", "0.001"): (0.5, 0.8),
-        ("adaptive:shared", "0.001"): (0.1,),
-    }
-    rows = [
-        {"setup": "paper", "settings": f"cifar10, paper, lr {rate}", "device": "here", "attention": attention}
-        | {"measure": "accuracy", "seed": str(seed), "value": str(value)}
-        for (attention, rate), several in values.items()
-        for seed, value in enumerate(several)
-    ]
-    lines = images_report.report(rows, ["paper"]).splitlines()
-    assert lines[0].endswith("Settings: cifar10, paper; here.")
-    assert lines[4:7] == [
-        "| dot | **0.6000** | 0.3000 ± 0.1414 |  | 0.5123 |",
-        "| adaptive |  | 0.6500 ± 0.2121 | +0.0500 | 0.5637 |",
-        "| adaptive:shared |  | 0.1000 | -0.5000 |  |",
-    ]
-    assert lines[12:14] == ["| adaptive |  | +0.3500 |", "| adaptive:shared |  | -0.1000 |"]
-    assert lines[-3:] == ["| dot | 1 | 2 |", "| adaptive |  | 2 |", "| adaptive:shared |  | 1 |"]
 
 
 def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
@@ -213,33 +173,3 @@ def test_a_summary_says_which_side_is_faster():
         "| training of a ViT, 4 blocks, images/s | fused dot product | 0.80 x | **fused dot product** |",
         "| full footprints, forward + backward, here | plain PyTorch | 0.90 to 25.4 x | **ours** in 1 of 2 sizes |",
     ]
-
-
-@pytest.mark.parametrize("page", ["benchmarks-accuracy", "benchmarks-speed", "search", "models"])
-def test_pages_of_figures_start_with_a_summary(page):
-    text = (DOCS / f"{page}.md").read_text()
-    first = pages.PLACE.search(text)
-    assert first[2].startswith("summary-")
-    assert first[0].count("\n|") > 4
-    assert text[: first.start()].count("\n## ") <= 1
-
-
-def test_the_attention_that_adapts_few_layers_is_not_marked():
-    base = {"model": "small", "settings": "224 px", "pass": "training", "part": "eager", "sdpa images/s": "100"}
-    rows = [
-        base | {"attention": name, "images/s": speed, "MB": ""}
-        for name, speed in (("4 blocks", "80"), ("full", "10"), ("last 4", "95"))
-    ]
-    lines = vit_report.shares(rows, mark=True).splitlines()[2:]
-    assert [line.split(" | ")[-1] for line in lines] == ["**0.80** |", "0.10 |", "0.95 |"]
-
-
-def test_kernels_have_no_empty_columns():
-    row = {"case": "2 x 3", "ours_ms": "1.36e+03", "paper/ours": "12.3", "ours/limit": "", "extra_MB": ""}
-    text = kernels_report.report([{**row, "pass": "forward"}, {**row, "pass": "forward + backward", "extra_MB": "0.5"}])
-    assert text.splitlines()[0].endswith("| forward + backward, speedup | extra memory, MB |")
-    assert text.splitlines()[-1] == "| 2 x 3 | 1,360 | 1,360 | 12.3 | 12.3 | 0.5 |"
-
-
-def test_a_table_in_markdown():
-    assert table(["a", "b"], [[1, "x"], [2.5, ""]]) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2.5 |  |"

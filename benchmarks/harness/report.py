@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 GRAY = "#82868c"  # equal contrast to black and to white
-COLORS = ("#3a93b5", "#d98032", "#6a9a3b", "#c8555b", "#8d7cc3", "#a98a3f", "#d070a8")  # about as light as the gray
+COLORS = ("#3a93b5", "#d67d2f", "#6a9a3b", "#c8555b", "#8d7cc3", "#a98a3f", "#d070a8")  # about as light as the gray
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1)))
 STYLE = {
