@@ -56,7 +56,7 @@ def test_every_public_name_is_checked():
     expected = {
         "plots.footprint_steps",
         "memory.memory.AssociativeMemory.retrieve",
-        "tabular.base.AdaptiveMemory.nearest_cases",
+        "tabular.memory.AdaptiveMemory.nearest_cases",
     }
     assert {f"ahop_layers.{name}" for name in expected} <= set(PUBLIC)
 

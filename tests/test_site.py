@@ -198,7 +198,7 @@ def test_types_in_signatures_are_links(site):
         assert re.search(rf'<a [^>]*title="[^"]*{kind}[^"]*" href="', signatures["layers"]), kind
     plain = set(re.findall(r'title="(ahop_layers\.[\w.]+)"', re.sub(r"<a .*?</a>", "", "".join(signatures.values()))))
     private = {name for name in plain if name.split(".")[-1].startswith("_")}
-    assert plain - private <= {"ahop_layers.memory.store.Store", "ahop_layers.tabular.base.Array"}
+    assert plain - private <= {"ahop_layers.memory.store.Store", "ahop_layers.tabular.rows.Array"}
 
 
 def test_docstrings_are_rendered_as_markdown(site):
