@@ -13,7 +13,7 @@ from benchmarks.paper.tabular.network import Encoding
 from benchmarks.paper.tabular.training import hold_out
 
 pytestmark = pytest.mark.slow
-SMALL = {"n_cases": 16, "hidden": (16,), "max_epochs": 25, "batch_size": 32, "learning_rate": 0.02, "random_state": 0}
+SMALL = {"n_cases": 16, "hidden": (16,), "max_epochs": 12, "batch_size": 32, "learning_rate": 0.02, "random_state": 0}
 X, Y = load_iris(return_X_y=True)
 
 
@@ -22,10 +22,11 @@ X, Y = load_iris(return_X_y=True)
     {"bases": ("dis", "dot"), "knots": None, "embedding_dim": None, "n_cases": 64, "loss": "squared"},
 ], ids=str)  # fmt: skip
 def test_every_form_learns(settings):
-    model = PaperMemoryClassifier(**{**SMALL, **settings}).fit(X, Y)
-    assert model.score(X, Y) > 0.9
+    labels = Y == 0  # a class with a gap to the others
+    model = PaperMemoryClassifier(**{**SMALL, **settings}).fit(X, labels)
+    assert model.score(X, labels) > 0.95
     state = torch.manual_seed(1).get_state()
-    assert np.array_equal(clone(model).fit(X, Y).predict_proba(X), model.predict_proba(X))
+    assert np.array_equal(clone(model).fit(X, labels).predict_proba(X), model.predict_proba(X))
     assert torch.equal(torch.get_rng_state(), state)
     if similarity := model.network_.similarity:
         assert type(next(similarity.parameters())) is torch.nn.Parameter  # no longer parametrized
