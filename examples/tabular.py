@@ -3,10 +3,9 @@
 To run: python -m examples.tabular
 
 The breast cancer data comes with scikit-learn. All models are evaluated on the same five folds; the table shows mean
-accuracy and mean area under the ROC curve of the test folds. The options of the training are those of the memories with
-an MLP; the adaptive memory has default settings. The picture explains three predictions of it: the row, the stored
-cases with the largest weights, these weights, and the weight of each feature. Writes cases.png into the folder of
---out.
+accuracy and mean area under the ROC curve of the test folds. All have default settings. The picture explains three
+predictions of the adaptive memory: the row, the stored cases with the largest weights, these weights, and the weight of
+each feature. Writes cases.png into the folder of --out.
 """
 
 import argparse
@@ -28,20 +27,10 @@ from examples.common import cli
 from examples.common.outputs import answer_style, write_figure
 
 
-def make_memory(options: argparse.Namespace, similarity: str = "adaptive") -> AdaptiveMemoryClassifier:
-    """Returns a memory classifier with an MLP."""
-    return AdaptiveMemoryClassifier(
-        n_cases=64, similarity=similarity, knots=None, dropout=0.5, batch_size=64, max_epochs=options.epochs,
-        learning_rate=options.lr, patience=options.patience, random_state=options.seed,
-    )  # fmt: skip
-
-
 def make_models(options: argparse.Namespace) -> dict[str, object]:
     """Returns the classifiers to compare, by name."""
     return {
         "adaptive memory": AdaptiveMemoryClassifier(random_state=options.seed),
-        "memory with an MLP": make_memory(options),
-        "dot-product memory": make_memory(options, similarity="dot"),
         "logistic regression": make_pipeline(StandardScaler(), LogisticRegression()),
         "nearest neighbors": make_pipeline(StandardScaler(), KNeighborsClassifier()),
         "random forest": RandomForestClassifier(random_state=options.seed),
@@ -95,7 +84,7 @@ def explain(X: np.ndarray, y: np.ndarray, names: np.ndarray, options: argparse.N
 
 def make_parser() -> cli.Parser:
     """Returns the parser of the command line."""
-    return cli.Parser("tabular", __doc__, "out/tabular", ["cases.png"], epochs=30, lr=4e-3, patience=10)
+    return cli.Parser("tabular", __doc__, "out/tabular", ["cases.png"])
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:

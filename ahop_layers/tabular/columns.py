@@ -1,96 +1,61 @@
-"""Columns of a table: categories as codes, and rows as comparable columns."""
+"""Columns of a table: categories as codes, and rows as columns of comparable scale."""
 
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError
 
-Array = NDArray[Any]
 NUMBER, RAMP, CATEGORY, MISSING = range(4)  # kinds of columns
 LIMIT = 3.0  # standard deviations at which the soft clip of a numeric feature bends
 
 
 class Categories:
-    """Replaces the categories of a table by codes.
+    """Replaces the categories of a table by codes. ``codes`` has those of each categorical feature, by its index.
 
-    A feature is categorical if its pandas dtype is ``category``, or if a value of it is neither a number nor missing.
-    A category that was not in the training set is encoded as missing, NaN.
-
-    Attributes:
-        codes: the code of each category, by the index of the feature.
-    """
-
-    def __init__(self) -> None:
-        self.codes: dict[int, dict[Any, float]] = {}
-
-    def fit(self, X: Any) -> "Categories":
-        """Collect the categories of every categorical feature of ``X``, a data frame or an array."""
-        for index, values in _texts(X):
-            known = sorted(
-                {value for value in values if value is not None}, key=lambda value: (str(type(value)), value)
-            )
-            self.codes[index] = {value: float(code) for code, value in enumerate(known)}
-        return self
-
-    def encode(self, X: Any) -> Any:
-        """Return ``X`` with codes in place of categories; ``X`` itself if it has no categorical feature."""
-        given = dict(_texts(X))
-        wanted = self.codes.keys() | given.keys()
-        if not wanted:
-            return X
-        frame = hasattr(X, "iloc")
-        columns = []
-        for index in range(X.shape[1]):
-            values = given[index] if index in given else (X.iloc[:, index] if frame else X[:, index])
-            if index in self.codes:
-                known = self.codes[index]
-                values = np.array([known.get(_plain(value), np.nan) for value in values])
-            elif index in given:
-                bad = next(value for value in values if not (value is None or _is_number(value)))
-                raise ValueError(f"feature {index} was numeric in fit, got {bad!r}: could not convert string to float")
-            columns.append(np.asarray(values, dtype=np.float64))
-        matrix = np.column_stack(columns)
-        return type(X)(matrix, columns=X.columns, index=X.index) if frame else matrix
-
-
-class Gaps(nn.Module):
-    """Fills missing values, and appends one indicator for each feature that has missing values in the training set.
-
-    The value is the mean of a numeric feature, and the most frequent code of a category.
+    A feature is categorical if its pandas dtype is ``category``, or if it has a string: strings are not parsed, so that
+    ``"01"`` and ``"1"`` are two categories. A category that is not in the training set is encoded as missing, NaN.
 
     Args:
-        rows: ``(n, features)`` of float64, with NaN for missing values.
-        weight: ``(n,)``.
-        categorical: indices of the categorical features.
+        X: the training set.
     """
 
-    fill: Tensor
-    feature: Tensor
+    def __init__(self, X: Any) -> None:
+        self.codes: dict[int, dict[Any, float]] = {}
+        for index, (values, categorical) in enumerate(_columns(X) or ()):
+            if categorical:
+                known = sorted({each for each in values if each is not None}, key=lambda each: (_kind(each), each))
+                self.codes[index] = {value: float(code) for code, value in enumerate(known)}
 
-    def __init__(self, rows: Tensor, weight: Tensor, categorical: list[int]) -> None:
-        super().__init__()
-        missing = rows.isnan()
-        shares = weight[:, None] * ~missing
-        fill = (shares * rows.nan_to_num()).sum(0) / shares.sum(0).clamp(min=torch.finfo(weight.dtype).tiny)
-        for index in categorical:
-            codes, code = torch.unique(rows[:, index].nan_to_num(-1), return_inverse=True)
-            counts = torch.zeros_like(codes).index_add_(0, code, shares[:, index])
-            fill[index] = codes[counts.argmax()]
-        self.register_buffer("fill", fill)
-        features = torch.arange(rows.shape[1])
-        self.register_buffer("feature", torch.cat([features, features[missing.any(0)]]))
+    def encode(self, X: Any) -> Any:
+        """Returns ``X`` with codes in place of categories; ``X`` itself if it has no categorical feature.
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Fill ``rows (n, features) -> (n, features + indicators)``."""
-        missing = rows.isnan()
-        full = torch.where(missing, self.fill, rows)
-        indicators = missing[:, self.feature[len(self.fill) :]]
-        return torch.cat([full, indicators.to(full.dtype)], 1) if indicators.shape[1] else full
+        Raises an AHopError for a string in a numeric feature, and for 1 where all categories are strings or vice versa.
+        """
+        columns = _columns(X, every=bool(self.codes))
+        if columns is None or not (self.codes or any(categorical for _, categorical in columns)):
+            return X
+        encoded = []
+        for index, (values, categorical) in enumerate(columns):
+            if index in self.codes:
+                values = self._look_up(index, values)
+            elif texts := [value for value in values if _kind(value) != "number"] if categorical else []:
+                raise AHopError(f"feature {index} was numeric in fit, got {texts[0]!r}")
+            encoded.append(np.asarray(values, dtype=np.float64))
+        matrix = np.column_stack(encoded)
+        return type(X)(matrix, columns=X.columns, index=X.index) if hasattr(X, "iloc") else matrix
+
+    def _look_up(self, index: int, values: Any) -> list[float]:
+        """Returns the codes of the values of a feature, NaN for missing values and for unknown categories."""
+        known = self.codes[index]
+        kinds = {_kind(value) for value in known}
+        for value in {_plain(value) for value in values} - known.keys() - {None}:
+            if kinds and _kind(value) not in kinds:
+                raise AHopError(f"feature {index} must have categories like {next(iter(known))!r}, got {value!r}")
+        return [known.get(_plain(value), math.nan) for value in values]
 
 
 class Column(NamedTuple):
@@ -117,9 +82,6 @@ class RowEncoding(nn.Module):
         weight: ``(n,)``.
         categorical: indices of the categorical features.
         knots: number of knots of a numeric feature; 0 for no ramps.
-
-    Raises:
-        AHopError: the variance of a feature is not finite.
     """
 
     feature: Tensor
@@ -140,13 +102,14 @@ class RowEncoding(nn.Module):
                 columns += _encode_numbers(index, values[known], weight[known], knots)
             if not known.all():
                 columns.append(Column(index, MISSING))
+        self.features = rows.shape[1]
         self.ramps = max(knots - 1, 0)  # of each numeric feature
         for name, entries in zip(Column._fields, zip(*columns, strict=True), strict=True):
             dtype = torch.int64 if name in ("feature", "kind") else torch.float64
             self.register_buffer(name, torch.tensor(entries, dtype=dtype))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Encode ``rows (n, features) -> (n, columns)`` in float64."""
+        """Encodes ``rows (n, features) -> (n, columns)`` in float64."""
         values = rows[:, self.feature]
         missing = values.isnan()
         numbers = (values - self.low) * self.rate
@@ -162,7 +125,7 @@ class RowEncoding(nn.Module):
         return torch.cat([ramp.nonzero()[:: max(self.ramps, 1), 0], (~ramp).nonzero()[:, 0]])
 
     def add_ramps(self, columns: Tensor) -> Tensor:
-        """Replace the ramps of each feature by their sum, ``(n, columns) -> (n, axes)``. Sums come first."""
+        """Replaces the ramps of each feature by their sum, ``(n, columns) -> (n, axes)``. Sums come first."""
         if not self.ramps:
             return columns
         ramp = self.kind == RAMP
@@ -170,58 +133,73 @@ class RowEncoding(nn.Module):
         return torch.cat([sums, columns[:, ~ramp]], 1)
 
 
-def _encode_numbers(feature: int, values: Tensor, weight: Tensor, knots: int) -> list[Column]:
-    """The columns of the known values ``(n,)`` of a numeric feature."""
-    weight = weight / weight.sum()
+def standardization(feature: int, values: Tensor, weight: Tensor) -> tuple[float, float]:
+    """Returns the mean of values ``(n,)``, and the factor that scales their deviation to 1; 0 if they are constant.
 
-    def moments(values: Tensor) -> tuple[float, float]:
-        mean = (weight * values).sum()
-        return mean.item(), (weight * (values - mean).square()).sum().sqrt().item()
-
-    mean, deviation = moments(values)
+    Raises an AHopError that names the ``feature`` if the variance is not finite.
+    """
+    mean, deviation = moments(values, weight)
     if not (math.isfinite(mean) and math.isfinite(deviation)):
         raise AHopError(f"X must have a finite range and variance in float64, got feature {feature}")
     number = torch.finfo(values.dtype)
     # The computed deviation of a constant feature can be a rounding error.
     varies = deviation > max(16 * number.eps * abs(mean), number.tiny)
-    if not knots or not varies:
-        constant = [Column(feature, RAMP, height=0.0)] * (knots - 1)
-        return constant or [Column(feature, NUMBER, mean, 1 / deviation if varies else 0.0)]
+    return mean, 1 / deviation if varies else 0.0
+
+
+def moments(values: Tensor, weight: Tensor) -> tuple[float, float]:
+    """Returns the weighted mean and standard deviation of values ``(n,)``."""
+    weight = weight / weight.sum()
+    mean = (weight * values).sum()
+    return mean.item(), (weight * (values - mean).square()).sum().sqrt().item()
+
+
+def _encode_numbers(feature: int, values: Tensor, weight: Tensor, knots: int) -> list[Column]:
+    """Returns the columns of the known values ``(n,)`` of a numeric feature."""
+    mean, rate = standardization(feature, values, weight)
+    if not knots:
+        return [Column(feature, NUMBER, mean, rate)]
+    unused = Column(feature, RAMP, height=0.0)
+    if not rate:
+        return [unused] * (knots - 1)
     distinct = torch.unique(values)
     places = torch.linspace(0, len(distinct) - 1, min(knots, len(distinct)), dtype=torch.float64)
     ends = distinct[places.round().long()]
-    rate = 1 / ends.diff()
-    ramps = ((values[:, None] - ends[:-1]) * rate).clamp(0, 1)
-    height = 1 / moments(ramps.sum(1))[1]
-    entries = zip(ends.tolist(), rate.tolist(), (height * weight @ ramps).tolist(), strict=False)
+    rates = 1 / ends.diff()
+    ramps = ((values[:, None] - ends[:-1]) * rates).clamp(0, 1)
+    height = 1 / moments(ramps.sum(1), weight)[1]
+    centers = height * weight / weight.sum() @ ramps
+    entries = zip(ends.tolist(), rates.tolist(), centers.tolist(), strict=False)
     columns = [Column(feature, RAMP, low, slope, height, center) for low, slope, center in entries]
-    return columns + [Column(feature, RAMP, height=0.0)] * (knots - 1 - len(columns))
+    return columns + [unused] * (knots - 1 - len(columns))
 
 
-def _texts(X: Any) -> list[tuple[int, list[Any]]]:
-    """The categorical features of a data frame or an array: their index, and their values with None if missing."""
+def _columns(X: Any, every: bool = False) -> list[tuple[Any, bool]] | None:
+    """Returns the columns of a table, arrays of numbers or lists of Python values, and whether each is categorical.
+
+    Missing values of a list are None. Returns None if ``X`` is no table, or if it is an array of numbers, unless
+    ``every`` is True.
+    """
+    if isinstance(X, list | tuple):
+        X = np.array(X, dtype=object)
     if hasattr(X, "iloc") and hasattr(X, "dtypes"):
-        columns = [(index, X.iloc[:, index], str(dtype)) for index, dtype in enumerate(X.dtypes)]
-    elif isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OUS":
-        columns = [(index, X[:, index], "object") for index in range(X.shape[1])]
+        columns = [X.iloc[:, index] for index in range(X.shape[1])]
+    elif isinstance(X, np.ndarray) and X.ndim == 2 and (every or X.dtype.kind in "OUS"):
+        columns = list(X.T)
     else:
-        return []
-    found = []
-    for index, column, dtype in columns:
-        if dtype != "category" and getattr(column.dtype, "kind", "O") in "biuf":
-            continue
-        values = [_plain(value) for value in column]
-        if dtype == "category" or not all(value is None or _is_number(value) for value in values):
-            found.append((index, values))
+        return None
+    found: list[tuple[Any, bool]] = []
+    for column in columns:
+        if getattr(column.dtype, "kind", "O") in "biuf":
+            found.append((column, False))
+        else:
+            values = [_plain(value) for value in column]
+            found.append((values, str(column.dtype) == "category" or any(_kind(each) != "number" for each in values)))
     return found
 
 
 def _plain(value: Any) -> Any:
-    """Return None for a missing value, and a Python scalar for one of NumPy.
-
-    Raises:
-        TypeError: the value is neither a string nor a number.
-    """
+    """Returns None for a missing value, and a Python scalar for one of NumPy; raises if it is no string or number."""
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or type(value).__name__ in ("NAType", "NaTType") or value != value:
         return None
@@ -230,9 +208,5 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True
+def _kind(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, str | bytes) else "number"

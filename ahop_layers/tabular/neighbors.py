@@ -1,6 +1,5 @@
 """A nearest-neighbor classifier with a learned similarity."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,12 @@ from sklearn.utils.multiclass import check_classification_targets  # type: ignor
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, check_numbers
+from ahop_layers.errors import AHopError, check_numbers, check_sizes
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops.reference import check_bases
-from ahop_layers.tabular.base import Array, ClassPredictions, TabularEstimator
-from ahop_layers.tabular.network import Encoding
-from ahop_layers.tabular.settings import is_integer
+from ahop_layers.tabular.base import ClassPredictions, TabularEstimator, check_count
+from ahop_layers.tabular.columns import standardization
+from ahop_layers.tabular.rows import Array
 from ahop_layers.variants import Mixed, Variant
 
 
@@ -61,8 +60,6 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
     True
     """
 
-    _fitted = "memory_"
-
     def __init__(
         self,
         *,
@@ -89,43 +86,43 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         self.verbose = verbose
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "AdaptiveNeighborsClassifier":
-        """Fit to rows ``X (n, features)`` and labels ``y (n,)``."""
+        """Fits to rows ``X (n, features)`` and labels ``y (n,)``."""
         features, labels = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(labels)
         classes, target = self._classes_of(labels)
-        self._check_parameters()
+        bases = check_bases(self.bases)
+        check_sizes(epochs=self.epochs, batch_size=self.batch_size)
+        check_numbers("a positive number", learning_rate=self.learning_rate)
+        self._check_flags("standardize", "verbose")
+        if not isinstance(self.variant, Variant | None):
+            raise AHopError(f"variant must be a variant or None, got {self.variant!r}")
         device = self._check_device()
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-        rows = torch.tensor(features)
-        encoding = self._make_encoding(rows)
-        memory = AssociativeMemory.preset(
-            "A-Hop",
-            encoding(rows).contiguous().to(device),
-            labels=target,
-            bases=self.bases,
-            init=check_bases(self.bases)[0],
-            blocks=self.blocks,
-        )
+        center, rate = self._scales(features)
+        patterns = torch.from_numpy((features - center) * rate)
+        form = {"bases": bases, "init": bases[0], "blocks": self.blocks}
+        memory = AssociativeMemory.preset("A-Hop", patterns.float().to(device), labels=target, **form)
         history = memory.fit(
             Mixed() if self.variant is None else self.variant,  # Mixed() leaves rows unchanged
             epochs=int(self.epochs),
             lr=self.learning_rate,
             batch=int(self.batch_size),
-            progress=bool(self.verbose),
+            progress=self.verbose,
             seed=seed,
             by="label",
         )
         # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
         # unpickled on a machine without that device.
-        memory, encoding = memory.cpu().double(), encoding.double()
-        memory.patterns = encoding(rows).contiguous()  # not rounded to float32, so that equal rows have distance 0
-        self.memory_, self._encoding, self.history_, self.classes_ = memory, encoding, history.tolist(), classes
+        memory = memory.cpu().double()
+        memory.patterns = patterns  # not rounded to float32, so that equal rows have distance 0
+        self.memory_, self.history_, self.classes_ = memory, history.tolist(), classes
+        self._center, self._rate = center, rate
         return self
 
     def kneighbors(
         self, X: ArrayLike | None = None, n_neighbors: int = 5, return_distance: bool = True
     ) -> tuple[Array, Array] | Array:
-        """Find the stored rows that are most similar to each row.
+        """Finds the stored rows that are most similar to each row.
 
         The distance is the negative score of the learned similarity. It orders rows as the softmax weights do, but it
         is not a metric: it can be negative, and the distance of a row to itself is 0 only for ``dis`` and ``l1``.
@@ -152,15 +149,13 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         array([6])
         """
         if X is None:
-            check_is_fitted(self, self._fitted)
+            check_is_fitted(self, "memory_")
             queries = self.memory_.patterns.numpy()
         else:
-            queries = self._apply(self._encoding, self._check_rows(X))
-        count = len(self.memory_.patterns) - (X is None)
-        if not (is_integer(n_neighbors) and 1 <= n_neighbors <= count):
-            known = f"{count} stored rows" if X is not None else f"{count} other stored rows"
-            raise AHopError(f"n_neighbors must be an integer between 1 and the {known}, got {n_neighbors!r}")
-        wanted = int(n_neighbors) + (X is None)
+            queries = self._columns(X)
+        things = "stored rows" if X is not None else "other stored rows"
+        count = check_count("n_neighbors", n_neighbors, len(self.memory_.patterns) - (X is None), things)
+        wanted = count + (X is None)
 
         def nearest(part: Tensor) -> Tensor:
             scores, indices = self.memory_.search(part, wanted)
@@ -173,28 +168,26 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         return (distances, neighbors) if return_distance else neighbors
 
     def _outputs(self, X: ArrayLike) -> Array:
-        rows = self._check_rows(X)
-        return self._apply(lambda part: self.memory_.class_scores(self._encoding(part)), rows)
+        columns = self._columns(X)
+        return self._apply(self.memory_.class_scores, columns)
 
-    def _make_encoding(self, rows: Tensor) -> Encoding:
-        if self.standardize:
-            return Encoding.standard(rows, rows.new_ones(len(rows)))
-        dim = rows.shape[1]
-        return Encoding(torch.arange(dim), rows.new_zeros(dim), rows.new_ones(dim), (-math.inf, math.inf))
+    def _columns(self, X: ArrayLike) -> Array:
+        """Returns the checked rows as they are compared."""
+        check_is_fitted(self, "memory_")
+        rows = validate_data(self, X, dtype=np.float64, reset=False)
+        columns: Array = (rows - self._center) * self._rate
+        return columns
 
-    def _check_parameters(self) -> None:
-        check_bases(self.bases)
-        for name in ("epochs", "batch_size"):
-            value = getattr(self, name)
-            if not (is_integer(value) and value >= 1):
-                raise AHopError(f"{name} must be an integer of at least 1, got {value!r}")
-        check_numbers("a positive number", learning_rate=self.learning_rate)
-        if not isinstance(self.variant, Variant | None):
-            raise AHopError(f"variant must be a variant or None, got {self.variant!r}")
+    def _scales(self, rows: Array) -> Array:
+        """Returns the shift and the factor of each feature ``(2, features)``."""
+        if not self.standardize:
+            return np.repeat([[0.0], [1.0]], rows.shape[1], axis=1)
+        weight = torch.ones(len(rows), dtype=torch.float64)
+        return np.transpose([standardization(index, torch.tensor(each), weight) for index, each in enumerate(rows.T)])
 
 
 def _without_self(distances: Array, neighbors: Array) -> tuple[Array, Array]:
-    """Remove row i from its own neighbors ``(n, k + 1)``, or the last neighbor if row i is not among them."""
+    """Removes row i from its own neighbors ``(n, k + 1)``, or the last neighbor if row i is not among them."""
     others = neighbors != np.arange(len(neighbors))[:, None]
     others[others.all(1), -1] = False
     shape = (len(neighbors), -1)

@@ -1,7 +1,6 @@
 """A memory of cases with a closed-form readout, the regularized pseudo-inverse."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +13,8 @@ from torch.nn import functional
 
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.tabular.columns import CATEGORY, RowEncoding
-from ahop_layers.tabular.network import CHUNK, apply_in_chunks
+from ahop_layers.tabular.rows import CHUNK, Examples, apply_in_chunks
 from ahop_layers.training import warmup_cosine
-
-OnStep = Callable[[int, float], None]
 
 LEARNING_RATE = 0.15
 # Penalties on the squared logarithms of the weights, divided by the number of rows.
@@ -26,42 +23,21 @@ REGULARIZATION = torch.logspace(-1.5, 1.5, 13, dtype=torch.float64)  # factors o
 JUDGED_ROWS = 8192  # rows whose leave-one-out errors choose the regularization and calibrate the probabilities
 
 
-class Effort(NamedTuple):
-    """How the similarity is learned.
+class FitOptions(NamedTuple):
+    """How a memory is fitted."""
 
-    Attributes:
-        steps: number of steps.
-        rows: rows of each step.
-        differences: limit of the differences ``(rows, rows, features)``: tables with many features use fewer rows.
-        dtype: dtype of the rows.
-        shapes: whether the columns of a feature have different weights.
-    """
-
-    steps: int
-    rows: int
-    differences: int
-    dtype: torch.dtype
-    shapes: bool
+    steps: int  # in which the similarity is learned
+    rows: int  # of each step
+    differences: int  # limit of the differences (rows, rows, features): tables with many features use fewer rows
+    dtype: torch.dtype  # of the rows of a step
+    shapes: bool  # whether the columns of a feature have different weights
+    damage: float = 0.0  # fraction of the features of a row that are replaced; without, the rank weights stay equal
+    linear: bool = True  # whether there is a linear part
+    verbose: bool = False  # whether to print the error of each step
 
 
-SMALL = Effort(40, 384, 2**24, torch.float64, shapes=False)
-LARGE = Effort(80, 1024, 2**27, torch.float32, shapes=True)
-
-
-class Examples(NamedTuple):
-    """Rows ``(n, features)``, targets ``(n, outputs)`` with mean 0, weights ``(n,)``, and units ``(n,)``.
-
-    The unit of a row is the part of its weight that is left out: a row with a large weight may be several equal rows.
-    """
-
-    rows: Tensor
-    target: Tensor
-    weight: Tensor
-    unit: Tensor
-
-    def to(self, device: torch.device) -> "Examples":
-        """Move all of them to a device."""
-        return Examples(*(part.to(device) for part in self))
+SMALL = FitOptions(40, 384, 2**24, torch.float64, shapes=False)
+LARGE = FitOptions(80, 1024, 2**27, torch.float32, shapes=True)
 
 
 class ProjectionNetwork(nn.Module):
@@ -74,11 +50,9 @@ class ProjectionNetwork(nn.Module):
     Args:
         encoding: from features to columns.
         cases: encoded cases ``(S, columns)``.
-        features: number of features.
+        ranked: whether the differences of features are sorted. If not, only the last rank weight counts.
     """
 
-    used: Tensor
-    blocks: Tensor
     binary: Tensor
     cases: Tensor
     feature_weight: Tensor
@@ -87,65 +61,47 @@ class ProjectionNetwork(nn.Module):
     linear: Tensor
     intercept: Tensor
 
-    def __init__(self, encoding: RowEncoding, cases: Tensor, features: int) -> None:
+    def __init__(self, encoding: RowEncoding, cases: Tensor, ranked: bool = False) -> None:
         super().__init__()
-        self.encoding = encoding
-        used, blocks = torch.unique(encoding.feature, return_inverse=True)
-        # Constant features have columns too, so that every feature is a block unless all of its values are missing.
+        self.encoding, self.ranked = encoding, ranked
+        # Every feature has a column, also a constant one and one without known values, and is a block.
         self.similarity = AdaptiveSimilarity(
-            len(encoding.axes), bases=("l1",), init="l1", blocks=blocks[encoding.axes], dtype=torch.float64
+            len(encoding.axes), bases=("l1",), init="l1", blocks=encoding.feature[encoding.axes], dtype=torch.float64
         ).requires_grad_(False)
-        self.register_buffer("used", used)
-        self.register_buffer("blocks", blocks)
         # Indicators are 0 or 1, but those of cluster centers are not.
         binary = (encoding.kind >= CATEGORY) & ((cases == 0) | (cases == 1)).all(0)
         self.register_buffer("binary", binary[encoding.axes])
         self.register_buffer("cases", cases)
-        self.register_buffer("feature_weight", torch.ones(features, dtype=torch.float64))
-        self.register_buffer("column_weight", torch.ones(len(blocks), dtype=torch.float64))
+        self.register_buffer("feature_weight", torch.ones(encoding.features, dtype=torch.float64))
+        self.register_buffer("column_weight", torch.ones(len(encoding.feature), dtype=torch.float64))
         for name in ("readout", "linear", "intercept"):
             self.register_buffer(name, torch.empty(0, dtype=torch.float64))
 
-    def scores(self, rows: Tensor) -> Tensor:
-        """Score ``rows (n, features)`` against the cases: ``(n, S)``."""
-        return self.score_columns(self.encoding(rows))
+    def scores(self, columns: Tensor) -> Tensor:
+        """Scores encoded rows ``(n, columns)`` against the cases: ``(n, S)``."""
+        return self.compare(columns, self.cases, self.column_weight, self.similarity.w)
 
-    def score_columns(self, columns: Tensor) -> Tensor:
-        """Score encoded rows ``(n, columns)`` against the cases: ``(n, S)``."""
-        rank_weight = self.similarity.w
-        return self.compare(columns, self.cases, self.column_weight, rank_weight, bool(rank_weight[0, :-1].any()))
+    def compare(self, queries: Tensor, keys: Tensor, column_weight: Tensor, rank_weight: Tensor) -> Tensor:
+        """Scores encoded rows ``(n, columns)`` against others ``(m, columns)``: ``(n, m)``.
 
-    def compare(
-        self, queries: Tensor, keys: Tensor, column_weight: Tensor, rank_weight: Tensor, ranked: bool
-    ) -> Tensor:
-        """Score encoded rows ``(n, columns)`` against others ``(m, columns)``: ``(n, m)``.
-
-        Args:
-            queries: ``(n, columns)``.
-            keys: ``(m, columns)``.
-            column_weight: ``(columns,)``.
-            rank_weight: weights ``(1, features)`` of the footprint entries.
-            ranked: whether the differences of features are sorted. Only the last rank weight counts if not.
+        ``column_weight`` is ``(columns,)``, and ``rank_weight (1, features)`` are weights of the footprint entries.
         """
         column_weight, rank_weight = column_weight.to(queries), rank_weight.to(queries)
         queries, keys = (self.encoding.add_ramps(column_weight * columns) for columns in (queries, keys))
-        if ranked:
+        if self.ranked:
             scores: Tensor = functional_call(self.similarity, {"w": rank_weight}, (queries, keys))
             return scores
         distances = torch.cdist(queries[:, ~self.binary], keys[:, ~self.binary], p=1)
         # |a - b| = a + b - 2ab/w if a is 0 or w and b is between them.
-        weight, query, key = (
-            column_weight[self.encoding.axes][self.binary],
-            queries[:, self.binary],
-            keys[:, self.binary],
-        )
+        parts = (column_weight[self.encoding.axes], queries, keys)
+        weight, query, key = (part[..., self.binary] for part in parts)
         distances = distances + query.sum(1)[:, None] + key.sum(1) - 2 * (query / weight) @ key.T
         return -rank_weight[0, -1] * distances
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Compute ``rows (n, features) -> (n, outputs)``."""
+        """Computes ``rows (n, features) -> (n, outputs)``."""
         columns = self.encoding(rows)
-        outputs = self.score_columns(columns).exp() @ self.readout + columns @ self.linear + self.intercept
+        outputs = self.scores(columns).exp() @ self.readout + columns @ self.linear + self.intercept
         return functional.logsigmoid(outputs) if outputs.shape[1] > 1 else outputs
 
 
@@ -159,107 +115,77 @@ class Settings(NamedTuple):
     linear: Tensor
     regularization: Tensor
 
-    def column_weight(self, blocks: Tensor, spread: Tensor) -> Tensor:
-        """The weights of the columns ``(columns,)``. Shapes do not change the mean absolute deviation of a feature.
+    def column_weight(self, feature: Tensor, spread: Tensor) -> Tensor:
+        """Returns the weights ``(columns,)``, in which shapes keep the mean absolute deviation of a feature.
 
-        Args:
-            blocks: feature of each column.
-            spread: mean absolute deviation of each column.
+        ``feature`` and ``spread`` are the feature and the mean absolute deviation of each column.
         """
         shapes = self.shapes.exp()
         parts = (spread, spread * shapes)
-        before, after = (torch.zeros_like(self.features).index_add(0, blocks, part) for part in parts)
-        return shapes * (self.features.exp() * before / after)[blocks]
+        before, after = (torch.zeros_like(self.features).index_add(0, feature, part) for part in parts)
+        return shapes * (self.features.exp() * before / after)[feature]
 
     def rank_weight(self) -> Tensor:
-        """The weights ``(1, features)`` of the footprint entries."""
+        """Returns the weights ``(1, features)`` of the footprint entries."""
         folded = (self.ranks - self.temperature).exp()
         return torch.cat([folded[:-1] - folded[1:], folded[-1:]])[None]
 
 
-class Adam:
-    """The optimizer Adam. That of PyTorch imports its compiler at the first step, which takes longer than a fit."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.parameters, self.steps = parameters, 0
-        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in parameters]
-
-    def step(self, loss: Tensor, rate: float) -> None:
-        """Take a step along the gradient of ``loss``."""
-        self.steps += 1
-        gradients = torch.autograd.grad(loss, self.parameters)
-        with torch.no_grad():
-            for parameter, gradient, (mean, square) in zip(self.parameters, gradients, self.moments, strict=True):
-                mean.lerp_(gradient, 0.1)
-                square.lerp_(gradient.square(), 0.001)
-                size = (square / (1 - 0.999**self.steps)).sqrt() + 1e-8
-                parameter -= rate / (1 - 0.9**self.steps) * mean / size
-
-
 def fit_projection(
-    network: ProjectionNetwork,
-    examples: Examples,
-    damage: float,
-    linear: bool,
-    generator: torch.Generator,
-    effort: Effort = SMALL,
-    on_step: OnStep = lambda step, error: None,
-) -> tuple[list[float], Tensor, Tensor]:
-    """Learn the similarity on samples of the rows, then solve for the readout on all of them.
+    network: ProjectionNetwork, examples: Examples, options: FitOptions, generator: torch.Generator
+) -> list[float]:
+    """Learns the similarity on samples of the rows, solves for the readout on all of them, and calibrates classes.
 
-    Both minimize the squared leave-one-out error, which has a closed form. With ``damage``, the row that is left out is
-    damaged: some of its features have the values of another row.
-
-    Args:
-        network: its similarity, readout and linear part are set.
-        examples: training rows.
-        damage: fraction of the features of a row that are replaced. Without damage, the rank weights stay equal.
-        linear: whether there is a linear part.
-        generator: draws samples and damage, on the CPU.
-        effort: how the similarity is learned.
-        on_step: called after each step with its number and its leave-one-out error.
+    The first two minimize the squared leave-one-out error, which has a closed form. With damage, the row that is left
+    out is damaged: some of its features have the values of another row. Examples are sorted by target, which is
+    ``(n, 1)``, or ``(n, classes)`` in one-hot encoding. The generator, which draws samples and damage, is on the CPU.
 
     Returns:
-        The leave-one-out error of each step, the indices of up to ``JUDGED_ROWS`` rows, and their leave-one-out outputs
-        ``(rows, outputs)``.
+        The leave-one-out error of each step.
     """
+    mean = (examples.weight[:, None] * examples.target).mean(0)
+    centered = examples._replace(target=examples.target - mean, unit=_units(examples))
     # Rows are sorted by target, so that every k-th one is a fair sample.
     sample = network.encoding(examples.rows[:: math.ceil(len(examples.rows) / JUDGED_ROWS)])
     spread = (sample - sample.mean(0)).abs().mean(0).cpu() + torch.finfo(torch.float64).eps
-    history, settings = _learn(network, examples, spread, damage, linear, generator, effort, on_step)
-    network.feature_weight[network.used] = settings.features.exp().to(network.feature_weight)
-    network.column_weight.copy_(settings.column_weight(network.blocks.cpu(), spread))
+    history, settings = _learn(network, centered, spread, options, generator)
+    network.feature_weight.copy_(settings.features.exp())
+    network.column_weight.copy_(settings.column_weight(network.encoding.feature.cpu(), spread))
     network.similarity.w.copy_(settings.rank_weight())
-    return (history, *_solve(network, examples, damage, settings, generator))
+    judged, left_out = _solve(network, centered, settings, options.damage, generator)
+    network.intercept = mean
+    if len(mean) > 1:
+        _calibrate(network, left_out, examples.take(judged))
+    return history
+
+
+def _units(examples: Examples) -> Tensor:
+    """Returns the part of each weight to leave out: at most the median weight of a class, or of all rows."""
+    weight, group = examples.weight.cpu().numpy(), examples.target.argmax(1).cpu().numpy()
+    typical = np.array([np.median(weight[group == number]) for number in range(examples.target.shape[1])])
+    return torch.from_numpy(np.minimum(weight, typical[group])).to(examples.weight.device)
 
 
 def _learn(
-    network: ProjectionNetwork,
-    examples: Examples,
-    spread: Tensor,
-    damage: float,
-    linear: bool,
-    generator: torch.Generator,
-    effort: Effort,
-    on_step: OnStep,
+    network: ProjectionNetwork, examples: Examples, spread: Tensor, options: FitOptions, generator: torch.Generator
 ) -> tuple[list[float], Settings]:
-    """Minimize the leave-one-out error of samples, whose rows are their own cases, with Adam."""
-    place, count, blocks = examples.rows.device, len(examples.rows), network.blocks.cpu()
-    settings = _start(network, examples, linear, generator)
-    free = (True, effort.shapes, damage > 0, True, linear, True)
-    adam = Adam([value for value, learned in zip(settings, free, strict=True) if learned])
+    """Minimizes the leave-one-out error of samples, whose rows are their own cases, with Adam."""
+    feature, damage, count = network.encoding.feature.cpu(), options.damage, len(examples.rows)
+    settings = _start(network, examples, options.linear, generator)
+    free = (True, options.shapes, damage > 0, True, options.linear, True)
+    learned = [value.requires_grad_() for value, is_free in zip(settings, free, strict=True) if is_free]
+    adam = torch.optim.Adam(learned, lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: warmup_cosine(step, options.steps))
 
     def kernel(queries: Tensor, keys: Tensor) -> Tensor:
-        weights = (settings.column_weight(blocks, spread), settings.rank_weight())
-        scores = network.compare(queries, keys, *weights, ranked=damage > 0)
+        scores = network.compare(queries, keys, settings.column_weight(feature, spread), settings.rank_weight())
         return scores.exp() + (settings.linear.exp() / keys.shape[1]).to(keys.dtype) * queries @ keys.T
 
-    most = min(effort.rows, math.isqrt(effort.differences // len(network.used)))
+    most = min(options.rows, math.isqrt(options.differences // network.encoding.features))
     history = []
-    for step in range(effort.steps):
-        chosen = _draw(count, max(most, 16), generator).to(place)
-        rows, *parts = (part[chosen] for part in examples)
-        columns, target, weight, unit = (part.to(effort.dtype) for part in (network.encoding(rows), *parts))
+    for step in range(options.steps):
+        rows, *parts, _ = examples.take(torch.randperm(count, generator=generator)[: max(most, 16)])
+        columns, target, weight, unit = (part.to(options.dtype) for part in (network.encoding(rows), *parts))
         own = asked = kernel(columns, columns)
         if damage:
             asked = kernel(_damaged(network, columns, damage, generator), columns)
@@ -267,45 +193,39 @@ def _learn(
         error = (weight[:, None] * (outputs - target).square()).sum() / weight.sum()
         penalties = zip((FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY), settings, strict=False)
         penalty = sum(strength * values.square().sum() for strength, values in penalties)
+        adam.zero_grad()
+        torch.autograd.backward(error.cpu() + penalty / count)
+        adam.step()
+        schedule.step()
         history.append(error.item())
-        adam.step(error.cpu() + penalty / count, LEARNING_RATE * warmup_cosine(step, effort.steps))
-        on_step(step + 1, history[-1])
+        if options.verbose:
+            print(f"step {step + 1}/{options.steps}: leave-one-out error {history[-1]:.4f}", flush=True)
     return history, Settings(*(value.detach() for value in settings))
 
 
 def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generator: torch.Generator) -> Settings:
-    """Start with the median distance as temperature, and with a memory and a linear part of comparable size.
+    """Starts with the median distance as temperature, and with a memory and a linear part of comparable size.
 
     Settings are on the CPU: sums over the columns of a feature are not reproducible on a GPU.
     """
-    chosen = _draw(len(examples.rows), SMALL.rows, generator).to(examples.rows.device)
+    chosen = torch.randperm(len(examples.rows), generator=generator)[: SMALL.rows]
     sample = network.encoding.add_ramps(network.encoding(examples.rows[chosen]))
     distances = torch.cdist(sample, sample, p=1)
     distances = distances[distances > 0]
     typical = distances.median() if len(distances) else torch.ones(())
-    features = torch.zeros(len(network.used))
+    features, shapes = torch.zeros_like(network.feature_weight), torch.zeros_like(network.column_weight)
     size = torch.tensor(-1.0 if linear else -math.inf)
-    start = [features, torch.zeros(len(network.blocks)), features, typical.log(), size, torch.tensor(-1.0)]
-    return Settings(*(value.to("cpu", torch.float64, copy=True).requires_grad_() for value in start))
-
-
-def _draw(count: int, most: int, generator: torch.Generator) -> Tensor:
-    """Draw the indices of up to ``most`` of ``count`` rows."""
-    return torch.randperm(count, generator=generator)[:most]
+    start = [features, shapes, features, typical.log(), size, torch.tensor(-1.0)]
+    return Settings(*(value.to("cpu", torch.float64, copy=True) for value in start))
 
 
 def _leave_one_out(
     own: Tensor, asked: Tensor, target: Tensor, weight: Tensor, unit: Tensor, strength: Tensor
 ) -> Tensor:
-    """Outputs for queries, each from a readout of all cases but its own.
+    """Computes outputs ``(n, outputs)`` for queries, each from a readout of all cases but its own.
 
-    Args:
-        own: kernel of the cases ``(n, n)``.
-        asked: kernel of the queries and the cases ``(n, n)``; query i is case i, damaged or not.
-        target: ``(n, outputs)``.
-        weight: ``(n,)``.
-        unit: ``(n,)``, the part of a weight that is left out.
-        strength: regularization.
+    ``own`` is the kernel of the cases ``(n, n)``, and ``asked`` that of the queries and the cases; query i is case i,
+    damaged or not. ``strength`` is the regularization.
     """
     inverse = torch.linalg.inv(own + torch.diag(strength / weight))
     readout = inverse @ target
@@ -316,27 +236,28 @@ def _leave_one_out(
 
 
 def _solve(
-    network: ProjectionNetwork, examples: Examples, damage: float, settings: Settings, generator: torch.Generator
+    network: ProjectionNetwork, examples: Examples, settings: Settings, damage: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Set the readout and the linear part; return some rows and their leave-one-out outputs."""
+    """Sets the readout and the linear part; returns some rows and their leave-one-out outputs."""
     factor = settings.linear.exp() / network.cases.shape[1]
 
     def kernel(columns: Tensor) -> Tensor:
-        return network.score_columns(columns).exp() + factor * columns @ network.cases.T
+        return network.scores(columns).exp() + factor * columns @ network.cases.T
 
     # Features whose inner products are the kernel of the cases, without the directions of negative eigenvalues.
     values, vectors = torch.linalg.eigh(kernel(network.cases))
     kept = values > values.max() * len(values) * torch.finfo(values.dtype).eps
     basis = vectors[:, kept] / values[kept].sqrt()
     gram, moments = torch.zeros((), dtype=basis.dtype), torch.zeros((), dtype=basis.dtype)
-    for rows, target, weight, _ in zip(*(torch.split(part, CHUNK) for part in examples), strict=True):
+    for start in range(0, len(examples.rows), CHUNK):
+        rows, target, weight, *_ = examples.take(slice(start, start + CHUNK))
         own = kernel(network.encoding(rows)) @ basis
         weighted = (own * weight[:, None]).T
         gram, moments = gram + weighted @ own, moments + weighted @ target
     values, vectors = torch.linalg.eigh(gram)
     basis, moments = basis @ vectors, vectors.T @ moments
-    judged = _draw(len(examples.rows), JUDGED_ROWS, generator).to(basis.device)
-    rows, target, weight, unit = (part[judged] for part in examples)
+    judged = torch.randperm(len(examples.rows), generator=generator)[:JUDGED_ROWS]
+    rows, target, weight, unit, _ = examples.take(judged)
     columns = network.encoding(rows)
     own = asked = apply_in_chunks(kernel, columns) @ basis
     if damage:
@@ -357,22 +278,16 @@ def _solve(
 
 
 def _damaged(network: ProjectionNetwork, columns: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
-    """Return encoded rows ``(n, columns)`` in each of which some features are those of another row."""
-    hit = torch.rand(len(columns), len(network.used), generator=generator) < fraction
+    """Returns encoded rows ``(n, columns)`` in each of which some features are those of another row."""
+    hit = torch.rand(len(columns), network.encoding.features, generator=generator) < fraction
     other = torch.randint(len(columns), (len(columns),), generator=generator)
     hit, other = hit.to(columns.device), other.to(columns.device)
-    return torch.where(hit[:, network.blocks], columns[other], columns)
+    return torch.where(hit[:, network.encoding.feature], columns[other], columns)
 
 
-def calibrate(network: ProjectionNetwork, outputs: Tensor, target: Tensor, weight: Tensor) -> None:
-    """Turn outputs into logits, by one factor and one shift per class that minimize the leave-one-out log loss.
-
-    Args:
-        network: its readout, linear part and intercept are scaled.
-        outputs: leave-one-out outputs ``(n, classes)``.
-        target: classes ``(n,)``.
-        weight: ``(n,)`` with mean 1.
-    """
+def _calibrate(network: ProjectionNetwork, left_out: Tensor, examples: Examples) -> None:
+    """Turns outputs into logits, by one factor and one shift per class that minimize the leave-one-out log loss."""
+    outputs, target, weight = left_out.cpu(), examples.target.argmax(1).cpu(), examples.weight.cpu()
 
     def loss(values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         given = torch.from_numpy(values).requires_grad_()
@@ -383,6 +298,6 @@ def calibrate(network: ProjectionNetwork, outputs: Tensor, target: Tensor, weigh
         return mean.item(), torch.autograd.grad(mean, given)[0].numpy()
 
     start = np.append(1.0, np.zeros(outputs.shape[1]))
-    found = torch.from_numpy(minimize(loss, start, jac=True, method="L-BFGS-B").x)
+    found = torch.from_numpy(minimize(loss, start, jac=True, method="L-BFGS-B").x).to(left_out.device)
     network.readout, network.linear = found[0].exp() * network.readout, found[0].exp() * network.linear
     network.intercept = found[1:]

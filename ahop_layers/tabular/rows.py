@@ -1,5 +1,6 @@
-"""Preparation of the training set: merging equal rows, holding rows out, and choosing the cases."""
+"""Rows of the training set: merging equal rows, choosing the cases, and processing rows in chunks."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,34 +9,37 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.cluster import MiniBatchKMeans  # type: ignore[import-untyped]
 from sklearn.metrics import pairwise_distances_argmin  # type: ignore[import-untyped]
 from sklearn.utils import check_array, check_consistent_length  # type: ignore[import-untyped]
-from torch import Tensor, nn
+from torch import Tensor
 
 from ahop_layers.errors import AHopError
-from ahop_layers.tabular.network import apply_in_chunks
 
 Array = NDArray[Any]
 
-# The mean loss of fewer held-out rows is too noisy to choose an epoch by.
-MIN_HELD_OUT = 10
+CHUNK = 4096  # rows processed at once without gradients: about 10 MB for each matrix of scores or columns
 
 
-class TrainingSet(NamedTuple):
-    """Distinct rows ``(n, features)``, their targets, weights of mean 1, and indices in the set passed to ``fit``."""
+class Examples(NamedTuple):
+    """Distinct rows of a training set. A row with a large weight may be several equal rows."""
 
-    X: Array
-    target: Array
-    weight: Array
-    indices: Array
+    rows: Tensor  # (n, features) of float64, with codes for categories and NaN for missing values
+    target: Tensor  # class or number of each row (n,), or the outputs to learn (n, outputs)
+    weight: Tensor  # (n,) with mean 1
+    unit: Tensor  # the part of each weight that a leave-one-out error leaves out (n,)
+    place: Tensor  # index of each row in the set passed to fit (n,)
+
+    def take(self, chosen: Any) -> "Examples":
+        """Returns the examples of an index or slice."""
+        return Examples(*(part[chosen] for part in self))
+
+    def to(self, device: torch.device) -> "Examples":
+        """Moves all of them to a device."""
+        return Examples(*(part.to(device) for part in self))
 
 
-def merge_rows(X: Array, target: Array, sample_weight: ArrayLike | None) -> TrainingSet:
-    """Merge equal rows into one with the sum of their weights, in an order independent of the input order.
+def merge_rows(X: Array, target: Array, sample_weight: ArrayLike | None) -> Examples:
+    """Merges equal rows into one with the sum of their weights, in an order independent of the input order.
 
-    A row of weight 2 is therefore equivalent to two equal rows, and no row is both trained on and held out.
-
-    Raises:
-        ValueError: ``sample_weight`` is not one finite number per row, has a negative one, or is all zero (an
-            AHopError).
+    A row of weight 2 is therefore equivalent to two equal rows. Raises a ValueError for invalid weights.
     """
     weight: Array = np.ones(len(X))
     if sample_weight is not None:
@@ -54,41 +58,27 @@ def merge_rows(X: Array, target: Array, sample_weight: ArrayLike | None) -> Trai
     merged, first, group = np.unique(both, axis=0, return_index=True, return_inverse=True)
     merged[np.isinf(merged)] = np.nan
     weight = np.bincount(group.reshape(-1), weight[kept])
-    return TrainingSet(merged[:, 1:], merged[:, 0], weight / weight.mean(), kept[first])
-
-
-def hold_out(target: Array, fraction: float, random: np.random.RandomState) -> Array:
-    """Indices of a random fraction of the rows, stratified by class or by the rank of the target."""
-    count = int(len(target) * fraction)
-    if count < MIN_HELD_OUT:
-        return np.array([], dtype=np.int64)
-    order = random.permutation(len(target))
-    order = order[np.argsort(target[order], kind="stable")]
-    held_out: Array = order[((np.arange(count) + 0.5) / fraction).astype(np.int64)]
-    return held_out
+    weight = weight / weight.mean()
+    return Examples(*map(torch.from_numpy, (merged[:, 1:].copy(), merged[:, 0].copy(), weight, weight, kept[first])))
 
 
 def choose_cases(
-    encoding: nn.Module, rows: TrainingSet, learned: Array, count: int, init: str, random: np.random.RandomState
+    encoding: Callable[[Tensor], Tensor], examples: Examples, count: int, init: str, random: np.random.RandomState
 ) -> tuple[Tensor, Array]:
-    """Choose ``count`` cases among the rows that are trained on, whose indices are ``learned``.
-
-    Args:
-        encoding: from features to columns.
-        rows: the training set.
-        learned: indices of the rows that are trained on.
-        count: number of cases.
-        init: ``"rows"`` for random rows, ``"kmeans"`` for cluster centers.
-        random: source of random numbers.
+    """Chooses random rows or, if ``init`` is ``"kmeans"``, cluster centers as cases.
 
     Returns:
-        The cases ``(count, columns)``, and for each the index of its row, for a cluster center of the nearest row.
+        The encoded cases ``(count, columns)``, and the number of the example of each, for a center the nearest one.
     """
     if init == "rows":
-        chosen = random.choice(learned, count, replace=False)
-        return encoding(torch.from_numpy(rows.X[chosen])), chosen
-    columns = apply_in_chunks(encoding, torch.from_numpy(rows.X[learned])).numpy()
+        chosen: Array = random.choice(len(examples.rows), count, replace=False)
+        return encoding(examples.rows[chosen]), chosen
+    columns = apply_in_chunks(encoding, examples.rows).numpy()
     means = MiniBatchKMeans(count, n_init=1, batch_size=max(1024, 4 * count), random_state=random)
-    means.fit(columns, sample_weight=rows.weight[learned])
-    nearest = pairwise_distances_argmin(means.cluster_centers_, columns)
-    return torch.from_numpy(means.cluster_centers_), learned[nearest]
+    means.fit(columns, sample_weight=examples.weight.numpy())
+    return torch.from_numpy(means.cluster_centers_), pairwise_distances_argmin(means.cluster_centers_, columns)
+
+
+def apply_in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor, size: int = CHUNK) -> Tensor:
+    """Applies ``function`` to chunks of the rows to bound memory, and concatenates the results."""
+    return torch.cat([function(part) for part in torch.split(rows, size)])

@@ -19,6 +19,7 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.tree import DecisionTreeClassifier
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
+from benchmarks.paper.tabular.estimator import PaperMemoryClassifier
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,18 +81,16 @@ def _memory(similarity: str, **fixed: Any) -> Model:
     """A memory with an MLP; ``fixed`` parameters are not drawn."""
 
     def build(parameters: Parameters, context: Context) -> ClassifierMixin:
-        return AdaptiveMemoryClassifier(
-            **{**parameters, **fixed}, similarity=similarity, random_state=context.seed, device=context.device
+        return PaperMemoryClassifier(
+            similarity, **{**parameters, **fixed}, random_state=context.seed, device=context.device
         )
 
     return Model(build, MEMORY_SPACE, {"n_cases": 16, "max_epochs": 2})
 
 
 def _projection(parameters: Parameters, context: Context) -> ClassifierMixin:
-    """The default estimator, for data frames whose categories have the dtype ``category``."""
-    model = AdaptiveMemoryClassifier(
-        **parameters, readout="projection", random_state=context.seed, device=context.device
-    )
+    """The estimator of the package, for data frames whose categories have the dtype ``category``."""
+    model = AdaptiveMemoryClassifier(**parameters, random_state=context.seed, device=context.device)
     return _with_categories(model, context)
 
 

@@ -85,7 +85,7 @@ XGBOOST: Space = {
     "learning_rate": [0.02, 0.05, 0.1, 0.3], "n_estimators": [50, 100, 200], "max_depth": [2, 3, 4, 6],
     "subsample": [0.7, 1.0], "colsample_bytree": [0.5, 0.8, 1.0], "min_child_weight": [1, 5],
 }  # fmt: skip
-MEMORY: Space = {"linear": [True, False], "damage": [0.0, 0.0, 0.05, 0.1], "n_cases": ["auto", 128]}
+MEMORY: Space = {"linear": [True, False], "damage": [0.0, 0.0, 0.05, 0.1], "n_cases": [None, 128]}
 MEMORY_NAME, ALONE = "adaptive memory", "adaptive memory, no linear part"
 FOREST_NAME, LINEAR_NAME = "random forest", "linear model"
 

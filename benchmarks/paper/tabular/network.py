@@ -1,7 +1,7 @@
-"""The network behind the tabular estimators: encode a row, score it against the cases, apply an MLP to the scores."""
+"""The network of the paper: encode a row, score it against the cases, apply an MLP to the scores."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +13,9 @@ from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.tabular.columns import Gaps
+from ahop_layers.tabular.rows import CHUNK
 
 FEW_VALUES = 128  # a feature with at most this many distinct values has a knot at each of them
-CHUNK = 4096  # rows processed at once without gradients: about 10 MB for each matrix of scores or columns
 
 
 class Encoding(nn.Module):
@@ -34,7 +33,6 @@ class Encoding(nn.Module):
     def __init__(self, column: Tensor, low: Tensor, width: Tensor, limits: tuple[float, float]) -> None:
         super().__init__()
         self.limits = limits
-        self.gaps: Gaps | None = None  # fills missing values before rows are encoded
         overflow = column[~(low.isfinite() & width.isfinite())].tolist()
         if overflow:
             raise AHopError(f"X must have a finite range and variance in float64, got feature {overflow[0]}")
@@ -47,7 +45,7 @@ class Encoding(nn.Module):
 
     @classmethod
     def standard(cls, rows: Tensor, weight: Tensor) -> "Encoding":
-        """Standardize each feature to one column with mean 0 and standard deviation 1.
+        """Standardizes each feature to one column with mean 0 and standard deviation 1.
 
         Args:
             rows: ``(n, features)``.
@@ -59,7 +57,7 @@ class Encoding(nn.Module):
 
     @classmethod
     def ramps(cls, rows: Tensor, weight: Tensor, knots: int) -> "Encoding":
-        """Encode each feature as ramps from 0 to 1 between adjacent knots, placed at quantiles of its distinct values.
+        """Encodes each feature as ramps from 0 to 1 between adjacent knots, placed at quantiles of its distinct values.
 
         A linear map of the ramps is a piecewise linear function of the feature. A feature with few distinct values has
         a knot at each of them, so category codes need no one-hot encoding. Quantiles are those of the distinct values:
@@ -89,8 +87,7 @@ class Encoding(nn.Module):
         return encoding
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Encode ``rows (n, features) -> (n, columns)``."""
-        rows = rows if self.gaps is None else self.gaps(rows)
+        """Encodes ``rows (n, features) -> (n, columns)``."""
         # Transposed, so that each column is contiguous. In place, because rows have no gradient.
         columns = rows.T.contiguous().index_select(0, self.column).sub_(self.low[:, None]).mul_(self.rate[:, None])
         return columns.to(self.center.dtype).clamp_(*self.limits).sub_(self.center[:, None]).T
@@ -141,7 +138,7 @@ class CaseNetwork(nn.Module):
         self.mlp = nn.ModuleList(_linear(*widths, generator) for widths in pairwise([count, *hidden, outputs]))
 
     def scores(self, rows: Tensor) -> Tensor:
-        """Score ``rows (n, features)`` against the cases: ``(n, S)``."""
+        """Scores ``rows (n, features)`` against the cases: ``(n, S)``."""
         query = self.embedding(self.encoding(rows))
         key = self.embedding(self.cases)
         score = dot_product if self.similarity is None else self.similarity
@@ -149,7 +146,7 @@ class CaseNetwork(nn.Module):
         return scores
 
     def forward(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Compute ``rows (n, features) -> (n, outputs)``, with dropout where a ``generator`` for its masks is given."""
+        """Computes ``rows (n, features) -> (n, outputs)``, with dropout if a ``generator`` of its masks is given."""
         values: Tensor = self.norm(self.scores(rows))
         for number, layer in enumerate(self.mlp):
             values = values if number == 0 else functional.relu(values)
@@ -171,8 +168,3 @@ def _dropout(values: Tensor, probability: float, generator: torch.Generator) -> 
         return values
     mask = torch.empty_like(values).bernoulli_(1 - probability, generator=generator)
     return values * mask.div_(1 - probability)
-
-
-def apply_in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor, size: int = CHUNK) -> Tensor:
-    """Apply ``function`` to chunks of the rows to bound memory, and concatenate the results."""
-    return torch.cat([function(part) for part in torch.split(rows, size)])

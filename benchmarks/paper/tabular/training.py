@@ -1,25 +1,22 @@
-"""Training of the tabular network: batches, optimizer, schedule, and the choice of the best epoch on held-out rows."""
+"""Training of the network of the paper: batches, optimizer, schedule, and the best epoch on held-out rows."""
 
 import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError
-from ahop_layers.tabular.network import CaseNetwork, apply_in_chunks
+from ahop_layers.tabular.rows import Examples, apply_in_chunks
 from ahop_layers.training import warmup_cosine
+from benchmarks.paper.tabular.network import CaseNetwork
 
-
-class Examples(NamedTuple):
-    """Rows ``(n, features)``, their targets ``(n,)`` and weights ``(n,)``."""
-
-    rows: Tensor
-    target: Tensor
-    weight: Tensor
+# The mean loss of fewer held-out rows is too noisy to choose an epoch by.
+MIN_HELD_OUT = 10
 
 
 class Schedule(NamedTuple):
@@ -29,11 +26,10 @@ class Schedule(NamedTuple):
     weight_decay: float
     batch_size: int
     max_epochs: int
-    patience: int | None
+    patience: int
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-OnEpoch = Callable[[int, float, float | None], None]
 
 
 def log_loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -46,14 +42,17 @@ def squared_loss(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs.softmax(-1) - functional.one_hot(target, outputs.shape[1])).square().sum(-1)
 
 
-def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
-    """Squared error of ``outputs (n, 1)`` and ``target (n,)``: ``(n,)``."""
-    return (outputs[:, 0] - target).square()
+LOSSES: dict[str, Loss] = {"log": log_loss, "squared": squared_loss}
 
 
-def absolute_error(outputs: Tensor, target: Tensor) -> Tensor:
-    """Absolute error of ``outputs (n, 1)`` and ``target (n,)``: ``(n,)``."""
-    return (outputs[:, 0] - target).abs()
+def hold_out(target: np.ndarray, fraction: float, random: np.random.RandomState) -> np.ndarray:
+    """Draws the indices of a fraction of the rows, stratified by class."""
+    count = int(len(target) * fraction)
+    if count < MIN_HELD_OUT:
+        return np.array([], dtype=np.int64)
+    order = random.permutation(len(target))
+    order = order[np.argsort(target[order], kind="stable")]
+    return order[((np.arange(count) + 0.5) / fraction).astype(np.int64)]
 
 
 def train(
@@ -63,9 +62,8 @@ def train(
     loss: Loss,
     schedule: Schedule,
     generator: torch.Generator,
-    on_epoch: OnEpoch,
 ) -> list[float]:
-    """Train with AdamW. With held-out rows, restore the epoch with the smallest held-out loss.
+    """Trains with AdamW. With held-out rows, restores the epoch with the smallest held-out loss.
 
     Args:
         network: on the device of the examples.
@@ -74,7 +72,6 @@ def train(
         loss: from outputs and targets to one loss per row.
         schedule: the learning rate rises for the first tenth of the steps, then falls to zero along half a cosine.
         generator: draws the batches and the dropout masks, on the device of the examples.
-        on_epoch: called after each epoch with its number, the training loss and the held-out loss.
 
     Returns:
         The held-out loss after each epoch; without held-out rows, the training loss.
@@ -105,12 +102,11 @@ def train(
                 f"the loss must stay finite, got {learned} in epoch {epoch} and {history[-1]} after it,"
                 f" with learning_rate={schedule.learning_rate!r}: use a smaller one"
             )
-        on_epoch(epoch, learned, judged)
         if judged is None:
             continue
         if judged <= min(history):
             best = copy.deepcopy(network.state_dict())
-        if schedule.patience is not None and epoch - 1 - history.index(min(history)) >= schedule.patience:
+        if epoch - 1 - history.index(min(history)) >= schedule.patience:
             break
     if best is not None:
         network.load_state_dict(best)
@@ -127,4 +123,4 @@ def mean_loss(network: CaseNetwork, examples: Examples, loss: Loss) -> float:
 def _batches(examples: Examples, size: int, generator: torch.Generator) -> Iterator[Examples]:
     order = torch.randperm(len(examples.rows), generator=generator, device=generator.device)
     for index in torch.split(order, size):
-        yield Examples(*(part[index] for part in examples))
+        yield examples.take(index)
