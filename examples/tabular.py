@@ -24,8 +24,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
-from examples.common import cli
-from examples.common.outputs import answer_style, write_figure
+from examples.common.command import Parser, number
+from examples.common.outputs import answer_style
 
 
 def make_memory(options: argparse.Namespace, similarity: str = "adaptive") -> AdaptiveMemoryClassifier:
@@ -93,9 +93,14 @@ def explain(X: np.ndarray, y: np.ndarray, names: np.ndarray, options: argparse.N
     return figure
 
 
-def make_parser() -> cli.Parser:
+def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    return cli.Parser("tabular", __doc__, "out/tabular", ["cases.png"], epochs=30, lr=4e-3, patience=10)
+    parser = Parser("tabular", __doc__, ["cases.png"])
+    add = parser.add_argument
+    add("--epochs", type=number(int, 1), metavar="N", default=30, help="number of epochs")
+    add("--lr", type=number(float, 0), default=4e-3, help="learning rate")
+    add("--patience", type=number(int, 1), metavar="N", default=10, help="epochs without improvement before the end")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{len(data.data)} tumors, {data.data.shape[1]} features, 5-fold cross-validation\n")
         found = compare(data.data, data.target, options)
         path = options.out / "cases.png"
-        write_figure(path, explain(data.data, data.target, data.target_names, options))
+        explain(data.data, data.target, data.target_names, options).savefig(path, dpi=100)
         print(f"\npicture: {path}")
     return found
 
