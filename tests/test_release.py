@@ -111,7 +111,7 @@ def test_examples_extra_has_every_import_of_the_examples(wheel):
             used |= {alias.name.partition(".")[0] for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
             used.add(statement.module.partition(".")[0])
-    used -= {*sys.stdlib_module_names, "examples", "ahop_layers", "torch", "einops", "numpy"}
+    used -= {*sys.stdlib_module_names, "examples", "benchmarks", "ahop_layers", "torch", "einops", "numpy"}
     names = {"sklearn": "scikit-learn", "PIL": "pillow"}
     assert {names.get(module, module) for module in used} <= extra
 
