@@ -14,7 +14,6 @@ from lightning.pytorch import accelerators
 from matplotlib.colors import to_rgba
 from sklearn.model_selection import StratifiedKFold
 
-from ahop_layers import AHopError
 from examples import demo, mil, multimodal, retrieval, search, tabular, vit
 from examples.common import command, outputs, training
 
@@ -103,7 +102,6 @@ def test_the_table_is_shown_even_if_the_picture_cannot_be_written(example, size,
         ("vit", ["--epochs", "0"], "argument --epochs: expected an integer >= 1, got '0'"),
         ("tabular", ["--epochs", "1.5"], "argument --epochs: expected an integer >= 1, got '1.5'"),
         ("mil", ["--lr", "nan"], "argument --lr: expected a number >= 0, got 'nan'"),
-        ("tabular", ["--lr", "inf"], "argument --lr: expected a number >= 0, got 'inf'"),
         ("mil", ["--dropout", "1.5"], "argument --dropout: expected a number from 0 to 1, got '1.5'"),
         ("demo", ["--seed", "-1"], "argument --seed: expected an integer from 0 to 4294967295, got '-1'"),
         ("search", ["--patterns", "many"], "argument --patterns: expected an integer from 20 to 1797, got 'many'"),
@@ -240,14 +238,6 @@ def test_the_recorded_arguments_repeat_a_run(example, arguments, tmp_path):
     record = tmp_path / "first" / command.RECORD
     again = parser.parse_args([f"@{record}", "--seed", "1", "--out", str(tmp_path / "second")])
     assert vars(again) == {**vars(options), "seed": 1, "out": tmp_path / "second"}
-
-
-def test_errors_of_restoring_a_checkpoint_are_named():
-    with (
-        pytest.raises(AHopError, match=r"^expected a checkpoint of this model, got a\.ckpt \(KeyError: 'loops'\)$"),
-        training.restoring(Path("a.ckpt")),
-    ):
-        {}["loops"]
 
 
 def test_tensorboard_is_used_where_it_is_installed(tmp_path):

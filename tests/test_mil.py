@@ -157,12 +157,13 @@ def test_digits_are_shown_by_weight(tmp_path, monkeypatch):
     assert (tmp_path / "instances.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("label", "sign"), [(1.0, "\u2713"), (0.0, "\u2717")])
-def test_digits_are_shown_with_label_and_prediction(label, sign):
-    bag = mil_pictures.Decided("bag 1", label, 0.5, torch.rand(3, 784), torch.tensor([0.2, 0.7, 0.1]))
-    axes = mil_pictures.draw_digits([bag], most=4).axes
-    assert axes[0].get_ylabel() == f"label {label:.0f}, predicted 0.50 {sign}"
-    assert [axis.get_title() for axis in axes] == ["0.70", "0.20", "0.10", ""]
+def test_digits_are_shown_with_label_and_prediction():
+    common = (0.5, torch.rand(3, 784), torch.tensor([0.2, 0.7, 0.1]))
+    bags = [mil_pictures.Decided("bag", label, *common) for label in (1.0, 0.0)]
+    axes = mil_pictures.draw_digits(bags, most=4).axes
+    signs = ["label 1, predicted 0.50 \u2713", "label 0, predicted 0.50 \u2717"]
+    assert [axes[place].get_ylabel() for place in (0, 4)] == signs
+    assert [axis.get_title() for axis in axes[:4]] == ["0.70", "0.20", "0.10", ""]
 
 
 def test_bags_of_digits(monkeypatch):
@@ -237,7 +238,6 @@ def test_csv_of_instances(tmp_path):
     ("spoil", "message"),
     [
         (lambda home: (home / "slide3.npz").unlink(), r"labels\.csv, bag slide3: .*got none"),
-        (lambda home: _cut(home / "slide2.pt"), r"slide2\.pt, bag slide2: expected one array"),
         (lambda home: _cut(home / "slide3.npz"), r"slide3\.npz, bag slide3: expected one array"),
         (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), "bag slide4: expected 6 features .*got 7"),
         (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"bag slide4: .*an array \(3,\)"),
@@ -248,7 +248,6 @@ def test_csv_of_instances(tmp_path):
         ),
         (lambda home: torch.save({"a": 1, "b": 2}, home / "slide4.pt"), "bag slide4: expected one array"),
         (lambda home: (home / "labels.csv").write_bytes(b"bag,label\n\xe9,1\n"), r"labels\.csv in UTF-8, got"),
-        (lambda home: (home / "labels.csv").write_text("slide1,2\n"), r"labels\.csv: expected a header bag,label"),
         (lambda home: (home / "labels.csv").unlink(), r"expected a CSV table .*labels\.csv"),
         (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,1\n"), "at least 5 bags of label 0, got 0"),
     ],

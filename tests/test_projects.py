@@ -33,7 +33,7 @@ def test_frozen_similarities_reproduce_the_losses_of_hflayers(name):
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_every_use_runs_and_trains_its_similarity_after_a_switch(name):
+def test_every_use_trains_its_similarity_after_a_switch_and_checkpoints_go_both_ways(name):
     project = measure.project_named(name)
     with patch.dict("sys.modules"):
         ah.install_as_hflayers()
@@ -43,11 +43,6 @@ def test_every_use_runs_and_trains_its_similarity_after_a_switch(name):
     similarities = ah.similarity_parameters(training.model)
     assert similarities
     assert any(parameter.grad.abs().sum() > 0 for parameter in similarities)
-
-
-@pytest.mark.parametrize("name", PROJECTS)
-def test_checkpoints_go_both_ways(name):
-    project = measure.project_named(name)
     plain, adaptive = project.build(plain_layers()), project.build(adaptive_layers(project.blocks))
     adaptive.load_state_dict(plain.state_dict(), strict=True)
     plain.load_state_dict(ah.hflayers_state_dict(adaptive), strict=True)
