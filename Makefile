@@ -100,12 +100,12 @@ test-fast: $(READY)
 	@echo "==> fast tests of the core"
 	$(TESTS) -m "not slow"
 
-# The rows go to a folder of their own. "python -m benchmarks.models" replaces those of the documentation.
+# The rows go to a folder of their own. "python -m tests.models" replaces those of the documentation.
 test-models: $(READY)
 	@echo "==> models of other libraries"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(VENV)/models \
 		diffusers importlib_metadata zipp open_clip_torch ftfy wcwidth segment-anything
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.models --path $(VENV)/models --results build/models
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models --path $(VENV)/models --results build/models
 
 soak: $(READY)
 	@echo "==> 30 minutes of random checks"

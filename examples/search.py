@@ -17,14 +17,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import ahop_layers as ah
-from examples.common import cli
-from examples.common.digits import DIGITS, digit_patterns, draw_digit
-from examples.common.outputs import draw_rows, spread, write_figure
+from examples.common.command import Parser, number
+from examples.common.outputs import DIGITS, digit_patterns, draw_digit, draw_rows, spread
 
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
 SHOWN = 0.7
-Find = Callable[[Tensor], Tensor]
-"""Returns the indices of the stored patterns that belong to queries."""
 
 
 def damage(level: float | tuple[float, float]) -> ah.variants.Replaced:
@@ -32,8 +29,8 @@ def damage(level: float | tuple[float, float]) -> ah.variants.Replaced:
     return ah.variants.Replaced(level, low=-1.0, high=1.0)
 
 
-def methods(patterns: Tensor, epochs: int, lr: float, seed: int) -> dict[str, Find]:
-    """Returns the three ways to find a pattern."""
+def methods(patterns: Tensor, epochs: int, lr: float, seed: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Returns three functions that find the indices of the stored patterns of queries."""
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("dis", "l1"), init="l1")
     memory.fit(damage((0.0, 0.9)), epochs=epochs, lr=lr, batch=128, seed=seed)
     return {
@@ -41,17 +38,6 @@ def methods(patterns: Tensor, epochs: int, lr: float, seed: int) -> dict[str, Fi
         "L1": lambda query: torch.cdist(query, patterns, p=1).argmin(-1),
         "adaptive": memory.recall,
     }
-
-
-def draw(
-    patterns: Tensor, index: Tensor, query: Tensor, found: dict[str, Tensor], accuracy: dict[str, float]
-) -> Figure:
-    """Draws each query with its original and with what each method found, marked as right or wrong."""
-    right = {f"{name}\naccuracy {accuracy[name]:.0%}": chosen == index for name, chosen in found.items()}
-    answers = dict(zip(right, (patterns[chosen] for chosen in found.values()), strict=True))
-    figure = draw_rows({"original": patterns[index], "query": query, **answers}, draw_digit, 0.8, 0.85, right)
-    figure.suptitle(f"{SHOWN:.0%} of the pixels replaced", fontsize=10)
-    return figure
 
 
 def compare(options: argparse.Namespace) -> tuple[dict[str, dict[float, list[float]]], Figure]:
@@ -68,17 +54,23 @@ def compare(options: argparse.Namespace) -> tuple[dict[str, dict[float, list[flo
                 accuracy = (find(query) == index).double().mean().item()
                 accuracies.setdefault(name, {}).setdefault(level, []).append(accuracy)
     index, query = damage(SHOWN).sample(patterns, 14, generator)
-    shown = {name: means[SHOWN][-1] for name, means in accuracies.items()}
-    return accuracies, draw(patterns, index, query, {name: find(query) for name, find in found.items()}, shown)
+    rows, right = {"original": patterns[index], "query": query}, {}
+    for name, find in found.items():
+        label = f"{name}\naccuracy {accuracies[name][SHOWN][-1]:.0%}"
+        rows[label], right[label] = patterns[find(query)], find(query) == index
+    figure = draw_rows(rows, draw_digit, 0.8, 0.85, right)
+    figure.suptitle(f"{SHOWN:.0%} of the pixels replaced", fontsize=10)
+    return accuracies, figure
 
 
-def make_parser() -> cli.Parser:
+def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = cli.Parser("search", __doc__, "out/search", ["search.png"], lr=0.05)
-    count = cli.integer_between(20, DIGITS)
-    parser.option("--patterns", type=count, metavar="N", default=500, help=f"number of stored digits, at most {DIGITS}")
-    parser.option("--epochs", default=100, **cli.SHARED["epochs"])
-    parser.option("--seeds", type=cli.positive_int, metavar="N", default=3, help="number of seeds, from --seed on")
+    parser = Parser("search", __doc__, ["search.png"])
+    add = parser.add_argument
+    add("--patterns", type=number(int, 20, DIGITS), metavar="N", default=500, help="number of stored digits")
+    add("--epochs", type=number(int, 1), metavar="N", default=100, help="number of epochs")
+    add("--lr", type=number(float, 0), default=0.05, help="learning rate")
+    add("--seeds", type=number(int, 1), metavar="N", default=3, help="number of seeds, from --seed on")
     return parser
 
 
@@ -93,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[float, list[f
         print(f"{'pixels replaced':<18}" + "".join(f"{name:>18}" for name in accuracies))
         for level in LEVELS:
             print(f"{level:<18.0%}" + "".join(f"{spread(values[level]):>18}" for values in accuracies.values()))
-        write_figure(options.out / "search.png", figure)
+        figure.savefig(options.out / "search.png", dpi=100)
         print(f"\npicture: {options.out / 'search.png'}")
     return accuracies
 

@@ -23,8 +23,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from ahop_layers.tabular import AdaptiveMemoryClassifier
-from examples.common import cli
-from examples.common.outputs import answer_style, write_figure
+from examples.common.command import Parser
+from examples.common.outputs import answer_style
 
 
 def make_models(options: argparse.Namespace) -> dict[str, object]:
@@ -82,9 +82,9 @@ def explain(X: np.ndarray, y: np.ndarray, names: np.ndarray, options: argparse.N
     return figure
 
 
-def make_parser() -> cli.Parser:
+def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    return cli.Parser("tabular", __doc__, "out/tabular", ["cases.png"])
+    return Parser("tabular", __doc__, ["cases.png"])
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{len(data.data)} tumors, {data.data.shape[1]} features, 5-fold cross-validation\n")
         found = compare(data.data, data.target, options)
         path = options.out / "cases.png"
-        write_figure(path, explain(data.data, data.target, data.target_names, options))
+        explain(data.data, data.target, data.target_names, options).savefig(path, dpi=100)
         print(f"\npicture: {path}")
     return found
 

@@ -78,22 +78,23 @@ def results(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("DistributedDataParallel", "a model that is wrapped in DistributedDataParallel"),
-        ("inside", "a model whose 1 is wrapped in DistributedDataParallel"),
-        ("FullyShardedDataParallel", "a model that is wrapped in FullyShardedDataParallel"),
-        ("fully_shard", "a model that is wrapped in FSDPModule"),
-        ("fully_shard inside", "a model whose layers.1 is wrapped in FSDPModule"),
-        ("part of fully_shard", "sharded, with DTensor parameters"),
-        ("replicate", "a model that is wrapped in DDP"),
-    ],
-)
-def test_a_distributed_model_is_refused(results, name, found):
+FOUND = {
+    "DistributedDataParallel": "a model that is wrapped in DistributedDataParallel",
+    "inside": "a model whose 1 is wrapped in DistributedDataParallel",
+    "FullyShardedDataParallel": "a model that is wrapped in FullyShardedDataParallel",
+    "fully_shard": "a model that is wrapped in FSDPModule",
+    "fully_shard inside": "a model whose layers.1 is wrapped in FSDPModule",
+    "part of fully_shard": "sharded, with DTensor parameters",
+    "replicate": "a model that is wrapped in DDP",
+}
+
+
+def test_a_distributed_model_is_refused(results):
     for rank in results:
-        assert found in rank["refusals"][name]
-        assert ADVICE in rank["refusals"][name]
+        assert set(rank["refusals"]) == set(FOUND)
+        for name, message in rank["refusals"].items():
+            assert FOUND[name] in message
+            assert ADVICE in message
 
 
 def test_similarities_stay_equal_on_all_ranks_if_the_model_is_adapted_first(results):

@@ -106,9 +106,6 @@ def test_pairs(tmp_path, capsys, monkeypatch):
     assert float(rows[0]["accuracy"]) < float(rows[1]["accuracy"])
     assert "| 500 | " in capsys.readouterr().out
     assert (tmp_path / "pairs.png").stat().st_size > 5_000
-
-
-def test_epochs_give_a_hundred_steps():
     assert [pairs.epochs_for(count) for count in (100, 500, 1000, 16000)] == [100, 100, 50, 5]
 
 

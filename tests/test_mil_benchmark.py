@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 from benchmarks import costs
+from benchmarks.bags import DATA_SETS, auc
 from benchmarks.harness.rows import read, write
 from benchmarks.paper.mil import __main__ as program
 from benchmarks.paper.mil import measure as mil
 from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.mil import training as mil_training
-from examples.bags import data as mil_data
 
 KINDS = ("mask 0.5", "noise 2.0", "bias 0.5")
 
@@ -27,7 +28,7 @@ def home(tmp_path):
     sizes = generator.integers(2, 6, 48)
     labels = np.arange(48) % 2
     instances = generator.normal(size=(sizes.sum(), 6)).astype(np.float32)
-    instances[(np.cumsum(sizes) - sizes)[labels == 1], 0] += 3
+    instances[(np.cumsum(sizes) - sizes)[labels == 1], 0] += 6
     instances[:, 5] = 7
     (tmp_path / "mil").mkdir()
     np.savez(tmp_path / "mil" / "tiger.npz", X=instances, bag_sizes=sizes.astype(np.int32), y=labels.astype(np.uint8))
@@ -45,6 +46,11 @@ def one_setting(monkeypatch):
     return setting
 
 
+def test_auc_counts_ties_as_halves():
+    labels, scores = (torch.rand(60) < 0.4).float(), torch.randint(8, (60,)).float()
+    assert auc(labels, scores) == pytest.approx(roc_auc_score(labels, scores))
+
+
 def test_folds_cover_all_bags_once_with_both_labels():
     labels = (torch.arange(40) % 4 == 0).float()
     folds = mil_training.folds(labels, 5, seed=3)
@@ -58,7 +64,7 @@ def test_folds_cover_all_bags_once_with_both_labels():
 
 
 def test_published_folds_come_first(home):
-    data = mil_data.DATA_SETS["tiger"](home)
+    data = DATA_SETS["tiger"](home)
     published = torch.ones(1, 2, 48, dtype=torch.bool)
     published[0, 0, :24] = published[0, 1, 24:] = False
     data = data._replace(splits=published)
@@ -73,7 +79,7 @@ def test_published_folds_come_first(home):
 
 
 def test_features_are_standardized_by_training_bags(home):
-    data = mil_data.DATA_SETS["tiger"](home)
+    data = DATA_SETS["tiger"](home)
     train = torch.arange(30)
     bags = mil_training.StandardizedBags(data, train, clip=4.0)
     known, _ = bags.packed(train)
@@ -86,7 +92,7 @@ def test_features_are_standardized_by_training_bags(home):
 
 
 def test_selection_does_not_use_test_bags(home, one_setting):
-    data, kept = mil_data.DATA_SETS["tiger"](home), torch.arange(36)
+    data, kept = DATA_SETS["tiger"](home), torch.arange(36)
     hidden = data._replace(
         read=lambda number: data.read(number) * (1 if number < 36 else torch.nan),
         labels=torch.where(torch.arange(48) < 36, data.labels, 1 - data.labels),
@@ -102,8 +108,8 @@ def test_selection_does_not_use_test_bags(home, one_setting):
 def test_every_pooling_learns(home, one_setting, pooling):
     found = mil.measure(mil.OuterFold("nested", "tiger", pooling, repeat=0, fold=1, folds=3), home)
     assert set(found) == {"auc", "epochs", *KINDS}
-    assert found["auc"] > 0.75
-    assert found["noise 2.0"] < found["auc"]
+    assert found["auc"] > 0.65  # with ten other seeds of the data at least 0.75
+    assert found["noise 2.0"] < found["auc"]  # with ten other seeds by at least 0.12
 
 
 def test_corrupted_bags_are_reproducible(home, one_setting):
@@ -112,7 +118,7 @@ def test_corrupted_bags_are_reproducible(home, one_setting):
     assert found == mil.measure(fold, home)
     assert found != mil.measure(fold._replace(repeat=1), home)
     assert set(found) == set(KINDS)
-    assert found["bias 0.5"] > found["noise 2.0"]  # a bias in training and test costs little
+    assert found["bias 0.5"] > found["noise 2.0"]  # a bias costs little: with ten other seeds by at least 0.12
 
 
 def test_a_second_run_resumes(home, tmp_path, one_setting, capsys):

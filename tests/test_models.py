@@ -6,8 +6,8 @@ from frameworks import framework
 from torch import nn
 
 import ahop_layers as ah
-from benchmarks.models import huggingface, image_models, others
-from benchmarks.models.check import Case, Failed, call, check, coverage, objective
+from tests.models import huggingface, image_models, others
+from tests.models.check import Case, Failed, call, check, coverage, objective
 
 pytestmark = pytest.mark.slow
 

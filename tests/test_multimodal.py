@@ -7,7 +7,7 @@ from examples import multimodal
 
 @pytest.mark.slow
 def test_multimodal(tmp_path, capsys):
-    size = ["--concepts", "40", "--steps", "15", "--queries", "100"]
+    size = ["--concepts", "40", "--epochs", "15", "--queries", "100"]
     accuracy = multimodal.main([*size, "--out", str(tmp_path)])
     assert list(accuracy) == multimodal.PAIRS
     assert accuracy["A-Hop", "A-Hop"][0] > accuracy["M-Hop", "M-Hop"][0] + 0.2

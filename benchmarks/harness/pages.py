@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, packed, pairs, search_costs, summary, vit, vit_report
+from benchmarks import kernels_report, models_report, packed, pairs, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
-from benchmarks.models import report as models_report
 from benchmarks.paper.images import report as images_report
 from benchmarks.paper.lookup import report as lookup_report
 from benchmarks.paper.mil import report as mil_report
@@ -75,15 +74,15 @@ def packed_rows() -> list[Row]:
     return rows_of("packed.csv", **{name: str(size) for name, size in packed.SIZE.items()})
 
 
-def part(command: str, rows: Sequence[Row], show: Show) -> str:
+def part(command: str, rows: Sequence[Row], show: Show, package: str = "benchmarks") -> str:
     """Returns a table and the command, devices, versions and dates that measured it; without rows only the command."""
     if not rows:
-        return f"Not measured yet. To measure it: `python -m benchmarks.{command}`."
+        return f"Not measured yet. To measure it: `python -m {package}.{command}`."
     origins = []
     for (device, torch), mine in group(rows, "device", "torch").items():
         commits, dates = ([value for (value,) in group(mine, name)] for name in ("commit", "date"))
         origins.append(f"{device} (torch {torch}, commit {', '.join(commits)}, {', '.join(dates)})")
-    return f"{show(rows)}\n\n<small>Measured by `python -m benchmarks.{command}` on {'; '.join(origins)}.</small>"
+    return f"{show(rows)}\n\n<small>Measured by `python -m {package}.{command}` on {'; '.join(origins)}.</small>"
 
 
 def by_device(command: str, rows: Sequence[Row], show: Show) -> str:
@@ -200,8 +199,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
-    "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report),
-    "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names),
+    "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),
+    "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names, "tests"),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
     "tabular-large": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.overview),

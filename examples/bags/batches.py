@@ -1,7 +1,6 @@
-"""Packed batches of bags, read from disk when they are needed: the batches of examples/mil.py."""
+"""Packed batches of bags, read from disk when they are needed: the data module of examples/mil.py."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -12,28 +11,13 @@ from torch.utils.data import DataLoader
 from ahop_layers import AHopError
 from examples.bags.data import BagSet
 
-
-class Batch(NamedTuple):
-    """Concatenated ``instances (total, features)``, the sizes of the bags, and ``labels (bags,)``."""
-
-    instances: Tensor
-    sizes: list[int]
-    labels: Tensor
+Batch = tuple[Tensor, list[int], Tensor]  # instances (total, features), sizes of the bags, labels (bags,)
 
 
 class BagData(L.LightningDataModule):
     """Training, validation and test bags of a data set.
 
     A fifth of the bags is the test set, unless the data set defines one. A fifth of the others is the validation set.
-
-    Args:
-        data: the data set.
-        batch_size: bags per batch.
-        seed: seed of the split and of the order of the training bags.
-        workers: processes that read batches in advance.
-
-    Raises:
-        AHopError: a label has fewer than 5 bags.
     """
 
     def __init__(self, data: BagSet, batch_size: int, seed: int, workers: int = 0) -> None:
@@ -52,7 +36,7 @@ class BagData(L.LightningDataModule):
     def gather(self, index: Sequence[int]) -> Batch:
         """Reads bags by their indices."""
         bags = [self.data.read(number) for number in index]
-        return Batch(torch.cat(bags), [len(bag) for bag in bags], self.data.labels[list(index)])
+        return torch.cat(bags), [len(bag) for bag in bags], self.data.labels[list(index)]
 
     def batches(self, index: Sequence[int]) -> DataLoader:
         """Returns a loader of the bags of ``index`` in this order."""

@@ -1,17 +1,99 @@
-"""A bag classifier with a choice of pooling: the model of examples/mil.py and of the bag benchmark.
+"""A bag classifier: embeds every instance, pools the instances of a bag to one vector, and applies a linear layer.
 
-It embeds every instance, pools the instances of a bag to one vector, and applies a linear layer.
+Bags are concatenated, without padding. Every pooling maps ``instances (total, width)`` and the sizes of the bags to
+``pooled (bags, width)`` and the ``weights (total,)`` of the instances.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from einops import rearrange
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 import ahop_layers as ah
 from ahop_layers.errors import check_choice
-from examples.bags.pooling import POOLINGS, make_pooling
-from examples.common.lookup import Lookup
+from ahop_layers.packed import Bags
+from ahop_layers.separation import Separation
+
+
+class HopfieldPool(nn.Module):
+    """Pools by a Hopfield association; ``options`` are those of ``AdaptiveHopfieldPooling``."""
+
+    def __init__(self, width: int = 64, heads: int = 4, head_width: int = 32, **options: Any) -> None:
+        super().__init__()
+        self.pooling = ah.AdaptiveHopfieldPooling(width, head_width, num_heads=heads, **options)
+
+    def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns the pooled bags and the weights of the instances, averaged over heads."""
+        pooled, weights = self.pooling.pool_packed(instances, sizes, return_association=True)
+        return pooled, weights.mean((1, 2))
+
+
+class GatedPool(nn.Module):
+    """Pools by gated attention: the score of an instance ``h`` is ``w . (tanh(V h) * sigmoid(U h))``."""
+
+    def __init__(self, width: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.tanh, self.gate, self.score = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, 1)
+        self.dropout, self.separation = nn.Dropout(dropout), Separation()
+
+    def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns the pooled bags and the weights of the instances."""
+        bags = Bags(sizes, instances.device)
+        scores = self.score(self.tanh(instances).tanh() * self.gate(instances).sigmoid())
+        weights = bags.separate(rearrange(scores, "t 1 -> t 1 1"), self.separation)
+        pooled = bags.read(self.dropout(weights), rearrange(instances, "t d -> t 1 d"))
+        return rearrange(pooled, "n 1 1 d -> n d"), weights.flatten()
+
+
+class MeanPool(nn.Module):
+    """Pools by the mean; zeros for an empty bag."""
+
+    def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns the pooled bags and the weights of the instances."""
+        bags = Bags(sizes, instances.device)
+        weights = (1 / bags.sizes)[bags.bag]
+        return bags.sum(instances * weights[:, None]), weights
+
+
+POOLINGS = ("adaptive", "dot", "gated", "mean")  # gated attention: Ilse et al., 2018
+
+
+def make_pooling(name: str, width: int, heads: int, head_width: int, scaling: float, dropout: float) -> nn.Module:
+    """Returns a pooling by its name."""
+    check_choice("pooling", name, POOLINGS)
+    if name == "gated":
+        return GatedPool(width, head_width, dropout)
+    if name == "mean":
+        return MeanPool()
+    pool = HopfieldPool(width, heads, head_width, scaling=scaling, dropout=dropout)
+    for parameter in ah.similarity_parameters(pool) if name == "dot" else ():
+        parameter.requires_grad_(False)  # a similarity is initialized to the dot product
+    return pool
+
+
+class BagClassifier(nn.Module):
+    """Embeds instances, pools bags, and classifies them.
+
+    Args:
+        embed: maps ``(total, features)`` to ``(total, width)``.
+        pool: a pooling; None for :class:`HopfieldPool`.
+        width: dimension of an embedded instance.
+    """
+
+    def __init__(self, embed: nn.Module, pool: nn.Module | None = None, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.pool, self.head = embed, pool or HopfieldPool(width), nn.Linear(width, 1)
+
+    def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Computes logits ``(bags,)`` and instance weights ``(total,)`` from ``instances (total, features)``.
+
+        The pooled vector of an empty bag is zero before the output projection.
+        """
+        pooled, weights = self.pool(self.embed(instances), sizes)
+        return self.head(pooled).squeeze(-1), weights
 
 
 class Standardize(nn.Module):
@@ -24,25 +106,16 @@ class Standardize(nn.Module):
 
     def fit(self, bags: Iterable[Tensor]) -> None:
         """Computes mean and standard deviation of the features, one bag at a time."""
-        count, total, squares = 0, 0.0, 0.0
+        scaler = StandardScaler()
         for bag in bags:
-            wide = bag.double()
-            count, total, squares = count + len(bag), total + wide.sum(0), squares + wide.square().sum(0)
-        if count == 0:
-            raise ah.AHopError("expected a training bag with instances, got only empty bags")
-        mean = total / count
-        deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
-        self.mean.copy_(mean)
-        self.scale.copy_(torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0))
+            if len(bag):
+                scaler.partial_fit(bag.double())
+        self.mean.copy_(torch.from_numpy(scaler.mean_))
+        self.scale.copy_(torch.from_numpy(scaler.scale_))
 
     def forward(self, instances: Tensor) -> Tensor:
         """Standardizes ``instances (total, features)``."""
-        return ((instances - self.mean) * self.scale).clamp(-4, 4)
-
-
-def embed_features(features: int, width: int) -> nn.Module:
-    """Returns a linear layer with ReLU."""
-    return nn.Sequential(nn.Linear(features, width), nn.ReLU())
+        return ((instances - self.mean) / self.scale).clamp(-4, 4)
 
 
 def embed_digits(width: int, side: int = 28) -> nn.Module:
@@ -52,81 +125,3 @@ def embed_digits(width: int, side: int = 28) -> nn.Module:
         nn.Unflatten(1, (1, side, side)), nn.Conv2d(1, 8, kernel, stride), nn.ReLU(), nn.Conv2d(8, 16, kernel, stride),
         nn.ReLU(), nn.Flatten(), nn.Linear(16 * 16, width), nn.ReLU(),
     )  # fmt: skip
-
-
-FIRST = ("none", "lookup", "cnn")
-"""First layers of a network for digits."""
-
-
-def first_layer(name: str, side: int, stored: Tensor | None = None, keep: float = 1.0) -> nn.Module:
-    """Returns a layer that maps corrupted images to images, rows of ``side * side`` pixels.
-
-    Args:
-        name: ``"none"``, ``"cnn"`` (three convolutions), or ``"lookup"``: reads similar stored images.
-        side: height and width of an image.
-        stored: clean images ``(N, side * side)`` for the lookup.
-        keep: see :class:`~examples.common.lookup.Lookup`.
-
-    Raises:
-        AHopError: an unknown name, or a lookup without stored images.
-    """
-    check_choice("first", name, FIRST)
-    if name == "lookup":
-        if stored is None or not len(stored):
-            raise ah.AHopError("first='lookup' needs stored images, got none")
-        return Lookup(stored, keep=keep, blocks=[None, ah.patches(side, side, 2)])
-    if name == "none":
-        return nn.Identity()
-    return nn.Sequential(
-        nn.Unflatten(1, (1, side, side)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1),
-        nn.ReLU(), nn.Conv2d(32, 1, 3, padding=1), nn.Flatten(),
-    )  # fmt: skip
-
-
-class BagClassifier(nn.Module):
-    """Embeds instances, pools bags, and classifies them.
-
-    Args:
-        embed: maps ``(total, features)`` to ``(total, width)``.
-        pooling: a name of ``POOLINGS``.
-        width: dimension of an embedded instance.
-        heads: heads of the Hopfield association.
-        head_width: dimension of a head, or hidden dimension of gated attention.
-        scaling: factor of the scores of the Hopfield association.
-        dropout: probability of dropping the weight of an instance in training.
-        padded: see :class:`~examples.bags.pooling.HopfieldPool`.
-
-    Raises:
-        AHopError: an unknown pooling, or ``padded`` with a pooling that has no padded form.
-    """
-
-    def __init__(
-        self,
-        embed: nn.Module,
-        pooling: str = "adaptive",
-        width: int = 64,
-        heads: int = 4,
-        head_width: int = 32,
-        scaling: float = 1.0,
-        dropout: float = 0.0,
-        padded: bool = False,
-    ) -> None:
-        super().__init__()
-        check_choice("pooling", pooling, POOLINGS)
-        self.embed, self.head = embed, nn.Linear(width, 1)
-        self.pool = make_pooling(pooling, width, heads, head_width, scaling, dropout, padded)
-
-    def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """Computes logits ``(bags,)`` and instance weights ``(total,)`` from ``instances (total, features)``.
-
-        The pooled vector of an empty bag is zero before the output projection.
-        """
-        pooled, weights = self.pool(self.embed(instances), sizes)
-        return self.head(pooled).squeeze(-1), weights
-
-
-def auc(labels: Tensor, scores: Tensor) -> float:
-    """Computes the area under the ROC curve; a tie counts half. NaN if a label is missing."""
-    above, below = scores[labels == 1], scores[labels == 0]
-    difference = above[:, None] - below
-    return ((difference > 0).double() + 0.5 * (difference == 0)).mean().item()

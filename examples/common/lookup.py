@@ -13,35 +13,19 @@ from torch import Tensor, nn
 import ahop_layers as ah
 from ahop_layers.blocks import Blocks, resolutions
 
-SHARPNESS = 12.0
-"""Initial inverse temperature, for scores that have a standard deviation of about 1 over the stored instances."""
+SHARPNESS = 12.0  # initial inverse temperature, for scores with a standard deviation of about 1
 
 
 class Lookup(nn.Module):
-    """Reads the values of stored instances that are similar to an instance.
-
-    Args:
-        stored: ``(N, d)``, kept as a parameter without gradient.
-        values: ``(N, v)``, what is read, such as labels; None for the stored instances themselves.
-        keep: fraction of the blocks that counts initially: the most similar ones.
-        blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. All resolutions have equal shares of the initial scores.
-        bases: base similarities. Initially, normalized blocks are compared by ``dot`` if it is among them, and other
-            blocks by the first one.
-
-    Attributes:
-        layer: the :class:`~ahop_layers.AdaptiveHopfieldLayer`. Its similarity and its scaling are trained.
-
-    Raises:
-        AHopError: an argument is invalid.
-    """
+    """Reads the values of stored instances that are similar to an instance. Similarity and scaling are trained."""
 
     def __init__(
         self,
-        stored: Tensor,
-        values: Tensor | None = None,
-        keep: float = 0.5,
-        blocks: object = None,
-        bases: Sequence[str] = ("l1",),
+        stored: Tensor,  # (N, d), kept as a parameter without gradient
+        values: Tensor | None = None,  # (N, v), what is read, such as labels; None for the stored instances
+        keep: float = 0.5,  # fraction of the blocks that counts initially: the most similar ones
+        blocks: object = None,  # as in ah.AdaptiveSimilarity; all resolutions have equal shares of the initial scores
+        bases: Sequence[str] = ("l1",),  # initially, normalized blocks use "dot" if it is given, others the first one
     ) -> None:
         super().__init__()
         values, entries = stored if values is None else values, resolutions(blocks)
@@ -74,12 +58,7 @@ class Lookup(nn.Module):
         return self.layer.hopfield.association_core.similarity
 
     def forward(self, instances: Tensor, without: Tensor | None = None) -> Tensor:
-        """Reads a value for each of ``instances (n, d)``: ``(n, v)``.
-
-        Args:
-            instances: the instances to look up.
-            without: ``(n,)``, the index of a stored instance that each lookup leaves out, such as its own origin.
-        """
+        """Reads a value for each of ``instances (n, d)``: ``(n, v)``. The stored ``without (n,)`` are left out."""
         mask = None
         if without is not None:
             mask = torch.arange(self.layer.quantity, device=without.device) == without[:, None]
@@ -88,13 +67,10 @@ class Lookup(nn.Module):
 
 @torch.no_grad()
 def _initial_weight(stored: Tensor, keep: float, entry: Blocks, bases: Sequence[str]) -> Tensor:
-    """Returns the weights ``(1, n_bases, n)`` of one resolution, for scores of standard deviation 1.
-
-    Entry k of a footprint is the sum of the k most similar blocks.
-    """
+    """Returns the weights ``(1, n_bases, n)`` of one resolution, for scores of standard deviation 1."""
     base = "dot" if entry.normalize and "dot" in bases else bases[0]
     n = entry.count(stored.shape[1])
-    weight = torch.zeros(1, len(bases), n)
+    weight = torch.zeros(1, len(bases), n)  # entry k of a footprint is the sum of the k most similar blocks
     weight[0, list(bases).index(base), max(1, round(keep * n)) - 1] = 1.0
     probe = ah.AdaptiveSimilarity(stored.shape[1], bases=bases, init=weight[0], blocks=entry).to(stored)
     scores = probe.fix_norms_(stored)(stored[:: max(1, len(stored) // 64)], stored)

@@ -1,16 +1,20 @@
-"""Output files that are written atomically, and the pictures that several examples draw."""
+"""What several examples print and draw: means over seeds, digits, and answers that are marked as right or wrong."""
 
-import io
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
 from torch import Tensor
+
+DIGITS = 1797  # of scikit-learn
+
+
+def digit_patterns(count: int = DIGITS) -> Tensor:
+    """Returns the first handwritten digits of scikit-learn, ``(count, 64)`` with values from -1 to 1."""
+    return torch.tensor(load_digits().data[:count] / 8 - 1, dtype=torch.float32)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -18,27 +22,9 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def write_atomic(path: Path, content: bytes | memoryview) -> None:
-    """Writes ``<path>.part`` and renames it, so that a full disk or a crash leaves the previous file, or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes values as JSON."""
-    write_atomic(path, json.dumps(values, indent=1).encode())
-
-
-def write_figure(path: Path, figure: Figure) -> None:
-    """Writes a figure as PNG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=100)
-    write_atomic(path, buffer.getbuffer())
+def draw_digit(axis: Axes, digit: Tensor) -> None:
+    """Draws a pattern of 64 values as an image."""
+    axis.imshow(digit.reshape(8, 8).numpy(), cmap="gray_r", vmin=-1, vmax=1)
 
 
 def answer_style(right: bool) -> tuple[str, str]:
@@ -55,32 +41,23 @@ def mark_answer(axis: Axes, right: bool) -> None:
 
 
 def draw_rows(
-    rows: dict[str, Tensor],
-    draw: Callable[[Axes, Tensor], object],
-    width: float,
+    rows: dict[str, Tensor],  # name of a row -> its patterns, the same number in each row
+    draw: Callable[[Axes, Tensor], object],  # draws a pattern
+    width: float,  # of a panel in inches
     height: float,
-    right: Mapping[str, Tensor] | None = None,
+    right: Mapping[str, Tensor],  # name of a row of answers -> whether each answer is right
     label_width: float = 1.2,
 ) -> Figure:
-    """Draws one row of panels for each name, one panel for each of its patterns.
-
-    Args:
-        rows: name of a row -> its patterns, the same number in each row.
-        draw: draws a pattern on axes.
-        width, height: size of a panel in inches.
-        right: name of a row of answers -> whether each answer is right. Its panels are marked, and the other rows have
-            no frame.
-        label_width: width of the row names in inches.
-    """
+    """Draws one row of panels for each name, one panel for each of its patterns."""
     columns = len(next(iter(rows.values())))
     figure = Figure(figsize=(columns * width + label_width, len(rows) * height), layout="constrained")
     for (name, patterns), axes in zip(rows.items(), figure.subplots(len(rows), columns, squeeze=False), strict=True):
         for place, (pattern, axis) in enumerate(zip(patterns, axes, strict=True)):
             draw(axis, pattern)
             axis.set(xticks=[], yticks=[])
-            if right is not None and name in right:
+            if name in right:
                 mark_answer(axis, bool(right[name][place]))
-            elif right is not None:
+            else:
                 axis.spines[:].set_visible(False)
         axes[0].set_ylabel(name, rotation=0, ha="right", va="center")
     return figure

@@ -1,6 +1,6 @@
-"""Batches of a data set in the memory of the training device: the batches of examples/vit.py.
+"""Batches of bytes in the memory of the training device: the data module of examples/vit.py.
 
-There is no data loader: images are kept as bytes on the device, and a batch is augmented there in one operation.
+There is no data loader: the training images stay on the device, and a batch is augmented there in one operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import lightning as L
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ahop_layers import AHopError
 from examples.vision.data import Images, ImageSet
@@ -29,7 +28,7 @@ def augment(images: Tensor, mirror: bool, generator: torch.Generator | None = No
     """Shifts each image by up to 1/8 of its height, with black padding, and flips half of them if ``mirror``."""
     n, channels, height, width = images.shape
     reach = height // 8
-    padded = functional.pad(images, (reach,) * 4)
+    padded = torch.nn.functional.pad(images, (reach,) * 4)
 
     def draw(values: int) -> Tensor:
         return torch.randint(values, (n, 1), generator=generator, device=images.device)
@@ -43,33 +42,29 @@ def augment(images: Tensor, mirror: bool, generator: torch.Generator | None = No
     return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
+class InOrder(list[tuple[Tensor, Tensor]]):
+    """Batches of all images in their order. To Lightning a plain list would be several loaders."""
+
+    def __init__(self, data: Images, size: int = 256) -> None:
+        super().__init__(zip(data.images.split(size), data.labels.split(size), strict=True))
+
+
 class Batches:
     """The training batches of an epoch, independent of the number of processes.
 
     Seed and step determine the order of the images and their augmentation. So processes share a batch without
     communication, and a resumed run continues with the batch at which it was interrupted.
-
-    Args:
-        data: the training images.
-        size: batch size over all processes. The last, incomplete batch of an epoch is dropped.
-        seed: seed of the order and of the augmentation.
-        steps_done: returns the number of training steps so far, over all epochs.
-        rank, world: the rank of this process, and the number of processes.
-        mirror: whether to flip images, see :func:`augment`; None for no augmentation.
-
-    Raises:
-        AHopError: the batch size is not a multiple of the number of processes.
     """
 
     def __init__(
         self,
         data: Images,
-        size: int,
+        size: int,  # over all processes; the last, incomplete batch of an epoch is dropped
         seed: int,
-        steps_done: Callable[[], int],
+        steps_done: Callable[[], int],  # returns the number of training steps so far, over all epochs
         rank: int = 0,
-        world: int = 1,
-        mirror: bool | None = None,
+        world: int = 1,  # number of processes
+        mirror: bool | None = None,  # whether to flip images; None for no augmentation
     ) -> None:
         if size % world:
             raise AHopError(f"expected a batch size that is a multiple of the {world} processes, got {size}")
@@ -91,7 +86,7 @@ class Batches:
             if self.mirror is not None:
                 step = (epoch * len(self) + number) * self.world + self.rank
                 images = augment(images, self.mirror, torch.Generator(device).manual_seed(self.seed + step))
-            yield as_floats(images), self.data.labels[index]
+            yield images, self.data.labels[index]
 
     def state_dict(self) -> dict[str, int]:
         """Returns nothing: the step counter of the trainer is the only state."""
@@ -99,19 +94,6 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Does nothing; by this method Lightning knows that an epoch can be resumed."""
-
-
-class InOrder:
-    """All images in their order, without augmentation, for validation and test."""
-
-    def __init__(self, data: Images, size: int = 256) -> None:
-        self.parts = list(zip(*(rows.split(size) for rows in data), strict=True))
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((as_floats(images), labels) for images, labels in self.parts)
 
 
 class ImageBatches(L.LightningDataModule):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from sklearn.metrics import ConfusionMatrixDisplay, accuracy_score
 from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers import plots
-from examples.common.outputs import answer_style, write_figure
-from examples.vision.batches import as_floats
+from examples.common.outputs import answer_style
+from examples.vision.batches import InOrder, as_floats
 from examples.vision.data import Images
 from examples.vision.model import VisionTransformer
 
@@ -20,77 +21,51 @@ from examples.vision.model import VisionTransformer
 def draw_pictures(model: VisionTransformer, test: Images, classes: list[str], folder: Path) -> list[Path]:
     """Writes the pictures of a model in eval mode and returns their paths."""
     like = next(model.parameters())
-    batches = [as_floats(images).to(like) for images in test.images.split(256)]
-    predicted = torch.cat([model(images).argmax(-1).cpu() for images in batches])
+    predicted = torch.cat([model(as_floats(images).to(like)).argmax(-1).cpu() for images, _ in InOrder(test)])
     figures = {"confusion": confusion(test.labels, predicted, classes)}
-    if any(isinstance(part, ah.AdaptiveAttention) for part in model.modules()):
-        answers = [(classes[label], classes[answer]) for label, answer in zip(test.labels, predicted, strict=True)]
-        figures["maps"] = maps(model, batches[0][:8], answers[:8])
     if any(isinstance(part, ah.AdaptiveSimilarity) for part in model.modules()):
+        answers = [(classes[label], classes[answer]) for label, answer in zip(test.labels, predicted, strict=True)]
+        figures["maps"] = maps(model, as_floats(test.images[:8]).to(like), answers[:8])
         figures["weights"] = plots.footprint_weights(model, change=True)
     for name, figure in figures.items():
-        write_figure(folder / f"{name}.png", figure)
+        figure.savefig(folder / f"{name}.png", dpi=100)
     return [folder / f"{name}.png" for name in figures]
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: list[str]) -> Figure:
     """Draws the confusion matrix: true classes as rows, predicted classes as columns."""
-    count = len(classes)
-    table = torch.bincount(labels * count + predicted, minlength=count**2).reshape(count, count)
-    share = table / table.sum(1, keepdim=True).clamp(min=1)
     figure = Figure(figsize=(5.6, 5), layout="constrained")
-    axis = figure.subplots()
-    accuracy = (labels == predicted).float().mean()
-    axis.set(xlabel="predicted class", ylabel="true class", title=f"accuracy {accuracy:.1%}")
-    picture = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(picture, label="share of the true class")
-    if count <= 20:
-        axis.set_xticks(range(count), classes, rotation=90 if max(map(len, classes)) > 2 else 0)
-        axis.set_yticks(range(count), classes)
-        for row, column in table.nonzero().tolist():
-            dark = share[row, column] > 0.5
-            text = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if dark else "black"}
-            axis.text(column, row, int(table[row, column]), **text)
+    axis, few = figure.subplots(), len(classes) <= 20
+    ConfusionMatrixDisplay.from_predictions(
+        labels, predicted, labels=range(len(classes)), display_labels=classes, include_values=few, cmap="Blues",
+        xticks_rotation="vertical" if max(map(len, classes)) > 2 else "horizontal", ax=axis,
+    )  # fmt: skip
+    axis.set(xlabel="predicted class", ylabel="true class", title=f"accuracy {accuracy_score(labels, predicted):.1%}")
+    if not few:
+        axis.set(xticks=[], yticks=[])
     return figure
 
 
 def maps(model: VisionTransformer, images: Tensor, answers: Sequence[tuple[str, str]]) -> Figure:
     """Draws the attention of the class token, averaged over the heads: blocks as rows, images as columns.
 
-    If the similarities are adaptive, the last row shows the last block with the dot product in all similarities.
-
-    Args:
-        model: with adaptive attention, in eval mode.
-        images: ``(n, channels, height, width)``.
-        answers: true and predicted class of each image.
+    The last row shows the last block with the dot product, the initial state, in all similarities.
     """
-    found = ah.association_maps(model, images)
-    rows = {f"block {number}": weights for number, weights in enumerate(found.values(), 1)}
-    if any(isinstance(part, ah.AdaptiveSimilarity) for part in model.modules()):
-        dot = ah.association_maps(with_dot_product(model), images)
-        rows[f"block {len(found)},\ndot product"] = list(dot.values())[-1]
-    return draw_maps(images, rows, answers, model.grid)
-
-
-def with_dot_product(model: VisionTransformer) -> VisionTransformer:
-    """Returns a copy of a model whose similarities are the dot product, their initial state."""
-    copy = deepcopy(model)
-    for part in copy.modules():
+    initial = deepcopy(model)
+    for part in initial.modules():
         if isinstance(part, ah.AdaptiveSimilarity):
             part.reset_parameters()
-    return copy
+    found, dot = (list(ah.association_maps(each, images).values()) for each in (model, initial))
+    rows = {f"block {number}": weights for number, weights in enumerate(found, 1)}
+    return draw_maps(images, {**rows, f"block {len(found)},\ndot product": dot[-1]}, answers, model.grid)
 
 
 def draw_maps(
     images: Tensor, rows: dict[str, Tensor], answers: Sequence[tuple[str, str]], grid: tuple[int, int]
 ) -> Figure:
-    """Draws images with their predictions, and rows of association maps with one color scale.
+    """Draws images with their true and predicted classes, and named rows of maps ``(n, heads, queries, keys)``.
 
-    Args:
-        images: ``(n, channels, height, width)``.
-        rows: name of a row -> association weights ``(n, heads, queries, keys)``.
-        answers: true and predicted class of each image.
-        grid: rows and columns of patches.
+    All maps have one color scale. The grid has the number of rows and columns of patches.
     """
     figure = Figure(figsize=(1.2 * len(images) + 1.6, 1.25 * len(rows) + 1.6), layout="constrained")
     axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)

@@ -31,11 +31,11 @@ from ahop_layers import AHopError
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
 from benchmarks.harness.report import picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable
+from benchmarks.images import READERS, load
 from benchmarks.paper.images.attentions import Attention
 from benchmarks.paper.images.measure import RATES, SETUPS, run
 from benchmarks.paper.images.report import draw, report
-from examples.vision.data import READERS, load
-from examples.vision.model import MODELS
+from benchmarks.paper.images.training import MODELS
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

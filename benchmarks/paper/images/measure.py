@@ -12,8 +12,8 @@ from benchmarks.harness.rows import ResultTable
 from benchmarks.paper.images.training import CORRUPTIONS, Setup, Training, accuracy, build, speeds
 from examples.vision.batches import channel_scale
 from examples.vision.data import ImageSet
-from examples.vision.model import ATTENTIONS
 
+ATTENTIONS = ("dot", "adaptive", "kernel", "sparse")
 BLOCKS = ("adaptive:blocks=4", "adaptive:blocks=8")
 SETUPS = {
     "paper": Setup("paper", 25, 128, ATTENTIONS),

@@ -1,5 +1,6 @@
 """Training, testing and timing of a vision transformer with plain loops."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,21 @@ from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
 from benchmarks.paper.images.attentions import Attention
+from benchmarks.paper.kernel_similarity import KernelSimilarity, separation_loss
 from benchmarks.paper.retrieval.systems import ReferenceSimilarity
-from examples.common.kernel_similarity import separation_loss
+from benchmarks.paper.similarities import DotProduct
 from examples.vision.batches import as_floats, augment
 from examples.vision.data import ImageSet
-from examples.vision.model import MODELS, VisionTransformer, cosine, make_optimizer, use_attention
+from examples.vision.model import MODELS as EXAMPLE_MODELS
+from examples.vision.model import VisionTransformer
+
+MODELS = {**EXAMPLE_MODELS, "paper": {"depth": 3, "width": 512, "heads": 4, "dropout": 0.3}}
+"""The models of the example, and the model of the paper's experiment."""
+BASELINES: dict[str, dict[str, Any]] = {
+    "kernel": {"similarity": KernelSimilarity, "separation": "entmax15"},
+    "sparse": {"similarity": DotProduct, "separation": "sparsemax"},
+}
+"""Arguments of ``adapt_`` for K-Hop as in Table 1 of the paper, and for S-Hop."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +75,25 @@ def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[f
         kind = ReferenceSimilarity if eager else ah.AdaptiveSimilarity
         return kind(dim, None if chosen.shared else num_heads, **keywords)
 
-    if eager or chosen.shared:
-        ah.adapt_(model, last=chosen.last, similarity=similarity)
-    else:
-        use_attention(model, chosen.name, last=chosen.last, **keywords)
+    if chosen.name != "dot":  # all attentions have the same initial weights, because they are converted
+        changes = {"similarity": similarity} if eager or chosen.shared else BASELINES.get(chosen.name, keywords)
+        ah.adapt_(model, last=chosen.last, **changes)
     return model, chosen.lr
+
+
+def make_optimizer(
+    model: nn.Module, lr: float | Tensor, weight_decay: float, similarity_lr: float = 1.0, **keywords: Any
+) -> torch.optim.AdamW:
+    """Returns AdamW; the similarities have ``similarity_lr`` times the learning rate, and no weight decay."""
+    return torch.optim.AdamW(ah.parameter_groups(model, lr, lr * similarity_lr, weight_decay), **keywords)
+
+
+def cosine(step: int, total: int, warmup: float) -> float:
+    """Returns the learning-rate factor of a step: linear warm-up over a share of all steps, then cosine decay."""
+    first = max(1, round(warmup * total))
+    if step < first and warmup:
+        return (step + 1) / first
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - first * bool(warmup)) / max(1, total - first))))
 
 
 class Training:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.variants import Level, Occluded, Replaced, Variant
-from benchmarks.paper.lookup.networks import FACE_NETWORKS, FaceClassifier, optimize, train_faces
+from benchmarks.bags import auc
+from benchmarks.paper.lookup.networks import FACE_NETWORKS, FaceClassifier, first_layer, optimize, train_faces
 from examples.bags.data import BagSet, bags_of_digits, corrupt
-from examples.bags.model import BagClassifier, auc, embed_digits, first_layer
+from examples.bags.model import BagClassifier, HopfieldPool, embed_digits
 
 FACES = Path("faces") / "yale_b.npz"
 DIGITS = tuple(Path("mnist") / f"train-{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
@@ -168,12 +169,12 @@ def measure_bags(wanted: Measurement, folder: Path, size: Size, device: torch.de
     data = corrupt(data, level, seed)
     train, test = (PackedBags(data, part, device) for part in (range(size.bags[0]), data.test))
     stored = data.stored.to(device)
-    first = first_layer(name.split(",")[0], 28, stored).to(device)
+    first = first_layer(name, stored).to(device)
     if name == "cnn, pretrained":
         pretrain(first, stored, level, size.pretraining, seed)
     if name == "lookup, not trained":
         first.requires_grad_(False)
-    model = BagClassifier(nn.Sequential(first, embed_digits(64)), dropout=0.5).to(device)
+    model = BagClassifier(nn.Sequential(first, embed_digits(64)), HopfieldPool(dropout=0.5)).to(device)
     steps = -(-size.bags[0] // 32)
     order = torch.Generator().manual_seed(seed)
     batches = [part for _ in range(size.epochs) for part in torch.randperm(size.bags[0], generator=order).split(32)]

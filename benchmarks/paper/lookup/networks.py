@@ -63,6 +63,18 @@ def convolutions(side: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * (side // 8) ** 2, 256), nn.ReLU())
 
 
+def first_layer(name: str, stored: Tensor) -> nn.Module:
+    """Returns the layer of a name of BAG_NETWORKS: it maps corrupted to restored digits ``(n, 784)``."""
+    if name.startswith("lookup"):
+        return Lookup(stored, keep=1.0, blocks=[None, ah.patches(28, 28, 2)])
+    if name == "none":
+        return nn.Identity()
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(), nn.Conv2d(32, 1, 3, padding=1), nn.Flatten(),
+    )  # fmt: skip
+
+
 def optimize(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: float, decay: float = 0.01) -> None:
     """Takes AdamW steps on ``loss(step)``. The learning rate rises for a tenth of the steps, then falls to zero."""
     lookups = [part for part in model.modules() if isinstance(part, Lookup)]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from benchmarks.bags import DATA_SETS, auc
 from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.paper.mil.training import (
@@ -26,8 +27,8 @@ from benchmarks.paper.mil.training import (
     settings,
     train,
 )
-from examples.bags.data import DATA_SETS, BagSet
-from examples.bags.model import BagClassifier, auc
+from examples.bags.data import BagSet
+from examples.bags.model import BagClassifier
 
 DATA = ("tiger", "fox", "elephant", "ucsb")
 POOLINGS = ("dot", "sparse", "kernel", "adaptive", "adaptive x10", "gated", "uniform")

@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from sklearn.model_selection import StratifiedKFold
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
 from ahop_layers.training import folded_weights, parameter_groups
 from ahop_layers.variants import Biased, Mixed, Noisy, Variant
+from benchmarks.bags import auc
+from benchmarks.paper.kernel_similarity import KernelSimilarity, separation_loss
+from benchmarks.paper.similarities import Constant, DotProduct
 from examples.bags.data import BagSet
-from examples.bags.model import BagClassifier, auc, embed_features
-from examples.common.kernel_similarity import separation_loss
+from examples.bags.model import BagClassifier, GatedPool, HopfieldPool
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Variant] = {
@@ -20,6 +23,14 @@ VARIANTS: dict[str, Variant] = {
     **{f"noise {deviation}": Noisy(deviation**2) for deviation in (0.5, 1.0, 2.0)},
     **{f"bias {size}": Biased(size) for size in (0.5, 1.0, 2.0)},
 }
+POOLINGS: dict[str, dict[str, Any]] = {
+    "adaptive": {},
+    "dot": {"similarity": DotProduct},
+    "sparse": {"similarity": DotProduct, "separation": "sparsemax"},
+    "kernel": {"similarity": KernelSimilarity, "separation": "entmax15"},
+    "uniform": {"similarity": Constant},
+}
+"""Options of the Hopfield poolings: A-Hop, M-Hop, S-Hop, K-Hop, and equal weights, a baseline without scores."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,15 @@ def outer_folds(data: BagSet, count: int, repeat: int) -> list[tuple[Tensor, Ten
     return [(kept.nonzero().flatten(), (~kept).nonzero().flatten()) for kept in data.splits[repeat]]
 
 
+def make_classifier(features: int, pooling: str, setting: Setting) -> BagClassifier:
+    """Returns a classifier with a linear embedding, and gated attention or a pooling of :data:`POOLINGS`."""
+    embed = nn.Sequential(nn.Linear(features, 64), nn.ReLU())
+    if pooling == "gated":
+        return BagClassifier(embed, GatedPool(64, 32, setting.dropout))
+    options = POOLINGS[pooling]
+    return BagClassifier(embed, HopfieldPool(scaling=setting.scaling, dropout=setting.dropout, **options))
+
+
 def train(
     bags: StandardizedBags,
     index: Tensor,
@@ -110,7 +130,7 @@ def train(
     """
     torch.manual_seed(seed)
     name, _, multiplier = pooling.partition(" x")
-    model = BagClassifier(embed_features(bags.features, 64), name, scaling=setting.scaling, dropout=setting.dropout)
+    model = make_classifier(bags.features, name, setting)
     watched = []
     held = None if watch is None else (bags.labels[watch], bags.packed(watch))
     with folded_weights(model):

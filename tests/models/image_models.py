@@ -10,7 +10,7 @@ from torch import nn
 
 import ahop_layers as ah
 from benchmarks.harness.rows import Row
-from benchmarks.models.check import Case, coverage
+from tests.models.check import Case, coverage
 
 SIZE = 128
 """Height and width of images for models that accept them."""

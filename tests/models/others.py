@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.check import Case
+from tests.models.check import Case
 
 Made = tuple[nn.Module, Any]
 IMAGE = (2, 3, 64, 64)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.check import Case
+from tests.models.check import Case
 
 SIZES = {
     "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2, "num_layers": 2, "num_attention_heads": 4,

@@ -1,6 +1,6 @@
 """Which models of other libraries ``adapt_`` reaches: each is adapted, run and checked against the plain model.
 
-To run: python -m benchmarks.models [--libraries timm transformers …] [--parts count run]
+To run: python -m tests.models [--libraries timm transformers …] [--parts count run]
 
 ``count`` finds the attention modules of all models of timm on the meta device. ``run`` takes small models with random
 weights: the smallest of each family of timm, small configurations of transformers, torchvision, diffusers,
@@ -11,7 +11,6 @@ or if fewer models are adapted than :data:`LEAST` says.
 """
 
 import argparse
-import importlib
 import sys
 import time
 import warnings
@@ -20,10 +19,10 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.harness.command import make_parser
 from benchmarks.harness.rows import RESULTS, ResultTable
-from benchmarks.models import huggingface, image_models, others
-from benchmarks.models.check import Case, check
+from tests.frameworks import make_torchvision_importable
+from tests.models import huggingface, image_models, others
+from tests.models.check import Case, check
 
 LIBRARIES = ("timm", "transformers", "torchvision", "diffusers", "segment-anything", "open_clip")
 PACKAGES = {"segment-anything": "segment_anything", "open_clip": "open_clip_torch"}
@@ -76,7 +75,8 @@ def run(table: ResultTable, cases: Iterable[Case], compile: bool) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = make_parser("models", __doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tests.models", description=__doc__, formatter_class=raw)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES, help="libraries to run")
     parser.add_argument("--parts", nargs="+", choices=("count", "run"), default=("count", "run"), help="what to do")
     parser.add_argument("--families", nargs="+", default=(), help="only these families")
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--path", nargs="*", default=(), help="folders to import libraries from")
     options = parser.parse_args(arguments)
     sys.path.extend(options.path)
-    importlib.import_module("tests.frameworks").make_torchvision_importable()
+    make_torchvision_importable()
     warnings.simplefilter("ignore")
     counted = ResultTable(options.results / "models_timm.csv", "cpu")
     failures = []
