@@ -67,7 +67,7 @@ def masks():
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("name", masks())
 def test_readout_and_gradients(name, causal, scratch, monkeypatch):
-    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
+    monkeypatch.setattr(sliced, "SCRATCH_BYTES", scratch)
     mask, inputs = masks()[name], problem()
     results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, causal), inputs)
     expected = results_and_grads(lambda *tensors: expected_readout(*tensors, mask, causal), inputs)
@@ -78,7 +78,7 @@ def test_readout_and_gradients(name, causal, scratch, monkeypatch):
 @pytest.mark.parametrize("scratch", [2**20, 9000, 2500, 1])
 @pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
 def test_grouped_queries(key_heads, scratch, backend, monkeypatch):
-    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
+    monkeypatch.setattr(sliced, "SCRATCH_BYTES", scratch)
     inputs = problem(heads=6, key_heads=key_heads)
     results = results_and_grads(lambda *tensors: attend(*tensors, BASES, None, False, 0.0, backend), inputs)
     torch.testing.assert_close(results, results_and_grads(expected_readout, inputs))
@@ -101,19 +101,18 @@ def test_numbers_of_blocks_and_widths(blocks, width):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
-def test_a_row_of_very_low_additive_masks_keeps_its_weights(low, dtype, causal):
+@pytest.mark.parametrize("offset", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_additive_masks_far_from_zero_lose_no_digits(offset, dtype, causal):
     mask = torch.zeros(N, 1, L, S)
-    mask[:, :, 3] = low
-    mask[0, :, 4, :5] = low  # with causal: the keys that the query sees
+    mask[:, :, 3] = offset
+    mask[0, :, 4, :5] = offset  # with causal: the keys that the query sees
     mask[1, :, 5] = -torch.inf
     inputs = problem(dtype=dtype)
     results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, causal), inputs)
     exact = [tensor.double() for tensor in inputs]
-    seen = torch.ones(L, S, dtype=torch.bool).tril() if causal else torch.ones(L, S, dtype=torch.bool)
-    lowest = ((mask == low) | ~seen).all(-1, keepdim=True)
-    shifted = torch.where(lowest & (mask == low), 0.0, mask)
-    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, shifted, causal), exact)
+    shifted = mask.double().masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1) & causal, -torch.inf)
+    shifted -= shifted.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, shifted), exact)
     for found, right in zip(results, expected, strict=True):
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
 
@@ -246,7 +245,7 @@ def test_dropped_weights_are_uniform_and_independent(dropout):
 @pytest.mark.parametrize("scratch", [2**20, 3000, 1])
 @pytest.mark.parametrize("dropout", [0.3, 1.0])
 def test_dropout(dropout, scratch, monkeypatch):
-    monkeypatch.setitem(sliced.SCRATCH_BYTES, "cpu", scratch)
+    monkeypatch.setattr(sliced, "SCRATCH_BYTES", scratch)
     inputs, mask = problem(key_heads=2), masks()["pairs"]
     seed = torch.randint(2**63 - 1, (1,), generator=torch.Generator().manual_seed(5))
     bits = kept(seed, torch.arange(N * H), torch.arange(L), torch.arange(S), dropout).unflatten(0, (N, H))
@@ -289,7 +288,7 @@ def test_opcheck(name, dropout):
 def test_double_backward_is_refused():
     inputs = problem()
     (grad,) = torch.autograd.grad(attend(*inputs, BASES).sum(), inputs[:1], create_graph=True)
-    with pytest.raises(ah.AHopError, match="ahop::attend is differentiable once"):
+    with pytest.raises(ah.AHopError, match=r"attention .* differentiable once"):
         grad.sum().backward()
 
 
@@ -327,7 +326,7 @@ def test_vmap_of_the_operator(mapped, dropout):
 
 q, k, v, w = (tensor.detach() for tensor in problem(dtype=torch.float32))
 BAD_CALLS = {  # changed arguments and the error message
-    "dimensions": ({"query": q[0]}, r"query, key and value must be \(N, H, L, d\), .* got \(4, 7, 8\), \(2, 4, 9, 8\)"),
+    "dimensions": ({"query": q[0]}, r"query and key and value must be \(N, H, L, d\) .* got query \(4, 7, 8\)"),
     "width": ({"key": k[..., :4]}, r"key must be \(2, 4, 9, 8\) .* got \(2, 4, 9, 4\)"),
     "dtype": ({"key": k.double()}, "key must be .* of torch.float32 .* got .* of torch.float64"),
     "value": ({"value": v[:, :, :3]}, r"value must be \(2, 4, 9, 5\) .* got \(2, 4, 3, 5\)"),

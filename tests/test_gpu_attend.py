@@ -12,10 +12,11 @@ import ahop_layers as ah
 from ahop_layers.association import Mask, Padded, associate, combine_masks
 from ahop_layers.ops import chunked
 from ahop_layers.ops.attend import attend
-from ahop_layers.ops.backend import choose_attention, has_fused_attention
+from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.sliced import Sliced
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
@@ -36,9 +37,9 @@ def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=
     inputs = [x.detach().to(dtype).requires_grad_() for x in (query, key, value, weight)]
     if kernel is not None:
         with torch.no_grad():
-            options = (weight, bases, mask, causal, dropout, seed)
-            out, log_sum = kernel.attend(query, key, value, *options)
-            grads = kernel.attend_backward(grad, query, key, value, *options, out, log_sum, (True,) * 4)
+            call = AttentionCall(query, key, value, weight, mask, seed, bases, causal, dropout)
+            out, log_sum = kernel.forward(call)
+            grads = kernel.backward(call, grad, out, log_sum, (True,) * 4)
         return [out, *grads]
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in inputs[1:3])
@@ -110,7 +111,7 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(case):
     given = tensors(*shape, case["blocks"], dtype, len(bases), case.get("key_heads"))
     mask = make_mask(case.get("mask"), *shape[:4])
     query, key, value, weight, _ = given
-    kernel = choose_attention("triton", query, key, value, weight, mask, bases)
+    kernel = choose_attention("triton", AttentionCall(query, key, value, weight, mask, bases=bases))
     assert kernel is fused
     ours = results(*given, bases, mask, causal, dtype, kernel)
     again = results(*given, bases, mask, causal, dtype, kernel)
@@ -136,7 +137,7 @@ def test_slices_of_full_footprints(dtype):
     """The backward kernel computes the weights from what it sorts."""
     torch.manual_seed(0)
     given = tensors(2, 3, 65, 80, 64, 64, 64, dtype)
-    kernel = choose_attention("triton", *given[:4], None, BOTH)
+    kernel = choose_attention("triton", AttentionCall(*given[:4], bases=BOTH))
     assert isinstance(kernel, Sliced)
     ours = results(*given, BOTH, None, False, dtype, kernel)
     theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (dtype, torch.float64))
@@ -322,10 +323,11 @@ print([sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel 
 def test_what_is_not_fused_is_sliced():
     query, key, value, weight, _ = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
     full = torch.randn(2, 2, 64, device="cuda") / 64
-    assert has_fused_attention(query, key, value, weight, None, BOTH)
-    assert not has_fused_attention(query, key, value, full, None, BOTH)
-    assert not has_fused_attention(query.float(), key.float(), value.float(), weight, None, BOTH)
-    assert not has_fused_attention(query, key, value, weight, None, ("l1", "dot"))
+    call = AttentionCall(query, key, value, weight, bases=BOTH)
+    assert fused.serves(call)
+    assert not fused.serves(call._replace(weight=full))
+    assert not fused.serves(call._replace(query=query.float(), key=key.float(), value=value.float()))
+    assert not fused.serves(call._replace(bases=("l1", "dot")))
     sliced = attend(query, key, value, full, BOTH)
     separate = results(query, key, value, full, sliced, BOTH, None, False, torch.float64)[0]
     assert (sliced.double() - separate).norm() < 0.02 * separate.norm()

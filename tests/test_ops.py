@@ -421,21 +421,22 @@ def test_a_new_base_is_scored_as_itself(quartic):
 
 @pytest.mark.slow
 def test_import_and_a_training_step_load_no_large_library():
-    """After torch, importing the package takes at most 0.3 s of CPU time. A training step imports no compiler.
+    """Importing the package takes at most a fifth of torch's CPU time. A training step imports no compiler.
 
     The garbage collector is off: whether it visits all objects of torch during the import is chance.
     """
     code = (
-        "import gc, sys, time, torch; gc.disable();"
-        "start = time.process_time(); before = set(sys.modules); import ahop_layers as ah;"
-        "print(time.process_time() - start); print(*{name.split('.')[0] for name in set(sys.modules) - before});"
+        "import gc, sys, time; gc.disable(); start = time.process_time(); import torch;"
+        "loaded = time.process_time(); before = set(sys.modules); import ahop_layers as ah;"
+        "print((time.process_time() - loaded) / (loaded - start));"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before});"
         "inputs = [torch.randn(4, 8, requires_grad=True), torch.randn(5, 8), torch.randn(2, 8, requires_grad=True)];"
         "ah.adaptive_similarity(*inputs).sum().backward();"
         "print(*{'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")
     large = {"triton", "lightning", "sklearn", "matplotlib", "timm", "torchvision", "transformers", "entmax"}
-    assert float(out[0]) < 0.3
+    assert float(out[0]) < 0.2
     assert "ahop_layers" in out[1].split()
     assert not set(out[1].split()) & large
     assert not out[2].split()

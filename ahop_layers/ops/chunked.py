@@ -15,7 +15,10 @@ from torch import Tensor
 from ahop_layers.ops.reference import BASES, Slopes, accumulation_dtype, block_sums, folded_similarity
 
 SCRATCH_BYTES = 40 * 2**20
-"""Memory of one tile: with the buffers of the sort a call uses less than 64 MB in addition to its results."""
+"""Memory of the temporaries of one tile, slice or launch, by which calls of any size use bounded memory.
+
+With the buffers of the sort a call uses less than 64 MB in addition to its results.
+"""
 
 Need = tuple[bool, bool, bool]
 

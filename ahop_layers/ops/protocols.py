@@ -1,16 +1,13 @@
 """The interfaces of kernels: scores of all pairs, and attention without a tensor of all scores."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
-
-AttendNeed = tuple[bool, bool, bool, bool]
-"""Which gradients of attention are needed: of query, key, value and weight."""
 
 
 class Kernel(Protocol):
@@ -60,57 +57,56 @@ class SoftmaxKernel(Protocol):
         ...
 
 
-class Attention(Protocol):
-    """Interface of an implementation of ``ahop::attend``.
+class AttentionCall(NamedTuple):
+    """The inputs of ``ahop::attend``, in the order of its schema.
 
-    Tensors have the shapes and meanings that :mod:`ahop_layers.ops.attend` documents, with any strides; weights are
-    not folded. The results of :func:`empty_results` show the dtype and memory layout of the results of :meth:`attend`.
+    Attributes:
+        query, key, value: ``(N, H, L, d)``, ``(N, Hk, S, d)`` and ``(N, Hk, S, e)``. Hk divides H, and query head h
+            uses key head ``h // (H // Hk)``. ``value`` has the dtype of ``query``, or is half precision beside a
+            float32 query.
+        weight: ``(H, n_bases, n)``, the weights of ``ahop::score``, multiplied by the scaling of the scores.
+        mask: None, or a tensor of 4 dimensions that broadcasts to ``(N, H, L, S)``: bool, where True blocks a pair, or
+            floating point, which is added to the scores. It gets no gradient.
+        seed: None without dropout, else the int64 tensor ``(1,)`` that :mod:`ahop_layers.ops.dropout` derives the
+            dropped weights from.
+        bases: names of the base similarities.
+        causal: whether to block every key j > i of query i.
+        dropout: the probability of dropping a weight.
     """
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Computes the readout and the logarithm of the sum of ``exp(score)`` of each query."""
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weight: Tensor
+    mask: Tensor | None = None
+    seed: Tensor | None = None
+    bases: tuple[str, ...] = ()
+    causal: bool = False
+    dropout: float = 0.0
+
+    def empty_results(self) -> tuple[Tensor, Tensor]:
+        """Allocates the results: the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``.
+
+        The readout has the dtype of ``value`` and the memory layout of a contiguous ``(N, L, H, e)``, so that layers
+        concatenate its heads without a copy.
+        """
+        n, heads, length, _ = self.query.shape
+        out = self.value.new_empty(n, length, heads, self.value.shape[-1]).transpose(1, 2)
+        return out, self.query.new_empty(n, heads, length, dtype=accumulation_dtype(self.query.dtype))
+
+
+class Attention(Protocol):
+    """Interface of an implementation of ``ahop::attend``; tensors have any strides, and weights are not folded."""
+
+    def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Computes what :meth:`AttentionCall.empty_results` allocates."""
         ...
 
-    def attend_backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        seed: Tensor | None,
-        out: Tensor,
-        log_sum: Tensor,
-        need: AttendNeed,
+    def backward(
+        self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors.
 
         The gradients of query, key and value have the dtypes of these tensors and are contiguous.
         """
         ...
-
-
-def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates the results of ``ahop::attend``: the readout ``(N, H, L, e)`` and the log-sum-exp ``(N, H, L)``.
-
-    The readout has the dtype of ``value`` and the memory layout of a contiguous ``(N, L, H, e)``, so that layers
-    concatenate its heads without a copy.
-    """
-    n, heads, length, _ = query.shape
-    out = value.new_empty(n, length, heads, value.shape[-1]).transpose(1, 2)
-    return out, query.new_empty(n, heads, length, dtype=accumulation_dtype(query.dtype))
