@@ -101,7 +101,7 @@ def test_numbers_of_blocks_and_widths(blocks, width):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("offset", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("offset", [-1e4, -1e9, torch.finfo(torch.float32).min, 1e9])
 def test_additive_masks_far_from_zero_lose_no_digits(offset, dtype, causal):
     mask = torch.zeros(N, 1, L, S)
     mask[:, :, 3] = offset

@@ -116,7 +116,7 @@ def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:
     if mask.shape[-1] == 0:
         return mask
     largest = mask.amax(-1, keepdim=True)
-    far = (largest < -LARGEST_OFFSET) & largest.isfinite()
+    far = (largest.abs() > LARGEST_OFFSET) & largest.isfinite()
     return mask - largest.where(far, 0.0)
 
 
