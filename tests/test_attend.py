@@ -369,6 +369,15 @@ def test_bad_backward_calls():
             torch.ops.ahop.attend_backward(grad, *tensors, *saved, "dis,dot", False, 0.0, "auto", need)
 
 
+def test_tensors_of_inference_mode_are_refused_under_autograd():
+    with torch.inference_mode():
+        key = k.clone()
+    with pytest.raises(ah.AHopError, match=r"key must not be created in torch.inference_mode .* clone it"):
+        attend(q.clone().requires_grad_(), key, v, w, BASES)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(q, key, v, w, BASES), attend(q, k, v, w, BASES))
+
+
 def test_a_mask_with_a_gradient_is_refused():
     mask = torch.zeros(1, 1, L, S, requires_grad=True)
     with pytest.raises(ah.AHopError, match="mask must not require a gradient"):

@@ -325,6 +325,17 @@ def test_double_backward_is_refused_and_the_reference_does_it():
     assert torch.autograd.gradgradcheck(lambda *a: ah.adaptive_similarity(*a, backend="reference"), inputs)
 
 
+def test_tensors_of_inference_mode_are_refused_under_autograd():
+    query, key, weight = problem()
+    with torch.inference_mode():
+        inference = key.clone()
+    for backend in ("auto", "reference"):
+        with pytest.raises(ah.AHopError, match=r"key must not be created in torch.inference_mode .* clone it"):
+            ah.adaptive_similarity(query, inference, weight.requires_grad_(), backend=backend)
+    assert ah.adaptive_similarity(query, inference, weight.detach()).shape == (5, 7)
+    assert ah.adaptive_similarity(query, inference.clone(), weight).requires_grad
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
 def test_nan_touches_its_rows_only(backend):
     query, key, weight = problem(2, dtype=torch.float32)

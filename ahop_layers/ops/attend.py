@@ -82,6 +82,7 @@ def attend(
     >>> torch.allclose(output, reference, atol=1e-5)
     True
     """
+    operators.check_differentiable(query=query, key=key, value=value, weight=weight)
     query, key, value = autocast(query, key, value)
     if mask is not None and mask.is_floating_point():
         mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False

@@ -84,6 +84,7 @@ def adaptive_similarity(
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names, any_width=isinstance(blocks, Tensor))
     numbers = _check_blocks(blocks, query, weight)
+    check_differentiable(query=query, key=key, weight=weight)
     check_choice("backend", backend, ("auto", *BACKENDS))
     custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
     custom += [] if numbers is None else ["a tensor of blocks"]
@@ -275,6 +276,16 @@ def check_need(need: Sequence[bool], count: int) -> None:
 def empty_grads(tensors: Sequence[Tensor], need: Sequence[bool]) -> tuple[Tensor, ...]:
     """Allocates gradients of the tensors, empty ones where they are not needed."""
     return tuple(x.new_empty(x.shape if wanted else 0) for x, wanted in zip(tensors, need, strict=True))
+
+
+def check_differentiable(**tensors: Tensor) -> None:
+    """Raises if autograd would have to save a tensor of inference mode."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    found = [name for name, tensor in tensors.items() if tensor.is_inference()]
+    if found and any(tensor.requires_grad for tensor in tensors.values()):
+        rule = "must not be created in torch.inference_mode if a gradient is computed"
+        raise AHopError(f"{found[0]} {rule}, got a tensor that was; clone it, or create it in torch.no_grad")
 
 
 def needed_grads(ctx: Any, backward: Callable[..., Any], count: int, args: Sequence[Any]) -> tuple[Any, ...]:
