@@ -13,7 +13,8 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.gpu.networks import sorting_network
-from ahop_layers.ops.reference import block_sums
+from ahop_layers.ops.reference import sorted_similarities
+from tests.gaps import separated_grad
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 
@@ -52,49 +53,35 @@ def inputs(n, heads, length, count, d, bases=ALL, dtype=torch.float32, seed=0, b
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def assert_as_good(got: Tensor, low: Tensor, exact: Tensor) -> None:
-    """The error of ``got`` is at most twice that of ``low``, the reference in the same precision, plus rounding."""
+def assert_as_good(got: Tensor, low: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
+    """The error of ``got`` is at most twice that of ``low``, the reference in the same precision, plus rounding.
+
+    ``terms`` are sums of absolute terms, which the rounding of long sums is relative to, by default the results.
+    """
     assert got.shape == exact.shape
     assert got.is_contiguous()
     # In float64 the reference is exact, so only rounding remains.
-    floor = (64 if low.dtype == torch.float64 else 4) * torch.finfo(low.dtype).eps * exact.abs().max()
+    rounding = (64 if low.dtype == torch.float64 else 4) * torch.finfo(low.dtype).eps
+    floor = rounding * (exact if terms is None else terms).abs().max()
     assert (got.double() - exact).abs().max() <= 2 * (low.double() - exact).abs().max() + floor
 
 
 def exact_grads(grad, query, key, weight, bases):
-    """Computes gradients in float64, for the order that similarities have in the precision of the inputs."""
-    blocks = weight.shape[-1]
+    """Computes gradients in float64, and the absolute terms of that of the weight."""
     double = [tensor.double() for tensor in (grad, query, key, weight)]
-    if query.dtype == torch.float64:
-        return chunked.score_backward(*double, bases, EVERY)
-    queries, keys = query.float().unsqueeze(-2), key.float().unsqueeze(-3)
-    grad, query, key, weight = double[0].unsqueeze(-1), double[1].unsqueeze(-2), double[2].unsqueeze(-3), double[3]
-    totals = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in double[1:]]
-    for index, base in enumerate(bases):
-        order = block_sums(chunked.BASES[base].value(queries, keys), blocks).argsort(dim=-1, descending=True)
-        at_rank = weight[:, index, None, None, :].expand(order.shape)
-        at_block = torch.zeros(order.shape, dtype=torch.float64).scatter(-1, order, at_rank) * grad
-        at_dimension = at_block.repeat_interleave(query.shape[-1] // blocks, -1)
-        by_query, by_key = chunked.BASES[base].slopes(query, key)
-        totals[0] += (at_dimension * by_query).sum(-2)
-        totals[1] += (at_dimension * by_key).sum(-3)
-        values = block_sums(chunked.BASES[base].value(query, key), blocks)
-        totals[2][:, index] = (values.gather(-1, order) * grad).sum((0, 2, 3))
-    return totals
+    values = [sorted_similarities(*double[1:3], base, weight.shape[-1]) for base in bases]
+    terms = [(value * double[0].unsqueeze(-1)).abs().sum((0, 2, 3)) for value in values]
+    return *chunked.score_backward(*double, bases, EVERY), torch.stack(terms, 1)
 
 
-def has_tie(query, key, bases, blocks):
-    """Returns which pairs have two equal similarities: the gradient depends on their order, and any order is valid.
-
-    Similarities of blocks are equal up to the rounding of their sums.
-    """
-    ties = torch.zeros(*query.shape[:-1], key.shape[-2], dtype=torch.bool)
-    room = 0.0 if blocks == query.shape[-1] else 16 * torch.finfo(chunked.accumulation_dtype(query.dtype)).eps
-    for base in bases:
-        values = chunked.BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3)).to(torch.float64)
-        scale = block_sums(values.abs(), blocks).amax(-1, keepdim=True)
-        ties |= (block_sums(values, blocks).sort(dim=-1).values.diff(dim=-1) <= room * scale).any(-1)
-    return ties
+def check_grads(grad, query, key, weight, bases, need=EVERY):
+    """Compares gradients with the reference in float64 and in the precision of the inputs."""
+    got = cpu.score_backward(grad, query, key, weight, bases, need)
+    low = chunked.score_backward(grad, query, key, weight, bases, need)
+    *exact, terms = exact_grads(grad, query, key, weight, bases)
+    for index in (index for index in range(3) if need[index]):
+        assert got[index].dtype == (query, key, weight)[index].dtype
+        assert_as_good(got[index], low[index], exact[index], terms if index == 2 else None)
 
 
 def check(query, key, weight, bases):
@@ -104,14 +91,7 @@ def check(query, key, weight, bases):
     scores = cpu.score(query, key, weight, bases)
     assert scores.dtype == chunked.accumulation_dtype(query.dtype)
     assert_as_good(scores, chunked.score(query, key, weight, bases), chunked.score(*double, bases))
-    grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(scores.dtype)
-    grad[has_tie(query, key, bases, weight.shape[-1])] = 0
-    got = cpu.score_backward(grad, query, key, weight, bases, EVERY)
-    low = chunked.score_backward(grad, query, key, weight, bases, EVERY)
-    exact = exact_grads(grad, query, key, weight, bases)
-    for mine, theirs, truth, tensor in zip(got, low, exact, (query, key, weight), strict=True):
-        assert mine.dtype == tensor.dtype
-        assert_as_good(mine, theirs, truth)
+    check_grads(separated_grad(query, key, bases, weight.shape[-1]).to(scores.dtype), query, key, weight, bases)
 
 
 @pytest.mark.parametrize("d", [*range(1, 70), 100, 127, 128, 129, 255, 300, 513, 784, 1000, 1024])
@@ -182,17 +162,7 @@ def test_subsets_of_bases(bases, n):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype, n):
     query, key, weight = inputs(2, 2, 3, 37, 20, blocks=n)
-    query, key = query.to(dtype), key.to(dtype)
-    assert_as_good(
-        cpu.score(query, key, weight, ALL),
-        chunked.score(query, key, weight, ALL),
-        chunked.score(query.double(), key.double(), weight.double(), ALL),
-    )
-    grad = torch.randn(2, 2, 3, 37)
-    got = cpu.score_backward(grad, query, key, weight, ALL, EVERY)
-    assert [tensor.dtype for tensor in got] == [dtype, dtype, torch.float32]
-    # Ties are common at this precision and may be resolved in any order. They do not change the weight gradient.
-    torch.testing.assert_close(got[2], chunked.score_backward(grad, query, key, weight, ALL, EVERY)[2])
+    check(query.to(dtype), key.to(dtype), weight, ALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -382,12 +352,7 @@ def test_constant_weights_equal_sorted_ones(shape, n, d, constants):
         if constant is not None:
             weight[:, index] = constant
     check(query, key, weight, ALL)
-    grad = torch.randn(shape)
-    grad[has_tie(query, key, ALL, n)] = 0
-    got = cpu.score_backward(grad, query, key, weight, ALL, (True, True, False))
-    low = chunked.score_backward(grad, query, key, weight, ALL, EVERY)
-    for mine, theirs, exact in zip(got, low, exact_grads(grad, query, key, weight, ALL)[:2], strict=False):
-        assert_as_good(mine, theirs, exact)
+    check_grads(separated_grad(query, key, ALL, n), query, key, weight, ALL, (True, True, False))
 
 
 def test_constant_weights_of_one_head():

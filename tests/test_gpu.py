@@ -13,7 +13,8 @@ from ahop_layers.ops.gpu import attend_backward, attend_kernels, mma, mma_kernel
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.gpu.ptx import choose_layout
-from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
+from ahop_layers.ops.reference import fold, folded_similarity
+from tests.gaps import separated_grad
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason=f"needs a CUDA device and Triton: {gpu.unavailable()}")
@@ -29,19 +30,6 @@ def problem(n, h, length, count, d, bases=2, dtype=torch.float32, blocks=None):
     )
 
 
-def tieless_grad(query, key, bases, blocks):
-    """Returns a random gradient of the scores, 0 for pairs with a tie, where any order is a valid subgradient.
-
-    Sums over blocks tie if they are equal up to rounding.
-    """
-    ties = False
-    for base in bases:
-        similarities = sorted_similarities(query.float(), key.float(), base, blocks)
-        bound = 0 if blocks == query.shape[-1] else 1e-4
-        ties = ties | (similarities.diff(dim=-1).abs() <= bound).any(-1)
-    return torch.randn(*query.shape[:-1], key.shape[-2], device=query.device).masked_fill(ties, 0)
-
-
 def gradients(query, key, weight, bases, grad):
     inputs = [tensor.detach().requires_grad_() for tensor in (query, key, weight)]
     scores = folded_similarity(*inputs, bases)
@@ -50,7 +38,7 @@ def gradients(query, key, weight, bases, grad):
 
 def check_against_reference(query, key, weight, bases, rounding=None):
     """The error of each result against float64 is at most twice that of plain PyTorch in its dtype, plus rounding."""
-    grad = tieless_grad(query, key, bases, weight.shape[-1])
+    grad = separated_grad(query, key, bases, weight.shape[-1])
     ours = (gpu.score(query, key, weight, bases), *gpu.score_backward(grad, query, key, weight, bases, ALL))
     theirs = gradients(query, key, weight.to(query.dtype), bases, grad)
     exact = gradients(*(tensor.double() for tensor in (query, key, weight)), bases, grad)
@@ -164,7 +152,7 @@ def test_constant_weights(d, n, dtype, kind, poisoned_memory):
     else:
         weight[0] = 0.25
     check_against_reference(query, key, weight, BOTH)
-    grad = tieless_grad(query, key, BOTH, n)
+    grad = separated_grad(query, key, BOTH, n)
     every = gpu.score_backward(grad, query, key, weight, BOTH, ALL)
     frozen = gpu.score_backward(grad, query, key, weight, BOTH, (True, True, False))
     for a, b in zip(frozen[:2], every[:2], strict=True):
