@@ -13,7 +13,7 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.gpu.networks import sorting_network
-from ahop_layers.ops.reference import sorted_similarities
+from ahop_layers.ops.reference import block_sums
 from tests.gaps import separated_grad
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
@@ -56,7 +56,7 @@ def inputs(n, heads, length, count, d, bases=ALL, dtype=torch.float32, seed=0, b
 def assert_as_good(got: Tensor, low: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
     """The error of ``got`` is at most twice that of ``low``, the reference in the same precision, plus rounding.
 
-    ``terms`` are sums of absolute terms, which the rounding of long sums is relative to, by default the results.
+    ``terms`` are the sums of absolute terms, which the rounding of a sum is relative to, by default the results.
     """
     assert got.shape == exact.shape
     assert got.is_contiguous()
@@ -67,21 +67,31 @@ def assert_as_good(got: Tensor, low: Tensor, exact: Tensor, terms: Tensor | None
 
 
 def exact_grads(grad, query, key, weight, bases):
-    """Computes gradients in float64, and the absolute terms of that of the weight."""
-    double = [tensor.double() for tensor in (grad, query, key, weight)]
-    values = [sorted_similarities(*double[1:3], base, weight.shape[-1]) for base in bases]
-    terms = [(value * double[0].unsqueeze(-1)).abs().sum((0, 2, 3)) for value in values]
-    return *chunked.score_backward(*double, bases, EVERY), torch.stack(terms, 1)
+    """Computes gradients in float64, each with the sums of its absolute terms."""
+    grad, query, key, weight = (tensor.double() for tensor in (grad, query, key, weight))
+    sums = [[torch.zeros_like(tensor), torch.zeros_like(tensor)] for tensor in (query, key, weight)]
+    grad, query, key, n = grad.unsqueeze(-1), query.unsqueeze(-2), key.unsqueeze(-3), weight.shape[-1]
+    for index, base in enumerate(bases):
+        ordered, order = block_sums(chunked.BASES[base].value(query, key), n).sort(dim=-1, descending=True)
+        at_block = torch.zeros_like(ordered).scatter(-1, order, weight[:, index, None, None].expand_as(ordered)) * grad
+        at_dimension = at_block.repeat_interleave(query.shape[-1] // n, -1)
+        terms = [at_dimension * slope for slope in chunked.BASES[base].slopes(query, key)]
+        for absolute in (False, True):
+            parts = [part.abs() if absolute else part for part in (*terms, ordered * grad)]
+            sums[0][absolute] += parts[0].sum(-2)
+            sums[1][absolute] += parts[1].sum(-3)
+            sums[2][absolute][:, index] = parts[2].sum((0, 2, 3))
+    return sums
 
 
 def check_grads(grad, query, key, weight, bases, need=EVERY):
     """Compares gradients with the reference in float64 and in the precision of the inputs."""
     got = cpu.score_backward(grad, query, key, weight, bases, need)
     low = chunked.score_backward(grad, query, key, weight, bases, need)
-    *exact, terms = exact_grads(grad, query, key, weight, bases)
+    exact = exact_grads(grad, query, key, weight, bases)
     for index in (index for index in range(3) if need[index]):
         assert got[index].dtype == (query, key, weight)[index].dtype
-        assert_as_good(got[index], low[index], exact[index], terms if index == 2 else None)
+        assert_as_good(got[index], low[index], *exact[index])
 
 
 def check(query, key, weight, bases):

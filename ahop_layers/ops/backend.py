@@ -27,10 +27,9 @@ BACKENDS = ("reference", *KERNELS)
 
 
 def backends() -> dict[str, Status]:
-    """Lists the backends of :func:`ahop_layers.adaptive_similarity` and whether each is available.
+    """Returns the status of each backend of :func:`ahop_layers.adaptive_similarity` by name.
 
-    Returns:
-        The status of each backend by name: ``available``, and ``detail`` with how it runs or why it cannot.
+    ``available`` says whether it can be used, and ``detail`` how it runs or why it cannot.
 
     >>> import ahop_layers as ah
     >>> ah.backends()["reference"]

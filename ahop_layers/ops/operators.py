@@ -44,9 +44,8 @@ def adaptive_similarity(
     """Scores every query against every key by a weighted sum of their similarity footprints.
 
     The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
-    consecutive blocks of width d / n and then sorted. With n = d every dimension is sorted by itself.
-
-    No tensor of size L x S x d or L x S x n is formed, forward or backward, except on the reference path.
+    consecutive blocks of width d / n and then sorted. With n = d every dimension is sorted by itself. No tensor of size
+    L x S x d or L x S x n is formed, forward or backward, except on the reference path.
 
     Args:
         query: ``(..., L, d)``.
@@ -54,21 +53,18 @@ def adaptive_similarity(
         weight: ``(n_bases, n)``, or ``(H, n_bases, n)`` for queries ``(..., H, L, d)``: the footprint weights of each
             base, multiplied by the factor of that base. n divides d.
         bases: names of the base similarities, in the order of ``weight``.
-        blocks: None, or n, which must be that of ``weight``. An integer tensor ``(d,)`` names the block of each
-            dimension and takes the reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in
-            bases.
+        blocks: None, or the n of ``weight``. An integer tensor ``(d,)`` names the block of each dimension and takes the
+            reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in bases.
         backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
             force one. See :func:`ahop_layers.backends`.
 
     Returns:
-        Scores ``(..., L, S)`` in the dtype of ``query``. Half-precision inputs are accumulated in float32. Under
-        autocast the scores are float32.
+        Scores ``(..., L, S)`` in the dtype of ``query``, accumulated in at least float32. Under autocast the scores are
+        float32. Forward-mode AD and ``torch.func.grad`` take the reference path.
 
     Raises:
         AHopError: an argument has an unsupported shape, dtype or device, a base is not registered, or the backend is
             not available.
-
-    Forward-mode AD and ``torch.func.grad`` run on the reference path, which is selected automatically.
 
     With weight 1 on the last footprint entry and 0 elsewhere, the score is the base similarity itself:
 
@@ -124,11 +120,9 @@ def is_transformed() -> bool:
 
     PyTorch has no public function for this. ``forward_ad.unpack_dual`` finds a tangent, but raises under vmap.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         return True
-    if not torch._C._are_functorch_transforms_active():
+    if not is_mapped():
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)

@@ -1,7 +1,7 @@
 """The interfaces of kernels: scores of all pairs, and attention without a tensor of all scores."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,23 +11,19 @@ from ahop_layers.ops.reference import accumulation_dtype
 
 
 class Kernel(Protocol):
-    """Interface of a kernel module.
+    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`.
 
-    Tensors have any strides. Weights are folded (see :func:`ahop_layers.ops.reference.fold`). Half-precision inputs
-    are accumulated in float32.
+    It may also have a ``softmax`` that computes what :func:`ahop_layers.ops.sliced.softmax` does.
     """
 
     def unavailable(self) -> str | None:
         """Returns the reason why this kernel cannot run in this process, or None if it can."""
-        ...
 
     def detail(self) -> str:
         """Returns one line on how this kernel runs here."""
-        ...
 
     def serves(self, query: Tensor, bases: Sequence[str], blocks: int) -> bool:
         """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks."""
-        ...
 
     def score(
         self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None
@@ -36,7 +32,6 @@ class Kernel(Protocol):
 
         ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32.
         """
-        ...
 
     def score_backward(
         self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
@@ -45,16 +40,6 @@ class Kernel(Protocol):
 
         ``grad`` may have any dtype that :meth:`score` returns.
         """
-        ...
-
-
-@runtime_checkable
-class SoftmaxKernel(Protocol):
-    """Interface of a kernel that also computes softmax."""
-
-    def softmax(self, scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-        """Computes what :func:`ahop_layers.ops.sliced.softmax` does, from contiguous scores."""
-        ...
 
 
 class AttentionCall(NamedTuple):
@@ -100,7 +85,6 @@ class Attention(Protocol):
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes what :meth:`AttentionCall.empty_results` allocates."""
-        ...
 
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
@@ -109,4 +93,3 @@ class Attention(Protocol):
 
         The gradients of query, key and value have the dtypes of these tensors and are contiguous.
         """
-        ...

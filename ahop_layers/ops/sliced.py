@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ahop_layers.ops.chunked import SCRATCH_BYTES
 from ahop_layers.ops.dropout import kept, scale
-from ahop_layers.ops.protocols import AttentionCall, Kernel, SoftmaxKernel
+from ahop_layers.ops.protocols import AttentionCall, Kernel
 from ahop_layers.ops.reference import accumulation_dtype, fold
 
 GPU_SCRATCH = 5
@@ -36,16 +36,17 @@ class _Slice(NamedTuple):
         return tensor[self.n, self.heads, self.rows]
 
     def of_keys(self, tensor: Tensor) -> Tensor:
-        """Returns the part of a tensor ``(N, Hk, S, ...)``."""
-        return tensor[self.n, self.key_heads]
-
-    def for_heads(self, tensor: Tensor) -> Tensor:
         """Returns the part of a tensor ``(N, Hk, S, d)``, repeated for the query heads."""
-        return per_query_head(self.of_keys(tensor), self.heads.stop - self.heads.start)
+        return per_query_head(tensor[self.n, self.key_heads], self.heads.stop - self.heads.start)
+
+    def add_to_keys(self, total: Tensor, grad: Tensor) -> None:
+        """Adds ``(n, heads, S, d)``, summed over the query heads that share a key head, to ``(N, Hk, S, d)``."""
+        key_heads = self.key_heads.stop - self.key_heads.start
+        total[self.n, self.key_heads] += torch.unflatten(grad, 1, (key_heads, -1)).sum(2)
 
     def inputs(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Sequence[str]]:
         """Returns query, key, weight and bases as kernels take them."""
-        return self.of_queries(call.query), self.for_heads(call.key), call.weight[self.heads], call.bases
+        return self.of_queries(call.query), self.of_keys(call.key), call.weight[self.heads], call.bases
 
     def mask_(self, scores: Tensor, call: AttentionCall) -> Tensor:
         """Masks scores in place."""
@@ -89,7 +90,7 @@ class Sliced:
         out, log_sum = call.empty_results()
         if call.key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
-        compute = self.kernel.softmax if isinstance(self.kernel, SoftmaxKernel) else softmax
+        compute = getattr(self.kernel, "softmax", softmax)
         for part in _slices(call.query, call.key):
             scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
             dtype = value.dtype if call.seed is None else scores.dtype
@@ -97,7 +98,7 @@ class Sliced:
             del scores
             part.of_queries(log_sum).copy_(log_sums)
             weights = _drop_(weights, part.remaining(call), call.dropout).to(value.dtype)
-            part.of_queries(out).copy_(weights @ part.for_heads(value))
+            part.of_queries(out).copy_(weights @ part.of_keys(value))
         return out, log_sum
 
     def backward(
@@ -111,7 +112,6 @@ class Sliced:
             for tensor, wanted in zip(call[1:4], need[1:], strict=True)
         )
         for part in _slices(call.query, call.key):
-            key_heads = part.key_heads.stop - part.key_heads.start
             part_grad, remaining = part.of_queries(grad), part.remaining(call)
             weights = part.mask_(self.kernel.score(*part.inputs(call)), call)
             weights.sub_(part.of_queries(log_sum).unsqueeze(-1)).exp_()
@@ -119,18 +119,17 @@ class Sliced:
                 mean = None
                 if out.dtype == log_sum.dtype:  # a rounded readout would reach the gradient of the footprint weights
                     mean = (part_grad * part.of_queries(out)).sum(-1, keepdim=True)
-                weights_grad = (part_grad @ part.for_heads(value).mT).to(log_sum.dtype)
+                weights_grad = (part_grad @ part.of_keys(value).mT).to(log_sum.dtype)
                 score_grad = softmax_grad(weights, _drop_(weights_grad, remaining, call.dropout), mean)
                 grads = self.kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
                 if need[0]:
                     part.of_queries(query_grad).copy_(grads[0])
                 if need[1]:
-                    part.of_keys(key_grad).add_(_per_key_head(grads[1], key_heads))
+                    part.add_to_keys(key_grad, grads[1])
                 if need[3]:
                     weight_grad[part.heads] += grads[2]
             if need[2]:
-                read_grad = _drop_(weights, remaining, call.dropout).to(value.dtype).mT @ part_grad
-                part.of_keys(value_grad).add_(_per_key_head(read_grad, key_heads))
+                part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).to(value.dtype).mT @ part_grad)
         # The cumulative sum is the transpose of fold.
         return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad.cumsum(-1)
 
@@ -206,8 +205,3 @@ def per_query_head(tensor: Tensor, heads: int) -> Tensor:
     if tensor.shape[1] == heads:
         return tensor
     return tensor.unsqueeze(2).expand(-1, -1, heads // tensor.shape[1], -1, -1).flatten(1, 2)
-
-
-def _per_key_head(grad: Tensor, key_heads: int) -> Tensor:
-    """Sums ``(N, heads, S, d)`` over the query heads that share a key head: ``(N, Hk, S, d)``."""
-    return grad if grad.shape[1] == key_heads else torch.unflatten(grad, 1, (key_heads, -1)).sum(2)
