@@ -3,6 +3,7 @@
 import multiprocessing
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,10 @@ from ahop_layers.ops.gpu.networks import sorting_network
 from ahop_layers.ops.reference import block_sums
 from tests.gaps import separated_grad
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable())),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 ALL = ("dis", "dot", "l1")
 EVERY = (True, True, True)
@@ -34,17 +38,6 @@ SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9), (70, 2, 1, 1))
 def _instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     number = cpu.instruction_sets()[request.param]
     monkeypatch.setattr(cpu, "instruction_sets", lambda: {request.param: number})
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills every new output with NaN, so that a missing write is visible."""
-    new_empty = Tensor.new_empty
-
-    def poisoned(self: Tensor, *size: int, **options: object) -> Tensor:
-        return new_empty(self, *size, **options).fill_(torch.nan)
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
 
 
 def inputs(n, heads, length, count, d, bases=ALL, dtype=torch.float32, seed=0, blocks=None):
@@ -148,22 +141,13 @@ def chain(size, distances):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "N{}-H{}-L{}-S{}".format(*shape))
-@pytest.mark.parametrize("d", DIMENSIONS)
-def test_against_reference(shape, d, dtype):
-    check(*inputs(*shape, d, dtype=dtype), ALL)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "N{}-H{}-L{}-S{}".format(*shape))
-@pytest.mark.parametrize(("n", "d"), BLOCKS)
-def test_blocks_against_reference(shape, n, d, dtype):
+@pytest.mark.parametrize(("n", "d"), [*((d, d) for d in DIMENSIONS), *BLOCKS])
+def test_against_reference(shape, n, d, dtype):
     check(*inputs(*shape, d, dtype=dtype, blocks=n), ALL)
 
 
-@pytest.mark.parametrize(
-    "bases", [("dis",), ("dot",), ("l1",), ("dot", "dis"), ("l1", "dot"), ("dis", "l1")], ids=",".join
-)
 @pytest.mark.parametrize("n", [24, 8])
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("dot", "dis"), ("l1", "dot")], ids=",".join)
 def test_subsets_of_bases(bases, n):
     check(*inputs(2, 2, 4, 33, 24, bases, blocks=n), bases)
 
@@ -189,37 +173,24 @@ def test_many_queries(n):
     check(*inputs(1, 1, 150, 700, 9, blocks=n), ALL)
 
 
+def results(grad, query, key, weight, bases=ALL):
+    """Returns scores and gradients."""
+    return cpu.score(query, key, weight, bases), *cpu.score_backward(grad, query, key, weight, bases, EVERY)
+
+
 @pytest.mark.parametrize("n", [12, 4])
 @pytest.mark.parametrize("shape", [(2, 3, 6, 10), (9, 3, 1, 1)], ids=str)
 def test_any_strides(shape, n):
     query, key, weight = inputs(*shape, 12, blocks=n)
-    strided = (query.mT.contiguous().mT, key.transpose(0, 1).contiguous().transpose(0, 1), weight)
-    grad = torch.randn(*shape[:-1], 24)[..., ::2][..., : shape[-1]]
-    dense = (query, key, weight)
-    assert torch.equal(cpu.score(*strided, ALL), cpu.score(*dense, ALL))
-    for one, other in zip(
-        cpu.score_backward(grad, *strided, ALL, EVERY),
-        cpu.score_backward(grad.contiguous(), *dense, ALL, EVERY),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
-        assert one.is_contiguous()
-
-
-@pytest.mark.parametrize("n", [12, 4])
-@pytest.mark.parametrize(("length", "count"), [(6, 10), (1, 1)])
-def test_expanded_inputs(length, count, n):
-    query, key, weight = inputs(1, 1, length, count, 12, blocks=n)
-    expanded = (query.expand(4, 2, length, 12), key.expand(4, 2, count, 12), weight.expand(2, 3, n))
-    dense = [tensor.contiguous() for tensor in expanded]
-    grad = torch.ones(()).expand(4, 2, length, count)
-    assert torch.equal(cpu.score(*expanded, ALL), cpu.score(*dense, ALL))
-    for one, other in zip(
-        cpu.score_backward(grad, *expanded, ALL, EVERY),
-        cpu.score_backward(grad.contiguous(), *dense, ALL, EVERY),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
+    wide = torch.randn(*shape[:-1], 24)[..., ::2][..., : shape[-1]]
+    transposed = (wide, query.mT.contiguous().mT, key.transpose(0, 1).contiguous().transpose(0, 1), weight)
+    parts = (torch.ones(1, 1, 1, 1), query[:1, :1], key[:1, :1], weight[:1])
+    sizes = (shape, query.shape, key.shape, weight.shape)
+    for strided in (transposed, [part.expand(size) for part, size in zip(parts, sizes, strict=True)]):
+        dense = [tensor.contiguous() for tensor in strided]
+        for one, other in zip(results(*strided), results(*dense), strict=True):
+            assert torch.equal(one, other)
+            assert one.is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 2, 3), (1, 0, 2, 3), (1, 1, 0, 3), (1, 1, 2, 0)], ids=str)
@@ -233,20 +204,16 @@ def test_empty(shape):
         assert torch.equal(got, torch.zeros_like(tensor))
 
 
-@pytest.mark.parametrize(
-    "need", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)], ids=str
-)
 @pytest.mark.parametrize("shape", [(1, 2, 3, 40), (2, 1, 70, 5), (10, 2, 1, 1)], ids=str)
 @pytest.mark.parametrize("n", [12, 3])
-def test_only_the_needed_gradients(shape, need, n):
+def test_only_the_needed_gradients(shape, n):
     query, key, weight = inputs(*shape, 12, blocks=n)
     grad = torch.randn(shape)
     every = cpu.score_backward(grad, query, key, weight, ALL, EVERY)
-    for got, whole, wanted in zip(cpu.score_backward(grad, query, key, weight, ALL, need), every, need, strict=True):
-        if wanted:
-            torch.testing.assert_close(got, whole)
-        else:
-            assert got.numel() == 0
+    for need in product((True, False), repeat=3):
+        found = cpu.score_backward(grad, query, key, weight, ALL, need)
+        for got, whole, wanted in zip(found, every, need, strict=True):
+            torch.testing.assert_close(got, whole if wanted else whole.new_zeros(0))
 
 
 @pytest.mark.parametrize("scale", [1, 0], ids=["random weights", "zero weights"])
@@ -389,53 +356,38 @@ def test_limits():
         assert not cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
 
 
+THREADED = [((1, 1, 130, 300, 20), 20, 5), ((3, 4, 9, 30, 33), 33, 11), ((700, 2, 1, 1, 33), 33, 3)]
+
+
 def test_threads_change_no_bit():
-    cases = [inputs(1, 1, 130, 300, 20), inputs(3, 4, 9, 30, 33), inputs(1, 1, 1, 5000, 8), inputs(700, 2, 1, 1, 33)]
-    cases += [
-        inputs(1, 1, 130, 300, 20, blocks=5),
-        inputs(3, 4, 9, 30, 33, blocks=11),
-        inputs(700, 2, 1, 1, 33, blocks=3),
-    ]
-    results = []
-    for count in (1, 2, 3, 8):
-        torch.set_num_threads(count)
-        for query, key, weight in cases:
-            scores = cpu.score(query, key, weight, ALL)
-            results += [scores, *cpu.score_backward(scores, query, key, weight, ALL, EVERY)]
-    once = 4 * len(cases)
-    for index, result in enumerate(results):
-        assert torch.equal(result, results[index % once])
+    for shape, *sizes in [*THREADED, ((1, 1, 1, 5000, 8), 8)]:
+        for n in sizes:
+            case, grad = inputs(*shape, blocks=n), torch.randn(shape[:4])
+            torch.set_num_threads(1)
+            expected = results(grad, *case)
+            for count in (2, 3, 8):
+                torch.set_num_threads(count)
+                assert all(map(torch.equal, results(grad, *case), expected)), (shape, n, count)
 
 
 @pytest.mark.parametrize(
     ("shape", "n"),
     [
-        ((1, 1, 130, 300, 20), 20),
-        ((3, 4, 9, 30, 33), 33),
-        ((700, 2, 1, 1, 33), 33),
+        *((shape, n) for shape, *sizes in THREADED for n in sizes),
         ((1, 1, 17, 2100, 1024), 1024),  # in two rounds
-        ((1, 1, 130, 300, 20), 5),
-        ((3, 4, 9, 30, 33), 11),
-        ((700, 2, 1, 1, 33), 3),
         ((1, 1, 70, 2100, 1024), 16),
     ],
     ids=str,
 )
 def test_slices_change_no_bit(shape, n, monkeypatch):
     """Returning to Python after each task does not change the results."""
-    query, key, weight = inputs(*shape, ("dis",), torch.float64, blocks=n)
-
-    def results():
-        scores = cpu.score(query, key, weight, ("dis",))
-        return scores, *cpu.score_backward(scores, query, key, weight, ("dis",), EVERY)
-
+    case = torch.randn(shape[:4], dtype=torch.float64), *inputs(*shape, ("dis",), torch.float64, blocks=n), ("dis",)
     torch.set_num_threads(2)
     monkeypatch.setattr(cpu, "SERIAL_WORK", 0)
     monkeypatch.setattr(cpu, "SLICE_NS", 10**15)
-    expected = results()
+    expected = results(*case)
     monkeypatch.setattr(cpu, "SLICE_NS", 0)
-    for one, other in zip(results(), expected, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, results(*case), expected))
 
 
 def test_several_python_threads():

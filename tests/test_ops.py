@@ -66,7 +66,7 @@ def test_values_equal_the_reference(batch, length, count, d, heads, bases, strid
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
 
 
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("dis", "dot"), ("l1", "dot", "dis")], ids="-".join)
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1", "dot", "dis")], ids="-".join)
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
 def test_gradcheck(bases, backend):
     inputs = problem(2, length=3, count=4, d=5, heads=2, bases=len(bases), grad=True)
@@ -118,6 +118,7 @@ x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
 GRAD = torch.randn(2, 3, 5, 7)
 BAD_CALLS = {  # changed arguments and the error message
     "grad of another length": ({"grad": GRAD[:, :, :4]}, r"grad must be \(2, 3, 5, 7\) .* got \(2, 3, 4, 7\)"),
+    "much larger grad": ({"grad": torch.randn(2, 3, 200, 700)}, "grad must be"),
     "grad of another dtype": ({"grad": GRAD.double()}, "grad must be .* of torch.float32 .* of torch.float64"),
     "key of another width": ({"key": y[..., :4]}, r"key must be \(2, 3, 7, 8\) .* got \(2, 3, 7, 4\)"),
     "key of another batch": ({"key": y[:1]}, r"key must be \(2, 3, 7, 8\) .* got \(1, 3, 7, 8\)"),
@@ -154,13 +155,6 @@ def test_operators_refuse_arguments_that_do_not_fit(name, device):
         forward = {name: arguments[name] for name in ("query", "key", "weight", "bases", "backend")}
         with pytest.raises(ah.AHopError, match=message):
             torch.ops.ahop.score(**forward)
-
-
-def test_operators_refuse_a_grad_much_larger_than_its_scores():
-    query = torch.randn(1, 1, 2, 64)
-    arguments = (query, query, torch.randn(1, 2, 64), "dis,dot", "auto", [True, True, True])
-    with pytest.raises(ah.AHopError, match="grad must be"):
-        torch.ops.ahop.score_backward(torch.randn(1, 1, 2000, 2000), *arguments)
 
 
 def test_operators_refuse_two_devices():
@@ -211,6 +205,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compile_without_a_graph_break():
     similarity = ah.AdaptiveSimilarity(8, num_heads=3, debias=True)
@@ -337,7 +332,7 @@ def test_tensors_of_inference_mode_are_refused_under_autograd():
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_nan_touches_its_rows_only(backend):
+def test_nan_and_inf_stay_in_their_rows(backend):
     query, key, weight = problem(2, dtype=torch.float32)
     query[0, 1, 3] = float("nan")
     key[1, 2, 0] = float("nan")
@@ -345,20 +340,17 @@ def test_nan_touches_its_rows_only(backend):
     expected = torch.zeros(2, 5, 7, dtype=torch.bool)
     expected[0, 1, :] = expected[1, :, 2] = True
     assert torch.equal(isnan, expected)
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_inf_stays_in_its_rows(backend):
     query, key, weight = problem(dtype=torch.float32)
     query[1, 2] = float("inf")
-    query.requires_grad_()
-    scores = ah.adaptive_similarity(query, key, weight, backend=backend)
-    assert scores[torch.arange(5) != 1].isfinite().all()
-    assert not scores[1].isfinite().any()
+    scores = ah.adaptive_similarity(query.requires_grad_(), key, weight, backend=backend)
+    assert torch.equal(scores.isfinite(), (torch.arange(5) != 1)[:, None].expand(5, 7))
     scores.sum().backward()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)])
+LARGE = [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 3, 5, 4000)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 9000, 300), *(pytest.param(x, marks=pytest.mark.full) for x in LARGE)])
 @pytest.mark.slow
 def test_chunked_memory_is_bounded(shape):
     """Peak memory of forward and backward stays below 64 MB besides inputs and results."""
