@@ -347,10 +347,10 @@ def test_nan_and_inf_stay_in_their_rows(backend):
     scores.sum().backward()
 
 
-LARGE = [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 3, 5, 4000)]
+LARGE = [(1, 1, 300, 700, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2, 9000, 300), *(pytest.param(x, marks=pytest.mark.full) for x in LARGE)])
+@pytest.mark.parametrize("shape", [(4, 8, 65, 65, 64), *(pytest.param(x, marks=pytest.mark.full) for x in LARGE)])
 @pytest.mark.slow
 def test_chunked_memory_is_bounded(shape):
     """Peak memory of forward and backward stays below 64 MB besides inputs and results."""
