@@ -18,6 +18,7 @@ from torch.nn import functional
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.attend import attend, autocast, is_large, prefers_attend
 from ahop_layers.ops.operators import has_hooks, is_mapped, is_transformed
+from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
@@ -294,7 +295,7 @@ def _attend(
         added = added[(None,) * (4 - added.ndim)]
     query, key, weight = similarity.prepared(query, stored.key)
     query, key, value = autocast(query, key, stored.value)
-    if not prefers_attend(query, key, value, weight, added, similarity.bases):
+    if not prefers_attend(AttentionCall(query, key, value, weight, added, bases=similarity.bases)):
         return None
     weight = weight.to(accumulation_dtype(weight.dtype)) * scaling
     return attend(query, key, value, weight, similarity.bases, added, causal, dropout)

@@ -16,6 +16,7 @@ from ahop_layers import association
 from ahop_layers.association import Mask, Padded, associate
 from ahop_layers.attention.vision import attend_mask
 from ahop_layers.ops.attend import attend, prefers_attend
+from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.separation import Separation
 from tests.frameworks import framework
 
@@ -213,11 +214,11 @@ def test_choice_on_a_gpu(monkeypatch):
     tensors = (query, key, value)
     monkeypatch.setattr("ahop_layers.ops.attend._TRITON", True)
     for fused in (False, True):
-        monkeypatch.setattr("ahop_layers.ops.attend.has_fused_attention", lambda *args, fused=fused: fused)
-        assert prefers_attend(*tensors, full, None, ("dis", "dot"))
-        assert prefers_attend(*tensors, blocks, None, ("dis", "dot")) is fused
+        monkeypatch.setattr("ahop_layers.ops.gpu.attend.serves", lambda *args, fused=fused: fused)
+        assert prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
+        assert prefers_attend(AttentionCall(*tensors, blocks, bases=("dis", "dot"))) is fused
     monkeypatch.setattr("ahop_layers.ops.attend._TRITON", False)
-    assert not prefers_attend(*tensors, full, None, ("dis", "dot"))
+    assert not prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
 
 
 # masks

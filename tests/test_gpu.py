@@ -13,10 +13,18 @@ from ahop_layers.ops.gpu import attend_backward, attend_kernels, mma, mma_kernel
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.gpu.ptx import choose_layout
-from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
+from ahop_layers.ops.reference import fold, folded_similarity
+from tests.gaps import separated_grad
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
-on_gpu = pytest.mark.skipif(not HAS_GPU, reason=f"needs a CUDA device and Triton: {gpu.unavailable()}")
+
+
+def on_gpu(test):
+    """Marks a test that needs a GPU."""
+    reason = f"needs a CUDA device and Triton: {gpu.unavailable()}"
+    return pytest.mark.gpu(pytest.mark.skipif(not HAS_GPU, reason=reason)(test))
+
+
 BOTH = ("dis", "dot")
 ALL = (True, True, True)
 
@@ -29,19 +37,6 @@ def problem(n, h, length, count, d, bases=2, dtype=torch.float32, blocks=None):
     )
 
 
-def tieless_grad(query, key, bases, blocks):
-    """Returns a random gradient of the scores, 0 for pairs with a tie, where any order is a valid subgradient.
-
-    Sums over blocks tie if they are equal up to rounding.
-    """
-    ties = False
-    for base in bases:
-        similarities = sorted_similarities(query.float(), key.float(), base, blocks)
-        bound = 0 if blocks == query.shape[-1] else 1e-4
-        ties = ties | (similarities.diff(dim=-1).abs() <= bound).any(-1)
-    return torch.randn(*query.shape[:-1], key.shape[-2], device=query.device).masked_fill(ties, 0)
-
-
 def gradients(query, key, weight, bases, grad):
     inputs = [tensor.detach().requires_grad_() for tensor in (query, key, weight)]
     scores = folded_similarity(*inputs, bases)
@@ -50,7 +45,7 @@ def gradients(query, key, weight, bases, grad):
 
 def check_against_reference(query, key, weight, bases, rounding=None):
     """The error of each result against float64 is at most twice that of plain PyTorch in its dtype, plus rounding."""
-    grad = tieless_grad(query, key, bases, weight.shape[-1])
+    grad = separated_grad(query, key, bases, weight.shape[-1])
     ours = (gpu.score(query, key, weight, bases), *gpu.score_backward(grad, query, key, weight, bases, ALL))
     theirs = gradients(query, key, weight.to(query.dtype), bases, grad)
     exact = gradients(*(tensor.double() for tensor in (query, key, weight)), bases, grad)
@@ -61,75 +56,31 @@ def check_against_reference(query, key, weight, bases, rounding=None):
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
 
-SHAPES = {
-    "N2-H3-L65-S65-d64": (2, 3, 65, 65, 64),
-    "N1-H1-L1-S1000-d64": (1, 1, 1, 1000, 64),
-    "N1-H1-L1000-S1-d64": (1, 1, 1000, 1, 64),
-    "N1-H2-L70-S3-d32": (1, 2, 70, 3, 32),
-    "N3-H1-L17-S129-d48": (3, 1, 17, 129, 48),
-    "N1-H1-L1-S1-d1": (1, 1, 1, 1, 1),
-}
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_shapes(shape, dtype, poisoned_memory):
-    query, key, weight = problem(*shape, dtype=dtype)
-    check_against_reference(query, key, weight, BOTH)
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("d", [1, 2, 3, 7, 31, 33, 63, 65, 96, 97, 100, 127, 128, 200, 256, 511, 784, 1000, 1024])
-def test_every_kind_of_d(d, poisoned_memory):
-    check_against_reference(*problem(1, 2, 9, 37, d), BOTH)
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("d", [2, 6, 7, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_dimensions(d, dtype, poisoned_memory):
-    check_against_reference(*problem(2, 2, 33, 37, d, dtype=dtype), BOTH)
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("l1", "dot"), ("dot", "l1", "dis")], ids="-".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bases(bases, dtype, poisoned_memory):
-    check_against_reference(*problem(2, 2, 33, 37, 64, len(bases), dtype), bases)
-
-
-BLOCKS = [
+SHAPES = ((2, 3, 65, 65, 64), (1, 1, 1, 1000, 64), (1, 1, 1000, 1, 64), (1, 2, 70, 3, 32), (3, 1, 17, 129, 48))
+WIDTHS = (1, 2, 3, 6, 7, 31, 33, 63, 65, 96, 97, 100, 127, 128, 200, 256, 511, 784, 1000, 1024)
+BLOCKS = (
     (64, 1), (64, 2), (64, 4), (64, 8), (64, 16), (64, 32), (48, 3), (35, 5), (35, 7), (100, 25), (12, 6),
     (1022, 7), (1023, 3), (1024, 1), (1024, 4), (1024, 64), (1024, 512), (1000, 125), (2048, 16), (1026, 513),
-]  # fmt: skip
+)  # fmt: skip
+SOME_BASES = [("dis",), ("dot",), ("l1",), ("l1", "dot"), ("dot", "l1", "dis")]
+CASES = [
+    *((*shape, n, BOTH) for shape in (*SHAPES, (1, 1, 1, 1, 1)) for n in {shape[-1], max(1, shape[-1] // 8)}),
+    *((1, 2, 9, 37, d, d, BOTH) for d in WIDTHS),
+    *((2, 2, 9, 37, d, n, BOTH) for d, n in BLOCKS),
+    *((2, 2, 33, 37, 64, n, bases) for n in (64, 8) for bases in SOME_BASES),
+]
 
 
-@pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(("d", "n"), BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_blocks(d, n, dtype, poisoned_memory):
-    query, key, weight = problem(2, 2, 9, 37, d, dtype=dtype, blocks=n)
-    assert gpu.serves(query, BOTH, n)
-    check_against_reference(query, key, weight, BOTH)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_plain_pytorch(case, dtype, poisoned_memory):
+    *shape, n, bases = case
+    query, key, weight = problem(*shape, len(bases), dtype, n)
+    assert gpu.serves(query, bases, n)
+    check_against_reference(query, key, weight, bases)
 
 
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("l1", "dot"), ("dot", "l1", "dis")], ids="-".join)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bases_and_shapes_of_blocks(shape, bases, dtype, poisoned_memory):
-    n = shape[-1] // 8 if shape[-1] > 8 else 1
-    check_against_reference(*problem(*shape, len(bases), dtype, n), bases)
-
-
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [4, 8, 16])
@@ -140,16 +91,15 @@ def test_blocks_far_from_the_origin(n, dtype, poisoned_memory):
     check_against_reference(query, key, weight, BOTH)
 
 
-@pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(("n", "dtype"), [(8, torch.float32), (8, torch.bfloat16), (4, torch.float16)])
-def test_several_tiles_of_blocks_per_program(n, dtype, monkeypatch, poisoned_memory):
+@pytest.mark.parametrize(("n", "programs"), [(64, 3), (8, 1), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_several_tiles_per_program(n, programs, dtype, monkeypatch, poisoned_memory):
     monkeypatch.setattr(gpu, "_slots", lambda device: 1)
-    monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", 1)
+    monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", programs)
     check_against_reference(*problem(1, 2, 37, 203, 64, dtype=dtype, blocks=n), BOTH)
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize(("d", "n"), [(64, 64), (64, 16), (200, 200), (1024, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -164,28 +114,31 @@ def test_constant_weights(d, n, dtype, kind, poisoned_memory):
     else:
         weight[0] = 0.25
     check_against_reference(query, key, weight, BOTH)
-    grad = tieless_grad(query, key, BOTH, n)
+    grad = separated_grad(query, key, BOTH, n)
     every = gpu.score_backward(grad, query, key, weight, BOTH, ALL)
     frozen = gpu.score_backward(grad, query, key, weight, BOTH, (True, True, False))
     for a, b in zip(frozen[:2], every[:2], strict=True):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def portable(monkeypatch):
+    """Replaces the PTX bodies by portable ones."""
+    plans = (plan.score_plan, plan.backward_plan)
+    monkeypatch.setattr(plan, "runs_ptx", lambda device: False)
+    for each in plans:
+        each.cache_clear()
+    yield
+    for each in plans:
+        each.cache_clear()
+
+
 @on_gpu
 @pytest.mark.parametrize(("d", "n"), [(7, 7), (64, 64), (100, 100), (64, 8), (100, 5)])
-def test_portable_kernels_on_the_gpu(d, n, monkeypatch, poisoned_memory):
-    monkeypatch.setattr(plan, "runs_ptx", lambda device: False)
-    plan.score_plan.cache_clear()
-    plan.backward_plan.cache_clear()
-    try:
-        check_against_reference(*problem(2, 2, 9, 37, d, blocks=n), BOTH)
-    finally:
-        plan.score_plan.cache_clear()
-        plan.backward_plan.cache_clear()
+def test_portable_kernels_on_the_gpu(d, n, portable, poisoned_memory):
+    check_against_reference(*problem(2, 2, 9, 37, d, blocks=n), BOTH)
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_blocks_of_bounded_scratch_give_equal_gradients(monkeypatch):
     query, key, weight = problem(3, 2, 65, 70, 64)
@@ -196,16 +149,6 @@ def test_blocks_of_bounded_scratch_give_equal_gradients(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_tiles_per_program(dtype, monkeypatch, poisoned_memory):
-    monkeypatch.setattr(gpu, "_slots", lambda device: 1)
-    monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", 3)
-    check_against_reference(*problem(1, 2, 5, 203, 64, dtype=dtype), BOTH)
-
-
-@pytest.mark.gpu
 @on_gpu
 def test_more_heads_than_a_grid_axis_takes():
     query, key, weight = problem(70_000, 1, 2, 3, 4)
@@ -215,7 +158,6 @@ def test_more_heads_than_a_grid_axis_takes():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("kind", ["transposed", "expanded", "misaligned", "odd address", "sliced"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -241,7 +183,6 @@ def test_strides(kind, dtype):
         assert torch.equal(a, b)
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [64, 8])
@@ -255,7 +196,6 @@ def test_two_runs_give_equal_bits(n, dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("d", [7, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -273,7 +213,6 @@ def test_nan_and_inf_stay_in_their_rows(d, dtype):
     assert gpu.score(query, key, weight, BOTH)[~expected].isfinite().all()
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_empty_problems():
     for length, count in ((0, 5), (5, 0)):
@@ -283,7 +222,6 @@ def test_empty_problems():
         assert all(not grad.any() for grad in grads)
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_public_function_autocast_compile_and_float64():
     query, key, _ = problem(2, 3, 33, 37, 64)
@@ -303,27 +241,21 @@ def test_public_function_autocast_compile_and_float64():
     assert ah.adaptive_similarity(query.double(), key.double(), weight.double()).dtype == torch.float64
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize(("d", "n"), [(7, 7), (64, 64), (64, 8), (64, 16), (257, 257)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("body", ["ptx", "portable"])
-def test_scores_and_gradients_in_half_precision(d, n, dtype, body, monkeypatch):
+def test_scores_and_gradients_in_half_precision(d, n, dtype, body, request):
     """Scores are rounded to the dtype of the query as they are stored, and gradients are read in it."""
     if body == "portable":
-        monkeypatch.setattr(plan, "runs_ptx", lambda device: False)
-        plan.score_plan.cache_clear()
-        plan.backward_plan.cache_clear()
+        request.getfixturevalue("portable")
     query, key, weight = problem(2, 2, 33, 37, d, dtype=dtype, blocks=n)
     grad = torch.randn(2, 2, 33, 37, device="cuda").to(dtype)
     assert torch.equal(gpu.score(query, key, weight, BOTH, dtype), gpu.score(query, key, weight, BOTH).to(dtype))
     narrow, wide = (gpu.score_backward(each, query, key, weight, BOTH, ALL) for each in (grad, grad.float()))
     assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
-    plan.score_plan.cache_clear()
-    plan.backward_plan.cache_clear()
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_opcheck_on_the_gpu():
     query, key, weight = (tensor.requires_grad_() for tensor in problem(2, 3, 9, 11, 16))
@@ -336,7 +268,6 @@ def test_opcheck_on_the_gpu():
     torch.library.opcheck(torch.ops.ahop.score_backward, arguments)
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_cuda_graph():
     query, key, weight = problem(2, 3, 65, 65, 64)
@@ -360,7 +291,6 @@ def test_cuda_graph():
         assert torch.equal(captured, expected)
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_streams_side_by_side():
     inputs = [problem(1, 2, 300, 300, 64) for _ in range(4)]
@@ -375,7 +305,6 @@ def test_streams_side_by_side():
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_second_device():
@@ -384,7 +313,6 @@ def test_second_device():
     assert torch.equal(gpu.score(*there, BOTH).to("cuda:0"), gpu.score(query, key, weight, BOTH))
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_few_kernels_are_compiled(tmp_path):
     """One forward and one backward kernel serve all shapes with the same d and dtype."""
@@ -419,16 +347,15 @@ def test_portable_kernels_in_the_interpreter():
     assert "5 passed" in run.stdout
 
 
-@pytest.mark.parametrize("d", [*range(1, 130), 200, 255, 256, 300, 511, 512, 513, 784, 1000, 1023, 1024])
-def test_layouts_cover_every_d(d):
-    for n in (n for n in range(1, d + 1) if d % n == 0):
-        size = d // n
+def test_layouts_cover_every_d():
+    sizes = (*range(1, 130), 200, 255, 256, 300, 511, 512, 513, 784, 1000, 1023, 1024)
+    for size, n in ((d // n, n) for d in sizes for n in range(1, d + 1) if d % n == 0):
         for layout in (choose_layout(n, size, alone=96, shared=64), choose_layout(n, size, alone=32, shared=32)):
-            assert layout.lanes in (1, 2, 4, 8, 16, 32)
-            assert n <= layout.blocks < 2 * n + 32
-            assert size <= layout.block_size < 2 * size
-            assert layout.per_lane <= 128
-    assert choose_layout(d, 1, alone=32, shared=32).chunk <= 32  # the limit of a tag
+            assert layout.lanes in (1, 2, 4, 8, 16, 32), (n, size)
+            assert n <= layout.blocks < 2 * n + 32, (n, size)
+            assert size <= layout.block_size < 2 * size, (n, size)
+            assert layout.per_lane <= 128, (n, size)
+    assert all(choose_layout(d, 1, alone=32, shared=32).chunk <= 32 for d in sizes)  # the limit of a tag
 
 
 def test_contiguous_rows_at_an_odd_address_are_moved():

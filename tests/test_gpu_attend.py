@@ -12,10 +12,11 @@ import ahop_layers as ah
 from ahop_layers.association import Mask, Padded, associate, combine_masks
 from ahop_layers.ops import chunked
 from ahop_layers.ops.attend import attend
-from ahop_layers.ops.backend import choose_attention, has_fused_attention
+from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.sliced import Sliced
 
 HAS_GPU = torch.cuda.is_available() and gpu.unavailable() is None
@@ -36,9 +37,9 @@ def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=
     inputs = [x.detach().to(dtype).requires_grad_() for x in (query, key, value, weight)]
     if kernel is not None:
         with torch.no_grad():
-            options = (weight, bases, mask, causal, dropout, seed)
-            out, log_sum = kernel.attend(query, key, value, *options)
-            grads = kernel.attend_backward(grad, query, key, value, *options, out, log_sum, (True,) * 4)
+            call = AttentionCall(query, key, value, weight, mask, seed, bases, causal, dropout)
+            out, log_sum = kernel.forward(call)
+            grads = kernel.backward(call, grad, out, log_sum, (True,) * 4)
         return [out, *grads]
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in inputs[1:3])
@@ -62,32 +63,27 @@ def check_errors(ours, theirs, exact, rounding):
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
 
-CASES = {
-    "vit": {"shape": (2, 3, 197, 197, 64, 64), "blocks": 4, "dtype": torch.bfloat16},
-    "8 blocks": {"shape": (2, 3, 65, 130, 64, 64), "blocks": 8, "dtype": torch.float16},
-    "one block": {"shape": (1, 2, 40, 33, 64, 64), "blocks": 1, "dtype": torch.bfloat16},
-    "wide": {"shape": (1, 2, 100, 300, 128, 128), "blocks": 4, "dtype": torch.bfloat16},
-    "padded blocks": {"shape": (2, 4, 65, 70, 80, 80), "blocks": 4, "dtype": torch.bfloat16},
-    "narrow values": {"shape": (2, 2, 33, 47, 32, 20), "blocks": 8, "dtype": torch.float16},
-    "dot alone": {"shape": (2, 2, 65, 65, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "bases": ("dot",)},
-    "dis alone": {"shape": (2, 2, 65, 65, 64, 64), "blocks": 2, "dtype": torch.float16, "bases": ("dis",)},
-    "few long heads": {"shape": (1, 1, 1000, 3000, 64, 64), "blocks": 4, "dtype": torch.bfloat16},
-    "one pair": {"shape": (1, 1, 1, 1, 16, 8), "blocks": 2, "dtype": torch.bfloat16},
-    "one query": {"shape": (3, 2, 1, 500, 64, 64), "blocks": 4, "dtype": torch.bfloat16},
-    "grouped queries": {"shape": (2, 6, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "key_heads": 2},
-    "key padding": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "mask": "padding"},
-    "blocked": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "mask": "blocked"},
-    "added": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "mask": "added"},
-    "added halves": {"shape": (2, 3, 65, 80, 64, 64), "blocks": 8, "dtype": torch.float16, "mask": "added halves"},
-    "causal": {"shape": (2, 3, 300, 300, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "causal": True},
-    "causal and long": {"shape": (1, 1, 2000, 2000, 64, 64), "blocks": 4, "dtype": torch.bfloat16, "causal": True},
-    "causal and padded": {
-        "shape": (2, 3, 65, 80, 64, 64),
-        "blocks": 4,
-        "dtype": torch.bfloat16,
-        "mask": "padding",
-        "causal": True,
-    },
+VIT = (2, 3, 65, 80, 64, 64)
+CASES = {  # N, H, L, S, d and e; blocks; further options
+    "vit": ((2, 3, 197, 197, 64, 64), 4, {}),
+    "8 blocks": ((2, 3, 65, 130, 64, 64), 8, {"dtype": torch.float16}),
+    "one block": ((1, 2, 40, 33, 64, 64), 1, {}),
+    "wide": ((1, 2, 100, 300, 128, 128), 4, {}),
+    "padded blocks": ((2, 4, 65, 70, 80, 80), 4, {}),
+    "narrow values": ((2, 2, 33, 47, 32, 20), 8, {"dtype": torch.float16}),
+    "dot alone": ((2, 2, 65, 65, 64, 64), 4, {"bases": ("dot",)}),
+    "dis alone": ((2, 2, 65, 65, 64, 64), 2, {"bases": ("dis",), "dtype": torch.float16}),
+    "few long heads": ((1, 1, 1000, 3000, 64, 64), 4, {}),
+    "one pair": ((1, 1, 1, 1, 16, 8), 2, {}),
+    "one query": ((3, 2, 1, 500, 64, 64), 4, {}),
+    "grouped queries": ((2, 6, 65, 80, 64, 64), 4, {"key_heads": 2}),
+    "key padding": (VIT, 4, {"mask": "padding"}),
+    "blocked": (VIT, 4, {"mask": "blocked"}),
+    "added": (VIT, 4, {"mask": "added"}),
+    "added halves": (VIT, 8, {"mask": "added halves", "dtype": torch.float16}),
+    "causal": ((2, 3, 300, 300, 64, 64), 4, {"causal": True}),
+    "causal and long": ((1, 1, 2000, 2000, 64, 64), 4, {"causal": True}),
+    "causal and padded": (VIT, 4, {"mask": "padding", "causal": True}),
 }
 
 
@@ -102,15 +98,15 @@ def make_mask(kind, n, heads, length, count):
     return None if kind is None else torch.randn(n, heads, length, count, device="cuda").half()
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_error_is_at_most_twice_that_of_plain_pytorch(case):
-    torch.manual_seed(0)
-    bases, dtype, causal = case.get("bases", BOTH), case["dtype"], case.get("causal", False)
-    shape = case["shape"]
-    given = tensors(*shape, case["blocks"], dtype, len(bases), case.get("key_heads"))
-    mask = make_mask(case.get("mask"), *shape[:4])
+@pytest.mark.parametrize(("shape", "blocks", "options"), CASES.values(), ids=CASES)
+def test_error_is_at_most_twice_that_of_plain_pytorch(shape, blocks, options):
+    bases, dtype, causal = (
+        options.get(name, default) for name, default in (("bases", BOTH), ("dtype", torch.bfloat16), ("causal", False))
+    )
+    given = tensors(*shape, blocks, dtype, len(bases), options.get("key_heads"))
+    mask = make_mask(options.get("mask"), *shape[:4])
     query, key, value, weight, _ = given
-    kernel = choose_attention("triton", query, key, value, weight, mask, bases)
+    kernel = choose_attention("triton", AttentionCall(query, key, value, weight, mask, bases=bases))
     assert kernel is fused
     ours = results(*given, bases, mask, causal, dtype, kernel)
     again = results(*given, bases, mask, causal, dtype, kernel)
@@ -122,7 +118,6 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(case):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_kernels_drop_the_same_weights(causal):
-    torch.manual_seed(0)
     given = tensors(2, 3, 70, 90, 64, 64, 4, torch.bfloat16)
     seed, dtype = torch.tensor([-(2**62) - 12345], device="cuda"), torch.bfloat16
     theirs, exact = (results(*given, BOTH, None, causal, kind, None, 0.3, seed) for kind in (dtype, torch.float64))
@@ -134,9 +129,8 @@ def test_all_kernels_drop_the_same_weights(causal):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_slices_of_full_footprints(dtype):
     """The backward kernel computes the weights from what it sorts."""
-    torch.manual_seed(0)
     given = tensors(2, 3, 65, 80, 64, 64, 64, dtype)
-    kernel = choose_attention("triton", *given[:4], None, BOTH)
+    kernel = choose_attention("triton", AttentionCall(*given[:4], bases=BOTH))
     assert isinstance(kernel, Sliced)
     ours = results(*given, BOTH, None, False, dtype, kernel)
     theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (dtype, torch.float64))
@@ -322,10 +316,11 @@ print([sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel 
 def test_what_is_not_fused_is_sliced():
     query, key, value, weight, _ = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
     full = torch.randn(2, 2, 64, device="cuda") / 64
-    assert has_fused_attention(query, key, value, weight, None, BOTH)
-    assert not has_fused_attention(query, key, value, full, None, BOTH)
-    assert not has_fused_attention(query.float(), key.float(), value.float(), weight, None, BOTH)
-    assert not has_fused_attention(query, key, value, weight, None, ("l1", "dot"))
+    call = AttentionCall(query, key, value, weight, bases=BOTH)
+    assert fused.serves(call)
+    assert not fused.serves(call._replace(weight=full))
+    assert not fused.serves(call._replace(query=query.float(), key=key.float(), value=value.float()))
+    assert not fused.serves(call._replace(bases=("l1", "dot")))
     sliced = attend(query, key, value, full, BOTH)
     separate = results(query, key, value, full, sliced, BOTH, None, False, torch.float64)[0]
     assert (sliced.double() - separate).norm() < 0.02 * separate.norm()

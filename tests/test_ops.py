@@ -66,7 +66,7 @@ def test_values_equal_the_reference(batch, length, count, d, heads, bases, strid
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
 
 
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("dis", "dot"), ("l1", "dot", "dis")], ids="-".join)
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1", "dot", "dis")], ids="-".join)
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
 def test_gradcheck(bases, backend):
     inputs = problem(2, length=3, count=4, d=5, heads=2, bases=len(bases), grad=True)
@@ -118,6 +118,7 @@ x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
 GRAD = torch.randn(2, 3, 5, 7)
 BAD_CALLS = {  # changed arguments and the error message
     "grad of another length": ({"grad": GRAD[:, :, :4]}, r"grad must be \(2, 3, 5, 7\) .* got \(2, 3, 4, 7\)"),
+    "much larger grad": ({"grad": torch.randn(2, 3, 200, 700)}, "grad must be"),
     "grad of another dtype": ({"grad": GRAD.double()}, "grad must be .* of torch.float32 .* of torch.float64"),
     "key of another width": ({"key": y[..., :4]}, r"key must be \(2, 3, 7, 8\) .* got \(2, 3, 7, 4\)"),
     "key of another batch": ({"key": y[:1]}, r"key must be \(2, 3, 7, 8\) .* got \(1, 3, 7, 8\)"),
@@ -154,13 +155,6 @@ def test_operators_refuse_arguments_that_do_not_fit(name, device):
         forward = {name: arguments[name] for name in ("query", "key", "weight", "bases", "backend")}
         with pytest.raises(ah.AHopError, match=message):
             torch.ops.ahop.score(**forward)
-
-
-def test_operators_refuse_a_grad_much_larger_than_its_scores():
-    query = torch.randn(1, 1, 2, 64)
-    arguments = (query, query, torch.randn(1, 2, 64), "dis,dot", "auto", [True, True, True])
-    with pytest.raises(ah.AHopError, match="grad must be"):
-        torch.ops.ahop.score_backward(torch.randn(1, 1, 2000, 2000), *arguments)
 
 
 def test_operators_refuse_two_devices():
@@ -211,6 +205,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compile_without_a_graph_break():
     similarity = ah.AdaptiveSimilarity(8, num_heads=3, debias=True)
@@ -325,8 +320,19 @@ def test_double_backward_is_refused_and_the_reference_does_it():
     assert torch.autograd.gradgradcheck(lambda *a: ah.adaptive_similarity(*a, backend="reference"), inputs)
 
 
+def test_tensors_of_inference_mode_are_refused_under_autograd():
+    query, key, weight = problem()
+    with torch.inference_mode():
+        inference = key.clone()
+    for backend in ("auto", "reference"):
+        with pytest.raises(ah.AHopError, match=r"key must not be created in torch.inference_mode .* clone it"):
+            ah.adaptive_similarity(query, inference, weight.requires_grad_(), backend=backend)
+    assert ah.adaptive_similarity(query, inference, weight.detach()).shape == (5, 7)
+    assert ah.adaptive_similarity(query, inference.clone(), weight).requires_grad
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_nan_touches_its_rows_only(backend):
+def test_nan_and_inf_stay_in_their_rows(backend):
     query, key, weight = problem(2, dtype=torch.float32)
     query[0, 1, 3] = float("nan")
     key[1, 2, 0] = float("nan")
@@ -334,20 +340,17 @@ def test_nan_touches_its_rows_only(backend):
     expected = torch.zeros(2, 5, 7, dtype=torch.bool)
     expected[0, 1, :] = expected[1, :, 2] = True
     assert torch.equal(isnan, expected)
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_inf_stays_in_its_rows(backend):
     query, key, weight = problem(dtype=torch.float32)
     query[1, 2] = float("inf")
-    query.requires_grad_()
-    scores = ah.adaptive_similarity(query, key, weight, backend=backend)
-    assert scores[torch.arange(5) != 1].isfinite().all()
-    assert not scores[1].isfinite().any()
+    scores = ah.adaptive_similarity(query.requires_grad_(), key, weight, backend=backend)
+    assert torch.equal(scores.isfinite(), (torch.arange(5) != 1)[:, None].expand(5, 7))
     scores.sum().backward()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 300, 700, 64), (4, 8, 65, 65, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)])
+LARGE = [(1, 1, 300, 700, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)]
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 65, 65, 64), *(pytest.param(x, marks=pytest.mark.full) for x in LARGE)])
 @pytest.mark.slow
 def test_chunked_memory_is_bounded(shape):
     """Peak memory of forward and backward stays below 64 MB besides inputs and results."""
@@ -421,21 +424,22 @@ def test_a_new_base_is_scored_as_itself(quartic):
 
 @pytest.mark.slow
 def test_import_and_a_training_step_load_no_large_library():
-    """After torch, importing the package takes at most 0.3 s of CPU time. A training step imports no compiler.
+    """Importing the package takes at most a fifth of torch's CPU time. A training step imports no compiler.
 
     The garbage collector is off: whether it visits all objects of torch during the import is chance.
     """
     code = (
-        "import gc, sys, time, torch; gc.disable();"
-        "start = time.process_time(); before = set(sys.modules); import ahop_layers as ah;"
-        "print(time.process_time() - start); print(*{name.split('.')[0] for name in set(sys.modules) - before});"
+        "import gc, sys, time; gc.disable(); start = time.process_time(); import torch;"
+        "loaded = time.process_time(); before = set(sys.modules); import ahop_layers as ah;"
+        "print((time.process_time() - loaded) / (loaded - start));"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before});"
         "inputs = [torch.randn(4, 8, requires_grad=True), torch.randn(5, 8), torch.randn(2, 8, requires_grad=True)];"
         "ah.adaptive_similarity(*inputs).sum().backward();"
         "print(*{'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")
     large = {"triton", "lightning", "sklearn", "matplotlib", "timm", "torchvision", "transformers", "entmax"}
-    assert float(out[0]) < 0.3
+    assert float(out[0]) < 0.2
     assert "ahop_layers" in out[1].split()
     assert not set(out[1].split()) & large
     assert not out[2].split()

@@ -9,6 +9,7 @@ from ahop_layers.ops.gpu import mma, mma_kernels, ptx_backward, ptx_kernels
 from ahop_layers.ops.gpu.plan import Plan
 from ahop_layers.ops.gpu.ptx import Layout, choose_layout
 from ahop_layers.ops.reference import folded_similarity
+from tests.gaps import separated_grad
 from tests.ptx_emulator import WARP, Emulator, Memory
 
 BOTH = ("dis", "dot")
@@ -24,7 +25,7 @@ def bits(tensor):
 
 def problem(length, count, d, n, bases, dtype):
     query, key = torch.randn(length, d).to(dtype), torch.randn(count, d).to(dtype)
-    return query, key, torch.randn(len(bases), n), torch.randn(length, count)
+    return query, key, torch.randn(len(bases), n), separated_grad(query, key, bases, n)
 
 
 def expected(query, key, weight, bases, grad):

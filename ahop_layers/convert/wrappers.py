@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from ahop_layers.errors import AHopError
+from ahop_layers.ops.operators import is_compiled
 
 # Compared by name, because importing torch.distributed.fsdp or torch._dynamo takes seconds. DDP is the class that
 # ``replicate`` adds to a module, FSDPModule the one that ``fully_shard`` adds.
@@ -36,7 +37,7 @@ def _wrapper(module: nn.Module) -> str | None:
     for kind in mro:
         if kind.__name__ in _WRAPPERS and kind.__module__.partition(".")[0] == "torch":
             return f"wrapped in {kind.__name__}"
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if is_compiled(module):
         return "compiled in place"
     if any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False)):
         return "sharded, with DTensor parameters"

@@ -1,19 +1,9 @@
 """Adaptive attention as one operator: score, mask, softmax, dropout and readout, without a tensor of all scores.
 
-``ahop::attend`` and ``ahop::attend_backward`` take
-
-- ``query (N, H, L, d)``, ``key (N, Hk, S, d)`` and ``value (N, Hk, S, e)``. Hk divides H, and query head h uses key
-  head ``h // (H // Hk)``. ``value`` has the dtype of ``query``, or is half precision beside a float32 query.
-- ``weight (H, n_bases, n)``: the weights of ``ahop::score``, multiplied by the scaling of the scores.
-- ``mask``: None, or a tensor of 4 dimensions that broadcasts to ``(N, H, L, S)``: bool, where True blocks a pair, or
-  floating point, which is added to the scores. It gets no gradient.
-- ``causal``: whether to block every key j > i of query i.
-- ``dropout`` and ``seed``: the probability of dropping a weight, and the int64 tensor ``(1,)`` that
-  :mod:`ahop_layers.ops.dropout` derives the dropped weights from; None without dropout.
-
-The results are the readout ``(N, H, L, e)`` in the dtype of ``value``, and ``log_sum (N, H, L)``, the natural logarithm
-of the sum of ``exp(score)`` of each query, which has no gradient. A query without any key reads zeros, and its
-``log_sum`` is infinite.
+``ahop::attend`` takes an :class:`~ahop_layers.ops.protocols.AttentionCall`. Its results are the readout
+``(N, H, L, e)`` in the dtype of ``value``, and ``log_sum (N, H, L)``, the natural logarithm of the sum of
+``exp(score)`` of each query, which has no gradient. A query without any key reads zeros, and its ``log_sum`` is
+infinite.
 """
 
 from collections.abc import Sequence
@@ -23,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, check_choice, check_floating, check_probability, describe
-from ahop_layers.ops.backend import KERNELS, choose_attention, has_fused_attention
-from ahop_layers.ops.operators import check_kernel_weight, check_tensor, kernel_bases, merge_heads
-from ahop_layers.ops.protocols import empty_results
+from ahop_layers.errors import AHopError, check_floating, check_probability, describe
+from ahop_layers.ops import operators
+from ahop_layers.ops.backend import choose_attention
+from ahop_layers.ops.gpu import attend as fused
+from ahop_layers.ops.operators import check_tensor, register
+from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
 
 SCORES_BYTES = 32 * 2**20
@@ -35,41 +27,22 @@ SCORES_BYTES = 32 * 2**20
 Slices compute the scores a second time in the backward pass, which takes longer than keeping them.
 """
 
+LARGEST_OFFSET = 1e3
+"""Rows of an additive mask whose largest value is farther from zero are shifted to zero."""
+
 _TRITON = find_spec("triton") is not None  # a constant, since torch.compile cannot trace find_spec
 
-_OPTIONS = "Tensor? mask, Tensor? seed"
-torch.library.define(
-    "ahop::attend",
-    f"(Tensor query, Tensor key, Tensor value, Tensor weight, {_OPTIONS}, str bases, bool causal, float dropout,"
-    " str backend) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "ahop::attend_backward",
-    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor weight, {_OPTIONS}, Tensor out, Tensor log_sum,"
-    " str bases, bool causal, float dropout, str backend, bool[] need) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
 
-
-LOW_MASK = -1e3
-"""Rows of an additive mask without a larger value are shifted to zero."""
-
-
-def prefers_attend(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
-) -> bool:
+def prefers_attend(call: AttentionCall) -> bool:
     """Returns whether :func:`attend` is preferable to separate operations that keep all scores and weights.
 
     That is so where a fused kernel supports the call, for full footprints on a GPU, whose sort dominates the time, and
-    for large scores.
+    for large scores. vmap calls ``ahop::attend`` for each entry, and separate operations once for all.
     """
-    if query.is_cuda:
-        if not _TRITON:
-            return False
-        if weight.shape[-1] == query.shape[-1] or has_fused_attention(query, key, value, weight, mask, bases):
-            return True
-    return is_large(query, key)
+    if call.query.is_cuda and not _TRITON:
+        return False
+    fast = call.query.is_cuda and (call.weight.shape[-1] == call.query.shape[-1] or fused.serves(call))
+    return (fast and not operators.is_mapped()) or is_large(call.query, call.key)
 
 
 def is_large(query: Tensor, key: Tensor) -> bool:
@@ -97,7 +70,7 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes the readout of ``ahop::attend`` for tensors as this module documents them.
+    """Computes the readout of ``ahop::attend``; see :class:`~ahop_layers.ops.protocols.AttentionCall`.
 
     N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head.
     Under autocast, query, key and value are cast as in separate products.
@@ -109,6 +82,7 @@ def attend(
     >>> torch.allclose(output, reference, atol=1e-5)
     True
     """
+    operators.check_differentiable(query=query, key=key, value=value, weight=weight)
     query, key, value = autocast(query, key, value)
     if mask is not None and mask.is_floating_point():
         mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False
@@ -124,21 +98,18 @@ def attend(
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts as scores and a matrix product do under autocast, if it is enabled; float64 is kept."""
-    device = query.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast is undefined on meta tensors
+    dtype = operators.autocast_dtype(query, key)
+    if dtype is None:
         return query, key, value
-    low = torch.get_autocast_dtype(device)
-    dtype = low if device == "cuda" else torch.float32
-    if torch.float64 in (query.dtype, key.dtype):
-        dtype = torch.float64
-    return query.to(dtype), key.to(dtype), value.to(torch.float64 if dtype == torch.float64 else low)
+    low = dtype if dtype == torch.float64 else torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(low)
 
 
 def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:
-    """Shifts rows of an additive mask whose values are all very low, which changes no weight.
+    """Shifts rows of an additive mask whose values are all very low or very high, which changes no weight.
 
-    The backward pass subtracts the log-sum-exp from the scores: beside -1e9, it would lose the logarithm of the sum.
-    Which keys a query sees matters, so the causal mask is added.
+    Beside 1e9, the scores and their log-sum-exp would lose digits. Which keys a query sees matters, so the causal mask
+    is added.
     """
     if causal:
         later = torch.ones(length, count, dtype=torch.bool, device=mask.device).triu(1)
@@ -146,49 +117,30 @@ def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:
     if mask.shape[-1] == 0:
         return mask
     largest = mask.amax(-1, keepdim=True)
-    low = (largest < LOW_MASK) & (largest > -torch.inf)
-    return mask - largest.where(low, 0.0)
+    far = (largest.abs() > LARGEST_OFFSET) & largest.isfinite()
+    return mask - largest.where(far, 0.0)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    bases: str,
-    causal: bool,
-    dropout: float,
-    backend: str,
-) -> tuple[str, ...]:
-    """Validates the arguments of an operator and returns the names of its bases.
-
-    The implementations and the fakes share this check. Kernels compute addresses from these shapes and dtypes, so a
-    call that does not pass must never reach them.
-    """
-    names = kernel_bases(bases)
-    check_choice("backend", backend, ("auto", *KERNELS))
-    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4 or query.shape[-1] == 0:
-        got = f"{describe(query)}, {describe(key)} and {describe(value)}"
-        rule = "(N, H, L, d), (N, Hk, S, d) and (N, Hk, S, e) with d >= 1"
-        raise AHopError(f"query, key and value must be {rule}, got {got}")
-    check_floating(query=query, value=value)
+def _checked(*args: Any) -> tuple[AttentionCall, str]:
+    """Validates the arguments of ``ahop::attend`` and returns them as a call and a backend."""
+    call, backend = AttentionCall(*args[:-1]), args[-1]
+    query, key, value, mask, seed = call.query, call.key, call.value, call.mask, call.seed
+    names = operators.check_call(call.weight, args[6], backend, query=query, key=key, value=value)
+    check_floating(value=value)
     (n, heads, length, d), (_, key_heads, count, _) = query.shape, key.shape
     if key_heads != heads and (key_heads == 0 or heads % key_heads):
         raise AHopError(f"the number of key heads must divide the {heads} query heads, got key {describe(key)}")
     low = query.dtype == torch.float32 and value.dtype in (torch.float16, torch.bfloat16)
     check_tensor("key", key, (n, key_heads, count, d), query.dtype, query)
     check_tensor("value", value, (n, key_heads, count, value.shape[-1]), value.dtype if low else query.dtype, query)
-    check_kernel_weight(query, weight, len(names))
     if mask is not None:
         _check_mask(mask, (n, heads, length, count), query)
-    check_probability(dropout=dropout)
-    if (seed is None) != (dropout == 0):
-        raise AHopError(f"seed must be given if and only if dropout > 0, got {seed} with dropout={dropout}")
+    check_probability(dropout=call.dropout)
+    if (seed is None) != (call.dropout == 0):
+        raise AHopError(f"seed must be given if and only if dropout > 0, got {seed} with dropout={call.dropout}")
     if seed is not None:
         check_tensor("seed", seed, (1,), torch.int64, query)
-    return names
+    return call._replace(bases=names, weight=call.weight.to(accumulation_dtype(call.weight.dtype))), backend
 
 
 def _check_mask(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
@@ -200,54 +152,36 @@ def _check_mask(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
         raise AHopError(f"mask must have 4 dimensions, be {rule}, got {got}")
 
 
-def _check_backward(args: Sequence[Any]) -> tuple[str, ...]:
-    """Validates the arguments of ``ahop::attend_backward`` and returns the names of its bases."""
-    grad, query, _, value, _, _, _, out, log_sum, *_, need = args
-    names = _check(*args[1:7], *args[9:-1])
-    shape = (*query.shape[:-1], value.shape[-1])
-    check_tensor("grad", grad, shape, value.dtype, query)
-    check_tensor("out", out, shape, value.dtype, query)
-    check_tensor("log_sum", log_sum, tuple(query.shape[:-1]), accumulation_dtype(query.dtype), query)
-    if len(need) != 4:
-        raise AHopError(f"need must have 4 entries, for query, key, value and weight, got {need!r}")
-    return names
+def _checked_backward(*args: Any) -> tuple[AttentionCall, str, tuple[Any, ...]]:
+    """Validates the arguments of ``ahop::attend_backward``; returns also gradient, results and ``need``."""
+    grad, out, log_sum, need = args[0], args[7], args[8], args[-1]
+    call, backend = _checked(*args[1:7], *args[9:-1])
+    shape, dtype = (*call.query.shape[:-1], call.value.shape[-1]), accumulation_dtype(call.query.dtype)
+    check_tensor("grad", grad, shape, call.value.dtype, call.query)
+    check_tensor("out", out, shape, call.value.dtype, call.query)
+    check_tensor("log_sum", log_sum, shape[:-1], dtype, call.query)
+    operators.check_need(need, 4)
+    return call, backend, (grad, out, log_sum, need)
 
 
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
-    """Implements ``ahop::attend``."""
-    names = _check(*args)
-    query, key, value, weight, mask, seed, _, causal, dropout, backend = args
-    kernel = choose_attention(backend, query, key, value, weight, mask, names)
-    weight = weight.to(accumulation_dtype(weight.dtype))
-    return kernel.attend(query, key, value, weight, names, mask, causal, dropout, seed)
+    call, backend = _checked(*args)
+    return choose_attention(backend, call).forward(call)
 
 
 def _attend_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Implements ``ahop::attend_backward``: gradients of query, key, value and weight, empty where not needed."""
-    names = _check_backward(args)
-    grad, query, key, value, weight, mask, seed, out, log_sum, _, causal, dropout, backend, need = args
-    kernel = choose_attention(backend, query, key, value, weight, mask, names)
-    inputs, options = (grad, query, key, value, weight.to(accumulation_dtype(weight.dtype))), (mask, causal, dropout)
-    grads = kernel.attend_backward(*inputs, names, *options, seed, out, log_sum, tuple(need))
-    return *grads[:3], grads[3].to(weight.dtype)
+    call, backend, results = _checked_backward(*args)
+    grads = choose_attention(backend, call).backward(call, *results)
+    return *grads[:3], grads[3].to(args[4].dtype)
 
 
-torch.library.impl("ahop::attend", "default", _attend)
-torch.library.impl("ahop::attend_backward", "default", _attend_backward)
+def _fake_attend(*args: Any) -> tuple[Tensor, Tensor]:
+    return _checked(*args)[0].empty_results()
 
 
-@torch.library.register_fake("ahop::attend")  # type: ignore[untyped-decorator]
-def _(*args: Any) -> tuple[Tensor, Tensor]:
-    _check(*args)
-    return empty_results(args[0], args[2])
-
-
-@torch.library.register_fake("ahop::attend_backward")  # type: ignore[untyped-decorator]
-def _(*args: Any) -> tuple[Tensor, ...]:
-    _check_backward(args)
-    return tuple(
-        tensor.new_empty(tensor.shape if wanted else 0) for tensor, wanted in zip(args[1:5], args[-1], strict=True)
-    )
+def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
+    _checked_backward(*args)
+    return operators.empty_grads(args[1:5], args[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -258,64 +192,33 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    need = list(ctx.needs_input_grad[:4])
-    grads = torch.ops.ahop.attend_backward.default(grad, *ctx.saved_tensors, *ctx.options, need)
-    return (*(each if wanted else None for each, wanted in zip(grads, need, strict=True)), *[None] * 6)
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    args = (grad, *ctx.saved_tensors, *ctx.options)
+    return operators.needed_grads(ctx, torch.ops.ahop.attend_backward.default, 4, args)
 
 
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise AHopError(
-        "ahop::attend is differentiable once; scores of adaptive_similarity with backend='reference' can be"
-        " differentiated any number of times"
-    )
-
-
-torch.library.register_autograd("ahop::attend", _differentiate, setup_context=_save)
-torch.library.register_autograd("ahop::attend_backward", _refuse_double_backward)
-
-
-def _merge_mask(batch: int, mask: Tensor | None, mapped: int | None, heads: int) -> Tensor | None:
-    """Merges the mapped axis of a mask into its head axis; a mask for all of them stays as it is."""
-    if mask is None or (mapped is None and mask.shape[1] == 1):
-        return mask
-    mask = mask.unsqueeze(1) if mapped is None else mask.movedim(mapped, 1)
-    return mask.expand(-1, batch, heads, -1, -1).flatten(1, 2)
-
-
-def _for_each(info: Any, in_dims: Sequence[int | None], operator: Any, args: Sequence[Any]) -> list[Tensor]:
+def _for_each(operator: Any, info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, ...]:
     """Calls the operator for each entry of the mapped axis: dropout depends on the index of a head."""
+    dims = [axis if isinstance(axis, int) else None for axis in in_dims]  # lists of options have lists
     results = [
-        operator(*(arg if axis is None else arg.select(axis, index) for arg, axis in zip(args, in_dims, strict=True)))
+        operator(*(arg if axis is None else arg.select(axis, index) for arg, axis in zip(args, dims, strict=True)))
         for index in range(info.batch_size)
     ]
-    return [torch.stack(parts) for parts in zip(*results, strict=True)]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-@torch.library.register_vmap("ahop::attend")  # type: ignore[untyped-decorator]
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    if args[8]:
-        return tuple(_for_each(info, in_dims, torch.ops.ahop.attend, args)), (0, 0)
-    merged = merge_heads(info.batch_size, *zip(args[:4], in_dims[:4], (1, 1, 1, 0), strict=True))
-    heads = merged[3].shape[0] // info.batch_size
-    mask = _merge_mask(info.batch_size, args[4], in_dims[4], heads)
-    results = torch.ops.ahop.attend(*merged, mask, *args[5:])
-    return tuple(torch.unflatten(each, 1, (info.batch_size, heads)) for each in results), (1, 1)
+def _map_attend(*args: Any) -> tuple[Any, ...]:
+    return _for_each(torch.ops.ahop.attend, *args)
 
 
-@torch.library.register_vmap("ahop::attend_backward")  # type: ignore[untyped-decorator]
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    need, in_dims = args[-1], (*in_dims[:13], None)
-    if args[11]:
-        results = _for_each(info, in_dims, torch.ops.ahop.attend_backward, args)
-        return tuple(results), (0,) * 4
-    axes = (1, 1, 1, 1, 0)
-    merged = merge_heads(info.batch_size, *zip(args[:5], in_dims[:5], axes, strict=True))
-    saved = merge_heads(info.batch_size, *zip(args[7:9], in_dims[7:9], (1, 1), strict=True))
-    mask = _merge_mask(info.batch_size, args[5], in_dims[5], merged[4].shape[0] // info.batch_size)
-    grads = torch.ops.ahop.attend_backward(*merged, mask, args[6], *saved, *args[9:])
-    split = [
-        torch.unflatten(grad, axis, (info.batch_size, -1)) if wanted else grad
-        for grad, axis, wanted in zip(grads, axes[1:], need, strict=True)
-    ]
-    return tuple(split), tuple(axis if wanted else None for axis, wanted in zip(axes[1:], need, strict=True))
+def _map_attend_backward(*args: Any) -> tuple[Any, ...]:
+    return _for_each(torch.ops.ahop.attend_backward, *args)
+
+
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
+_OPTIONS = "str bases, bool causal, float dropout, str backend"
+_SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
+register("attend", _SCHEMA, _attend, _fake_attend, _map_attend, _differentiate, _save)
+_SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
+_SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
+register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward, _map_attend_backward)

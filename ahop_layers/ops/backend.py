@@ -11,7 +11,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.protocols import Attention, Kernel
+from ahop_layers.ops.protocols import Attention, AttentionCall, Kernel
 from ahop_layers.ops.sliced import Sliced
 
 
@@ -27,10 +27,9 @@ BACKENDS = ("reference", *KERNELS)
 
 
 def backends() -> dict[str, Status]:
-    """Lists the backends of :func:`ahop_layers.adaptive_similarity` and whether each is available.
+    """Returns the status of each backend of :func:`ahop_layers.adaptive_similarity` by name.
 
-    Returns:
-        The status of each backend by name: ``available``, and ``detail`` with how it runs or why it cannot.
+    ``available`` says whether it can be used, and ``detail`` how it runs or why it cannot.
 
     >>> import ahop_layers as ah
     >>> ah.backends()["reference"]
@@ -61,21 +60,10 @@ def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int
     return module
 
 
-def choose_attention(
-    backend: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
-) -> Attention:
+def choose_attention(backend: str, call: AttentionCall) -> Attention:
     """Returns the implementation of ``ahop::attend`` for a call: fused, or on top of the kernel ``backend`` names."""
-    kernel = choose_kernel(backend, query, bases, weight.shape[-1])
-    if kernel is gpu and fused.serves(query, key, value, weight, mask, bases):
-        return fused
-    return Sliced(kernel)
-
-
-def has_fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
-) -> bool:
-    """Returns whether a fused kernel, which is as fast as separate operations or faster, supports the call."""
-    return fused.serves(query, key, value, weight, mask, bases)
+    kernel = choose_kernel(backend, call.query, call.bases, call.weight.shape[-1])
+    return fused if kernel is gpu and fused.serves(call) else Sliced(kernel)
 
 
 def _fastest(query: Tensor, bases: Sequence[str], blocks: int) -> Kernel:

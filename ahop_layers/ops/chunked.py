@@ -15,7 +15,7 @@ from torch import Tensor
 from ahop_layers.ops.reference import BASES, Slopes, accumulation_dtype, block_sums, folded_similarity
 
 SCRATCH_BYTES = 40 * 2**20
-"""Memory of one tile: with the buffers of the sort a call uses less than 64 MB in addition to its results."""
+"""Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results."""
 
 Need = tuple[bool, bool, bool]
 

@@ -59,15 +59,14 @@ def _library() -> ctypes.CDLL | str:
     if reason is None:
         try:
             library = ctypes.CDLL(str(path))
-            _declare(library)
-            reason = _abi_mismatch(library)
+            reason = _declare(library)
         except (OSError, AttributeError) as error:
             reason = f"cannot be loaded: {error}"
     return library if reason is None else f"{path.name} {reason}; reinstall the package"
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    """Declares the functions of footprint.c."""
+def _declare(library: ctypes.CDLL) -> str | None:
+    """Declares the functions of footprint.c; returns how its interface differs from this file's, or None."""
     for function in (library.ahop_abi_version, library.ahop_call_bytes):
         function.argtypes, function.restype = [], ctypes.c_int64
     for function in (library.ahop_forward, library.ahop_backward):
@@ -75,10 +74,6 @@ def _declare(library: ctypes.CDLL) -> None:
         function.restype = ctypes.c_int
     library.ahop_isa.argtypes, library.ahop_isa.restype = [ctypes.c_int64], ctypes.c_char_p
     library.ahop_release.argtypes, library.ahop_release.restype = [ctypes.c_void_p], None
-
-
-def _abi_mismatch(library: ctypes.CDLL) -> str | None:
-    """Returns how the library's interface differs from this file's, or None if it does not."""
     found, expected = (library.ahop_abi_version(), library.ahop_call_bytes()), (ABI_VERSION, CALL.size)
     if found == expected:
         return None
@@ -123,11 +118,7 @@ def instruction_sets() -> dict[str, int]:
 
 
 def unavailable() -> str | None:
-    """Returns the reason why this kernel cannot run here, or None if it can.
-
-    Raises:
-        AHopError: ``AHOP_CPU_LIBRARY`` is not the path of a file.
-    """
+    """Returns the reason why this kernel cannot run here, or None; raises if ``AHOP_CPU_LIBRARY`` names no file."""
     library = _library()
     return library if isinstance(library, str) else None
 
@@ -147,7 +138,7 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
-    _run("ahop_forward", query, key, weight, scores, bases)
+    _run("ahop_forward", (query, key, weight, scores), bases)
     return scores.to(dtype or scores.dtype)
 
 
@@ -164,21 +155,14 @@ def score_backward(
     if grad.numel() == 0:
         for each in grads:
             each.zero_()
-    _run("ahop_backward", query, key, weight, grad, bases, grads)
+    _run("ahop_backward", (query, key, weight, grad), bases, grads)
     query_grad, key_grad, weight_grad = grads
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
 
 
-def _run(
-    function: str,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    scores: Tensor,
-    bases: Sequence[str],
-    grads: Sequence[Tensor] = (),
-) -> None:
+def _run(function: str, inputs: Sequence[Tensor], bases: Sequence[str], grads: Sequence[Tensor] = ()) -> None:
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
+    query, key, weight, scores = inputs
     if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):
         return
     library = _library()
@@ -203,11 +187,8 @@ def _run(
         *(*query.stride(), *key.stride(), *scores.stride()),
         *(DTYPE_CODES[query.dtype], need, threads, SLICE_NS, paired),
     )
-    entry, instruction_set, state = (
-        getattr(library, function),
-        next(iter(instruction_sets().values())),
-        ctypes.c_void_p(),
-    )
+    entry, state = getattr(library, function), ctypes.c_void_p()
+    instruction_set = next(iter(instruction_sets().values()))
     try:
         while (status := entry(instruction_set, call, ctypes.byref(state))) == MORE:
             pass  # Python handles signals here and may raise KeyboardInterrupt

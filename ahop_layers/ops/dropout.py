@@ -10,23 +10,12 @@ import torch
 from torch import Tensor
 
 WORD = 2**32 - 1
-TILE = {"cpu": 2**17}
-"""Number of positions that are hashed at once, by device type."""
-
-LARGE_TILE = 2**22
-"""The same for other devices, where starting an operation is expensive."""
+TILE, GPU_TILE = 2**17, 2**22
+"""Numbers of positions that are hashed at once on a CPU and on a GPU, where starting an operation is expensive."""
 
 
-def _signed(constant: int) -> int:
-    """Returns the number of small absolute value that is equal to an unsigned constant modulo 2^32.
-
-    Products with 32-bit numbers then fit into int64.
-    """
-    return constant - 2**32 if constant >= 2**31 else constant
-
-
-FIRST, SECOND = 0x7FEB352D, _signed(0x846CA68B)
-ROW, COLUMN = _signed(0x9E3779B9), _signed(0x85EBCA6B)
+# Constants modulo 2^32 with small absolute values, so that their products with 32-bit numbers fit into int64.
+FIRST, SECOND, ROW, COLUMN = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B9 - 2**32, 0x85EBCA6B - 2**32
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -59,7 +48,7 @@ def kept(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropout: fl
     other = _mix(row ^ high)
     column, limit = (columns * COLUMN) & WORD, threshold(dropout)
     bits = torch.empty(len(heads), len(rows), len(columns), dtype=torch.bool, device=seed.device)
-    room = max(1, TILE.get(seed.device.type, LARGE_TILE) // max(1, len(columns)))
+    room = max(1, (TILE if seed.device.type == "cpu" else GPU_TILE) // max(1, len(columns)))
     step = max(1, min(len(rows), room))
     steps = ((len(heads), max(1, room // step)), (len(rows), step))
     for place in product(*([slice(i, i + by) for i in range(0, size, by)] for size, by in steps)):

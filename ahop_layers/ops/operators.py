@@ -2,10 +2,11 @@
 
 ``adaptive_similarity`` checks its arguments and reshapes them to ``(N, H, L, d)``, ``(N, H, S, d)`` and
 ``(H, n_bases, d)``. The operators ``ahop::score`` and ``ahop::score_backward`` take tensors of these shapes, fold the
-weights and call a kernel. All private PyTorch functions that the package uses are in this file.
+weights and call a kernel. All private PyTorch functions that the package uses are in this file, and what
+``ahop::attend`` shares with these operators.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
@@ -43,9 +44,8 @@ def adaptive_similarity(
     """Scores every query against every key by a weighted sum of their similarity footprints.
 
     The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
-    consecutive blocks of width d / n and then sorted. With n = d every dimension is sorted by itself.
-
-    No tensor of size L x S x d or L x S x n is formed, forward or backward, except on the reference path.
+    consecutive blocks of width d / n and then sorted. With n = d every dimension is sorted by itself. No tensor of size
+    L x S x d or L x S x n is formed, forward or backward, except on the reference path.
 
     Args:
         query: ``(..., L, d)``.
@@ -53,21 +53,18 @@ def adaptive_similarity(
         weight: ``(n_bases, n)``, or ``(H, n_bases, n)`` for queries ``(..., H, L, d)``: the footprint weights of each
             base, multiplied by the factor of that base. n divides d.
         bases: names of the base similarities, in the order of ``weight``.
-        blocks: None, or n, which must be that of ``weight``. An integer tensor ``(d,)`` names the block of each
-            dimension and takes the reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in
-            bases.
+        blocks: None, or the n of ``weight``. An integer tensor ``(d,)`` names the block of each dimension and takes the
+            reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in bases.
         backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
             force one. See :func:`ahop_layers.backends`.
 
     Returns:
-        Scores ``(..., L, S)`` in the dtype of ``query``. Half-precision inputs are accumulated in float32. Under
-        autocast the scores are float32.
+        Scores ``(..., L, S)`` in the dtype of ``query``, accumulated in at least float32. Under autocast the scores are
+        float32. Forward-mode AD and ``torch.func.grad`` take the reference path.
 
     Raises:
         AHopError: an argument has an unsupported shape, dtype or device, a base is not registered, or the backend is
             not available.
-
-    Forward-mode AD and ``torch.func.grad`` run on the reference path, which is selected automatically.
 
     With weight 1 on the last footprint entry and 0 elsewhere, the score is the base similarity itself:
 
@@ -83,21 +80,21 @@ def adaptive_similarity(
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names, any_width=isinstance(blocks, Tensor))
     numbers = _check_blocks(blocks, query, weight)
+    check_differentiable(query=query, key=key, weight=weight)
     check_choice("backend", backend, ("auto", *BACKENDS))
     custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
     custom += [] if numbers is None else ["a tensor of blocks"]
     if custom and backend not in ("auto", "reference"):
         raise AHopError(f"{custom[0]} runs on the reference path only, got backend={backend!r}")
 
-    device = query.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)  # autocast is undefined on meta tensors
-    if autocast:
-        query, key = _autocast_pair(query, key, device)
+    cast = autocast_dtype(query, key)
+    if cast is not None:
+        query, key = query.to(cast), key.to(cast)
     elif query.dtype != key.dtype:
         raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
-    wide = accumulation_dtype(query.dtype)
+    wide, autocast = accumulation_dtype(query.dtype), cast is not None
     if custom or backend == "reference" or is_transformed():
-        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
             scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names, numbers)
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
@@ -105,16 +102,27 @@ def adaptive_similarity(
     return scores.to(wide if autocast else query.dtype)
 
 
+def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast casts a pair to, or None if it is disabled; float64 is kept.
+
+    It is that of a matrix product on a GPU, and float32 on other devices.
+    """
+    device = query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast is undefined on meta tensors
+        return None
+    if torch.float64 in (query.dtype, key.dtype):
+        return torch.float64
+    return torch.get_autocast_dtype(device) if device == "cuda" else torch.float32
+
+
 def is_transformed() -> bool:
     """Returns whether forward-mode AD or torch.func differentiates this call; operators support reverse mode and vmap.
 
     PyTorch has no public function for this. ``forward_ad.unpack_dual`` finds a tangent, but raises under vmap.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         return True
-    if not torch._C._are_functorch_transforms_active():
+    if not is_mapped():
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
@@ -125,14 +133,24 @@ def is_mapped() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """Checks a tensor of one bool while the compiled graph runs; reading it while tracing would break the graph."""
+    torch._assert_async(condition, message)
+
+
 _PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()
 
 
 def is_plain_call(*tensors: Tensor) -> bool:
     """Returns whether the dispatcher would only pass a call on: eager CPU tensors, and no mode, tracer or profiler.
 
-    The dispatcher takes longer than a small call itself. A tensor subclass, a transform of torch.func or a lazy
-    negation shows in the dispatch keys of a tensor.
+    A small layer trains 3 to 9 % faster without it. A tensor subclass, a transform of torch.func or a lazy negation
+    shows in the dispatch keys of a tensor.
 
     >>> is_plain_call(torch.ones(2)), is_plain_call(torch.ones(2, device="meta"))
     (True, False)
@@ -152,14 +170,8 @@ def has_hooks(module: nn.Module) -> bool:
     >>> has_hooks(layer), has_hooks(nn.Identity())
     (True, False)
     """
-    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    shared = (
-        modules._global_forward_hooks,
-        modules._global_forward_pre_hooks,
-        modules._global_backward_hooks,
-        modules._global_backward_pre_hooks,
-    )
-    return any(len(hooks) > 0 for hooks in (*own, *shared))
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return any(getattr(module, f"_{kind}") or getattr(modules, f"_global_{kind}") for kind in kinds)
 
 
 def _check_weight(
@@ -193,14 +205,6 @@ def _check_blocks(blocks: int | Tensor | None, query: Tensor, weight: Tensor) ->
     return numbers
 
 
-def _autocast_pair(query: Tensor, key: Tensor, device: str) -> tuple[Tensor, Tensor]:
-    """Casts like a matrix product on a GPU and to float32 on other devices; float64 is kept."""
-    dtype = torch.get_autocast_dtype(device) if device == "cuda" else torch.float32
-    if torch.float64 in (query.dtype, key.dtype):
-        dtype = torch.float64
-    return query.to(dtype), key.to(dtype)
-
-
 def _canonical_score(
     query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], names: tuple[str, ...], backend: str, wide: bool
 ) -> Tensor:
@@ -218,66 +222,26 @@ def _canonical_score(
     return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
 
 
-# torch.library.define instead of the decorator custom_op, which imports the compiler at the first call (seconds) and
-# checks the results of every call.
-torch.library.define(
-    "ahop::score",
-    "(Tensor query, Tensor key, Tensor weight, str bases, str backend, bool wide=True) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "ahop::score_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor weight, str bases, str backend, bool[] need)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+def check_call(weight: Tensor, bases: str, backend: str, **inputs: Tensor) -> tuple[str, ...]:
+    """Validates what the calls of all operators have, and returns the names of their bases.
 
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: str,
-    backend: str,
-    grad: Tensor | None = None,
-    need: Sequence[bool] | None = None,
-) -> tuple[str, ...]:
-    """Validates the arguments of an operator and returns the names of its bases.
-
-    The implementations and the fakes share this check. Kernels compute addresses from these shapes and dtypes, so a
-    call that does not pass must never reach them.
+    The implementations and the fakes share this check. Kernels compute addresses from shapes and dtypes, so a call
+    that does not pass must never reach them.
     """
-    names = kernel_bases(bases)
+    names, query = kernel_bases(bases), inputs["query"]
     check_choice("backend", backend, ("auto", *KERNELS))
-    if query.ndim != 4 or key.ndim != 4 or query.shape[-1] == 0:
-        got = f"query {describe(query)} and key {describe(key)}"
-        raise AHopError(f"query and key must be (N, H, L, d) and (N, H, S, d) with d >= 1, got {got}")
+    if any(tensor.ndim != 4 for tensor in inputs.values()) or query.shape[-1] == 0:
+        rule = " and ".join(f"({sizes})" for sizes in ("N, H, L, d", "N, H, S, d", "N, H, S, e")[: len(inputs)])
+        got = " and ".join(f"{name} {describe(tensor)}" for name, tensor in inputs.items())
+        raise AHopError(f"{' and '.join(inputs)} must be {rule} with d >= 1, got {got}")
     check_floating(query=query)
-    check_kernel_weight(query, weight, len(names))
-    (n, heads, length, d), count, wide = query.shape, key.shape[-2], accumulation_dtype(query.dtype)
-    check_tensor("key", key, (n, heads, count, d), query.dtype, query)
-    if grad is not None:
-        check_tensor("grad", grad, (n, heads, length, count), query.dtype if grad.dtype == query.dtype else wide, query)
-    if need is not None and len(need) != 3:
-        raise AHopError(f"need must have 3 entries, for query, key and weight, got {need!r}")
-    return names
-
-
-def check_kernel_weight(query: Tensor, weight: Tensor, bases: int) -> None:
-    """Raises unless ``weight`` is ``(H, bases, n)`` for ``query (N, H, L, d)``, in its dtype or at least float32."""
     heads, d, blocks = query.shape[1], query.shape[-1], weight.shape[-1] if weight.ndim else 0
     if not _divides(blocks, d):
-        rule = f"({heads}, {bases}, n) with n one of {divisors(d)}, the divisors of d"
+        rule = f"({heads}, {len(names)}, n) with n one of {divisors(d)}, the divisors of d"
         raise AHopError(f"weight must be {rule}, got {describe(weight)}")
     dtype = query.dtype if weight.dtype == query.dtype else accumulation_dtype(query.dtype)
-    check_tensor("weight", weight, (heads, bases, blocks), dtype, query)
-
-
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, query: Tensor) -> None:
-    """Raises unless the tensor has this shape and dtype and is on the device of the query."""
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
-        got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
-        raise AHopError(f"{name} must be {tuple(shape)} of {dtype} on {query.device} for this query, got {got}")
+    check_tensor("weight", weight, (heads, len(names), blocks), dtype, query)
+    return names
 
 
 @lru_cache(maxsize=None)
@@ -290,71 +254,128 @@ def kernel_bases(bases: str) -> tuple[str, ...]:
     return names
 
 
-def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
-    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S), in at least float32 if ``wide``."""
-    names = _check(query, key, weight, bases, backend)
-    kernel = choose_kernel(backend, query, names, weight.shape[-1])
-    return kernel.score(query, key, fold(weight, accumulation_dtype(weight.dtype)), names, _score_dtype(query, wide))
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, query: Tensor) -> None:
+    """Raises unless the tensor has this shape and dtype and is on the device of the query."""
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
+        got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
+        raise AHopError(f"{name} must be {tuple(shape)} of {dtype} on {query.device} for this query, got {got}")
+
+
+def check_need(need: Sequence[bool], count: int) -> None:
+    """Raises unless ``need`` has ``count`` entries."""
+    if len(need) != count:
+        raise AHopError(f"need must have {count} entries, one for each input with a gradient, got {need!r}")
+
+
+def empty_grads(tensors: Sequence[Tensor], need: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Allocates gradients of the tensors, empty ones where they are not needed."""
+    return tuple(x.new_empty(x.shape if wanted else 0) for x, wanted in zip(tensors, need, strict=True))
+
+
+def check_differentiable(**tensors: Tensor) -> None:
+    """Raises if autograd would have to save a tensor of inference mode."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    found = [name for name, tensor in tensors.items() if tensor.is_inference()]
+    if found and any(tensor.requires_grad for tensor in tensors.values()):
+        rule = "must not be created in torch.inference_mode if a gradient is computed"
+        raise AHopError(f"{found[0]} {rule}, got a tensor that was; clone it, or create it in torch.no_grad")
+
+
+def needed_grads(ctx: Any, backward: Callable[..., Any], count: int, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Calls a backward operator for the first ``count`` inputs; returns what autograd expects, one entry per input."""
+    need = list(ctx.needs_input_grad[:count])
+    grads = [grad if wanted else None for grad, wanted in zip(backward(*args, need), need, strict=True)]
+    return (*grads, *[None] * (len(ctx.needs_input_grad) - count))
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise AHopError(
+        "scores and attention of kernels are differentiable once; adaptive_similarity with backend='reference' can be"
+        " differentiated any number of times"
+    )
+
+
+def register(
+    name: str,
+    schema: str,
+    kernel: Any,
+    fake: Any,
+    mapped: Any,
+    backward: Any = _refuse_double_backward,
+    save: Any = None,
+) -> None:
+    """Registers the operator ``ahop::name``: its implementation, fake, vmap and autograd.
+
+    The decorator ``torch.library.custom_op`` would import the compiler at the first call, which takes seconds, and
+    check the results of every call.
+    """
+    name = f"ahop::{name}"
+    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(name, "default", kernel)
+    torch.library.register_fake(name, fake)
+    torch.library.register_vmap(name, mapped)
+    torch.library.register_autograd(name, backward, setup_context=save)
+
+
+def _check(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> tuple[str, ...]:
+    names = check_call(weight, bases, backend, query=query, key=key)
+    check_tensor("key", key, (*query.shape[:2], key.shape[-2], query.shape[-1]), query.dtype, query)
+    return names
+
+
+def _check_backward(grad: Tensor, query: Tensor, key: Tensor, *options: Any) -> tuple[str, ...]:
+    names = _check(query, key, *options[:-1])
+    dtype = query.dtype if grad.dtype == query.dtype else accumulation_dtype(query.dtype)
+    check_tensor("grad", grad, (*query.shape[:3], key.shape[-2]), dtype, query)
+    check_need(options[-1], 3)
+    return names
+
+
+def _folded(weight: Tensor) -> Tensor:
+    return fold(weight, accumulation_dtype(weight.dtype))
 
 
 def _score_dtype(query: Tensor, wide: bool) -> torch.dtype:
     return accumulation_dtype(query.dtype) if wide else query.dtype
 
 
-def _score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements ``ahop::score_backward``: gradients of query, key and weight, empty where ``need`` is False."""
-    names, wanted = _check(query, key, weight, bases, backend, grad, need), (need[0], need[1], need[2])
+def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
+    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S), in at least float32 if ``wide``."""
+    names = _check(query, key, weight, bases, backend)
     kernel = choose_kernel(backend, query, names, weight.shape[-1])
-    grads = kernel.score_backward(grad, query, key, fold(weight, accumulation_dtype(weight.dtype)), names, wanted)
-    return grads[0], grads[1], grads[2].cumsum(-1).to(weight.dtype)  # the transpose of fold
+    return kernel.score(query, key, _folded(weight), names, _score_dtype(query, wide))
 
 
-torch.library.impl("ahop::score", "default", _score)
-torch.library.impl("ahop::score_backward", "default", _score_backward)
-
-
-@torch.library.register_fake("ahop::score")  # type: ignore[untyped-decorator]
-def _(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
+def _fake_score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
     _check(query, key, weight, bases, backend)
     return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=_score_dtype(query, wide))
 
 
-@torch.library.register_fake("ahop::score_backward")  # type: ignore[untyped-decorator]
-def _(
+def _score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(query, key, weight, bases, backend, grad, need)
-    grads = [
-        tensor.new_empty(tensor.shape if wanted else 0)
-        for tensor, wanted in zip((query, key, weight), need, strict=True)
-    ]
-    return grads[0], grads[1], grads[2]
+    """Computes the gradients of query, key and weight, empty where ``need`` is False."""
+    names = _check_backward(grad, query, key, weight, bases, backend, need)
+    kernel, folded = choose_kernel(backend, query, names, weight.shape[-1]), _folded(weight)
+    grads = kernel.score_backward(grad, query, key, folded, names, (need[0], need[1], need[2]))
+    return grads[0], grads[1], grads[2].cumsum(-1).to(weight.dtype)  # the transpose of fold
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
+    _check_backward(*args)
+    return empty_grads(args[1:4], args[-1])
+
+
+def _save_score(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.options = inputs[3:5]
 
 
-def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    need, saved = list(ctx.needs_input_grad[:3]), ctx.saved_tensors
-    plain = not torch.is_grad_enabled() and is_plain_call(grad, *saved)
-    backward: Any = _score_backward if plain else torch.ops.ahop.score_backward.default
-    grads = backward(grad, *saved, *ctx.options, need)
-    return (*(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None, None)
-
-
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise AHopError(
-        "adaptive_similarity is differentiable once on this backend;"
-        " backend='reference' can be differentiated any number of times"
-    )
-
-
-torch.library.register_autograd("ahop::score", _differentiate_score, setup_context=_save_inputs)
-torch.library.register_autograd("ahop::score_backward", _refuse_double_backward)
+def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    plain = not torch.is_grad_enabled() and is_plain_call(grad, *ctx.saved_tensors)
+    backward = _score_backward if plain else torch.ops.ahop.score_backward.default
+    return needed_grads(ctx, backward, 3, (grad, *ctx.saved_tensors, *ctx.options))
 
 
 class _Score(torch.autograd.Function):
@@ -363,45 +384,37 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Computes the scores."""
-        _save_inputs(ctx, inputs, inputs[0])
+        _save_score(ctx, inputs, inputs[0])
         return _score(*inputs)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Computes the gradients."""
-        return _differentiate_score(ctx, grad)
+    backward = staticmethod(_differentiate_score)
 
 
-def merge_heads(batch: int, *tensors: tuple[Tensor, int | None, int]) -> list[Tensor]:
-    """Merges the mapped axis of each ``(tensor, mapped axis, head axis)`` into its head axis."""
-    merged = []
-    for tensor, mapped, heads in tensors:
-        tensor = tensor.movedim(mapped, heads) if mapped is not None else tensor.unsqueeze(heads)
-        shape = (*tensor.shape[:heads], batch, *tensor.shape[heads + 1 :])
-        merged.append(tensor.expand(shape).flatten(heads, heads + 1))
-    return merged
+def _merge_heads(
+    batch: int, tensors: Sequence[Tensor], in_dims: Sequence[int | None], axes: Sequence[int]
+) -> Iterator[Tensor]:
+    """Merges the axis that vmap maps into the head axis of each tensor."""
+    for tensor, mapped, axis in zip(tensors, in_dims, axes, strict=True):
+        tensor = tensor.unsqueeze(axis) if mapped is None else tensor.movedim(mapped, axis)
+        yield tensor.expand(*tensor.shape[:axis], batch, *tensor.shape[axis + 1 :]).flatten(axis, axis + 1)
 
 
-def _heads(weight: Tensor, mapped: int | None) -> int:
-    """Returns the number of heads of a weight ``(H, n_bases, n)``, one of whose axes may be mapped."""
-    return weight.shape[1 if mapped == 0 else 0]
+def _map_score(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    merged = _merge_heads(info.batch_size, args[:3], in_dims[:3], (1, 1, 0))
+    sizes = info.batch_size, args[2].shape[1 if in_dims[2] == 0 else 0]
+    return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, sizes), 1
 
 
-@torch.library.register_vmap("ahop::score")  # type: ignore[untyped-decorator]
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    merged = merge_heads(info.batch_size, *zip(args[:3], in_dims[:3], (1, 1, 0), strict=True))
-    heads = _heads(args[2], in_dims[2])
-    return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, (info.batch_size, heads)), 1
+def _map_score_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
+    merged = _merge_heads(info.batch_size, args[:4], in_dims[:4], (1, 1, 1, 0))
+    sizes = info.batch_size, args[3].shape[1 if in_dims[3] == 0 else 0]
+    results = zip(torch.ops.ahop.score_backward(*merged, *args[4:]), (1, 1, 0), args[-1], strict=True)
+    split = [(grad.unflatten(axis, sizes), axis) if wanted else (grad, None) for grad, axis, wanted in results]
+    return tuple(zip(*split, strict=True))
 
 
-@torch.library.register_vmap("ahop::score_backward")  # type: ignore[untyped-decorator]
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    merged = merge_heads(info.batch_size, *zip(args[:4], in_dims[:4], (1, 1, 1, 0), strict=True))
-    grads = torch.ops.ahop.score_backward(*merged, *args[4:])
-    need, heads = args[-1], _heads(args[3], in_dims[3])
-    split = (
-        grad.unflatten(axis, (info.batch_size, heads)) if wanted else grad
-        for grad, axis, wanted in zip(grads, (1, 1, 0), need, strict=True)
-    )
-    axes = (axis if wanted else None for axis, wanted in zip((1, 1, 0), need, strict=True))
-    return tuple(split), tuple(axes)
+_INPUTS = "Tensor query, Tensor key, Tensor weight, str bases, str backend"
+_SCHEMA = f"({_INPUTS}, bool wide=True) -> Tensor"
+register("score", _SCHEMA, _score, _fake_score, _map_score, _differentiate_score, _save_score)
+_SCHEMA = f"(Tensor grad, {_INPUTS}, bool[] need) -> (Tensor, Tensor, Tensor)"
+register("score_backward", _SCHEMA, _score_backward, _fake_score_backward, _map_score_backward)

@@ -1,7 +1,7 @@
 """The interfaces of kernels: scores of all pairs, and attention without a tensor of all scores."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -9,28 +9,21 @@ from torch import Tensor
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
-AttendNeed = tuple[bool, bool, bool, bool]
-"""Which gradients of attention are needed: of query, key, value and weight."""
-
 
 class Kernel(Protocol):
-    """Interface of a kernel module.
+    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`.
 
-    Tensors have any strides. Weights are folded (see :func:`ahop_layers.ops.reference.fold`). Half-precision inputs
-    are accumulated in float32.
+    It may also have a ``softmax`` that computes what :func:`ahop_layers.ops.sliced.softmax` does.
     """
 
     def unavailable(self) -> str | None:
         """Returns the reason why this kernel cannot run in this process, or None if it can."""
-        ...
 
     def detail(self) -> str:
         """Returns one line on how this kernel runs here."""
-        ...
 
     def serves(self, query: Tensor, bases: Sequence[str], blocks: int) -> bool:
         """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks."""
-        ...
 
     def score(
         self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None
@@ -39,7 +32,6 @@ class Kernel(Protocol):
 
         ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32.
         """
-        ...
 
     def score_backward(
         self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
@@ -48,69 +40,56 @@ class Kernel(Protocol):
 
         ``grad`` may have any dtype that :meth:`score` returns.
         """
-        ...
 
 
-@runtime_checkable
-class SoftmaxKernel(Protocol):
-    """Interface of a kernel that also computes softmax."""
+class AttentionCall(NamedTuple):
+    """The inputs of ``ahop::attend``, in the order of its schema.
 
-    def softmax(self, scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-        """Computes what :func:`ahop_layers.ops.sliced.softmax` does, from contiguous scores."""
-        ...
+    Attributes:
+        query, key, value: ``(N, H, L, d)``, ``(N, Hk, S, d)`` and ``(N, Hk, S, e)``. Hk divides H, and query head h
+            uses key head ``h // (H // Hk)``. ``value`` has the dtype of ``query``, or is half precision beside a
+            float32 query.
+        weight: ``(H, n_bases, n)``, the weights of ``ahop::score``, multiplied by the scaling of the scores.
+        mask: None, or a tensor of 4 dimensions that broadcasts to ``(N, H, L, S)``: bool, where True blocks a pair, or
+            floating point, which is added to the scores. It gets no gradient.
+        seed: None without dropout, else the int64 tensor ``(1,)`` that :mod:`ahop_layers.ops.dropout` derives the
+            dropped weights from.
+        bases: names of the base similarities.
+        causal: whether to block every key j > i of query i.
+        dropout: the probability of dropping a weight.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weight: Tensor
+    mask: Tensor | None = None
+    seed: Tensor | None = None
+    bases: tuple[str, ...] = ()
+    causal: bool = False
+    dropout: float = 0.0
+
+    def empty_results(self) -> tuple[Tensor, Tensor]:
+        """Allocates the results: the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``.
+
+        The readout has the dtype of ``value`` and the memory layout of a contiguous ``(N, L, H, e)``, so that layers
+        concatenate its heads without a copy.
+        """
+        n, heads, length, _ = self.query.shape
+        out = self.value.new_empty(n, length, heads, self.value.shape[-1]).transpose(1, 2)
+        return out, self.query.new_empty(n, heads, length, dtype=accumulation_dtype(self.query.dtype))
 
 
 class Attention(Protocol):
-    """Interface of an implementation of ``ahop::attend``.
+    """Interface of an implementation of ``ahop::attend``; tensors have any strides, and weights are not folded."""
 
-    Tensors have the shapes and meanings that :mod:`ahop_layers.ops.attend` documents, with any strides; weights are
-    not folded. The results of :func:`empty_results` show the dtype and memory layout of the results of :meth:`attend`.
-    """
+    def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Computes what :meth:`AttentionCall.empty_results` allocates."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Computes the readout and the logarithm of the sum of ``exp(score)`` of each query."""
-        ...
-
-    def attend_backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        seed: Tensor | None,
-        out: Tensor,
-        log_sum: Tensor,
-        need: AttendNeed,
+    def backward(
+        self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors.
 
         The gradients of query, key and value have the dtypes of these tensors and are contiguous.
         """
-        ...
-
-
-def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates the results of ``ahop::attend``: the readout ``(N, H, L, e)`` and the log-sum-exp ``(N, H, L)``.
-
-    The readout has the dtype of ``value`` and the memory layout of a contiguous ``(N, L, H, e)``, so that layers
-    concatenate its heads without a copy.
-    """
-    n, heads, length, _ = query.shape
-    out = value.new_empty(n, length, heads, value.shape[-1]).transpose(1, 2)
-    return out, query.new_empty(n, heads, length, dtype=accumulation_dtype(query.dtype))

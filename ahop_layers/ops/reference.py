@@ -66,9 +66,6 @@ def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> No
         function: takes query values and key values, two tensors that broadcast against each other, and returns the
             elementwise similarity. It runs on the reference path, where autograd differentiates it.
 
-    Raises:
-        AHopError: ``name`` is not an identifier or already registered, or ``function`` is not callable.
-
     >>> import torch, ahop_layers as ah
     >>> ah.register_base("agree", lambda query, key: torch.exp(-(query - key) ** 2))
     >>> ah.footprint(torch.zeros(1, 3), torch.zeros(1, 3), base="agree")

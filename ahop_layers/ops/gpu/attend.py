@@ -17,7 +17,7 @@ from ahop_layers.ops.gpu.launch import aligned, attention_kernels, launches_comp
 from ahop_layers.ops.gpu.mma import ROWS
 from ahop_layers.ops.gpu.mma_gradients import TileExchange
 from ahop_layers.ops.gpu.plan import PTX_NAMES, SHARED_BYTES, runs_ptx
-from ahop_layers.ops.protocols import empty_results
+from ahop_layers.ops.protocols import AttentionCall
 
 MASK_NAMES = {torch.bool: "u8", **PTX_NAMES}
 
@@ -43,17 +43,16 @@ def kernel_shape(n: int, size: int, width: int) -> Shape:
     return Shape(n, size, -(-width // mma.CHUNK) * mma.CHUNK)
 
 
-def serves(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, bases: Sequence[str]
-) -> bool:
-    """Returns whether the kernels support these tensors."""
+def serves(call: AttentionCall) -> bool:
+    """Returns whether the kernels support a call."""
+    query, _, value, weight, mask, *_ = call
     if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype or not runs_ptx(query.device):
         return False
     if 0 in (*query.shape, *value.shape):
         return False
     shape = kernel_shape(weight.shape[-1], query.shape[-1] // weight.shape[-1], value.shape[-1])
     known = mask is None or mask.dtype in MASK_NAMES
-    return known and mma.serves(shape.n, shape.size, bases) and shape.width <= mma.MAX_DIMENSIONS
+    return known and mma.serves(shape.n, shape.size, call.bases) and shape.width <= mma.MAX_DIMENSIONS
 
 
 class Plan:
@@ -112,13 +111,11 @@ def _constants(body: str, constraints: str, warps: int) -> dict[str, Any]:
     return {"BODY": body, "CONSTRAINTS": constraints, "ROWS": ROWS * warps, "WARPS": warps, "num_warps": warps}
 
 
-class Call:
+class Arguments:
     """The arguments of a call as the kernels take them: rows padded to the shape of the kernel, and aligned."""
 
-    def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bases: Sequence[str], mask: Tensor | None,
-        causal: bool, dropout: float, seed: Tensor | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, call: AttentionCall) -> None:
+        query, key, value, weight, mask, seed, bases, causal, dropout = call
         n, d = weight.shape[-1], query.shape[-1]
         self.shape = kernel_shape(n, d // n, value.shape[-1])
         self.query, self.key = (_rows(x, self.shape.size, n) for x in (query, key))
@@ -148,37 +145,33 @@ class Call:
         return (*self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3])
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bases: Sequence[str], mask: Tensor | None,
-    causal: bool, dropout: float, seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Computes the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``."""
-    call = Call(query, key, value, weight, bases, mask, causal, dropout, seed)
-    plan = forward_plan(call.shape, call.bases, call.dtype, call.rules)
-    out, log_sum = empty_results(call.query, call.value)
-    tiles = -(-call.length // (ROWS * plan.warps))
+    args = Arguments(call)
+    plan = forward_plan(args.shape, args.bases, args.dtype, args.rules)
+    out, log_sum = call._replace(query=args.query, value=args.value).empty_results()
+    tiles = -(-args.length // (ROWS * plan.warps))
     plan.launch(
-        call.batch * call.heads * tiles,
-        *call.inputs, out, log_sum, *call.strides, *out.stride()[:3], *call.mask_strides, call.weight.stride(0),
-        call.heads, call.group, call.length, call.count, tiles, call.threshold, call.factor,
+        args.batch * args.heads * tiles,
+        *args.inputs, out, log_sum, *args.strides, *out.stride()[:3], *args.mask_strides, args.weight.stride(0),
+        args.heads, args.group, args.length, args.count, tiles, args.threshold, args.factor,
     )  # fmt: skip
-    if call.shape.width > value.shape[-1]:
-        out = empty_results(query, value)[0].copy_(out[..., : value.shape[-1]])
+    if args.shape.width > call.value.shape[-1]:
+        out = call.empty_results()[0].copy_(out[..., : call.value.shape[-1]])
     return out, log_sum
 
 
-def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bases: Sequence[str],
-    mask: Tensor | None, causal: bool, dropout: float, seed: Tensor | None, out: Tensor, log_sum: Tensor,
-    need: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def backward(
+    call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-    call = Call(query, key, value, weight, bases, mask, causal, dropout, seed)
-    shape, heads, count = call.shape, call.batch * call.heads, call.count
+    query, key, value, weight, *_ = call
+    args = Arguments(call)
+    shape, heads, count = args.shape, args.batch * args.heads, args.count
     grad = _rows(grad.to(query.dtype), shape.width, 1)
-    padded = -(-call.length // ROWS) * ROWS
+    padded = -(-args.length // ROWS) * ROWS
     statistics = _statistics(grad, out, log_sum.contiguous(), padded)
-    plan = backward_plan(shape, call.bases, call.dtype, call.rules)
+    plan = backward_plan(shape, args.bases, args.dtype, args.rules)
     tiles = -(-count // (ROWS * plan.warps))
     span = _even_span(tiles, heads, _programs(query.device, plan.warps))
     strips = -(-tiles // span)
@@ -186,29 +179,29 @@ def attend_backward(
     step = -(-padded // (chunks * ROWS)) * ROWS
     kind = torch.float32 if chunks > 1 else query.dtype
     key_grad, value_grad = (
-        torch.empty(call.batch, call.heads, count, each, dtype=kind, device=query.device)
+        torch.empty(args.batch, args.heads, count, each, dtype=kind, device=query.device)
         for each in (shape.n * shape.size, shape.width)
     )
     outputs = [each.view(torch.uint8) for each in (key_grad, value_grad)]
-    query_grad = torch.empty(call.query.shape, dtype=query.dtype, device=query.device)
+    query_grad = torch.empty(args.query.shape, dtype=query.dtype, device=query.device)
     weight_grads = []
-    for start in range(0, call.length, step):
-        rows = min(step, call.length - start)
-        make = torch.zeros if causal else torch.empty
-        part = make(strips, call.batch, call.heads, rows, call.query.shape[-1], device=query.device)
-        weights = torch.empty(call.batch, call.heads, strips * plan.warps, *weight.shape[1:], device=query.device)
+    for start in range(0, args.length, step):
+        rows = min(step, args.length - start)
+        make = torch.zeros if call.causal else torch.empty
+        part = make(strips, args.batch, args.heads, rows, args.query.shape[-1], device=query.device)
+        weights = torch.empty(args.batch, args.heads, strips * plan.warps, *weight.shape[1:], device=query.device)
         mode = STORE_HALVES if chunks == 1 else ADD_FLOATS if start else STORE_FLOATS
         plan.launch(
             heads * strips,
-            *call.inputs, grad, statistics, part, *outputs, weights, *call.strides, *grad.stride()[:3],
-            *call.mask_strides, call.weight.stride(0), call.heads, call.group, count, start, rows, padded, strips,
-            span, tiles, mode, kind.itemsize, call.threshold, call.factor,
+            *args.inputs, grad, statistics, part, *outputs, weights, *args.strides, *grad.stride()[:3],
+            *args.mask_strides, args.weight.stride(0), args.heads, args.group, count, start, rows, padded, strips,
+            span, tiles, mode, kind.itemsize, args.threshold, args.factor,
         )  # fmt: skip
         query_grad[:, :, start : start + rows] = part[0] if strips == 1 else part.sum(0)
         weight_grads.append(weights.sum((0, 2)))
-    if call.group > 1:
+    if args.group > 1:
         key_grad, value_grad = (
-            torch.unflatten(x, 1, (-1, call.group)).sum(2, dtype=torch.float32) for x in (key_grad, value_grad)
+            torch.unflatten(x, 1, (-1, args.group)).sum(2, dtype=torch.float32) for x in (key_grad, value_grad)
         )
     n = weight.shape[-1]
     return (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops import chunked, sliced
-from ahop_layers.ops.chunked import Need
+from ahop_layers.ops.chunked import SCRATCH_BYTES, Need
 from ahop_layers.ops.gpu import ptx_backward
 from ahop_layers.ops.gpu.plan import PTX_NAMES, Plan, backward_plan, runs_ptx, score_plan
 from ahop_layers.ops.gpu.ptx import WARP
@@ -19,9 +19,6 @@ from ahop_layers.ops.gpu.ptx import WARP
 MAX_DIMENSIONS = 1024
 IMPLEMENTED_BASES = ("dis", "dot", "l1")
 """Kernels treat a base other than ``dis`` and ``dot`` as ``l1``, so :func:`serves` rejects bases not listed here."""
-
-SCRATCH_BYTES = 32 * 2**20
-"""Memory limit of the partial sums of one backward launch."""
 
 PROGRAMS_PER_SLOT = 8
 """Maximum number of programs in a backward launch per concurrently running warp."""
