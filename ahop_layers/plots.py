@@ -161,7 +161,7 @@ def footprint_weights(
             if row >= len(lines):
                 panel.set_visible(False)
                 continue
-            by_block = part.blocks[index].blocks is not None
+            by_block = part.blocks[index].assignment is not None
             _draw_weights(panel, dict(zip(part.bases, lines[row], strict=True)), by_block)
             panel.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             if row == 0:
@@ -228,7 +228,7 @@ def footprint_steps(
     names = [f"key {number}" for number in range(len(keys))] if names is None else list(names)
     if len(names) != len(keys):
         raise AHopError(f"names must have one entry for each of the {len(keys)} keys, got {len(names)}")
-    by_dimension = similarity.blocks[0].blocks is None and len(similarity.blocks) == 1
+    by_dimension = similarity.blocks[0].assignment is None and len(similarity.blocks) == 1
     unit = "dimension" if by_dimension else "block"
     first = f"similarity per {unit}"
     titles = (first, "sorted", "footprint", "weighted cumulative sum")
@@ -316,7 +316,7 @@ def _check_headless(similarity: object) -> None:
 def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
     """Returns a suffix with the number of blocks of a resolution, empty for a similarity without blocks."""
     blocks = part.blocks[index]
-    if blocks.blocks is None:
+    if blocks.assignment is None:
         return "" if len(part.blocks) == 1 else f", {part.dim} dimensions"
     n = blocks.count(part.dim)
     return f", {n} {'normalized ' if blocks.normalize else ''}block{'s' if n > 1 else ''}"

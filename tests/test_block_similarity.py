@@ -54,7 +54,7 @@ def by_hand(similarity, query, key):
     scores = 0
     for index, entry in enumerate(similarity.blocks):
         n = entry.count(12)
-        numbers = entry.blocks if isinstance(entry.blocks, torch.Tensor) else torch.arange(12) // (12 // n)
+        numbers = torch.arange(12) // (12 // n) if entry.named is None else entry.named
         assert torch.equal(entry.numbers(12), numbers)
         pair = (query, key)
         if entry.normalize:
@@ -156,7 +156,7 @@ def test_gradcheck(blocks):
 def test_gain_and_offset_of_a_normalized_block_drop_out(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, bases=BASES, blocks=ah.Blocks(blocks, normalize=True)).double())
     query, key = pair()
-    numbers = similarity.blocks[0].blocks if isinstance(blocks, torch.Tensor) else torch.arange(12) // 3
+    numbers = similarity.blocks[0].numbers(12)
     gain, offset = 1 + torch.rand(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
     expected = similarity(query, key)
     changed = similarity(gain[:, numbers] * query + offset[:, numbers], key)
@@ -275,38 +275,42 @@ def test_names_in_the_state_dict():
     def names(blocks):
         return set(ah.AdaptiveSimilarity(12, debias=True, blocks=blocks).state_dict())
 
-    assert names(None) == names(4) == names([4]) == {"w", "beta", "bias"}
-    assert names(UNEQUAL) == {"w", "beta", "bias", "blocks_0"}
-    assert names(ah.Blocks(4, normalize=True)) == {"w", "beta", "bias", "norm_0"}
+    single = {"w", "beta", "bias", "_extra_state"}  # the last one names the bases
+    assert names(None) == names(4) == names([4]) == single
+    assert names(UNEQUAL) == single | {"blocks_0"}
+    assert names(ah.Blocks(4, normalize=True)) == single | {"norm_0"}
     several = [4, UNEQUAL, ah.Blocks(2, normalize=True)]
     weights = {f"{name}_{index}" for name in ("w", "beta") for index in range(3)}
-    assert names(several) == weights | {"bias", "blocks_1", "norm_2"}
+    assert names(several) == weights | {"bias", "_extra_state", "blocks_1", "norm_2"}
 
 
-def test_old_checkpoints_load():
-    """One weight for each dimension, under the names that a similarity without blocks has."""
-    old = {"w": torch.randn(2, 12), "beta": torch.randn(2), "bias": torch.randn(12)}
-    for blocks in (None, 12):
-        similarity = ah.AdaptiveSimilarity(12, debias=True, blocks=blocks)
-        assert not any(similarity.load_state_dict(old))
-        assert torch.equal(similarity.w, old["w"])
-
-
-def test_a_similarity_pickled_before_blocks_existed_scores_as_before():
-    similarity = randomized(ah.AdaptiveSimilarity(12))
-    query, key = pair(dtype=torch.float32)
-    expected = similarity(query, key)
-    del similarity.__dict__["blocks"]
-    assert torch.equal(similarity(query, key), expected)
-    assert repr(similarity) == repr(ah.AdaptiveSimilarity(12))
+def test_a_state_dict_of_other_bases_or_with_values_that_are_not_finite_changes_nothing():
+    similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=ah.Blocks(4, normalize=True)))
+    before = copy.deepcopy(similarity.state_dict())
+    others = [(("dis", "l1"), "dis, l1"), (("dot", "dis"), "dot, dis"), (("dot",), "dot")]
+    states = [(ah.AdaptiveSimilarity(12, 3, bases, bases[0], True, similarity.blocks).state_dict(), got)
+              for bases, got in others]  # fmt: skip
+    for state, got in states:
+        with pytest.raises(ah.AHopError, match=f"the state dict must have the bases dis, dot, got {got}$"):
+            similarity.load_state_dict(state)
+    layer = ah.AdaptiveAttention(24, 2)
+    with pytest.raises(ah.AHopError, match="the state dict must have the bases dot, got dis, dot"):
+        ah.AdaptiveAttention(24, 2, bases=("dot",)).load_state_dict(layer.state_dict(), strict=False)
+    for name in ("w", "beta", "bias", "norm_0"):
+        for bad in (torch.nan, torch.inf):
+            broken = copy.deepcopy(before)
+            broken[name].flatten()[-1] = bad
+            with pytest.raises(ah.AHopError, match=f"^{name} must be finite, got NaN or infinity"):
+                similarity.load_state_dict(broken)
+    assert all(torch.equal(value, before[name]) for name, value in similarity.state_dict().items())
 
 
 def test_another_number_of_blocks_in_a_checkpoint():
     state = ah.AdaptiveSimilarity(12, blocks=6).state_dict()
     for blocks, given, message in (
-        (4, state, "must have 4 blocks, as the similarity, got w with 6"),
-        (None, state, "must have 12 blocks, as the similarity, got w with 6"),
-        ([6, 4], {"w_0": state["w"], "w_1": state["w"]}, "must have 4 blocks, as the similarity, got w_1 with 6"),
+        (4, state, "must have 4 blocks, got w with 6"),
+        (None, state, "must have 12 blocks, got w with 6"),
+        ([6, 4], {"w_0": state["w"], "w_1": state["w"]}, "must have 4 blocks, got w_1 with 6"),
     ):
         with pytest.raises(ah.AHopError, match=message):
             ah.AdaptiveSimilarity(12, blocks=blocks).load_state_dict(given, strict=False)
@@ -362,7 +366,7 @@ def test_blocks_are_frozen_copies():
     numbers = UNEQUAL.clone()
     blocks = ah.Blocks(numbers)
     numbers.zero_()
-    assert torch.equal(blocks.blocks, UNEQUAL)
+    assert torch.equal(blocks.assignment, UNEQUAL)
     with pytest.raises(AttributeError):
         blocks.normalize = True
 

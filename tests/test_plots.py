@@ -188,7 +188,7 @@ def test_weights_of_blocks_are_bars_by_rank(blocks, titles, folded):
         weights = fold(weights) if folded else weights
         for head in range(2):
             axis, n = axes[head * count + index], entry.count(6)
-            if entry.blocks is None:
+            if entry.assignment is None:
                 drawn = [line.get_ydata() for line in axis.lines[:2]]
                 assert not axis.containers
             else:
@@ -197,7 +197,7 @@ def test_weights_of_blocks_are_bars_by_rank(blocks, titles, folded):
                 np.testing.assert_allclose(places, range(1, n + 1))  # the bases side by side at each rank
             np.testing.assert_allclose(drawn, weights[head], rtol=1e-6)
             assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["dis", "dot"]
-        largest = "k-th largest similarity" if entry.blocks is None else "k-th most similar block"
+        largest = "k-th largest similarity" if entry.assignment is None else "k-th most similar block"
         assert axes[count + index].get_xlabel() == (largest if folded else "k-th footprint entry")
 
 

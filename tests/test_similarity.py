@@ -43,7 +43,7 @@ def test_a_tensor_is_the_initial_weight():
 def test_a_trained_weight_as_init_is_copied():
     trained = ah.AdaptiveSimilarity(4)
     similarity = ah.AdaptiveSimilarity(4, init=trained.w)
-    assert list(similarity.state_dict()) == ["w", "beta"]
+    assert list(similarity.state_dict()) == ["w", "beta", "_extra_state"]
     assert torch.equal(copy.deepcopy(ah.AdaptiveSimilarity(4, init=2 * trained.w)).w, 2 * trained.w)
 
 

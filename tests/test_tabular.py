@@ -207,7 +207,7 @@ def test_a_feature_is_a_block_of_its_columns():
     rows, labels = colors_and_sizes()
     model = AdaptiveMemoryClassifier(**SMALL, knots=4, embedding_dim=None, blocks="feature").fit(rows, labels)
     expected = [0, 0, 1, 2, 2, 2]  # 3 codes have 2 ramps between them, the constant has 1, 4 knots have 3
-    assert model.network_.similarity.blocks[0].blocks.tolist() == expected
+    assert model.network_.similarity.blocks[0].assignment.tolist() == expected
     assert model.network_.similarity.w.shape == (1, 3)
     np.testing.assert_allclose(model.predict_proba(rows), by_hand(model.network_, expected, rows), rtol=1e-9)
     assert model.score(rows, labels) > 0.9
@@ -240,7 +240,7 @@ def test_a_list_of_blocks_has_several_resolutions():
     rows, labels = colors_and_sizes()
     both = AdaptiveMemoryClassifier(**SMALL, knots=4, embedding_dim=None, blocks=["feature", 2]).fit(rows, labels)
     first, second = both.network_.similarity.blocks
-    assert (first.blocks.tolist(), second.blocks) == ([0, 0, 1, 2, 2, 2], 2)
+    assert (first.assignment.tolist(), second.assignment) == ([0, 0, 1, 2, 2, 2], 2)
 
 
 def test_estimators_with_blocks_are_copied():

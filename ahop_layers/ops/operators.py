@@ -105,6 +105,11 @@ def adaptive_similarity(
     return scores.to(wide if autocast else query.dtype)
 
 
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """Raises a RuntimeError when a compiled graph runs with a false condition; reading it would break the graph."""
+    torch._assert_async(condition, message)
+
+
 def is_transformed() -> bool:
     """Returns whether forward-mode AD or torch.func differentiates this call; operators support reverse mode and vmap.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.blocks import Blocks, arrange, gather_index, normalize, padding, resolutions, restore, stored_norm
+from ahop_layers.blocks import Blocks, arrange, gather_index, normalize, resolutions, restore, stored_norm
 from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
@@ -32,7 +32,7 @@ BlocksArgument = Any
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
-    """Raise an AHopError; as ``__prepare_scriptable__`` of a module, ``torch.jit.script`` calls it."""
+    """Raises an AHopError; as ``__prepare_scriptable__`` of a module, ``torch.jit.script`` calls it."""
     name = type(module).__name__
     raise AHopError(f"torch.jit.script does not support {name}: use torch.compile or torch.export instead")
 
@@ -82,7 +82,7 @@ class AdaptiveSimilarity(nn.Module):
     __prepare_scriptable__ = refuse_script
     w: nn.Parameter
     beta: nn.Parameter
-    blocks: tuple[Blocks, ...] = (Blocks(None),)  # the value of instances that were pickled before blocks existed
+    blocks: tuple[Blocks, ...]
 
     def __init__(
         self,
@@ -105,18 +105,16 @@ class AdaptiveSimilarity(nn.Module):
         self.init = _map_tensors(lambda tensor: tensor.detach().clone(), init)
         heads = () if num_heads is None else (num_heads,)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        for index, (w, beta) in enumerate(self.parameter_names()):
-            n = self.blocks[index].count(dim)
-            self.register_parameter(w, nn.Parameter(torch.empty(*heads, len(self.bases), n, **factory)))
+        for index, (entry, (w, beta)) in enumerate(zip(self.blocks, self.parameter_names(), strict=True)):
+            weights = nn.Parameter(torch.empty(*heads, len(self.bases), entry.count(dim), **factory))
+            self.register_parameter(w, weights)
             self.register_parameter(beta, nn.Parameter(torch.empty(*heads, len(self.bases), **factory)))
-        self.bias = nn.Parameter(torch.empty(*heads, dim, **factory)) if debias else None
-        for index, entry in enumerate(self.blocks):
-            if isinstance(entry.blocks, Tensor):
-                device = getattr(self, self.parameter_names()[index][0]).device
-                self.register_buffer(f"blocks_{index}", torch.empty_like(entry.blocks, device=device))
+            if entry.named is not None:
+                self.register_buffer(f"blocks_{index}", torch.empty_like(entry.named, device=weights.device))
                 self.register_buffer(f"_gather_{index}", None, persistent=False)
             if entry.normalize:
                 self.register_buffer(f"norm_{index}", torch.zeros((), **factory))
+        self.bias = nn.Parameter(torch.empty(*heads, dim, **factory)) if debias else None
         self._check_init()
         self.reset_parameters()
 
@@ -126,9 +124,8 @@ class AdaptiveSimilarity(nn.Module):
         >>> AdaptiveSimilarity(6).parameter_names(), AdaptiveSimilarity(6, blocks=[2, 3]).parameter_names()
         ([('w', 'beta')], [('w_0', 'beta_0'), ('w_1', 'beta_1')])
         """
-        if len(self.blocks) == 1:
-            return [("w", "beta")]
-        return [(f"w_{index}", f"beta_{index}") for index in range(len(self.blocks))]
+        several = [(f"w_{index}", f"beta_{index}") for index in range(len(self.blocks))]
+        return several if len(several) > 1 else [("w", "beta")]
 
     def footprint_weight(self, resolution: int = 0) -> Tensor:
         """Returns ``beta * w`` of one resolution, ``([H,] n_bases, n)``.
@@ -142,13 +139,13 @@ class AdaptiveSimilarity(nn.Module):
         return weight
 
     def _check_init(self) -> None:
-        shapes = [tuple(getattr(self, w).shape) for w, _ in self.parameter_names()]
         if isinstance(self.init, (Tensor, list, tuple)):
-            tensors = [self.init] if isinstance(self.init, Tensor) else self.init
-            if len(tensors) != len(shapes):
-                raise AHopError(f"init must have one tensor for each of {len(shapes)} resolutions, got {len(tensors)}")
-            for (name, _), tensor, shape in zip(self.parameter_names(), tensors, shapes, strict=True):
+            tensors, names = [self.init] if isinstance(self.init, Tensor) else self.init, self.parameter_names()
+            if len(tensors) != len(names):
+                raise AHopError(f"init must have one tensor for each of {len(names)} resolutions, got {len(tensors)}")
+            for (name, _), tensor in zip(names, tensors, strict=True):
                 check_floating(init=tensor)
+                shape = tuple(getattr(self, name).shape)
                 if tensor.shape != shape:
                     raise AHopError(f"init must have the shape of {name}, {shape}, got {describe(tensor)}")
         elif not isinstance(self.init, str):
@@ -163,7 +160,7 @@ class AdaptiveSimilarity(nn.Module):
         """Resets all parameters and buffers to their initial values."""
         if self.bias is not None:
             self.bias.zero_()
-        for index, names in enumerate(self.parameter_names()):
+        for index, (entry, names) in enumerate(zip(self.blocks, self.parameter_names(), strict=True)):
             w, beta = (getattr(self, name) for name in names)
             if isinstance(self.init, str) and self.init != "uniform":
                 # The last entry of a footprint is the base similarity itself, and beta selects one base of the first
@@ -173,45 +170,61 @@ class AdaptiveSimilarity(nn.Module):
                 w[..., -1] = 1.0
                 beta.zero_()
                 beta[..., self.bases.index(self.init)] = float(index == 0)
-                continue
-            if self.init == "uniform":
-                w.fill_(1.0 / w.shape[-1])
             else:
-                w.copy_(self.init if isinstance(self.init, Tensor) else self.init[index])
-            beta.fill_(1.0)
-        for index, entry in enumerate(self.blocks):
-            if isinstance(entry.blocks, Tensor):
-                getattr(self, f"blocks_{index}").copy_(entry.blocks)
+                beta.fill_(1.0)
+                if isinstance(self.init, str):
+                    w.fill_(1.0 / w.shape[-1])
+                else:
+                    w.copy_(self.init if isinstance(self.init, Tensor) else self.init[index])
+            if entry.named is not None:
+                getattr(self, f"blocks_{index}").copy_(entry.named)
                 self._set_gather(index)
             if entry.normalize:
                 getattr(self, f"norm_{index}").zero_()
 
     def _set_gather(self, index: int) -> None:
         """Derives the index that arranges dimensions as consecutive blocks from the blocks of a resolution."""
-        gather = gather_index(self.blocks[index].blocks)
+        gather = gather_index(self.blocks[index].assignment)
         device = getattr(self, f"blocks_{index}").device
         setattr(self, f"_gather_{index}", None if gather is None else gather.to(device))
 
+    def get_extra_state(self) -> Tensor:
+        """Returns the names of the bases in UTF-8, which a state dict contains under ``_extra_state``."""
+        return torch.tensor(list(",".join(self.bases).encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raises unless a state dict names the bases of this similarity."""
+        given = bytes(state.tolist()).decode(errors="replace")
+        if given != ",".join(self.bases):
+            got = ", ".join(given.split(","))
+            raise AHopError(f"the state dict must have the bases {', '.join(self.bases)}, got {got}")
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads a state dict; raises for another number of blocks, and takes over other blocks of the same number."""
-        for w, _ in self.parameter_names():
-            given, own = state_dict.get(prefix + w), getattr(self, w)
-            if given is None or given.ndim == 0 or is_lazy(given) or is_lazy(own):
-                continue
-            if given.shape[-1] != own.shape[-1]:
-                got = f"{prefix}{w} with {given.shape[-1]}"
-                raise AHopError(f"the state dict must have {own.shape[-1]} blocks, as the similarity, got {got}")
+        """Loads a state dict, and takes over other blocks of the same number.
+
+        Raises before anything is changed if the bases or the number of blocks differ, or a value is not finite.
+        """
+        names = (*self._parameters, *self._buffers, "_extra_state")
+        given = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        given = {name: value for name, value in given.items() if isinstance(value, Tensor) and not is_lazy(value)}
+        if "_extra_state" in given:
+            self.set_extra_state(given["_extra_state"])
+        blocks = list(self.blocks)
+        for index, (entry, (w, _)) in enumerate(zip(self.blocks, self.parameter_names(), strict=True)):
+            weight, numbers = self._parameters.get(w), given.get(f"blocks_{index}")
+            if w in given and weight is not None and not is_lazy(weight):
+                _check_count(prefix + w, given[w].shape[-1:].numel(), weight.shape[-1])
+            if numbers is not None and not numbers.is_meta:
+                blocks[index] = Blocks(numbers, entry.normalize)
+                _check_count(f"{prefix}blocks_{index}", blocks[index].count(self.dim), entry.count(self.dim))
+        for name, value in given.items():
+            if not value.is_meta and not value.isfinite().all():
+                raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.blocks = tuple(blocks)
         for index, entry in enumerate(self.blocks):
-            if isinstance(entry.blocks, Tensor):
-                loaded = getattr(self, f"blocks_{index}")
-                if not loaded.is_meta and prefix + f"blocks_{index}" in state_dict:
-                    changed = Blocks(loaded, entry.normalize)
-                    if changed.count(self.dim) != entry.count(self.dim):
-                        got = f"{prefix}blocks_{index} with {changed.count(self.dim)}"
-                        raise AHopError(f"the state dict must have {entry.count(self.dim)} blocks, got {got}")
-                    self.blocks = (*self.blocks[:index], changed, *self.blocks[index + 1 :])
-                    self._set_gather(index)
+            if entry.named is not None:
+                self._set_gather(index)
 
     def gathers(self) -> list[Tensor | None]:
         """Returns the index of each resolution that arranges its blocks, or None where they are consecutive.
@@ -282,14 +295,17 @@ class AdaptiveSimilarity(nn.Module):
 
         The third result is None, or the block of each dimension if the rows are not arranged.
         """
-        gather = getattr(self, f"_gather_{index}", None)
-        padded = padding(gather, self.dim)
+        gather, entry = self.gathers()[index], self.blocks[index]
+        padded = None if gather is None or len(gather) == self.dim else gather
         if gather is not None:
             query, key = arrange(query, gather), arrange(key, gather) if arranged is None else arranged
-        if self.blocks[index].normalize:
+        if entry.normalize:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
-            n = getattr(self, self.parameter_names()[index][0]).shape[-1]
-            query, key = normalize(query, key, n, getattr(self, f"norm_{index}"), padded)
+            n, real = (
+                getattr(self, self.parameter_names()[index][0]).shape[-1],
+                None if padded is None else padded < self.dim,
+            )
+            query, key = normalize(query, key, n, getattr(self, f"norm_{index}"), real)
         if padded is None or all(BASES[base].slopes is not None for base in self.bases):
             return query, key, None
         # Zero padding is exact only for the built-in bases.
@@ -372,6 +388,11 @@ def _map_tensors(function: Callable[[Tensor], Any], init: Any) -> Any:
     if isinstance(init, (list, tuple)):
         return [_map_tensors(function, entry) for entry in init]
     return function(init) if isinstance(init, Tensor) else init
+
+
+def _check_count(name: str, count: int, expected: int) -> None:
+    if count != expected:
+        raise AHopError(f"the state dict must have {expected} blocks, got {name} with {count}")
 
 
 def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:

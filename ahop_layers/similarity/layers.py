@@ -28,9 +28,11 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
         self, num_heads: int, bases: Sequence[str], init: Init, debias: bool, blocks: BlocksArgument = None
     ) -> None:
         # A dimension that every number of blocks divides stands in for the unknown one.
-        counts = [entry.blocks for entry in resolutions(blocks) if entry.blocks is not None]
+        counts = [entry.assignment for entry in resolutions(blocks) if entry.assignment is not None]
         super().__init__(2 * lcm(*counts) if counts else 1, num_heads, bases, init, debias, blocks)
-        unknown = [w for (w, _), entry in zip(self.parameter_names(), self.blocks, strict=True) if entry.blocks is None]
+        unknown = [
+            w for (w, _), entry in zip(self.parameter_names(), self.blocks, strict=True) if entry.assignment is None
+        ]
         for name in [*unknown, "bias"] if debias else unknown:
             self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
 
@@ -156,9 +158,9 @@ def _known_dim(init: Init, blocks: BlocksArgument) -> int | None:
     """Returns the dimension that a tensor of blocks, or a tensor of initial weights for all dimensions, determines."""
     entries = resolutions(blocks)
     tensors = list(init) if isinstance(init, (list, tuple)) else [init]
-    dims = [entry.dim for entry in entries]
+    dims = [None if entry.named is None else len(entry.named) for entry in entries]
     for entry, tensor in zip(entries, tensors, strict=False):
-        if entry.blocks is None and isinstance(tensor, Tensor) and tensor.ndim:
+        if entry.assignment is None and isinstance(tensor, Tensor) and tensor.ndim:
             dims.append(tensor.shape[-1])
     return next((dim for dim in dims if dim is not None), None)
 

@@ -365,7 +365,7 @@ def _column_blocks(blocks: Any, encoding: Encoding, features: int) -> Any:
     """Return the blocks of the similarity, or a list of resolutions. Blocks of features become those of columns."""
     if isinstance(blocks, list | tuple):
         return [_column_blocks(entry, encoding, features) for entry in blocks]
-    named = torch.arange(features) if isinstance(blocks, str) else Blocks(blocks).blocks
+    named = torch.arange(features) if isinstance(blocks, str) else Blocks(blocks).assignment
     if isinstance(named, Tensor):
         if len(named) != features:
             raise AHopError(f"blocks must name the block of each of the {features} features, got {len(named)}")

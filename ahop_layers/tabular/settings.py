@@ -84,7 +84,7 @@ def _check_blocks(settings: SimpleNamespace) -> None:
     for entry in entries:
         if isinstance(entry, str):
             check_choice("blocks", entry, ("feature",))
-        of_features |= isinstance(entry, str) or isinstance(Blocks(entry).blocks, Tensor)
+        of_features |= isinstance(entry, str) or isinstance(Blocks(entry).assignment, Tensor)
     if settings.blocks is not None and settings.similarity != "adaptive":
         raise AHopError(f"blocks needs similarity='adaptive', got similarity={settings.similarity!r}")
     if of_features and settings.embedding_dim is not None:
