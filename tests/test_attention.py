@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
+from ahop_layers.similarity import SimilarityOptions
 
 N, L, S, E, H = 3, 5, 7, 12, 3
 OPTIONS = {
@@ -239,7 +240,7 @@ def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():
     layer = ah.AdaptiveAttention(E, H, dtype=torch.float64, device="meta", similarity=Bilinear)
     assert (layer.similarity.matrix.dtype, layer.similarity.matrix.device.type) == (torch.float64, "meta")
     layer = ah.AdaptiveAttention(E, H).eval()
-    layer.make_adaptive(similarity=Bilinear)
+    layer.make_adaptive(SimilarityOptions(similarity=Bilinear))
     assert not layer.similarity.training
 
 
@@ -252,7 +253,7 @@ def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():
             {"similarity": Bilinear, "debias": True},
             "similarity replaces bases, .* and blocks, .* debias=True",
         ),
-        ({"similarity": Bilinear, "init": torch.ones(2)}, "got similarity together with bases"),
+        ({"similarity": Bilinear, "init": torch.ones(2)}, "got similarity together with init"),
         ({"similarity": Bilinear, "bases": ("dot",)}, r"bases=\('dot',\)"),
     ],
 )

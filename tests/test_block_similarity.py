@@ -11,7 +11,7 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.blocks import arrange, gather_index, restore
-from ahop_layers.similarity import LazyAdaptiveSimilarity, make_similarity
+from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions
 
 BASES = ("dis", "dot", "l1")
 UNEQUAL = torch.tensor([2, 0, 1, 0, 2, 2, 1, 3, 0, 3, 3, 3])
@@ -395,37 +395,38 @@ def test_patches():
 def test_lazy_similarities():
     query, key = pair(2, 3, dtype=torch.float32)
     for blocks in (4, [None, 4], ah.Blocks(4, normalize=True), [ah.Blocks(4, normalize=True), 6]):
-        lazy = make_similarity(None, 3, debias=True, blocks=blocks)
+        lazy = SimilarityOptions(debias=True, blocks=blocks).make_similarity(None, 3)
         assert isinstance(lazy, LazyAdaptiveSimilarity)
         expected = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
         assert torch.equal(lazy(query, key), expected(query, key))
         assert type(lazy) is ah.AdaptiveSimilarity
         assert repr(lazy) == repr(expected)
         assert lazy.state_dict().keys() == expected.state_dict().keys()
-    assert make_similarity(None, 3, blocks=UNEQUAL).dim == 12
-    assert make_similarity(None, 3, blocks=[4, UNEQUAL]).dim == 12
-    assert make_similarity(None, 3, blocks=[4, None], init=[torch.ones(3, 2, 4), torch.ones(3, 2, 12)]).dim == 12
+    assert SimilarityOptions(blocks=UNEQUAL).make_similarity(None, 3).dim == 12
+    assert SimilarityOptions(blocks=[4, UNEQUAL]).make_similarity(None, 3).dim == 12
+    init = [torch.ones(3, 2, 4), torch.ones(3, 2, 12)]
+    assert SimilarityOptions(blocks=[4, None], init=init).make_similarity(None, 3).dim == 12
     weights = torch.randn(3, 2, 4)
-    lazy = make_similarity(None, 3, init=weights, blocks=4)
+    lazy = SimilarityOptions(init=weights, blocks=4).make_similarity(None, 3)
     assert isinstance(lazy, LazyAdaptiveSimilarity)  # the last dimension of init is n
     lazy(query, key)
     assert torch.equal(lazy.w, weights)
 
 
 def test_a_lazy_similarity_checks_the_blocks_at_the_first_call():
-    lazy = make_similarity(None, 3, blocks=5)
+    lazy = SimilarityOptions(blocks=5).make_similarity(None, 3)
     with pytest.raises(ah.AHopError, match="blocks must divide d = 12: expected one of 1, 2, 3, 4, 6, 12, got 5"):
         lazy(*pair(2, 3, dtype=torch.float32))
 
 
 def test_lazy_similarities_load_checkpoints():
     source = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=[None, 4]))
-    lazy = make_similarity(None, 3, debias=True, blocks=[None, 4])
+    lazy = SimilarityOptions(debias=True, blocks=[None, 4]).make_similarity(None, 3)
     lazy.load_state_dict(source.state_dict())
     query, key = pair(2, 3, dtype=torch.float32)
     assert torch.equal(lazy(query, key), source(query, key))
     with pytest.raises(ah.AHopError, match="must have 3 blocks"):
-        make_similarity(None, 3, debias=True, blocks=[None, 3]).load_state_dict(source.state_dict())
+        SimilarityOptions(debias=True, blocks=[None, 3]).make_similarity(None, 3).load_state_dict(source.state_dict())
 
 
 x = torch.randn(4, 12)

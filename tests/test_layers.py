@@ -28,6 +28,7 @@ from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfieldPooling,
 )
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilarityOptions
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
 OWN = {
@@ -91,7 +92,7 @@ def test_arguments_are_those_of_the_base_class_then_keywords(name):
     plain = [(p.name, p.default, p.kind) for p in ours if p.kind != p.KEYWORD_ONLY]
     assert plain == [(p.name, p.default, p.kind) for p in theirs]
     keywords = {p.name: p.default for p in ours if p.kind == p.KEYWORD_ONLY}
-    built = {"bases": ("dis", "dot"), "init": "dot", "debias": False, "separation": "softmax", "similarity": None}
+    built = {"bases": None, "init": None, "debias": False, "separation": "softmax", "similarity": None}
     assert keywords == {**built, "blocks": None, "device": None, "dtype": None}
 
 
@@ -156,7 +157,7 @@ def test_device_and_dtype(adaptive):
 
 def test_a_new_similarity_has_the_mode_dtype_and_width_of_its_layer():
     layer = AdaptiveHopfield(8, num_heads=2, dtype=torch.float64).eval()
-    layer.make_adaptive(bases=("dot",), separation="entmax")
+    layer.make_adaptive(SimilarityOptions(bases=("dot",), separation="entmax"))
     core = layer.association_core
     assert (core.similarity.dim, core.similarity.w.dtype, core.separation.alpha_logit.dtype) == (
         4,
@@ -183,8 +184,8 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
         ({"update_steps_max": torch.ones(1)}, "update_steps_max must be an integer, .*got tensor"),
         ({"update_steps_eps": None}, "update_steps_eps must be a number or a tensor, got None"),
         ({"association_activation": 5}, "association_activation must name a function of torch, got 5"),
-        ({"separation": None}, "separation must be one of .*got None"),
-        ({"init": None}, "init must be .*got None"),
+        ({"separation": 5}, "separation must be one of .*got 5"),
+        ({"init": 5}, "init must be .*got int"),
         ({"similarity": 5}, "similarity must be a module or .* got 5"),
     ):
         with pytest.raises(AHopError, match=message):

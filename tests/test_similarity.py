@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.similarity import LazyAdaptiveSimilarity, make_similarity, named_similarities
+from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
 
 
 @pytest.mark.parametrize("heads", [None, 3])
@@ -142,22 +142,24 @@ class Scaled(nn.Module):
 
 
 def test_a_layer_builds_its_similarity_from_arguments_a_module_or_a_factory():
-    assert repr(make_similarity(8, 2, ("dot",), debias=True)) == repr(
+    assert repr(SimilarityOptions(bases=("dot",), debias=True).make_similarity(8, 2)) == repr(
         ah.AdaptiveSimilarity(8, 2, ("dot",), debias=True)
     )
     module = Scaled(8, 2)
-    assert make_similarity(8, 2, similarity=module) is module
-    assert make_similarity(8, 2, similarity=Scaled).shape == (8, 2)
-    assert repr(make_similarity(8, 2, ["dis", "dot"], similarity=ah.AdaptiveSimilarity)) == repr(make_similarity(8, 2))
+    assert SimilarityOptions(similarity=module).make_similarity(8, 2) is module
+    assert SimilarityOptions(similarity=Scaled).make_similarity(8, 2).shape == (8, 2)
+    assert repr(SimilarityOptions(similarity=ah.AdaptiveSimilarity).make_similarity(8, 2)) == repr(
+        SimilarityOptions().make_similarity(8, 2)
+    )
 
 
 def test_an_unknown_dimension_is_inferred_or_an_error():
-    assert isinstance(make_similarity(None, 2), LazyAdaptiveSimilarity)
-    assert make_similarity(None, 2, init=torch.ones(2, 2, 5)).dim == 5
+    assert isinstance(SimilarityOptions().make_similarity(None, 2), LazyAdaptiveSimilarity)
+    assert SimilarityOptions(init=torch.ones(2, 2, 5)).make_similarity(None, 2).dim == 5
     with pytest.raises(ah.AHopError, match="init must have the shape of w"):
-        make_similarity(None, 2, init=torch.tensor(1.0))
+        SimilarityOptions(init=torch.tensor(1.0)).make_similarity(None, 2)
     with pytest.raises(ah.AHopError, match="a similarity factory needs the dimension of a head"):
-        make_similarity(None, 2, similarity=Scaled)
+        SimilarityOptions(similarity=Scaled).make_similarity(None, 2)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,8 @@ def test_an_unknown_dimension_is_inferred_or_an_error():
         ({"similarity": "dot"}, "similarity must be a module or a factory .* got 'dot'"),
         ({"similarity": lambda dim, heads: torch.ones(1)}, "factory must return a module, got Tensor"),
         ({"similarity": Scaled, "bases": ("dot",)}, r"similarity replaces bases, init, .* bases=\('dot',\)"),
-        ({"similarity": Scaled, "bases": 5}, r"bases must be .* got 5"),
+        ({"similarity": Scaled, "bases": ("dis", "dot")}, r"similarity replaces bases, .* together with bases="),
+        ({"bases": 5}, r"bases must be .* got 5"),
         ({"similarity": Scaled, "init": "dis"}, "init='dis'"),
         ({"similarity": Scaled, "init": torch.ones(2, 2, 8)}, "similarity replaces bases, init, debias and blocks"),
         ({"similarity": Scaled, "debias": True}, "debias=True"),
@@ -176,7 +179,7 @@ def test_an_unknown_dimension_is_inferred_or_an_error():
 )
 def test_bad_similarities(keywords, message):
     with pytest.raises(ah.AHopError, match=message):
-        make_similarity(8, 2, **keywords)
+        SimilarityOptions(**keywords).make_similarity(8, 2)
 
 
 def test_similarities_are_found_whatever_their_class():

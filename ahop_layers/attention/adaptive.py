@@ -11,7 +11,7 @@ from torch.nn import functional
 from ahop_layers.association import Mask, Padded, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import Associator, BlocksArgument, Init, SimilaritySource, make_similarity
+from ahop_layers.similarity import Associator, BlocksArgument, Init, SimilarityOptions, SimilaritySource
 
 
 class Adaptive(Associator):
@@ -40,31 +40,19 @@ class Adaptive(Associator):
         """Returns the number of heads and the dimension of one head."""
         raise NotImplementedError
 
-    def make_adaptive(
-        self,
-        bases: Sequence[str] = ("dis", "dot"),
-        init: Init = "dot",
-        debias: bool = False,
-        separation: str | Separation = "softmax",
-        similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = None,
-    ) -> None:
+    def make_adaptive(self, options: SimilarityOptions) -> None:
         """Adds the similarity and the separation, with the device, dtype and training mode of the module.
 
         Args:
-            bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`.
-            separation: the name of a separation, or a :class:`~ahop_layers.Separation`.
-            similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)``.
+            options: the options of :func:`~ahop_layers.adapt_`, or of a constructor.
 
         Raises:
-            AHopError: an argument is invalid.
+            AHopError: an option is invalid.
         """
         heads, dim = self.head_shape()
         like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
-        similarity = make_similarity(dim, heads, bases, init, debias, similarity, blocks)
-        separation = separation if isinstance(separation, Separation) else Separation(separation, heads)
-        self.similarity = similarity.to(like).train(self.training)
-        self.separation = separation.to(like).train(self.training)
+        self.similarity = options.make_similarity(dim, heads).to(like).train(self.training)
+        self.separation = options.make_separation(heads).to(like).train(self.training)
 
     def associate(
         self,
@@ -125,8 +113,9 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         device: device of the parameters.
         dtype: dtype of the parameters.
         bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights.
+            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
+        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights. None
+            means ``"dot"``.
         debias: subtract a learned vector from every projected query, initialized to zero.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
@@ -156,7 +145,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        *, bases: Sequence[str] = ("dis", "dot"), init: Init = "dot", debias: bool = False,
+        *, bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
         separation: str | Separation = "softmax", similarity: SimilaritySource | None = None,
         blocks: BlocksArgument = None,
     ) -> None:
@@ -168,23 +157,15 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.make_adaptive(bases, init, debias, separation, similarity, blocks)
+        self.make_adaptive(SimilarityOptions(bases, init, debias, separation, similarity, blocks))
 
     def head_shape(self) -> tuple[int, int]:
         """Returns the number of heads and the dimension of one head."""
         return self.num_heads, self.head_dim
 
-    def make_adaptive(
-        self,
-        bases: Sequence[str] = ("dis", "dot"),
-        init: Init = "dot",
-        debias: bool = False,
-        separation: str | Separation = "softmax",
-        similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = None,
-    ) -> None:
+    def make_adaptive(self, options: SimilarityOptions) -> None:
         """Adds the similarity and the separation; see :meth:`Adaptive.make_adaptive`."""
-        super().make_adaptive(bases, init, debias, separation, similarity, blocks)
+        super().make_adaptive(options)
         # In eval mode, nn.TransformerEncoderLayer has a fast path that uses the projections and never calls the
         # attention module. It takes that path only if this flag is set.
         self._qkv_same_embed_dim = False

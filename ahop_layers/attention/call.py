@@ -6,7 +6,6 @@ with the learned similarity.
 """
 
 import sys
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from ahop_layers.attention.adaptive import Adaptive
 from ahop_layers.attention.products import PRODUCTS, read_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityList, make_similarity
+from ahop_layers.similarity import SimilarityList, SimilarityOptions
 
 SDPA = functional.scaled_dot_product_attention
 
@@ -74,9 +73,7 @@ class CallAttention(Adaptive):
         heads, dim = self.head_shapes()[0]
         return heads or 1, dim
 
-    def make_adaptive(  # type: ignore[override]
-        self, separation: str | Separation = "softmax", like: Tensor | None = None, **keywords: Any
-    ) -> None:
+    def make_adaptive(self, options: SimilarityOptions, like: Tensor | None = None) -> None:
         """Adds a similarity for each shape of heads, and the separation; see :meth:`Adaptive.make_adaptive`.
 
         ``like`` has the device and dtype for a module without parameters.
@@ -85,14 +82,8 @@ class CallAttention(Adaptive):
         self._ahop_parts = tuple(shapes.index(site.shape) for site in self._ahop_sites)
         own = next((p for p in self.parameters() if p.is_floating_point()), like)
         like = torch.empty(0) if own is None else own
-        given = keywords.pop("similarity", None)
-        module = isinstance(given, nn.Module)  # copied, so that no two shapes share it
-        parts = SimilarityList(
-            make_similarity(dim, heads, similarity=deepcopy(given) if module else given, **keywords)
-            for heads, dim in shapes
-        )
-        if not isinstance(separation, Separation):
-            separation = Separation(separation, shapes[0][0] if len(shapes) == 1 else None)
+        parts = SimilarityList(options.copied().make_similarity(dim, heads) for heads, dim in shapes)
+        separation = options.make_separation(shapes[0][0] if len(shapes) == 1 else None)
         self.similarity = (parts[0] if len(parts) == 1 else parts).to(like).train(self.training)
         self.separation = separation.to(like).train(self.training)
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,8 +22,8 @@ from ahop_layers.separation import Separation
 from ahop_layers.similarity import (
     BlocksArgument,
     Init,
+    SimilarityOptions,
     SimilaritySource,
-    make_similarity,
     named_similarities,
     similarity_parameters,
 )
@@ -59,8 +59,8 @@ def adapt_(
     freeze_rest: bool = False,
     dry_run: bool = False,
     like: type[nn.Module] | None = None,
-    bases: Sequence[str] = ("dis", "dot"),
-    init: Init = "dot",
+    bases: Sequence[str] | None = None,
+    init: Init | None = None,
     debias: bool = False,
     separation: str | Separation | None = None,
     blocks: BlocksArgument = None,
@@ -73,9 +73,9 @@ def adapt_(
     adds other classes. With an ``example``, every other module that calls ``scaled_dot_product_attention`` is adapted
     as well: its own ``forward`` stays, and the call uses the similarity.
 
-    Trained weights are kept. With the default ``init="dot"`` a new similarity equals the dot product, so the outputs of
-    the model do not change, with one exception: hflayers mixes the samples of a batch if a static pattern is used with
-    several heads, an adapted layer does not.
+    Trained weights are kept. By default a new similarity equals the dot product, so the outputs of the model do not
+    change, with one exception: hflayers mixes the samples of a batch if a static pattern is used with several heads, an
+    adapted layer does not.
 
     Call it before the model is wrapped in ``DistributedDataParallel``, ``FullyShardedDataParallel``, ``fully_shard`` or
     ``DataParallel``, and before ``torch.compile``: data-parallel wrappers do not synchronize the gradients of
@@ -99,9 +99,9 @@ def adapt_(
             module names are recognized by their parts, and one call of each checks that it computes the same weights,
             with softmax, sparsemax or entmax15, which is kept unless ``separation`` is given.
         bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. With the default ``"dot"``, outputs
-            do not change until the model is trained.
+            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
+        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. With None, which means ``"dot"``,
+            outputs do not change until the model is trained.
         debias: subtract a learned vector from every query, initialized to zero.
         blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
             :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
@@ -155,22 +155,19 @@ def adapt_(
         seen = "; ".join(f"{name} passed over: {reason}" for reason, name in reversed(reasons.items()))
         raise AHopError(f"expected a model with attention to adapt, got {type(model).__name__} with {seen or 'none'}")
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
-    options: dict[str, Any] = {"bases": bases, "init": init, "debias": debias}
-    options |= {} if separation is None else {"separation": separation}
-    options |= {} if similarity is None else {"similarity": similarity}
-    options |= {} if blocks is None else {"blocks": blocks}
+    options = SimilarityOptions(bases, init, debias, separation, similarity, blocks)
     how = {name: found.how for name, (_, found) in chosen.items()}
     own_softmax = [name for name, kind in how.items() if kind == "by hand"]
     if separation is not None and own_softmax:
         raise AHopError(f"{own_softmax[0]}: separation must be None for attention by hand, got {separation!r}")
     shapes = [(name, shape) for name, (module, found) in chosen.items() for shape in found.head_shapes(module)]
-    planned = [_plan(name, *shape, **options) for name, shape in shapes]
+    planned = [_plan(name, *shape, options) for name, shape in shapes]
     if dry_run:
         return Report(adapted, passed, 0, True, *costs(planned), how)
     try:
         for name, (module, found) in chosen.items():
             with _naming(name):
-                found.convert(module, {k: deepcopy(v) if isinstance(v, nn.Module) else v for k, v in options.items()})
+                found.convert(module, options.copied())
     except BaseException:
         for module in _adapted(model).values():
             turn_back(module)
@@ -192,23 +189,15 @@ def _naming(name: str) -> Iterator[None]:
         raise AHopError(f"{name}: {error}" if name else str(error)) from error
 
 
-def _plan(
-    name: str,
-    heads: int | None,
-    dim: int | None,
-    separation: str | Separation | None = None,
-    similarity: SimilaritySource | None = None,
-    **options: Any,
-) -> nn.Module:
+def _plan(name: str, heads: int | None, dim: int | None, options: SimilarityOptions) -> nn.Module:
     """Returns the similarity of a module on the meta device; raises if an argument does not fit the module.
 
     A factory of similarities is not called.
     """
-    factory = callable(similarity) and not isinstance(similarity, nn.Module)
+    factory = callable(options.similarity) and not isinstance(options.similarity, nn.Module)
     with _naming(name), torch.device("meta"):
-        if isinstance(separation, str):
-            Separation(separation, heads)
-        return make_similarity(dim, heads, similarity=_Unknown if factory else similarity, **options)
+        options.make_separation(heads)
+        return (replace(options, similarity=_Unknown) if factory else options).make_similarity(dim, heads)
 
 
 class _Unknown(nn.Module):

@@ -12,6 +12,7 @@ from ahop_layers import hopfield as layers
 from ahop_layers.convert.registry import CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilarityOptions
 
 _LAYER = {"input", "stored_pattern_padding_mask", "association_mask"}
 _HOPFIELD = ("association_activation", "norm_stored_pattern", "norm_state_pattern", "norm_pattern_projection",
@@ -82,14 +83,14 @@ def _checked(converter: Converter) -> Converter:
 
 
 @torch.no_grad()
-def _adapt_checked(converter: Converter, layer: Any, keywords: dict[str, Any]) -> None:
+def _adapt_checked(converter: Converter, layer: Any, options: SimilarityOptions) -> None:
     """Converts a layer, finds the separation of the original by comparing weights, and raises if none fits."""
     hopfield = getattr(layer, "hopfield", layer)
     patterns = _example(hopfield)
     name, training = full_name(type(layer)), layer.training
     hopfield.eval()
     expected = None if patterns is None else hopfield.get_association_matrix(patterns)
-    converter.convert(layer, keywords)
+    converter.convert(layer, options)
     core = hopfield.association_core
     chosen = core.similarity, core.separation
     if expected is not None:
@@ -101,7 +102,7 @@ def _adapt_checked(converter: Converter, layer: Any, keywords: dict[str, Any]) -
                 f"{name} has the parts of a Hopfield layer, but its weights are none of"
                 f" {_SEPARATIONS} of the dot product; pass like=... and where=... to adapt it all the same"
             )
-        core.separation = chosen[1] if "separation" in keywords else Separation(found).to(expected)
+        core.separation = chosen[1] if options.separation is not None else Separation(found).to(expected)
     layer.train(training)
 
 

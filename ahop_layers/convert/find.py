@@ -13,6 +13,7 @@ from ahop_layers.attention.call import CallAttention
 from ahop_layers.convert.class_swap import turn_into
 from ahop_layers.convert.discover import Attending, discover
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, Converter, converter_for, full_name
+from ahop_layers.similarity import SimilarityOptions
 
 Found = dict[str, tuple[nn.Module, Converter | str]]
 """Attention modules by name, each with its converter or the reason why it is not adapted."""
@@ -94,10 +95,10 @@ def _call_converter(
     return Converter(partial(_adapt_call, found, like), lambda _: shapes, how)
 
 
-def _adapt_call(found: Attending, like: Tensor | None, module: Any, keywords: dict[str, Any]) -> None:
+def _adapt_call(found: Attending, like: Tensor | None, module: Any, options: SimilarityOptions) -> None:
     turn_into(module, CallAttention, "similarity", "separation", "_ahop_sites", "_ahop_parts", "_ahop_products")
     module._ahop_sites, module._ahop_products = found.sites, found.products
-    module.make_adaptive(like=like, **keywords)
+    module.make_adaptive(options, like)
 
 
 def _is_named_attention(kind: Any) -> bool:

@@ -1,6 +1,7 @@
 """The converters: one table from the full name of an attention class to the function that makes it adaptive."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,19 +18,20 @@ from ahop_layers.hopfield.adaptive import (
 )
 from ahop_layers.hopfield.core import AssociationCore
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import SimilarityOptions
 
 
 class Converter(NamedTuple):
     """How to make the modules of a class adaptive.
 
     Attributes:
-        convert: converts a module in place; the dictionary holds keywords of ``make_adaptive``.
+        convert: converts a module in place.
         head_shapes: returns the number of heads and the dimension of one head for each similarity of a module, without
             those that are unknown. It does not change the module.
         how: how attention is replaced: by the ``forward`` of a converter, or within the ``forward`` of the module.
     """
 
-    convert: Callable[[Any, dict[str, Any]], None]
+    convert: Callable[[Any, SimilarityOptions], None]
     head_shapes: Callable[[Any], Sequence[tuple[int | None, int | None]]]
     how: str = "converter"
 
@@ -37,12 +39,12 @@ class Converter(NamedTuple):
 ADAPTIVE_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
 
 
-def _adapt_attention(adaptive: type[nn.Module], module: Any, keywords: dict[str, Any]) -> None:
+def _adapt_attention(adaptive: type[nn.Module], module: Any, options: SimilarityOptions) -> None:
     turn_into(module, adaptive, "similarity", "separation", "_qkv_same_embed_dim")
-    module.make_adaptive(**keywords)
+    module.make_adaptive(options)
 
 
-def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
+def _adapt_hopfield(hopfield: Any, options: SimilarityOptions) -> None:
     core, batch_first, width = hopfield.association_core, hopfield.batch_first, hopfield.input_size
     settings = hopfield.scaling, hopfield.update_steps_max, hopfield.update_steps_eps
     turn_into(hopfield, AdaptiveHopfield, "_batch_first", "_input_size")
@@ -55,16 +57,16 @@ def _adapt_hopfield(hopfield: Any, keywords: dict[str, Any]) -> None:
         names = ("scaling", "update_steps_max", "update_steps_eps", "steps")
         turn_into(core, AssociationCore, "similarity", "separation", *names)
         core.configure(*settings)
-    hopfield.make_adaptive(**{"separation": separation, **keywords})
+    hopfield.make_adaptive(options if options.separation is not None else replace(options, separation=separation))
 
 
 def _hopfield_head_shapes(hopfield: Any) -> list[tuple[int, int | None]]:
     return [head_shape(hopfield.association_core, hopfield.input_size)]
 
 
-def _adapt_around(into: type[nn.Module], layer: Any, keywords: dict[str, Any]) -> None:
+def _adapt_around(into: type[nn.Module], layer: Any, options: SimilarityOptions) -> None:
     """Converts a layer with learned patterns, and the Hopfield module inside."""
-    _adapt_hopfield(layer.hopfield, keywords)
+    _adapt_hopfield(layer.hopfield, options)
     turn_into(layer, into)
 
 

@@ -25,7 +25,7 @@ from ahop_layers.hopfield.layers import (
 )
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import BlocksArgument, Init, SimilaritySource, make_similarity
+from ahop_layers.similarity import BlocksArgument, Init, SimilarityOptions, SimilaritySource
 
 CALLS_WITHOUT_UPDATE = 100
 """A layer of static patterns warns after this number of calls with a gradient and without an optimizer step."""
@@ -37,8 +37,8 @@ class _AdaptiveFace(Face):
     def __init__(
         self,
         *args: Any,
-        bases: Sequence[str] = ("dis", "dot"),
-        init: Init = "dot",
+        bases: Sequence[str] | None = None,
+        init: Init | None = None,
         debias: bool = False,
         separation: str | Separation = "softmax",
         similarity: SimilaritySource | None = None,
@@ -49,7 +49,7 @@ class _AdaptiveFace(Face):
     ) -> None:
         super().__init__(*args, **keywords)
         hopfield: Any = self._inner
-        hopfield.make_adaptive(bases, init, debias, separation, similarity, blocks)
+        hopfield.make_adaptive(SimilarityOptions(bases, init, debias, separation, similarity, blocks))
         self.to(device=device, dtype=dtype)
 
 
@@ -118,9 +118,9 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
         add_zero_association: add a projected stored pattern of zeros to every sample, with a projection of zeros.
         disable_out_projection: leave out the output projection: the output is the concatenation of the heads.
         bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`.
+            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
         init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has its own weights. With
-            the default ``"dot"`` the layer initially computes the same outputs as the layer it replaces.
+            None, which means ``"dot"``, the layer initially computes the same outputs as the layer it replaces.
         debias: subtract a learned vector from every state pattern, initialized to zero.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
@@ -148,26 +148,13 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
 
-    def make_adaptive(
-        self,
-        bases: Sequence[str] = ("dis", "dot"),
-        init: Init = "dot",
-        debias: bool = False,
-        separation: str | Separation = "softmax",
-        similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = None,
-    ) -> None:
-        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer.
-
-        The arguments are those of the constructor.
-        """
+    def make_adaptive(self, options: SimilarityOptions) -> None:
+        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
         core = self.association_core
         heads, dim = head_shape(core, self._input_size)
         like = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
-        separation = separation if isinstance(separation, Separation) else Separation(separation, heads)
-        similarity = make_similarity(dim, heads, bases, init, debias, similarity, blocks)
-        core.similarity = similarity.to(like).train(self.training)
-        core.separation = separation.to(like).train(self.training)
+        core.separation = options.make_separation(heads).to(like).train(self.training)
+        core.similarity = options.make_similarity(dim, heads).to(like).train(self.training)
 
     def _associate(self, *args: Any, **keywords: Any) -> Retrieval:
         core = self.association_core

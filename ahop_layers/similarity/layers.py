@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ahop_layers.blocks import resolutions
 from ahop_layers.errors import AHopError, check_module, check_pair
-from ahop_layers.ops.reference import check_bases
+from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BlocksArgument, Init, refuse_script
 
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
@@ -109,49 +110,72 @@ def _initial_values(module: nn.Module, device: torch.device | None) -> dict[str,
     return values
 
 
-def make_similarity(
-    dim: int | None,
-    num_heads: int | None,
-    bases: Sequence[str] = ("dis", "dot"),
-    init: Init = "dot",
-    debias: bool = False,
-    similarity: SimilaritySource | None = None,
-    blocks: BlocksArgument = None,
-) -> nn.Module:
-    """Builds the similarity of a layer.
+@dataclass(frozen=True, eq=False)
+class SimilarityOptions:
+    """From what an adaptive layer makes its similarity and its separation.
 
-    Args:
-        dim: dimension of a head, or None to infer it from the first query.
-        num_heads: number of heads; None for one set of weights, with a given ``dim``.
-        bases, init, debias, blocks: see :class:`AdaptiveSimilarity`.
+    Public functions and classes build it from their keywords. None, or False, means that an option is not given.
+
+    Attributes:
+        bases, init, debias, blocks: see :class:`AdaptiveSimilarity`, which has the defaults.
+        separation: the name of a separation, or a module. None means softmax.
         similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
             returns one.
 
-    Raises:
-        AHopError: ``similarity`` is neither, or is given together with ``bases``, ``init``, ``debias`` or ``blocks``.
-
-    >>> make_similarity(8, 2)
-    AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False)
+    >>> SimilarityOptions(blocks=4).make_similarity(8, 2)
+    AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False, blocks=4)
     """
-    if similarity is None:
-        dim = _known_dim(init, blocks) if dim is None else dim
+
+    bases: Sequence[str] | None = None
+    init: Init | None = None
+    debias: bool = False
+    separation: str | Separation | None = None
+    similarity: SimilaritySource | None = None
+    blocks: BlocksArgument = None
+
+    def copied(self) -> "SimilarityOptions":
+        """Returns the options with copies of their modules, so that no two layers share one."""
+        modules = {"separation": self.separation, "similarity": self.similarity}
+        copies: Any = {name: deepcopy(each) for name, each in modules.items() if isinstance(each, nn.Module)}
+        return replace(self, **copies)
+
+    def make_separation(self, num_heads: int | None) -> Separation:
+        """Returns the separation of a layer; ``num_heads`` is for one that learns."""
+        if isinstance(self.separation, Separation):
+            return self.separation
+        return Separation("softmax" if self.separation is None else self.separation, num_heads)
+
+    def make_similarity(self, dim: int | None, num_heads: int | None) -> nn.Module:
+        """Returns the similarity of a layer.
+
+        Args:
+            dim: dimension of a head, or None to infer it from the first query.
+            num_heads: number of heads; None for one set of weights, with a given ``dim``.
+
+        Raises:
+            AHopError: an option is invalid, or ``similarity`` is given together with an option that it replaces.
+        """
+        if self.similarity is None:
+            bases = ("dis", "dot") if self.bases is None else self.bases
+            init = "dot" if self.init is None else self.init
+            dim = _known_dim(init, self.blocks) if dim is None else dim
+            if dim is None:
+                return LazyAdaptiveSimilarity(num_heads or 1, bases, init, self.debias, self.blocks)
+            return AdaptiveSimilarity(dim, num_heads, bases, init, self.debias, self.blocks)
+        if not isinstance(self.similarity, nn.Module) and not callable(self.similarity):
+            raise AHopError(f"similarity must be a module or a factory f(dim, num_heads), got {self.similarity!r}")
+        replaced = {"bases": self.bases, "init": self.init, "debias": self.debias or None, "blocks": self.blocks}
+        given = ", ".join(f"{name}={value!r}" for name, value in replaced.items() if value is not None)
+        if given:
+            raise AHopError(f"similarity replaces bases, init, debias and blocks, got similarity together with {given}")
+        if isinstance(self.similarity, nn.Module):
+            return self.similarity
         if dim is None:
-            return LazyAdaptiveSimilarity(num_heads or 1, bases, init, debias, blocks)
-        return AdaptiveSimilarity(dim, num_heads, bases, init, debias, blocks)
-    if not isinstance(similarity, nn.Module) and not callable(similarity):
-        raise AHopError(f"similarity must be a module or a factory f(dim, num_heads), got {similarity!r}")
-    changed = check_bases(bases) != ("dis", "dot") or not isinstance(init, str) or init != "dot" or debias
-    if changed or blocks is not None:
-        given = f"bases={bases!r}, init={init!r}, debias={debias!r}, blocks={blocks!r}"
-        raise AHopError(f"similarity replaces bases, init, debias and blocks, got similarity together with {given}")
-    if isinstance(similarity, nn.Module):
-        return similarity
-    if dim is None:
-        raise AHopError("a similarity factory needs the dimension of a head, got a layer that infers it from its input")
-    built = similarity(dim, num_heads)
-    if not isinstance(built, nn.Module):
-        raise AHopError(f"the similarity factory must return a module, got {type(built).__name__}")
-    return built
+            raise AHopError("a similarity factory needs the dimension of a head, got a layer that infers it")
+        built = self.similarity(dim, num_heads)
+        if not isinstance(built, nn.Module):
+            raise AHopError(f"the similarity factory must return a module, got {type(built).__name__}")
+        return built
 
 
 def _known_dim(init: Init, blocks: BlocksArgument) -> int | None:
