@@ -114,7 +114,7 @@ def test_compiled_attention():
 @pytest.mark.parametrize("blocks", [1, 4, NUMBERS, [None, 2]], ids=["1", "4", "unequal", "several"])
 def test_hopfield_layers_start_as_the_original(name, blocks):
     options = {} if name == "Hopfield" else {"quantity": 3}
-    plain = getattr(ah.hopfield, f"Own{name}")(16, num_heads=2, **options)
+    plain = getattr(ah.hopfield, name)(16, num_heads=2, **options)
     built = getattr(ah, f"Adaptive{name}")(16, num_heads=2, **options, blocks=blocks)
     built.load_state_dict(plain.state_dict())
     x = torch.randn(3, 5, 16)

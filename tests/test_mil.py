@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 
 import ahop_layers as ah
-from ahop_layers.hopfield import OwnHopfieldPooling
+from ahop_layers.hopfield import HopfieldPooling
 from examples import mil
 from examples.bags import data as mil_data
 from examples.bags import model as mil_model
@@ -89,7 +89,7 @@ def test_an_empty_bag_and_a_bag_of_one(pooling):
 
 def test_dot_is_the_modern_hopfield_network():
     pool = mil_pooling.HopfieldPool(16, "dot", 2, 4, 0.7, 0.0)
-    original = OwnHopfieldPooling(16, 4, num_heads=2, scaling=0.7)
+    original = HopfieldPooling(16, 4, num_heads=2, scaling=0.7)
     original.load_state_dict(pool.pooling.state_dict(), strict=True)
     bags = torch.randn(3, 5, 16)
     torch.testing.assert_close(pool(bags.flatten(0, 1), [5, 5, 5])[0], original(bags))

@@ -108,9 +108,9 @@ CONVERTERS: dict[str, Converter] = {
     "hflayers.Hopfield": _hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,
-    "ahop_layers.hopfield.base.OwnHopfield": _hopfield,
-    "ahop_layers.hopfield.layers.OwnHopfieldLayer": _layer,
-    "ahop_layers.hopfield.layers.OwnHopfieldPooling": _pooling,
+    "ahop_layers.hopfield.base.Hopfield": _hopfield,
+    "ahop_layers.hopfield.layers.HopfieldLayer": _layer,
+    "ahop_layers.hopfield.layers.HopfieldPooling": _pooling,
 }
 
 

@@ -1,15 +1,15 @@
-"""OwnHopfield, an implementation of ``hflayers.Hopfield``, and the interface common to the three layers."""
+"""Hopfield, an implementation of ``hflayers.Hopfield``, and the interface that the three layers have in common."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_sizes, describe
+from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_probability, check_sizes, describe
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
+from ahop_layers.similarity import reset
 
 Patterns = Tensor | Sequence[Tensor]
 """One tensor, or several: what a Hopfield layer takes as its input."""
@@ -28,7 +28,7 @@ def reads(path: str) -> Any:
 def _setting(name: str) -> Any:
     """Returns a property for a private attribute of ``hflayers.Hopfield``, which holds a setting of the core."""
 
-    def assign(self: "OwnHopfield", value: Any) -> None:
+    def assign(self: "Hopfield", value: Any) -> None:
         core = self.association_core
         names = ("scaling", "update_steps_max", "update_steps_eps")
         core.configure(*(value if each == name else getattr(core, each) for each in names))
@@ -63,11 +63,11 @@ def as_patterns(input: object, names: str, count: int) -> tuple[Tensor, ...]:
     return patterns
 
 
-class Face(nn.Module):
+class HopfieldInterface(nn.Module):
     """Methods and properties common to the three layers."""
 
     @property
-    def _inner(self) -> "OwnHopfield":
+    def _inner(self) -> "Hopfield":
         raise NotImplementedError
 
     def _triple(self, input: Any) -> Any:
@@ -83,7 +83,7 @@ class Face(nn.Module):
     ) -> Tensor:
         """Computes the weights ``(N, heads, L, S)`` of a call, with ``with_grad=True`` for a loss on them."""
         masks = (stored_pattern_padding_mask, association_mask)
-        with nullcontext() if with_grad else torch.no_grad():
+        with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
             weights: Tensor = self._inner._associate(self._triple(input), True, False, *masks)[2]
         return weights
 
@@ -119,7 +119,7 @@ class Face(nn.Module):
     normalize_pattern_projection, normalize_pattern_projection_affine = _norm_flags("_inner.norm_pattern_projection")
 
 
-class OwnHopfield(Face):
+class Hopfield(HopfieldInterface):
     """Associates state patterns with stored patterns and reads their pattern projections.
 
     The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
@@ -132,7 +132,7 @@ class OwnHopfield(Face):
     Raises:
         AHopError: an argument has the wrong type, size or shape.
 
-    >>> layer = OwnHopfield(input_size=8, num_heads=2)
+    >>> layer = Hopfield(input_size=8, num_heads=2)
     >>> layer((torch.randn(3, 5, 8), torch.randn(3, 4, 8), torch.randn(3, 5, 8))).shape
     torch.Size([3, 4, 8])
     """
@@ -161,8 +161,7 @@ class OwnHopfield(Face):
             input_size=input_size, hidden_size=hidden_size, output_size=output_size, pattern_size=pattern_size,
             stored_pattern_size=stored_pattern_size, pattern_projection_size=pattern_projection_size,
         )  # fmt: skip
-        if not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
-            raise AHopError(f"dropout must be between 0 and 1, got {dropout!r}")
+        check_probability(dropout=dropout)
         named = association_activation if isinstance(association_activation, str) else ""
         activation: Any = getattr(torch, named, None)
         if association_activation is not None and not callable(activation):
@@ -189,7 +188,7 @@ class OwnHopfield(Face):
         self.reset_parameters()  # a second time, as hflayers does: the same seed results in the same weights
 
     @property
-    def _inner(self) -> "OwnHopfield":
+    def _inner(self) -> "Hopfield":
         return self
 
     def _triple(self, input: Patterns) -> Patterns:
@@ -197,10 +196,8 @@ class OwnHopfield(Face):
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
-        for module in (self.association_core, self.norm_stored_pattern, self.norm_state_pattern,
-                       self.norm_pattern_projection):
-            if module is not None:
-                module.reset_parameters()
+        for module in self.children():
+            reset(module)
 
     def normalize(self, pattern: Tensor, part: int) -> Tensor:
         """Applies the input norm of part 0, 1 or 2 (state, stored, projection), if any, to ``(N, rows, size)``."""
@@ -273,9 +270,7 @@ class OwnHopfield(Face):
             association_mask: ``(L, S)`` or ``(N * heads, L, S)``; bool, True = ignore, or a float to add to the scores.
         """
         output = self._associate(
-            data=input,
-            stored_pattern_padding_mask=stored_pattern_padding_mask,
-            association_mask=association_mask,
+            data=input, stored_pattern_padding_mask=stored_pattern_padding_mask, association_mask=association_mask
         )[0]
         return self.activate(self._maybe_transpose(output))
 
