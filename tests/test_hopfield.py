@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from ahop_layers import AHopError, hopfield
 
-RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
 NAMES = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
 NO_NORM = {f"normalize_{name}{suffix}": False for name in ("stored_pattern", "state_pattern", "pattern_projection")
            for suffix in ("", "_affine")}  # fmt: skip
@@ -23,22 +21,6 @@ NO_NORM = {f"normalize_{name}{suffix}": False for name in ("stored_pattern", "st
 @pytest.fixture(scope="module")
 def hflayers():
     return pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")
-
-
-@pytest.mark.parametrize("name", RECORD)
-def test_recorded_case(name):
-    case = RECORD[name]
-    layer = getattr(hopfield, case["cls"])(**case["kwargs"]).eval()
-    shapes = [(key, value.shape) for key, value in layer.state_dict().items()]
-    assert shapes == [(key, value.shape) for key, value in case["state_dict"].items()]
-    assert {key: p.requires_grad for key, p in layer.named_parameters()} == case["requires_grad"]
-    layer.load_state_dict(case["state_dict"], strict=True)
-    for method, expected in (
-        (layer, case["output"]),
-        (layer.get_association_matrix, case["association"]),
-        (layer.get_projected_pattern_matrix, case["projected"]),
-    ):
-        torch.testing.assert_close(method(case["inputs"], **case["call"]), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,7 +142,6 @@ def test_bad_inputs_raise():
         ((x, x), "stored, state and projection patterns, got 2"),
         ((x, x[:2], x), r"one N and one S, got \(3, 7, 12\), \(2, 7, 12\), \(3, 7, 12\)"),
         ((x, x, x[:, :5]), "one N and one S"),
-        (x.long(), "floating-point dtype, got torch.int64"),
         ((x, None, x), "must be a tensor, got NoneType"),
     ):
         with pytest.raises(AHopError, match=message):

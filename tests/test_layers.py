@@ -54,22 +54,19 @@ def test_recorded_case_and_gradients(name):
     case = RECORD[name]
     adaptive = ADAPTIVE[case["cls"]](**case["kwargs"]).eval()
     ours = OWN[type(adaptive)](**case["kwargs"]).eval()
-    for layer in (adaptive, ours):
-        layer.load_state_dict(case["state_dict"], strict=True)
-    for method, expected in (
-        (adaptive, case["output"]),
-        (adaptive.get_association_matrix, case["association"]),
-        (adaptive.get_projected_pattern_matrix, case["projected"]),
-    ):
-        torch.testing.assert_close(method(case["inputs"], **case["call"]), expected, atol=1e-5, rtol=1e-5)
-
-    shapes = [(key, value.shape) for key, value in adaptive.state_dict().items() if "similarity" not in key]
-    assert shapes == [(key, value.shape) for key, value in case["state_dict"].items()]
-    flags = {key: p.requires_grad for key, p in adaptive.named_parameters() if "similarity" not in key}
-    assert flags == case["requires_grad"]
-
     cotangent, grads = torch.randn_like(case["output"]), []
     for layer in (adaptive, ours):
+        shapes = [(key, value.shape) for key, value in layer.state_dict().items() if "similarity" not in key]
+        assert shapes == [(key, value.shape) for key, value in case["state_dict"].items()]
+        layer.load_state_dict(case["state_dict"], strict=True)
+        flags = {key: p.requires_grad for key, p in layer.named_parameters() if "similarity" not in key}
+        assert flags == case["requires_grad"]
+        for method, expected in (
+            (layer, case["output"]),
+            (layer.get_association_matrix, case["association"]),
+            (layer.get_projected_pattern_matrix, case["projected"]),
+        ):
+            torch.testing.assert_close(method(case["inputs"], **case["call"]), expected, atol=1e-5, rtol=1e-5)
         single = isinstance(case["inputs"], torch.Tensor)
         inputs = [x.clone().requires_grad_() for x in ([case["inputs"]] if single else case["inputs"])]
         layer(inputs[0] if single else inputs, **case["call"]).backward(cotangent)
