@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import lcm
 from typing import Any, ClassVar, NoReturn
 
@@ -204,18 +205,17 @@ class AdaptiveSimilarity(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raises unless a state dict names the bases of this similarity."""
-        given = bytes(state.tolist()).decode(errors="replace")
-        if given != ",".join(self.bases):
-            got = ", ".join(given.split(","))
-            raise AHopError(f"the state dict must have the bases {', '.join(self.bases)}, got {got}")
+        given = bytes(state.to(torch.uint8).flatten().tolist()).decode(errors="replace").split(",")
+        if tuple(given) != self.bases:
+            expected, got = ", ".join(self.bases), ", ".join(given)
+            raise AHopError(f"the state dict must have the bases {expected}, got {got}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Loads a state dict, and takes over other blocks of the same number.
 
         Raises before anything is changed if the bases or the number of blocks differ, or a value is not finite.
         """
-        names = (*self._parameters, *self._buffers, "_extra_state")
-        given = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         given = {name: value for name, value in given.items() if isinstance(value, Tensor) and not is_lazy(value)}
         if "_extra_state" in given:
             self.set_extra_state(given["_extra_state"])
@@ -259,10 +259,8 @@ class AdaptiveSimilarity(nn.Module):
         self._check_rows(query, key)
         query = self.unbiased(query)
         keys = [None] * len(self.blocks) if arranged is None else arranged
-        scores = self._score(0, query, key, keys[0])
-        for index in range(1, len(self.blocks)):
-            scores = scores + self._score(index, query, key, keys[index])
-        return scores
+        scores = [self._score(index, query, key, keys[index]) for index in range(len(self.blocks))]
+        return reduce(torch.add, scores)
 
     def is_single(self) -> bool:
         """Returns whether :meth:`prepared` has all that a score depends on: one resolution, built-in bases only.

@@ -311,10 +311,8 @@ def is_dot_product(similarity: nn.Module | None) -> bool:
     >>> is_dot_product(similarity), is_dot_product(AdaptiveSimilarity(8, init="dis"))
     (True, False)
     """
-    if similarity is None:
-        return True
     if not isinstance(similarity, AdaptiveSimilarity):
-        return False
+        return similarity is None
     if any(is_lazy(parameter) for parameter in similarity.parameters()):
         return isinstance(similarity.init, str) and similarity.init == "dot"
     if similarity.bias is not None and bool(similarity.bias.any()):

@@ -68,35 +68,30 @@ class HopfieldInterface(nn.Module):
 
     @property
     def _inner(self) -> "Hopfield":
+        """The layer that associates: a Hopfield layer itself, or the one inside a layer with learned patterns."""
         raise NotImplementedError
 
-    def _triple(self, input: Any) -> Any:
+    def _patterns(self, input: Any) -> Any:
         """Returns the input of the inner layer: stored, state and projection patterns."""
-        raise NotImplementedError
+        return input
 
     def get_association_matrix(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
-        with_grad: bool = False,
-    ) -> Tensor:
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None, with_grad: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Computes the weights ``(N, heads, L, S)`` of a call, with ``with_grad=True`` for a loss on them."""
         masks = (stored_pattern_padding_mask, association_mask)
         with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
-            weights: Tensor = self._inner._associate(self._triple(input), True, False, *masks)[2]
+            weights: Tensor = self._inner._associate(self._patterns(input), True, False, *masks)[2]
         return weights
 
     @torch.no_grad()
     def get_projected_pattern_matrix(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
         """Computes the projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
         masks = (stored_pattern_padding_mask, association_mask)
-        projected: Tensor = self._inner._associate(self._triple(input), False, True, *masks)[3]
+        projected: Tensor = self._inner._associate(self._patterns(input), False, True, *masks)[3]
         return projected
 
     batch_first = reads("_inner._batch_first")
@@ -191,9 +186,6 @@ class Hopfield(HopfieldInterface):
     def _inner(self) -> "Hopfield":
         return self
 
-    def _triple(self, input: Patterns) -> Patterns:
-        return input
-
     def reset_parameters(self) -> None:
         """Resets all parameters."""
         for module in self.children():
@@ -220,13 +212,9 @@ class Hopfield(HopfieldInterface):
         return tensors[0] if len(tensors) == 1 else tensors
 
     def _associate(
-        self,
-        data: Patterns,
-        return_raw_associations: bool = False,
-        return_projected_patterns: bool = False,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
-    ) -> Retrieval:
+        self, data: Patterns, return_raw_associations: bool = False, return_projected_patterns: bool = False,
+        stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None,
+    ) -> Retrieval:  # fmt: skip
         """Normalizes the patterns and calls the core; the output has the batch as its second axis, as in hflayers."""
         patterns = as_patterns(data, "stored, state and projection", 3)
         for pattern in patterns:
@@ -245,22 +233,14 @@ class Hopfield(HopfieldInterface):
         core = self.association_core
         retrieval: Retrieval = core(
             *self._maybe_transpose(*normal),
-            key_padding_mask=stored_pattern_padding_mask,
-            need_weights=False,
-            attn_mask=association_mask,
-            scaling=core.scaling,
-            update_steps_max=core.update_steps_max,
-            update_steps_eps=core.update_steps_eps,
-            return_raw_associations=return_raw_associations,
-            return_pattern_projections=return_projected_patterns,
-        )
+            key_padding_mask=stored_pattern_padding_mask, need_weights=False, attn_mask=association_mask,
+            scaling=core.scaling, update_steps_max=core.update_steps_max, update_steps_eps=core.update_steps_eps,
+            return_raw_associations=return_raw_associations, return_pattern_projections=return_projected_patterns,
+        )  # fmt: skip
         return retrieval
 
     def forward(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
         """Retrieves the pattern projections that the state patterns are associated with.
 
@@ -279,9 +259,7 @@ class Hopfield(HopfieldInterface):
         return output if self.association_activation is None else self.association_activation(output)
 
     # The private attributes of hflayers, under the names that code outside of the class has to use.
-    _Hopfield__batch_first = property(
-        attrgetter("_batch_first"), lambda self, value: setattr(self, "_batch_first", value)
-    )
+    _Hopfield__batch_first = property(lambda self: self._batch_first, lambda self, v: setattr(self, "_batch_first", v))
     _Hopfield__scaling = _setting("scaling")
     _Hopfield__update_steps_max = _setting("update_steps_max")
     _Hopfield__update_steps_eps = _setting("update_steps_eps")

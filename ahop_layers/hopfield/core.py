@@ -196,9 +196,8 @@ class AssociationCore(Associator):
 
     def normalize(self, state: Tensor) -> Tensor:
         """Applies layer normalization in the association space."""
-        return functional.layer_norm(
-            state, state.shape[-1:], self.p_norm_weight, self.p_norm_bias, self.normalize_pattern_eps
-        )
+        shape, eps = state.shape[-1:], self.normalize_pattern_eps
+        return functional.layer_norm(state, shape, self.p_norm_weight, self.p_norm_bias, eps)
 
     def _linear(self, pattern: Tensor, part: int) -> Tensor:
         """Applies the linear projection of part 0, 1 or 2 (query, key, value); a static part has none."""
@@ -242,33 +241,19 @@ class AssociationCore(Associator):
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
         settings = settings or Settings(self.scaling, self.steps, self.update_steps_eps)
         output, weights = associate(
-            query,
-            stored,
-            score=self._similarity(settings),
-            separation=self.separation,
-            scaling=1.0 if settings.scales_query else settings.scaling,
-            dropout=self.dropout if self.training else 0.0,
-            steps=settings.steps,
-            eps=settings.eps,
-            need_weights=need_weights,
-        )
+            query, stored, score=self._similarity(settings), separation=self.separation,
+            scaling=1.0 if settings.scales_query else settings.scaling, dropout=self.dropout if self.training else 0.0,
+            steps=settings.steps, eps=settings.eps, need_weights=need_weights,
+        )  # fmt: skip
         output = rearrange(output, "n h l d -> n l (h d)")
         return output if self.out_proj is None else self.out_proj(output), weights
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0,
-        update_steps_eps: float | Tensor = 1e-4,
-        return_raw_associations: bool = False,
-        return_pattern_projections: bool = False,
-    ) -> Retrieval:
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
+        return_raw_associations: bool = False, return_pattern_projections: bool = False,
+    ) -> Retrieval:  # fmt: skip
         """Associates ``query (L, N, E)`` with ``key (S, N, E)`` and reads ``value (S, N, E)``; N may be 1 for each.
 
         Arguments and defaults are those of ``HopfieldCore.forward``: without ``scaling``, scores are not scaled. A hook

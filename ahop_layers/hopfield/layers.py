@@ -23,9 +23,6 @@ class LearnedPatterns(HopfieldInterface):
     def _inner(self) -> Hopfield:
         return self.hopfield
 
-    def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
-
     def _prepare_input(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
         """Returns stored, state and projection patterns, with the learned ones expanded to the batch of the input."""
         patterns = self._patterns(input)
@@ -34,9 +31,6 @@ class LearnedPatterns(HopfieldInterface):
         shape = (batch, -1, -1) if self.batch_first else (-1, batch, -1)
         stored, state, projection = (pattern.expand(shape) for pattern in patterns)
         return stored, state, projection
-
-    def _triple(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
-        return self._patterns(input)
 
     def _weights(self, name: str, quantity: int, width: int | None, trainable: bool) -> nn.Parameter:
         check_sizes(quantity=quantity)
@@ -52,10 +46,7 @@ class LearnedPatterns(HopfieldInterface):
             nn.init.normal_(parameter, std=0.02)
 
     def forward(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
         """Retrieves patterns; the masks are those of :class:`Hopfield`."""
         output: Tensor = self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
@@ -155,10 +146,7 @@ class HopfieldPooling(LearnedPatterns):
         return stored, self.pooling_weights, projection
 
     def forward(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
         """Pools bags; the masks are those of :class:`Hopfield`."""
         return super().forward(input, stored_pattern_padding_mask, association_mask).flatten(1)

@@ -96,13 +96,9 @@ class HopfieldEncoderLayer(_Layer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Encodes a sequence.
+        """Encodes a sequence; the arguments are those of ``nn.TransformerEncoderLayer``.
 
-        Args:
-            src: ``(N, L, input_size)``, or ``(L, N, input_size)`` with ``batch_first=False`` in the Hopfield layer.
-            src_mask: ``(L, L)`` or ``(N * heads, L, L)``; bool, True = ignore, or a float to add to the scores.
-            src_key_padding_mask: ``(N, L)``, True = ignore.
-            is_causal: a statement that ``src_mask``, which must be given, is causal. It changes nothing.
+        ``is_causal`` states that ``src_mask``, which must be given, is causal. It changes nothing.
         """
         associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask, is_causal)
         src = self.norm_residual(src + self.dropout_hopfield_association(associated))
@@ -156,17 +152,9 @@ class HopfieldDecoderLayer(_Layer):
         tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False, memory_is_causal: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Decodes a target sequence that attends to a memory.
+        """Decodes a target that attends to the memory; the arguments are those of ``nn.TransformerDecoderLayer``.
 
-        Args:
-            tgt: the target, ``(N, L, input_size)``, or ``(L, N, input_size)`` with ``batch_first=False`` in the layers.
-            memory: the output of the encoder, ``(N, S, input_size)``, with the same order of dimensions.
-            tgt_mask: ``(L, L)`` or ``(N * heads, L, L)``; bool, True = ignore, or a float to add to the scores.
-            memory_mask: ``(L, S)`` or ``(N * heads, L, S)``, likewise.
-            tgt_key_padding_mask: ``(N, L)``, True = ignore.
-            memory_key_padding_mask: ``(N, S)``, True = ignore.
-            tgt_is_causal: a statement that ``tgt_mask``, which must be given, is causal. It changes nothing.
-            memory_is_causal: the same for ``memory_mask``.
+        ``..._is_causal`` states that the mask, which must be given, is causal. It changes nothing.
         """
         associated = _associate(self.hopfield_association_self, tgt, tgt_key_padding_mask, tgt_mask, tgt_is_causal)
         tgt = self.norm_residual_self(tgt + self.dropout_hopfield_association_self(associated))
