@@ -18,7 +18,7 @@ from ahop_layers.convert import (
 from ahop_layers.errors import AHopError
 from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
-from ahop_layers.hopfield.checkpoint import hflayers_state_dict
+from ahop_layers.hopfield.adaptive import hflayers_state_dict
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends

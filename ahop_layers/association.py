@@ -11,7 +11,6 @@ from functools import reduce
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
@@ -76,12 +75,7 @@ class Mask(NamedTuple):
 
     def join(self, other: "Mask") -> "Mask":
         """Combines two masks of the same keys into one."""
-        blocked = self.blocked if other.blocked is None else other.blocked
-        added = self.added if other.added is None else other.added
-        if self.blocked is not None and other.blocked is not None:
-            blocked = self.blocked | other.blocked
-        if self.added is not None and other.added is not None:
-            added = self.added + other.added
+        blocked, added = _join(torch.logical_or, self.blocked, other.blocked), _join(torch.add, self.added, other.added)
         appended = self.appended if self.causal else other.appended
         if self.causal and other.causal:
             appended = min(self.appended, other.appended)
@@ -91,6 +85,12 @@ class Mask(NamedTuple):
         """Appends one key that no query is blocked from."""
         blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (self.blocked, self.added))
         return Mask(blocked, added, self.causal, self.appended + self.causal)
+
+
+def _join(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return combine(first, second)
 
 
 def combine_masks(
@@ -113,36 +113,31 @@ def combine_masks(
     n, h, length, keys = shape
     parts = []
     if association is not None:
-        _check_mask(names[1], association)
-        if tuple(association.shape) == (length, keys):
-            association = association[None, None]
-        elif tuple(association.shape) == (n * h, length, keys):
-            association = rearrange(association, "(n h) l s -> n h l s", h=h)
-        else:
-            raise AHopError(
-                f"{names[1]} must be (L, S) = {(length, keys)} or (N * heads, L, S) = {(n * h, length, keys)},"
-                f" got {describe(association)}"
-            )
-        parts.append(_as_mask(names[1], association))
+        layouts = {"(L, S)": ((length, keys), (1, 1)), "(N * heads, L, S)": ((n * h, length, keys), (n, h))}
+        parts.append(_as_mask(names[1], association, layouts, (length, keys)))
     if padding is not None:
-        _check_mask(names[0], padding)
-        if tuple(padding.shape) != (n, keys):
-            raise AHopError(f"{names[0]} must be (N, S) = {(n, keys)}, got {describe(padding)}")
-        parts.append(_as_mask(names[0], rearrange(padding, "n s -> n 1 1 s")))
+        parts.append(_as_mask(names[0], padding, {"(N, S)": ((n, keys), (n, 1))}, (1, keys)))
     return reduce(Mask.join, parts) if parts else None
 
 
-def _check_mask(name: str, mask: object) -> None:
+def _as_mask(
+    name: str, mask: object, layouts: dict[str, tuple[tuple[int, ...], tuple[int, int]]], pairs: tuple[int, int]
+) -> Mask:
+    """Interprets a mask by its dtype: a float is added, True blocks.
+
+    A layout maps a description to the shape of a mask, and to the batch and heads ``(N, H)`` of ``(N, H, *pairs)``.
+    """
     if not isinstance(mask, Tensor):
         raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
-
-
-def _as_mask(name: str, mask: Tensor) -> Mask:
-    """Interprets a mask by its dtype: a float is added, True blocks."""
+    batch = next((batch for shape, batch in layouts.values() if tuple(mask.shape) == shape), None)
+    if batch is None:
+        expected = " or ".join(f"{layout} = {shape}" for layout, (shape, _) in layouts.items())
+        raise AHopError(f"{name} must be {expected}, got {describe(mask)}")
+    mask = mask.reshape(*batch, *pairs)
     if mask.is_floating_point():
         return Mask(added=mask)
     if mask.dtype == torch.uint8:
-        warnings.warn(f"a uint8 {name} is deprecated, use bool", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"a uint8 {name} is deprecated, use bool", DeprecationWarning, stacklevel=3)
         return Mask(blocked=mask.bool())
     if mask.dtype != torch.bool:
         raise AHopError(f"{name} must have dtype bool or a floating-point dtype, got {mask.dtype}")
@@ -280,17 +275,17 @@ def _attend(
     query: Tensor, stored: Padded, similarity: AdaptiveSimilarity, scaling: float | Tensor, dropout: float
 ) -> Tensor | None:
     """Computes the readout with ``ahop::attend``, or returns None where separate operations are preferable."""
-    mask, added = stored.mask or Mask(), None if stored.mask is None else stored.mask.added
     if (dropout and is_mapped()) or not _fits_attend(query, stored, similarity):
         return None
     if not (query.is_cuda or is_large(query, stored.key)):  # nothing else is prepared in vain
         return None
-    blocked, causal = mask.blocked, mask.causal
-    if causal and mask.appended:
+    mask = stored.mask or Mask()
+    if mask.causal and mask.appended:
         triangle = mask.triangle(query.shape[-2], stored.key.shape[-2], query.device)
-        blocked, causal = triangle if blocked is None else triangle | blocked, False
-    if blocked is not None:
-        added = blocked if added is None else torch.where(blocked, -torch.inf, added)
+        mask = Mask(triangle).join(Mask(mask.blocked, mask.added))
+    added = mask.added
+    if mask.blocked is not None:
+        added = mask.blocked if added is None else torch.where(mask.blocked, -torch.inf, added)
     if added is not None:
         added = added[(None,) * (4 - added.ndim)]
     query, key, weight = similarity.prepared(query, stored.key)
@@ -298,7 +293,7 @@ def _attend(
     if not prefers_attend(AttentionCall(query, key, value, weight, added, bases=similarity.bases)):
         return None
     weight = weight.to(accumulation_dtype(weight.dtype)) * scaling
-    return attend(query, key, value, weight, similarity.bases, added, causal, dropout)
+    return attend(query, key, value, weight, similarity.bases, added, mask.causal, dropout)
 
 
 def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) -> bool:
@@ -306,9 +301,9 @@ def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) 
     key, value, mask = stored.key, stored.value, stored.mask or Mask()
     if not query.ndim == key.ndim == value.ndim == 4 or value.shape[1] != key.shape[1]:
         return False
-    for part in (mask.blocked, mask.added):
-        if part is not None and part.ndim == 4 and part.shape[0] not in (1, *(x.shape[0] for x in (query, key, value))):
-            return False
+    batches = (1, query.shape[0], key.shape[0], value.shape[0])
+    if any(part is not None and part.ndim == 4 and part.shape[0] not in batches for part in (mask.blocked, mask.added)):
+        return False
     if mask.added is not None:
         learned = mask.added.requires_grad and torch.is_grad_enabled()
         if learned or not mask.added.is_floating_point():

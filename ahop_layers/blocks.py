@@ -24,7 +24,7 @@ class Blocks:
     """One way to cut d dimensions into n blocks.
 
     Args:
-        blocks: an integer n, a divisor of d, for n consecutive blocks of equal width; or an integer tensor or array
+        assignment: an integer n, a divisor of d, for n consecutive blocks of equal width; or an integer tensor or array
             ``(d,)`` with the block of each dimension, from 0 to n - 1, such as :func:`patches` returns. None makes
             every dimension a block.
         normalize: whether to center each block of query and key, and to divide it by its norm plus a small constant,
@@ -33,7 +33,7 @@ class Blocks:
             blocks, so that the unit of the data does not matter and a block without contrast counts little.
 
     Attributes:
-        blocks: the integer, a copy of the tensor on the CPU, or None.
+        assignment: the integer, a copy of the tensor on the CPU, or None.
         normalize: as given.
 
     Raises:
@@ -46,37 +46,37 @@ class Blocks:
     (Blocks(tensor(n=16), normalize=True), Blocks(8, normalize=False))
     """
 
-    blocks: Any
+    assignment: Any
     normalize: bool = False
 
     def __post_init__(self) -> None:
         """Validates and copies the arguments."""
-        blocks = self.blocks
-        if isinstance(blocks, Integral):
-            check_sizes(blocks=blocks if isinstance(blocks, bool) else int(blocks))
-            blocks = int(blocks)
-        elif isinstance(blocks, Tensor) or hasattr(blocks, "__array__"):
-            if getattr(blocks, "is_meta", False):
+        given = self.assignment
+        if isinstance(given, Integral):
+            check_sizes(blocks=given)
+            given = int(given)
+        elif isinstance(given, Tensor) or hasattr(given, "__array__"):
+            if getattr(given, "is_meta", False):
                 raise AHopError("blocks must be a tensor with values, got one on the meta device")
             try:
-                numbers = torch.as_tensor(blocks, device="cpu")
+                numbers = torch.as_tensor(given, device="cpu")
             except (TypeError, ValueError):
-                raise AHopError(f"blocks must have an integer dtype, got {blocks!r}") from None
+                raise AHopError(f"blocks must have an integer dtype, got {given!r}") from None
             if numbers.ndim != 1:
                 raise AHopError(f"blocks must be (d,), the block of each dimension, got shape {describe(numbers)}")
             check_block_numbers(numbers, len(numbers))
-            blocks = numbers.long().clone()
-        elif blocks is not None:
+            given = numbers.long().clone()
+        elif given is not None:
             expected = "None, an integer, or an integer tensor or array"
-            raise AHopError(f"an entry of blocks must be {expected}, got {blocks!r}")
+            raise AHopError(f"an entry of blocks must be {expected}, got {given!r}")
         if not isinstance(self.normalize, bool):
             raise AHopError(f"normalize must be True or False, got {self.normalize!r}")
-        object.__setattr__(self, "blocks", blocks)
+        object.__setattr__(self, "assignment", given)
 
     @property
-    def dim(self) -> int | None:
-        """The number of dimensions, if a tensor determines it."""
-        return len(self.blocks) if isinstance(self.blocks, Tensor) else None
+    def named(self) -> Tensor | None:
+        """The tensor that names the block of each dimension, if one was given."""
+        return self.assignment if isinstance(self.assignment, Tensor) else None
 
     def count(self, dim: int) -> int:
         """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit.
@@ -84,12 +84,12 @@ class Blocks:
         >>> Blocks(None).count(6), Blocks(3).count(6), Blocks(patches(2, 3, 2)).count(6)
         (6, 3, 2)
         """
-        if isinstance(self.blocks, Tensor):
-            if len(self.blocks) != dim:
-                raise AHopError(f"blocks must name the block of each of the {dim} dimensions, got {len(self.blocks)}")
-            n = int(self.blocks.max()) + 1
+        if self.named is not None:
+            if len(self.named) != dim:
+                raise AHopError(f"blocks must name the block of each of the {dim} dimensions, got {len(self.named)}")
+            n = int(self.named.max()) + 1
         else:
-            n = dim if self.blocks is None else self.blocks
+            n = dim if self.assignment is None else self.assignment
             check_divides(n, dim)
         if self.normalize and n == dim:
             raise AHopError(f"normalize=True needs blocks of several dimensions, got {n} blocks of {dim} dimensions")
@@ -102,7 +102,7 @@ class Blocks:
         tensor([0, 0, 0, 1, 1, 1])
         """
         n = self.count(dim)
-        return self.blocks if isinstance(self.blocks, Tensor) else torch.arange(dim, device="cpu") // (dim // n)
+        return torch.arange(dim, device="cpu") // (dim // n) if self.named is None else self.named
 
     def short(self) -> str:
         """Returns the shortest ``blocks`` argument of a layer that means the same.
@@ -110,14 +110,14 @@ class Blocks:
         >>> Blocks(4).short(), Blocks(4, normalize=True).short()
         ('4', 'Blocks(4, normalize=True)')
         """
-        entry = repr(self.blocks)
-        if isinstance(self.blocks, Tensor):
-            entry = f"tensor(n={int(self.blocks.max()) + 1})"
-        return f"Blocks({entry}, normalize=True)" if self.normalize else entry
+        return repr(self) if self.normalize else self._entry()
+
+    def _entry(self) -> str:
+        return repr(self.assignment) if self.named is None else f"tensor(n={int(self.named.max()) + 1})"
 
     def __repr__(self) -> str:
         """Constructor arguments."""
-        return self.short() if self.normalize else f"Blocks({self.short()}, normalize=False)"
+        return f"Blocks({self._entry()}, normalize={self.normalize})"
 
 
 def resolutions(blocks: Any) -> tuple[Blocks, ...]:
@@ -186,12 +186,7 @@ def restore(rows: Tensor, index: Tensor, dim: int) -> Tensor:
     return rows.index_select(-1, inverse)
 
 
-def padding(index: Tensor | None, dim: int) -> Tensor | None:
-    """Returns the index of :func:`gather_index` if it pads ``dim`` dimensions, otherwise None."""
-    return None if index is None or len(index) == dim else index
-
-
-def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
+def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """Centers and scales each of the n consecutive blocks of query and key; see :class:`Blocks`.
 
     Args:
@@ -199,11 +194,12 @@ def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, padded: Tensor |
         key: ``(..., S, n * width)``.
         n: number of blocks.
         norm: scalar, the root mean square norm of the stored blocks; 0 means that of the keys of each batch entry.
-        padded: the index of :func:`padding`, or None.
+        real: a bool tensor ``(n * width,)``, False for padding; None if there is none.
     """
-    queries, keys = _center(query, n, padded), _center(key, n, padded)
+    queries, keys = _center(query, n, real), _center(key, n, real)
     query_norms, key_norms = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (queries, keys))
-    own = root_mean_square(key_norms, dim=(-3, -2, -1))
+    # Unlike the root of a mean, vector_norm has the gradient 0 where all values are 0.
+    own = torch.linalg.vector_norm(key_norms, dim=(-3, -2, -1), keepdim=True) / max(1, n * key.shape[-2]) ** 0.5
     constant = torch.where(norm > 0, norm.to(own.dtype), own)
     constant = torch.where(constant > 0, EPSILON * constant, 1.0)  # 0 if the keys have no contrast at all
     return (
@@ -221,24 +217,18 @@ def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
     rows = key.reshape(-1, key.shape[-1])
     for part in torch.split(rows, max(1, SLICE_ELEMENTS // key.shape[-1])):
         arranged = part if gather is None else arrange(part, gather)
-        total += _center(arranged, n, padding(gather, key.shape[-1])).square().sum(dtype=torch.float64)
+        real = None if gather is None else gather < key.shape[-1]
+        total += _center(arranged, n, real).square().sum(dtype=torch.float64)
     return (total / max(1, rows.shape[0] * n)).sqrt()
 
 
-def root_mean_square(values: Tensor, dim: tuple[int, ...] | None) -> Tensor:
-    """Returns the root mean square over ``dim``, with gradient 0 where all values are 0; of no values it is 0."""
-    norm: Tensor = torch.linalg.vector_norm(values, dim=dim, keepdim=True)
-    count = max(1, values.numel() // max(1, norm.numel()))
-    return torch.div(norm, count**0.5)
-
-
-def _center(rows: Tensor, n: int, padded: Tensor | None) -> Tensor:
+def _center(rows: Tensor, n: int, real: Tensor | None) -> Tensor:
     """Subtracts from each block the mean of its dimensions: ``(..., n * width) -> (..., n, width)``.
 
     Padding stays zero and does not count.
     """
     blocks = torch.unflatten(rows.to(accumulation_dtype(rows.dtype)), -1, (n, -1))
-    if padded is None:
+    if real is None:
         return blocks - blocks.mean(-1, keepdim=True)
-    real = torch.unflatten(padded < padded.max(), 0, (n, -1))  # the largest entry of the index marks padding
+    real = torch.unflatten(real, 0, (n, -1))
     return (blocks - blocks.sum(-1, keepdim=True) / real.sum(-1, keepdim=True)) * real

@@ -20,8 +20,7 @@ class AHopError(ValueError):
     """
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Supported dtypes of queries, keys, patterns and weights."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of queries, keys, patterns and weights
 
 
 def describe(tensor: Tensor) -> str:
@@ -62,7 +61,7 @@ def check_seed(**seeds: object) -> None:
 
 
 def check_probability(**values: object) -> None:
-    """Raise unless every value is a number between 0 and 1."""
+    """Raises unless every value is a number between 0 and 1."""
     for name, value in values.items():
         if not isinstance(value, Real) or not 0 <= float(value) <= 1:
             raise AHopError(f"{name} must be a number between 0 and 1, got {value!r}")
@@ -74,16 +73,13 @@ def check_floating(**tensors: object) -> None:
         if not isinstance(tensor, Tensor):
             raise AHopError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dtype not in DTYPES:
-            kind = (
-                "dtype float16, bfloat16, float32 or float64"
-                if tensor.is_floating_point()
-                else "a floating-point dtype"
-            )
+            supported = "dtype float16, bfloat16, float32 or float64"
+            kind = supported if tensor.is_floating_point() else "a floating-point dtype"
             raise AHopError(f"{name} must have {kind}, got {tensor.dtype}")
 
 
 def check_module(**modules: object) -> None:
-    """Raise unless every argument is an ``nn.Module``."""
+    """Raises unless every argument is an ``nn.Module``."""
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise AHopError(f"{name} must be a module, got {type(module).__name__}")
@@ -176,8 +172,7 @@ def check_numbers(rule: str, **numbers: object) -> None:
             raise AHopError(f"{name} must be {rule}, got {value!r}")
 
 
-FINITE_BLOCK = 2**21
-"""Number of elements that :func:`check_finite_rows` reads at once."""
+FINITE_BLOCK = 2**21  # number of elements that check_finite_rows reads at once
 
 
 def check_finite_rows(**matrices: Tensor) -> None:

@@ -6,7 +6,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 
 Projection = Callable[[Tensor], Tensor]
 """Computes keys or values ``(rows, H, d)`` of instances ``(rows, E)``."""
 
-# Maximal number of elements of the instances in a slice: small enough to bound memory, large enough to keep the device
-# busy.
+# Maximal number of elements of the instances in a slice: bounds memory, but keeps the device busy.
 SLICE_ELEMENTS = {"cpu": 2**22, "cuda": 2**24}
 
 # If every bag has its own states, a bag is padded to a multiple of this size and scored in blocks of it.
@@ -60,10 +59,8 @@ class Bags:
         self.total = int(sum(sizes)) if total is None else total
         number = torch.arange(self.sizes.shape[0], device=device)
         self.bag = number.repeat_interleave(self.sizes, output_size=self.total)
-        if isinstance(sizes, Tensor):
-            self._blocks = self.total // BLOCK + sizes.shape[0]  # an upper bound
-        else:
-            self._blocks = sum(-(-size // BLOCK) for size in sizes)
+        upper_bound = isinstance(sizes, Tensor)  # whose values are not read
+        self._blocks = self.total // BLOCK + len(sizes) if upper_bound else sum(-(-size // BLOCK) for size in sizes)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums the rows of each bag: ``(total, ...) -> (N, ...)``."""
@@ -84,11 +81,6 @@ class Bags:
             return rows.index_select(0, self.bag)
         spread: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
         return spread
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Turns the scores ``(total, H, Q)`` of each bag into weights."""
-        weights: Tensor = separation(scores, groups=self)
-        return weights
 
     def read(self, weights: Tensor, values: Tensor) -> Tensor:
         """Sums the values ``(total, H, e)`` of each bag by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
@@ -152,10 +144,9 @@ class Packed:
         if zero_association:
             self.extended = Bags(self.bags.sizes + 1, device, total + self.bags.sizes.shape[0])
             self.places = torch.arange(total, device=device) + self.bags.bag
-        if isinstance(sizes, Tensor):
-            self.slices: list[list[int]] = [[]]
-            self.pieces, self.lengths = [1], [total]
-        else:
+        self.slices: list[list[int]] = [[]]
+        self.pieces, self.lengths = [1], [total]
+        if not isinstance(sizes, Tensor):
             limit = SLICE_ELEMENTS["cuda" if instances.is_cuda else "cpu"] // max(1, instances.shape[1])
             self.slices, self.pieces = cut(sizes, max(1, limit))
             self.lengths = [sum(pieces) for pieces in self.slices]
@@ -178,7 +169,8 @@ class Packed:
 
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Turns the scores of each bag into weights."""
-        return self.extended.separate(scores, separation)
+        weights: Tensor = separation(scores, groups=self.extended)
+        return weights
 
     def next_state(self, weights: Tensor) -> Tensor:
         """Sums the weighted keys of each bag: ``(N, H, Q, d)``."""
@@ -259,29 +251,16 @@ def check_bags(instances: Any, bag_sizes: Any) -> tuple[Tensor, list[int] | Tens
         if bag_sizes.ndim != 1 or bag_sizes.is_floating_point() or bag_sizes.dtype == torch.bool:
             raise AHopError(f"bag_sizes must be (N,) of integers, got {describe(bag_sizes)} of {bag_sizes.dtype}")
         fits = (bag_sizes.sum() == instances.shape[0]) & (bag_sizes >= 0).all()
-        # Reading the values would break the graph, so the check is part of it.
-        torch._assert_async(fits, "bag_sizes must be integers >= 0 that add up to the number of instances")
+        assert_in_graph(fits, "bag_sizes must be integers >= 0 that add up to the number of instances")
         return instances, bag_sizes
-    sizes = _integers(bag_sizes)
-    if sizes is None or any(size < 0 for size in sizes):
+    sizes = bag_sizes.tolist() if hasattr(bag_sizes, "tolist") else bag_sizes
+    sizes = (
+        [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
+        if isinstance(sizes, Sequence)
+        else [None]
+    )
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
         raise AHopError(f"bag_sizes must be a sequence of integers >= 0, got {bag_sizes!r}")
     if sum(sizes) != len(instances):
         raise AHopError(f"bag_sizes must add up to the number of instances, {len(instances)}, got {sum(sizes)}")
     return instances, sizes
-
-
-def _integers(values: Any) -> list[int] | None:
-    """Converts a sequence, array or tensor of integers to a list; returns None for anything else."""
-    values = _plain(values)
-    if not isinstance(values, Sequence):
-        return None
-    values = [_plain(value) for value in values]
-    try:
-        return None if any(isinstance(value, bool) for value in values) else [index(value) for value in values]
-    except TypeError:
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """Converts tensors, and arrays and numbers of NumPy, to Python numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value

@@ -140,7 +140,7 @@ def footprint_weights(
     figure, axes = _panels(ax, heads, len(columns))
     quantity = ("change of " if change else "") + ("weight u" if folded else "weight \u03b2w")
     for column, (name, part, index) in enumerate(columns):
-        lines, by_block = _weights(part, index, folded), part.blocks[index].blocks is not None
+        lines, by_block = _weights(part, index, folded), part.blocks[index].assignment is not None
         if change:
             lines = lines - _weights(_reset(part), index, folded)
         largest = "k-th most similar block" if by_block else "k-th largest similarity"
@@ -208,7 +208,7 @@ def footprint_steps(
     names = [f"key {number}" for number in range(len(keys))] if names is None else list(names)
     if len(names) != len(keys):
         raise AHopError(f"names must have one entry for each of the {len(keys)} keys, got {len(names)}")
-    unit = "dimension" if similarity.blocks[0].blocks is None and len(similarity.blocks) == 1 else "block"
+    unit = "dimension" if similarity.blocks[0].assignment is None and len(similarity.blocks) == 1 else "block"
     titles = (f"similarity per {unit}", "sorted", "footprint", "weighted cumulative sum")
     kinds = [(index, *base) for index in range(len(similarity.blocks)) for base in enumerate(similarity.bases)]
     figure, axes = _panels(None, len(kinds), len(titles), sharey=False)
@@ -286,7 +286,7 @@ def _check_headless(similarity: object) -> None:
 def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
     """Returns a suffix with the number of blocks of a resolution, empty for a similarity without blocks."""
     blocks = part.blocks[index]
-    if blocks.blocks is None:
+    if blocks.assignment is None:
         return "" if len(part.blocks) == 1 else f", {part.dim} dimensions"
     n = blocks.count(part.dim)
     return f", {n} {'normalized ' if blocks.normalize else ''}block{'s' if n > 1 else ''}"

@@ -52,8 +52,10 @@ def _zeros_for_masked_rows(separate: _Separate) -> _Separate:
     @wraps(separate)
     def extended(scores: Tensor, *args: Tensor, masked: bool = True) -> Tensor:
         check_floating(scores=scores)
-        if scores.shape[-1] == 0 or not masked:
-            return scores if scores.shape[-1] == 0 else separate(scores, *args)
+        if scores.shape[-1] == 0:
+            return scores
+        if not masked:
+            return separate(scores, *args)
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         return separate(scores.masked_fill(empty, 0.0), *args).masked_fill(empty, 0.0)
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import ahop_layers as ah
-from ahop_layers.hopfield import OwnHopfield
+from ahop_layers.hopfield import Hopfield
 from ahop_layers.ops import reference
 from ahop_layers.ops.gpu.networks import sorting_network
 from benchmarks.harness.command import make_parser
@@ -311,7 +311,7 @@ def measure_layer() -> Iterator[dict[str, object]]:
     static = {f"{side}_as_static": True for side in sides}
     raw = {f"normalize_{side}{affine}": False for side in sides for affine in ("", "_affine")}
     options: dict[str, Any] = {"input_size": d, **static, **raw}
-    layers = {"ours": ah.AdaptiveHopfield(**options, blocks=n), "plain layer": OwnHopfield(**options)}
+    layers = {"ours": ah.AdaptiveHopfield(**options, blocks=n), "plain layer": Hopfield(**options)}
     patterns = torch.randn(2, 1, size, d, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         layers["ours"].association_core.similarity.w.normal_(std=0.1)  # the sort is not skipped

@@ -59,7 +59,7 @@ class Docstrings(griffe.Extension):
     @staticmethod
     def _extend_signatures(adaptive: griffe.Module) -> None:
         """Shows the signature that ``_extends(plain)`` gives to the constructor of an adaptive Hopfield layer."""
-        added = [each for each in adaptive["_AdaptiveFace.__init__"].parameters if each.kind.name == "keyword_only"]
+        added = [each for each in adaptive["AdaptiveLayer.__init__"].parameters if each.kind.name == "keyword_only"]
         for layer in adaptive.classes.values():
             constructor = layer.members.get("__init__")
             for decorator in constructor.decorators if constructor else ():

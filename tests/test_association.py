@@ -90,7 +90,7 @@ def test_a_shared_query_broadcasts():
 
 
 @pytest.mark.parametrize("masked_by", ["padding", "bool", "float"])
-@pytest.mark.parametrize("separation", ["softmax", "sparsemax", "entmax"])
+@pytest.mark.parametrize("separation", ["softmax", "entmax"])
 def test_a_fully_masked_query_reads_zeros(masked_by, separation):
     query, key, value = (x.requires_grad_() for x in tensors())
     padding = association = None
@@ -124,17 +124,15 @@ def test_two_masks_are_combined(dtypes):
 
 def test_wrong_masks_raise():
     shape = (N, H, L, S)
-    with pytest.raises(AHopError, match=r"must be \(N, S\) = \(2, 5\), got \(5, 2\)"):
-        combine_masks(torch.zeros(S, N, dtype=torch.bool), None, shape)
-    with pytest.raises(AHopError, match=r"\(L, S\) = \(4, 5\) or \(N \* heads, L, S\) = \(6, 4, 5\), got \(2, 4, 5\)"):
-        combine_masks(None, torch.zeros(N, L, S), shape)
-    with pytest.raises(
-        AHopError, match=r"padding_mask must have dtype bool or a floating-point dtype, got torch\.int32"
+    sizes = r"\(L, S\) = \(4, 5\) or \(N \* heads, L, S\) = \(6, 4, 5\)"
+    for padding, association, message in (
+        (torch.zeros(S, N, dtype=torch.bool), None, r"must be \(N, S\) = \(2, 5\), got \(5, 2\)"),
+        (None, torch.zeros(N, L, S), sizes + r", got \(2, 4, 5\)"),
+        (torch.zeros(N, S, dtype=torch.int), None, "padding_mask must have dtype bool or .* got torch.int32"),
+        (None, torch.zeros(L, S, dtype=torch.long), "association_mask must have dtype bool or .* got torch.int64"),
+        (5, None, "stored_pattern_padding_mask must be a tensor or None, got int"),
+        (None, [[True]], "association_mask must be a tensor or None, got list"),
     ):
-        combine_masks(torch.zeros(N, S, dtype=torch.int), None, shape)
-    with pytest.raises(AHopError, match=r"dtype bool or a floating-point dtype, got torch.int64"):
-        combine_masks(None, torch.zeros(L, S, dtype=torch.long), shape)
-    for masks, name in (((5, None), "stored_pattern_padding_mask"), ((None, [[True]]), "association_mask")):
-        with pytest.raises(AHopError, match=rf"{name} must be a tensor or None, got (int|list)"):
-            combine_masks(*masks, shape)
+        with pytest.raises(AHopError, match=message):
+            combine_masks(padding, association, shape)
     assert combine_masks(None, None, shape) is None

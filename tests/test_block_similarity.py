@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.blocks import arrange, gather_index, restore
 from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions
 
 BASES = ("dis", "dot", "l1")
@@ -54,7 +53,7 @@ def by_hand(similarity, query, key):
     scores = 0
     for index, entry in enumerate(similarity.blocks):
         n = entry.count(12)
-        numbers = entry.blocks if isinstance(entry.blocks, torch.Tensor) else torch.arange(12) // (12 // n)
+        numbers = torch.arange(12) // (12 // n) if entry.named is None else entry.named
         assert torch.equal(entry.numbers(12), numbers)
         pair = (query, key)
         if entry.normalize:
@@ -73,7 +72,7 @@ def test_scores_equal_the_definition(blocks, heads):
 
 
 @pytest.mark.parametrize("init", ["dot", "dis", "l1"])
-@pytest.mark.parametrize("blocks", [None, 1, 3, 12, UNEQUAL, PERMUTED, [3, 12, UNEQUAL], [None, 2]], ids=str)
+@pytest.mark.parametrize("blocks", [None, 3, UNEQUAL, [3, 12, UNEQUAL]], ids=str)
 def test_exact_warm_start(init, blocks):
     query, key = pair(2, 3)
     similarity = ah.AdaptiveSimilarity(12, 3, BASES, init, blocks=blocks, debias=True).double()
@@ -103,21 +102,16 @@ def test_initial_values():
     assert torch.equal(ah.AdaptiveSimilarity(12, init=[weights[0]], blocks=[4]).w, weights[0])
 
 
-def test_a_registered_base_can_be_the_initial_one():
-    ah.register_base("overlap_of_blocks", torch.minimum)
-    query, key = pair(2)
-    similarity = ah.AdaptiveSimilarity(12, bases=("overlap_of_blocks",), init="overlap_of_blocks", blocks=UNEQUAL)
-    exact = torch.minimum(query.unsqueeze(-2), key.unsqueeze(-3)).sum(-1)
-    torch.testing.assert_close(similarity.double()(query, key), exact)
-
-
-@pytest.mark.parametrize("blocks", [UNEQUAL, ah.Blocks(UNEQUAL, normalize=True), PERMUTED], ids=str)
+@pytest.mark.parametrize("blocks", [UNEQUAL, ah.Blocks(UNEQUAL, normalize=True)], ids=str)
 def test_a_registered_base_never_sees_padding(blocks):
     """This base is 1 for a pair of zeros, so that zero padding would count."""
     ah.register_base(f"agreement_{id(blocks)}", lambda query, key: torch.exp(-((query - key) ** 2)))
     bases = ("dot", f"agreement_{id(blocks)}")
+    initial = ah.AdaptiveSimilarity(12, bases=bases, init=bases[1], blocks=UNEQUAL).double()
+    query, key = (rows.requires_grad_() for rows in pair(2, length=2, count=3))
+    exact = torch.exp(-((query.unsqueeze(-2) - key.unsqueeze(-3)) ** 2)).sum(-1)
+    torch.testing.assert_close(initial(query, key), exact)
     similarity = randomized(ah.AdaptiveSimilarity(12, bases=bases, blocks=blocks).double())
-    query, key = (rows.requires_grad_() for rows in pair(2))
     torch.testing.assert_close(similarity(query, key), by_hand(similarity, query, key))
     assert torch.autograd.gradcheck(similarity, (query, key))
 
@@ -130,20 +124,10 @@ def test_built_in_bases_do_not_take_the_reference_path(monkeypatch):
         ah.AdaptiveSimilarity(12, blocks=blocks)(*pair(2, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("blocks", [UNEQUAL, PERMUTED, torch.arange(12).flip(0)], ids=str)
-def test_arrangement_is_undone(blocks):
-    rows, index = torch.randn(3, 12), gather_index(blocks)
-    assert torch.equal(restore(arrange(rows, index), index, 12), rows)
-    n, width = int(blocks.max()) + 1, int(torch.bincount(blocks).max())
-    sums = arrange(rows, index).unflatten(-1, (n, width)).sum(-1)
-    torch.testing.assert_close(sums, torch.stack([rows[:, blocks == block].sum(-1) for block in range(n)], -1))
-    assert gather_index(torch.arange(12) // 3) is None
-
-
-@every_kind
+@pytest.mark.parametrize("blocks", [3, UNEQUAL, SEVERAL], ids=["3", "unequal", "several"])
 def test_gradcheck(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 2, BASES, blocks=blocks, debias=True).double())
-    inputs = [rows.requires_grad_() for rows in pair(2, length=2, count=3)]
+    inputs = [rows.requires_grad_() for rows in pair(2, length=1, count=2)]
     names = [name for name, _ in similarity.named_parameters()]
 
     def score(query, key, *values):
@@ -152,33 +136,14 @@ def test_gradcheck(blocks):
     assert torch.autograd.gradcheck(score, (*inputs, *similarity.parameters()))
 
 
-@pytest.mark.parametrize("blocks", [4, UNEQUAL], ids=["equal", "unequal"])
-def test_gain_and_offset_of_a_normalized_block_drop_out(blocks):
-    similarity = randomized(ah.AdaptiveSimilarity(12, bases=BASES, blocks=ah.Blocks(blocks, normalize=True)).double())
-    query, key = pair()
-    numbers = similarity.blocks[0].blocks if isinstance(blocks, torch.Tensor) else torch.arange(12) // 3
-    gain, offset = 1 + torch.rand(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
-    expected = similarity(query, key)
-    changed = similarity(gain[:, numbers] * query + offset[:, numbers], key)
-    assert (changed - expected).abs().max() < 0.01 * expected.abs().max()  # the constant is a thousandth
-    torch.testing.assert_close(similarity(query + offset[:, numbers], key), expected)
-    plain = randomized(ah.AdaptiveSimilarity(12, bases=BASES, blocks=blocks).double())
-    difference = plain(gain[:, numbers] * query + offset[:, numbers], key) - plain(query, key)
-    assert difference.abs().max() > 0.1 * plain(query, key).abs().max()
-
-
-def test_units_of_normalized_blocks_do_not_matter():
+def test_units_of_normalized_blocks_do_not_matter_and_dot_is_their_correlation():
     similarity = ah.AdaptiveSimilarity(12, bases=BASES, blocks=ah.Blocks(4, normalize=True)).double()
     query, key = pair(2, 3)
     for unit in (1e-6, 1e6):
         torch.testing.assert_close(similarity(unit * query, unit * key), similarity(query, key))
-
-
-def test_dot_of_normalized_blocks_is_their_correlation():
-    similarity = ah.AdaptiveSimilarity(12, blocks=ah.Blocks(1, normalize=True)).double()
-    query, key = pair(length=1, count=1)
-    correlation = torch.corrcoef(torch.cat([query, key]))[0, 1]
-    torch.testing.assert_close(similarity(query, key).squeeze(), correlation, rtol=0.01, atol=0.01)
+    whole = ah.AdaptiveSimilarity(12, blocks=ah.Blocks(1, normalize=True)).double()
+    correlation = torch.corrcoef(torch.cat([query[0, 0, :1], key[0, 0, :1]]))[0, 1]
+    torch.testing.assert_close(whole(query[0, 0, :1], key[0, 0, :1]).squeeze(), correlation, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("blocks", [4, UNEQUAL], ids=["equal", "unequal"])
@@ -225,7 +190,7 @@ def test_a_batch_entry_is_normalized_by_its_own_keys():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@every_kind
+@pytest.mark.parametrize("blocks", [3, SEVERAL], ids=["3", "several"])
 def test_half_precision(blocks, dtype):
     similarity = ah.AdaptiveSimilarity(12, blocks=blocks).to(dtype)
     query, key = pair(2, dtype=dtype)
@@ -275,30 +240,34 @@ def test_names_in_the_state_dict():
     def names(blocks):
         return set(ah.AdaptiveSimilarity(12, debias=True, blocks=blocks).state_dict())
 
-    assert names(None) == names(4) == names([4]) == {"w", "beta", "bias"}
-    assert names(UNEQUAL) == {"w", "beta", "bias", "blocks_0"}
-    assert names(ah.Blocks(4, normalize=True)) == {"w", "beta", "bias", "norm_0"}
+    single = {"w", "beta", "bias", "_extra_state"}  # the last one names the bases
+    assert names(None) == names(4) == names([4]) == single
+    assert names(UNEQUAL) == single | {"blocks_0"}
+    assert names(ah.Blocks(4, normalize=True)) == single | {"norm_0"}
     several = [4, UNEQUAL, ah.Blocks(2, normalize=True)]
     weights = {f"{name}_{index}" for name in ("w", "beta") for index in range(3)}
-    assert names(several) == weights | {"bias", "blocks_1", "norm_2"}
+    assert names(several) == weights | {"bias", "_extra_state", "blocks_1", "norm_2"}
 
 
-def test_old_checkpoints_load():
-    """One weight for each dimension, under the names that a similarity without blocks has."""
-    old = {"w": torch.randn(2, 12), "beta": torch.randn(2), "bias": torch.randn(12)}
-    for blocks in (None, 12):
-        similarity = ah.AdaptiveSimilarity(12, debias=True, blocks=blocks)
-        assert not any(similarity.load_state_dict(old))
-        assert torch.equal(similarity.w, old["w"])
-
-
-def test_a_similarity_pickled_before_blocks_existed_scores_as_before():
-    similarity = randomized(ah.AdaptiveSimilarity(12))
-    query, key = pair(dtype=torch.float32)
-    expected = similarity(query, key)
-    del similarity.__dict__["blocks"]
-    assert torch.equal(similarity(query, key), expected)
-    assert repr(similarity) == repr(ah.AdaptiveSimilarity(12))
+def test_a_state_dict_of_other_bases_or_with_values_that_are_not_finite_changes_nothing():
+    similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=ah.Blocks(4, normalize=True)))
+    before = copy.deepcopy(similarity.state_dict())
+    others = [(("dis", "l1"), "dis, l1"), (("dot", "dis"), "dot, dis"), (("dot",), "dot")]
+    states = [(ah.AdaptiveSimilarity(12, 3, bases, bases[0], True, similarity.blocks).state_dict(), got)
+              for bases, got in others]  # fmt: skip
+    for state, got in states:
+        with pytest.raises(ah.AHopError, match=f"the state dict must have the bases dis, dot, got {got}$"):
+            similarity.load_state_dict(state)
+    layer = ah.AdaptiveAttention(24, 2)
+    with pytest.raises(ah.AHopError, match="the state dict must have the bases dot, got dis, dot"):
+        ah.AdaptiveAttention(24, 2, bases=("dot",)).load_state_dict(layer.state_dict(), strict=False)
+    for name in ("w", "beta", "bias", "norm_0"):
+        for bad in (torch.nan, torch.inf):
+            broken = copy.deepcopy(before)
+            broken[name].flatten()[-1] = bad
+            with pytest.raises(ah.AHopError, match=f"^{name} must be finite, got NaN or infinity"):
+                similarity.load_state_dict(broken)
+    assert all(torch.equal(value, before[name]) for name, value in similarity.state_dict().items())
 
 
 def test_another_number_of_blocks_in_a_checkpoint():
@@ -322,21 +291,23 @@ def test_other_blocks_of_the_same_number_are_loaded():
     query, key = pair(dtype=torch.float32)
     assert torch.equal(similarity(query, key), source(query, key))
     broken = source.state_dict() | {"blocks_0": torch.arange(12) // 4}
-    with pytest.raises(ah.AHopError, match=r"the state dict must have 4 blocks, got blocks_0 with 3"):
+    with pytest.raises(ah.AHopError, match="must have 4 blocks, as the similarity, got blocks_0 with 3"):
         similarity.load_state_dict(broken)
 
 
 @pytest.mark.slow
-@every_kind
-def test_compile_without_a_graph_break(blocks):
+@pytest.mark.parametrize("blocks", [None, 3, UNEQUAL, SEVERAL], ids=["none", "3", "unequal", "several"])
+def test_compile_without_a_graph_break_for_all_shapes(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
-    query, key = pair(2, 3, dtype=torch.float32)
     torch.compiler.reset()  # the similarities of earlier tests count as recompilations
-    compiled = torch.compile(similarity, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(query, key), similarity(query, key))
-    expected = torch.autograd.grad(similarity(query, key).square().sum(), list(similarity.parameters()))
-    got = torch.autograd.grad(compiled(query, key).square().sum(), list(similarity.parameters()))
-    torch.testing.assert_close(got, expected)
+    compiled = torch.compile(similarity, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length, count in ((3, 4), (5, 9)):
+        query, key = pair(2, 3, dtype=torch.float32, length=length, count=count)
+        results = []
+        for score in (similarity, compiled):
+            scores = score(query, key)
+            results.append((scores, *torch.autograd.grad(scores.square().sum(), list(similarity.parameters()))))
+        torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.slow
@@ -362,7 +333,7 @@ def test_blocks_are_frozen_copies():
     numbers = UNEQUAL.clone()
     blocks = ah.Blocks(numbers)
     numbers.zero_()
-    assert torch.equal(blocks.blocks, UNEQUAL)
+    assert torch.equal(blocks.assignment, UNEQUAL)
     with pytest.raises(AttributeError):
         blocks.normalize = True
 
@@ -407,12 +378,8 @@ def test_lazy_similarities():
     assert isinstance(lazy, LazyAdaptiveSimilarity)  # the last dimension of init is n
     lazy(query, key)
     assert torch.equal(lazy.w, weights)
-
-
-def test_a_lazy_similarity_checks_the_blocks_at_the_first_call():
-    lazy = SimilarityOptions(blocks=5).make_similarity(None, 3)
     with pytest.raises(ah.AHopError, match="blocks must divide d = 12: expected one of 1, 2, 3, 4, 6, 12, got 5"):
-        lazy(*pair(2, 3, dtype=torch.float32))
+        SimilarityOptions(blocks=5).make_similarity(None, 3)(query, key)
 
 
 def test_lazy_similarities_load_checkpoints():
@@ -428,19 +395,14 @@ def test_lazy_similarities_load_checkpoints():
 x = torch.randn(4, 12)
 ERRORS = {
     "divisor": (lambda: ah.AdaptiveSimilarity(12, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
-    "second divisor": (lambda: ah.AdaptiveSimilarity(12, blocks=[4, 8]), "blocks must divide d = 12.* got 8"),
-    "too many": (lambda: ah.AdaptiveSimilarity(12, blocks=24), "blocks must divide d = 12.* got 24"),
     "zero": (lambda: ah.AdaptiveSimilarity(12, blocks=0), "blocks must be an integer of at least 1, got 0"),
     "bool": (lambda: ah.AdaptiveSimilarity(12, blocks=True), "blocks must be an integer of at least 1, got True"),
     "string": (lambda: ah.AdaptiveSimilarity(12, blocks="4"), "an entry of blocks must be None, .* got '4'"),
     "float": (lambda: ah.AdaptiveSimilarity(12, blocks=4.0), "an entry of blocks must be .* got 4.0"),
-    "nested": (lambda: ah.AdaptiveSimilarity(12, blocks=[[4]]), r"an entry of blocks must be .* got \[4\]"),
     "empty": (lambda: ah.AdaptiveSimilarity(12, blocks=[]), r"blocks must have at least one entry, got \[\]"),
     "length": (lambda: ah.AdaptiveSimilarity(12, blocks=torch.arange(6)), "each of the 12 dimensions, got 6"),
     "floats": (lambda: ah.Blocks(torch.ones(12)), "blocks must have an integer dtype, got torch.float32"),
-    "strings": (lambda: ah.Blocks(np.array(["a", "b"])), "blocks must have an integer dtype"),
     "matrix": (lambda: ah.Blocks(torch.zeros(3, 4, dtype=torch.long)), r"blocks must be \(d,\), .* got shape \(3, 4\)"),
-    "scalar": (lambda: ah.Blocks(torch.tensor(4)), r"blocks must be \(d,\), .* got shape \(\)"),
     "meta": (lambda: ah.Blocks(torch.arange(4, device="meta")), "blocks must be a tensor with values"),
     "gap": (lambda: ah.Blocks(torch.tensor([0, 2])), "from 0 to n - 1, got the numbers 0, 2"),
     "normalize": (lambda: ah.Blocks(4, normalize=1), "normalize must be True or False, got 1"),
@@ -458,7 +420,6 @@ ERRORS = {
         lambda: ah.AdaptiveSimilarity(12, init=[torch.ones(2, 4)] * 2, blocks=[4, 6]),
         r"init must have the shape of w_1, \(2, 6\), got \(2, 4\)",
     ),
-    "init entry": (lambda: ah.AdaptiveSimilarity(12, init=["dot"], blocks=4), "init must be a tensor, got str"),
     "batches": (
         lambda: ah.AdaptiveSimilarity(12, blocks=ah.Blocks(4, normalize=True))(x.expand(2, 4, 12), x.expand(3, 4, 12)),
         "batch dimensions must broadcast",
@@ -477,14 +438,3 @@ def test_errors(name):
     call, message = ERRORS[name]
     with pytest.raises(ah.AHopError, match=message):
         call()
-
-
-@pytest.mark.slow
-@every_kind
-def test_compile_with_dynamic_shapes(blocks):
-    similarity = randomized(ah.AdaptiveSimilarity(12, blocks=blocks).double())
-    torch.compiler.reset()  # the similarities of earlier tests count as recompilations
-    compiled = torch.compile(similarity, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length, count in ((3, 4), (5, 9)):
-        inputs = pair(2, length=length, count=count)
-        torch.testing.assert_close(compiled(*inputs), similarity(*inputs))

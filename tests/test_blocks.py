@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
-from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.gpu.networks import sorting_network
 from ahop_layers.ops.reference import BASES as FORMULAS
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
@@ -42,7 +41,7 @@ def consecutive(n, d):
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 12, None, torch.tensor([0, 1, 1, 2, 0, 3, 3, 3, 3, 4, 2, 0])], ids=str)
+@pytest.mark.parametrize("blocks", [1, 3, None, torch.tensor([0, 1, 1, 2, 0, 3, 3, 3, 3, 4, 2, 0])], ids=str)
 def test_footprint_is_the_best_sum_of_any_k_blocks(base, blocks):
     query, key = torch.randn(3, 12, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
     numbers = blocks if isinstance(blocks, torch.Tensor) else consecutive(blocks or 12, 12)
@@ -73,7 +72,7 @@ def test_one_block_is_the_base_similarity(base, backend):
     torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, (base,), backend=backend), expected)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("n", [1, 4, 12])
 def test_folded_weights_equal_the_cumulative_sum(n):
     query, key, weight = problem(n=n)
     paper = ah.adaptive_similarity(query, key, weight, backend="reference")
@@ -125,7 +124,7 @@ def restride(tensor, kind):
     return tensor[..., :1, :].expand(tensor.shape) if kind == "expanded" else tensor
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     batch=st.sampled_from([(), (1,), (3,), (2, 3), (0,)]),
     length=st.integers(0, 9),
@@ -156,12 +155,11 @@ def test_values_and_gradients_equal_the_reference(
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=tolerance)
 
 
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ("l1", "dot", "dis")], ids="-".join)
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_gradcheck(bases, backend, n):
-    inputs = problem(2, length=3, count=4, d=6, n=n, heads=2, bases=len(bases), grad=True)
-    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases, backend=backend), inputs)
+@pytest.mark.parametrize("n", [1, 3])
+def test_gradcheck(backend, n):
+    inputs = problem(2, length=2, count=3, d=6, n=n, heads=2, bases=3, grad=True)
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, BASES, backend=backend), inputs)
 
 
 def test_gradcheck_of_unequal_blocks():
@@ -170,17 +168,6 @@ def test_gradcheck_of_unequal_blocks():
     query, key, weight = inputs
     footprints = [ah.footprint(query, key, base, UNEQUAL) @ weight[i] for i, base in enumerate(BASES)]
     torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, BASES, UNEQUAL), sum(footprints))
-
-
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
-def test_only_the_needed_gradients(needed):
-    inputs = problem(2, heads=3)
-    for tensor, wanted in zip(inputs, needed, strict=True):
-        tensor.requires_grad_(wanted)
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    expected = torch.autograd.grad(ah.adaptive_similarity(*inputs, backend="reference").sum(), wanted)
-    got = torch.autograd.grad(ah.adaptive_similarity(*inputs, backend="chunked").sum(), wanted)
-    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -205,34 +192,11 @@ def test_every_element_is_written(n, kernel, poisoned_memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 4])
-def test_opcheck(n):
-    query, key, weight = problem(2, n=n, heads=3, grad=True)
+def test_opcheck():
+    query, key, weight = problem(2, heads=3, grad=True)
     torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "auto"))
-    grad = torch.randn(2, 3, 5, 7, dtype=torch.float64)
-    inputs = [tensor.detach() for tensor in (query, key, weight)]
-    for need in ([True, True, True], [True, False, False], [False, True, True]):
-        torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "auto", need))
-
-
-@pytest.mark.slow
-def test_compile_with_dynamic_shapes():
-    compiled = torch.compile(ah.adaptive_similarity, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length, count, n in ((3, 4, 4), (5, 9, 4), (6, 11, 6)):
-        inputs = problem(2, length=length, count=count, n=n)
-        torch.testing.assert_close(compiled(*inputs), ah.adaptive_similarity(*inputs))
-
-
-def test_transformations_of_torch():
-    inputs = problem(3)
-    each = torch.stack([ah.adaptive_similarity(*pair, inputs[2]) for pair in zip(*inputs[:2], strict=True)])
-    torch.testing.assert_close(torch.func.vmap(ah.adaptive_similarity, in_dims=(0, 0, None))(*inputs), each)
-    learned = [tensor.clone().requires_grad_() for tensor in inputs]
-    expected = torch.autograd.grad(ah.adaptive_similarity(*learned).sum(), learned)
-    got = torch.func.grad(lambda *args: ah.adaptive_similarity(*args).sum(), argnums=(0, 1, 2))(*inputs)
-    torch.testing.assert_close(got, expected)
-    meta = [tensor.to("meta") for tensor in inputs]
-    assert ah.adaptive_similarity(*meta).shape == (3, 5, 7)
+    inputs = [torch.randn(2, 3, 5, 7, dtype=torch.float64), *(tensor.detach() for tensor in (query, key, weight))]
+    torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", [True, True, True]))
 
 
 @pytest.mark.parametrize("n", [1, 8])
@@ -262,14 +226,6 @@ def test_a_registered_base_sums_over_blocks():
     torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, ("agreement_of_blocks",)), expected)
 
 
-def test_a_kernel_serves_only_the_blocks_it_implements(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the GPU kernels then serve CPU tensors
-    query = torch.randn(1, 1, 5, 12)
-    for kernel in (cpu, gpu):
-        assert kernel.serves(query, BASES, 12)
-    assert all(kernel.serves(query, BASES, n) for kernel in (chunked, cpu) for n in (1, 4, 12))
-
-
 def test_a_forced_kernel_that_does_not_serve_raises(monkeypatch):
     monkeypatch.setattr(cpu, "unavailable", lambda: None)
     monkeypatch.setattr(cpu, "serves", lambda query, bases, blocks: blocks == query.shape[-1])
@@ -281,15 +237,10 @@ q, k, w = torch.randn(2, 12), torch.randn(3, 12), torch.randn(2, 4)
 ERRORS = {
     "footprint": (lambda: ah.footprint(q, k, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
     "zero": (lambda: ah.footprint(q, k, blocks=0), "blocks must be an integer of at least 1, got 0"),
-    "bool": (lambda: ah.footprint(q, k, blocks=True), "blocks must be an integer of at least 1, got True"),
     "list": (lambda: ah.footprint(q, k, blocks=[2, 4]), r"blocks must be an integer of at least 1, got \[2, 4\]"),
     "float tensor": (lambda: ah.footprint(q, k, blocks=torch.ones(12)), "blocks must have an integer dtype"),
-    "short tensor": (lambda: ah.footprint(q, k, blocks=torch.arange(8)), r"the 12 dimensions, got shape \(8,\)"),
     "gap": (lambda: ah.footprint(q, k, blocks=2 * torch.arange(12)), "from 0 to n - 1, got the numbers 0, 2"),
-    "negative": (lambda: ah.footprint(q, k, blocks=torch.arange(12) - 1), "every number from 0 .* numbers -1, 0"),
     "weight": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 5)), r"n one of 1, 2, 3, 4, 6, 12, .* got \(2, 5\)"),
-    "no weight": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 0)), r"weight must be .* got \(2, 0\)"),
-    "too many": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 24)), r"weight must be .* got \(2, 24\)"),
     "other n": (lambda: ah.adaptive_similarity(q, k, w, blocks=6), r"blocks must be the n of weight .* 6 blocks and"),
     "other tensor": (
         lambda: ah.adaptive_similarity(q, k, w, blocks=torch.arange(12)), r"the n of weight .* 12 blocks and \(2, 4\)"

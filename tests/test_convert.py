@@ -737,7 +737,7 @@ def test_a_shared_module_is_adapted_once():
 
 
 def test_the_separation_of_a_hopfield_layer_stays():
-    model = hopfield.OwnHopfieldPooling(8, num_heads=2)
+    model = hopfield.HopfieldPooling(8, num_heads=2)
     model.hopfield.association_core.separation = ah.separation.Separation("sparsemax")
     x = torch.randn(2, 5, 8)
     expected = model(x)

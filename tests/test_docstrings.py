@@ -13,6 +13,7 @@ from ahop_layers.memory import table
 
 # Methods of the interfaces of nn.Module and scikit-learn: the example of the class calls them.
 INTERFACE = {"forward", "extra_repr", "reset_parameters", "fit", "predict", "predict_proba", "decision_function"}
+INTERFACE |= {"get_extra_state", "set_extra_state"}
 # Methods of a custom converter: register_converter has the example.
 FOR_CONVERTERS = {"head_shape", "make_adaptive", "associate"}
 # Modules with the interface of hflayers.

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 
 import ahop_layers as ah
-from ahop_layers.hopfield import OwnHopfieldPooling
+from ahop_layers.hopfield import HopfieldPooling
 from benchmarks.bags import DATA_SETS
 from examples import mil
 from examples.bags import data as mil_data
@@ -74,7 +74,7 @@ def test_a_bag_is_pooled_by_itself_and_may_be_empty(name):
 
 
 def test_dot_is_the_modern_hopfield_network_and_adaptive_starts_as_it():
-    original = OwnHopfieldPooling(16, 4, num_heads=2, scaling=0.7)
+    original = HopfieldPooling(16, 4, num_heads=2, scaling=0.7)
     bags = torch.randn(3, 5, 16)
     for name in ("dot", "adaptive"):
         pool = mil_model.make_pooling(name, 16, 2, 4, 0.7, 0.0)

@@ -16,14 +16,14 @@ def run(size: int, values: torch.Tensor, network=sorting_network) -> torch.Tenso
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("size", range(1, 17))
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 16])
 def test_sorts_every_0_1_sequence(size):
     """By the 0-1 principle, a network that sorts these sorts every input."""
     sequences = torch.tensor(list(product((0, 1), repeat=size)), dtype=torch.int8).T
     assert (run(size, sequences).diff(dim=0) >= 0).all()
 
 
-@pytest.mark.parametrize("size", [17, 31, 48, 63, 64, 65, 100, 127, 128, 200, 256, 500, 784, 1000, 1023, 1024])
+@pytest.mark.parametrize("size", [17, 48, 64, 65, 128, 784, 1023])
 def test_sorts_random_sequences(size):
     values = torch.randn(size, 64)
     assert torch.equal(run(size, values), values.sort(dim=0).values)
@@ -34,7 +34,7 @@ def test_number_of_comparators_is_batchers(size, count):
     assert len(sorting_network(size).comparators) == count
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 12, 24, 25, 28, 32, 49, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 25, 64])
 def test_merge_sorts_every_bitonic_0_1_sequence(size):
     """The bitonic 0-1 sequences are the rotations of a block of ones."""
     blocks = torch.tensor([[position < ones for position in range(size)] for ones in range(size + 1)]).int()

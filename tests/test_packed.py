@@ -70,7 +70,7 @@ def test_packed_equals_padded(keywords):
         torch.testing.assert_close(packed, padded)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9) | st.integers(15, 33), min_size=1, max_size=12).filter(any),
     room=st.sampled_from([1, 6, 48, 2**22]),
@@ -227,44 +227,24 @@ def test_half_precision_and_autocast():
     assert pooling.bfloat16().pool_packed(instances.bfloat16(), SIZES).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
-def test_sizes_are_any_sequence_or_array_of_integers(dtype):
+def test_sizes_are_any_sequence_or_array_of_integers():
     pooling, instances = AdaptiveHopfieldPooling(8), torch.randn(9, 8)
     expected = pooling.pool_packed(instances, [4, 0, 5])
-    array = np.array([4, 0, 5], dtype=dtype)
+    array = np.array([4, 0, 5], dtype=np.uint8)
     for sizes in (array, list(array), tuple(array), torch.from_numpy(array), list(torch.from_numpy(array))):
         assert torch.equal(pooling.pool_packed(instances, sizes), expected)
     assert torch.equal(pooling.pool_packed(instances[:3], range(3)), pooling.pool_packed(instances[:3], [0, 1, 2]))
 
 
-INTEGERS = "bag_sizes must be a sequence of integers >= 0, "
-
-
 def test_wrong_arguments_raise():
     pooling, instances = AdaptiveHopfieldPooling(8), torch.randn(4, 8)
-    for sizes, message in (
-        ([1, 2], "add up to the number of instances, 4, got 3"),
-        (np.array([1, 2]), "add up to the number of instances, 4, got 3"),
-        ([5, -1], INTEGERS + r"got \[5, -1\]"),
-        (torch.tensor([5, -1]), INTEGERS),
-        ([1.5, 2.5], INTEGERS + r"got \[1.5, 2.5\]"),
-        ([2.0, 2.0], INTEGERS),
-        (torch.tensor([2.0, 2.0]), INTEGERS + r"got tensor"),
-        (np.array([2.0, 2.0]), INTEGERS + "got array"),
-        ([True] * 4, INTEGERS),
-        (torch.ones(4, dtype=torch.bool), INTEGERS),
-        (np.ones(4, dtype=bool), INTEGERS),
-        ([np.True_] * 4, INTEGERS),
-        ([torch.tensor(True)] * 4, INTEGERS),
-        (np.array([[2, 2]]), INTEGERS),
-        (torch.tensor(4), INTEGERS),
-        (4, INTEGERS + "got 4"),
-        ("4", INTEGERS),
-        ({4: "four"}, INTEGERS),
-        ({1, 3}, INTEGERS),
-        (None, INTEGERS + "got None"),
-    ):
-        with pytest.raises(AHopError, match=message):
+    for sizes in ([1, 2], np.array([1, 2])):
+        with pytest.raises(AHopError, match="add up to the number of instances, 4, got 3"):
+            pooling.pool_packed(instances, sizes)
+    negative, floats = [[5, -1], torch.tensor([5, -1])], [[2.0, 2.0], torch.tensor([2.0, 2.0]), np.array([2.0, 2.0])]
+    bools = [[True] * 4, torch.ones(4, dtype=torch.bool), [np.True_] * 4, [torch.tensor(True)] * 4]
+    for sizes in (*negative, *floats, *bools, np.array([[2, 2]]), torch.tensor(4), 4, "4", {4: "four"}, {1, 3}, None):
+        with pytest.raises(AHopError, match=r"^bag_sizes must be a sequence of integers >= 0, got "):
             pooling.pool_packed(instances, sizes)
     for bad in (None, [[1.0]], np.zeros((4, 8))):
         with pytest.raises(AHopError, match=f"instances must be a tensor, got {type(bad).__name__}"):
@@ -275,36 +255,16 @@ def test_wrong_arguments_raise():
         pooling.pool_packed(instances[:, :7], [4])
 
 
-@pytest.fixture
-def measure(tmp_path, monkeypatch):
-    """Runs the benchmark at a small size, writes its rows to a file, and returns the lines of the file."""
+def test_the_benchmark_writes_all_rows_or_none(tmp_path, monkeypatch, capsys):
+    settings = {"bags": 5, "longest": 20, "width": 8, "heads": 2, "repeats": 1, "output": tmp_path / "rows.csv"}
+    monkeypatch.setattr(sys, "argv", ["packed.py", *(f"--{name}={value}" for name, value in settings.items())])
     monkeypatch.setattr(benchmark, "in_own_process", lambda measure, *job: measure(*job))
-
-    def main(bags: int) -> list[str]:
-        settings = {"bags": bags, "longest": 20, "width": 8, "heads": 2, "repeats": 1, "output": tmp_path / "rows.csv"}
-        monkeypatch.setattr(sys, "argv", ["packed.py", *(f"--{name}={value}" for name, value in settings.items())])
-        benchmark.main()
-        return (tmp_path / "rows.csv").read_text().splitlines()
-
-    return main
-
-
-def test_the_benchmark_runs(measure, capsys):
-    measure(5)
-    header, *rows = measure(5)  # replaces the rows of the first run
+    benchmark.main()
+    header, *rows = written = (tmp_path / "rows.csv").read_text().splitlines()
     assert "log-uniform" in capsys.readouterr().out
     assert {"device", "torch", "commit", "faster", "less_memory"} <= set(header.split(","))
     assert len(rows) == 4
-
-
-def test_rows_of_another_size_are_kept(measure):
-    before, after = measure(5), measure(6)
-    assert after[:5] == before
-    assert len(after) == 9
-
-
-def test_an_interrupted_measurement_writes_nothing(measure, tmp_path, monkeypatch):
-    before, calls = measure(5), iter(range(5))
+    calls = iter(range(5))
 
     def interrupted(*job):
         if next(calls) == 4:
@@ -313,5 +273,5 @@ def test_an_interrupted_measurement_writes_nothing(measure, tmp_path, monkeypatc
 
     monkeypatch.setattr(benchmark, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure(5)
-    assert (tmp_path / "rows.csv").read_text().splitlines() == before
+        benchmark.main()
+    assert (tmp_path / "rows.csv").read_text().splitlines() == written

@@ -162,14 +162,14 @@ def test_weights_of_blocks_are_bars_by_rank(blocks, titles, folded):
         weights = fold(weights) if folded else weights
         for head in range(2):
             axis, n = axes[head * count + index], entry.count(6)
-            assert bool(axis.containers) == (entry.blocks is not None)
+            assert bool(axis.containers) == (entry.assignment is not None)
             if axis.containers:
                 places = np.mean([[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in axis.containers], 0)
                 np.testing.assert_allclose(places, range(1, n + 1))  # the bases side by side at each rank
                 assert n == 1 or all(float(tick).is_integer() for tick in axis.get_xticks())
             np.testing.assert_allclose(heights(axis), weights[head], rtol=1e-6)
             assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["dis", "dot"]
-        largest = "k-th largest similarity" if entry.blocks is None else "k-th most similar block"
+        largest = "k-th largest similarity" if entry.assignment is None else "k-th most similar block"
         assert axes[count + index].get_xlabel() == (largest if folded else "k-th footprint entry")
 
 

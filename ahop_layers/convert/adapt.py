@@ -18,7 +18,7 @@ from ahop_layers.convert.registry import Converter
 from ahop_layers.convert.report import Report, count_comparisons
 from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
-from ahop_layers.hopfield.checkpoint import make_plain
+from ahop_layers.hopfield.adaptive import make_plain
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import (
     BlocksArgument,

@@ -23,10 +23,11 @@ _CORE = ("embed_dim", "kdim", "vdim", "head_dim", "pattern_dim", "out_dim", "num
          "add_zero_attn", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
          "out_proj", "bias_k", "bias_v", "p_norm_weight", "p_norm_bias")  # fmt: skip
 _SEPARATIONS = ("softmax", "sparsemax", "entmax15")
+_ADAPTIVE = (layers.AdaptiveHopfield, layers.AdaptiveHopfieldLayer, layers.AdaptiveHopfieldPooling)
+# An adaptive layer derives from our plain one, and from that of hflayers if it is installed.
 _KINDS = {
-    "Hopfield": (layers.Hopfield, layers.OwnHopfield, layers.AdaptiveHopfield),
-    "HopfieldLayer": (layers.HopfieldLayer, layers.OwnHopfieldLayer, layers.AdaptiveHopfieldLayer),
-    "HopfieldPooling": (layers.HopfieldPooling, layers.OwnHopfieldPooling, layers.AdaptiveHopfieldPooling),
+    kind: [each for each in adaptive.__mro__ if each.__name__.removeprefix("Adaptive") == kind]
+    for kind, adaptive in zip(("Hopfield", "HopfieldLayer", "HopfieldPooling"), _ADAPTIVE, strict=True)
 }
 
 

@@ -15,9 +15,9 @@ from ahop_layers.hopfield.adaptive import (
     AdaptiveHopfieldPooling,
     head_shape,
 )
-from ahop_layers.hopfield.base import OwnHopfield
+from ahop_layers.hopfield.base import Hopfield
 from ahop_layers.hopfield.core import AssociationCore
-from ahop_layers.hopfield.layers import OwnHopfieldLayer, OwnHopfieldPooling
+from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import SimilarityOptions
 
@@ -112,9 +112,9 @@ CONVERTERS: dict[str, Converter] = {
     "hflayers.Hopfield": _hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,
-    full_name(OwnHopfield): _hopfield,
-    full_name(OwnHopfieldLayer): _layer,
-    full_name(OwnHopfieldPooling): _pooling,
+    full_name(Hopfield): _hopfield,
+    full_name(HopfieldLayer): _layer,
+    full_name(HopfieldPooling): _pooling,
 }
 
 

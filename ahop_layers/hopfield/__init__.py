@@ -1,14 +1,8 @@
 """Hopfield layers with the interface of hopfield-layers, plain and adaptive."""
 
 from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
-from ahop_layers.hopfield.base import OwnHopfield
-from ahop_layers.hopfield.layers import (
-    Hopfield,
-    HopfieldLayer,
-    HopfieldPooling,
-    OwnHopfieldLayer,
-    OwnHopfieldPooling,
-)
+from ahop_layers.hopfield.base import Hopfield
+from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
 
 __all__ = [
     "AdaptiveHopfield",
@@ -17,7 +11,4 @@ __all__ = [
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",
-    "OwnHopfield",
-    "OwnHopfieldLayer",
-    "OwnHopfieldPooling",
 ]

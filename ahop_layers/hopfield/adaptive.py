@@ -7,31 +7,52 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.hopfield.base import Face, OwnHopfield
+from ahop_layers.errors import AHopError, check_module
+from ahop_layers.hopfield.base import Hopfield, HopfieldInterface
 from ahop_layers.hopfield.core import Retrieval
-from ahop_layers.hopfield.layers import (
-    HopfieldBase,
-    HopfieldLayerBase,
-    HopfieldPoolingBase,
-    OwnHopfieldLayer,
-    OwnHopfieldPooling,
-)
+from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
+from ahop_layers.ops.reference import fold
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import BlocksArgument, Init, SimilarityOptions, SimilaritySource
+from ahop_layers.similarity import (
+    AdaptiveSimilarity,
+    Associator,
+    BlocksArgument,
+    Init,
+    SimilarityOptions,
+    SimilaritySource,
+)
 
 CALLS_WITHOUT_UPDATE = 100
 """A layer of static patterns warns after this number of calls with a gradient and without an optimizer step."""
 
 
-class _AdaptiveFace(Face):
+if TYPE_CHECKING:
+    HopfieldBase = Hopfield
+    HopfieldLayerBase = HopfieldLayer
+    HopfieldPoolingBase = HopfieldPooling
+else:
+
+    def _base(own: type) -> type:
+        """Returns a plain layer; if hflayers is installed, a class derived from its layer too, for ``isinstance``."""
+        try:
+            original = getattr(import_module("hflayers"), own.__name__)
+        except (AttributeError, ImportError):  # not installed, or another module of this name
+            return own
+        return type(own.__name__, (own, original), {"__doc__": own.__doc__})
+
+    HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase = map(_base, (Hopfield, HopfieldLayer, HopfieldPooling))
+
+
+class AdaptiveLayer(HopfieldInterface):
     """The constructor of the adaptive layers: positional arguments and other keywords go to the plain layer."""
 
     def __init__(
@@ -63,7 +84,7 @@ def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]
 
     def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
         own = [*inspect.signature(plain.__init__).parameters.values()]  # type: ignore[misc]
-        added = inspect.signature(_AdaptiveFace.__init__).parameters.values()
+        added = inspect.signature(AdaptiveLayer.__init__).parameters.values()
         signature = inspect.Signature([*own, *(each for each in added if each.kind == each.KEYWORD_ONLY)])
         constructor.__signature__ = signature  # type: ignore[attr-defined]
         return constructor
@@ -71,7 +92,7 @@ def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
-class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
+class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
     """``hflayers.Hopfield`` with a learned similarity: associates state patterns with stored patterns.
 
     The arguments up to ``disable_out_projection`` are those of the class it replaces, in the same order and with the
@@ -144,7 +165,7 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
     torch.Size([3, 5, 8])
     """
 
-    @_extends(OwnHopfield)
+    @_extends(Hopfield)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
 
@@ -158,13 +179,14 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
 
     def _associate(self, *args: Any, **keywords: Any) -> Retrieval:
         core = self.association_core
-        if core.static_execution and self.training and not torch.compiler.is_compiling():
-            self._warn_if_not_updated(next(iter(core.similarity.parameters()), None) if core.similarity else None)
+        parameter = next(iter(core.similarity.parameters()), None) if core.similarity else None
+        if core.static_execution and self.training and not torch.compiler.is_compiling() and parameter is not None:
+            self._warn_if_not_updated(parameter)
         return super()._associate(*args, **keywords)
 
-    def _warn_if_not_updated(self, parameter: Tensor | None) -> None:
+    def _warn_if_not_updated(self, parameter: Tensor) -> None:
         """Warns if a layer without other parameters receives gradients in many calls, but no update."""
-        if parameter is None or is_lazy(parameter) or parameter.grad is None:
+        if is_lazy(parameter) or parameter.grad is None:
             return
         version, calls = vars(self).get("_without_update", (None, 0))
         calls = calls + 1 if version == parameter._version else 0
@@ -177,7 +199,7 @@ class AdaptiveHopfield(_AdaptiveFace, HopfieldBase):
             )
 
 
-class AdaptiveHopfieldLayer(_AdaptiveFace, HopfieldLayerBase):
+class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
     """``hflayers.HopfieldLayer`` with a learned similarity: associates its input with learned patterns.
 
     All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
@@ -201,12 +223,12 @@ class AdaptiveHopfieldLayer(_AdaptiveFace, HopfieldLayerBase):
 
     _hopfield_class = AdaptiveHopfield
 
-    @_extends(OwnHopfieldLayer)
+    @_extends(HopfieldLayer)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
 
 
-class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
+class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
     """``hflayers.HopfieldPooling`` with a learned similarity: pools bags of patterns with learned queries.
 
     All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
@@ -231,7 +253,7 @@ class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
 
     _hopfield_class = AdaptiveHopfield
 
-    @_extends(OwnHopfieldPooling)
+    @_extends(HopfieldPooling)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
 
@@ -279,3 +301,71 @@ class AdaptiveHopfieldPooling(_AdaptiveFace, HopfieldPoolingBase):
         output, weights = core.retrieve(hopfield.heads(queries, 0), packed)
         output = hopfield.activate(output).flatten(1)
         return (output, packed.of_instances(weights)) if return_association else output
+
+
+@torch.no_grad()
+def is_dot_product(similarity: nn.Module | None) -> bool:
+    """Returns whether a similarity computes the dot product for all patterns; an unknown class does not count.
+
+    >>> similarity = AdaptiveSimilarity(8, blocks=[None, 4])
+    >>> is_dot_product(similarity), is_dot_product(AdaptiveSimilarity(8, init="dis"))
+    (True, False)
+    """
+    if not isinstance(similarity, AdaptiveSimilarity):
+        return similarity is None
+    if any(is_lazy(parameter) for parameter in similarity.parameters()):
+        return isinstance(similarity.init, str) and similarity.init == "dot"
+    if similarity.bias is not None and bool(similarity.bias.any()):
+        return False
+    total: Any = 0.0
+    for resolution, blocks in enumerate(similarity.blocks):
+        weights = fold(similarity.footprint_weight(resolution)).unbind(-2)
+        for base, folded in zip(similarity.bases, weights, strict=True):
+            differs = base != "dot" or blocks.normalize or bool((folded != folded[..., :1]).any())
+            if differs and bool(folded.any()):
+                return False
+            total = total + (folded[..., 0] if base == "dot" else 0.0)
+    return bool((torch.as_tensor(total) == 1).all())
+
+
+def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the state dict of a model for its original with hflayers, which loads it with ``strict=True``.
+
+    Args:
+        model: a model with adaptive layers whose similarity is still the dot product, for example one that was trained
+            with frozen similarities.
+
+    Returns:
+        The state dict without the entries of similarities and separations.
+
+    Raises:
+        AHopError: a similarity is no longer the dot product, a separation is not softmax, or a scaling is trained.
+
+    >>> import ahop_layers as ah
+    >>> sorted(ah.hflayers_state_dict(ah.AdaptiveHopfield(8, disable_out_projection=True)))[:2]
+    ['association_core.in_proj_bias', 'association_core.in_proj_weight']
+    """
+    check_module(model=model)
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for name, part in model.named_modules():
+        if isinstance(part, Associator):
+            if not is_dot_product(part.similarity):
+                raise AHopError(f"{name}.similarity must be the dot product for hflayers, got a learned similarity")
+            separation = getattr(getattr(part, "separation", None), "name", "softmax")
+            if separation != "softmax":
+                raise AHopError(f"{name}.separation must be softmax for hflayers, got {separation!r}")
+            if isinstance(getattr(part, "scaling", None), nn.Parameter):
+                raise AHopError(f"{name}.scaling must be fixed for hflayers, got a parameter")
+            added = tuple(f"{name}.{each}" if name else each for each in part._added)
+            state = {key: value for key, value in state.items() if not key.startswith(added)}
+    return state
+
+
+def make_plain(model: nn.Module) -> dict[str, nn.Module]:
+    """Removes the similarities of Hopfield layers that were built adaptive, and returns these layers by name."""
+    plain = {AdaptiveHopfield: Hopfield, AdaptiveHopfieldLayer: HopfieldLayer, AdaptiveHopfieldPooling: HopfieldPooling}
+    found: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, tuple(plain))}
+    for part in found.values():
+        part._inner.association_core.similarity = None
+        part.__class__ = plain.get(type(part), type(part))
+    return found

@@ -1,15 +1,15 @@
-"""OwnHopfield, an implementation of ``hflayers.Hopfield``, and the interface common to the three layers."""
+"""Hopfield, an implementation of ``hflayers.Hopfield``, and the interface that the three layers have in common."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_sizes, describe
+from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_probability, check_sizes, describe
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
+from ahop_layers.similarity import reset
 
 Patterns = Tensor | Sequence[Tensor]
 """One tensor, or several: what a Hopfield layer takes as its input."""
@@ -28,7 +28,7 @@ def reads(path: str) -> Any:
 def _setting(name: str) -> Any:
     """Returns a property for a private attribute of ``hflayers.Hopfield``, which holds a setting of the core."""
 
-    def assign(self: "OwnHopfield", value: Any) -> None:
+    def assign(self: "Hopfield", value: Any) -> None:
         core = self.association_core
         names = ("scaling", "update_steps_max", "update_steps_eps")
         core.configure(*(value if each == name else getattr(core, each) for each in names))
@@ -63,40 +63,35 @@ def as_patterns(input: object, names: str, count: int) -> tuple[Tensor, ...]:
     return patterns
 
 
-class Face(nn.Module):
+class HopfieldInterface(nn.Module):
     """Methods and properties common to the three layers."""
 
     @property
-    def _inner(self) -> "OwnHopfield":
+    def _inner(self) -> "Hopfield":
+        """The layer that associates: a Hopfield layer itself, or the one inside a layer with learned patterns."""
         raise NotImplementedError
 
-    def _triple(self, input: Any) -> Any:
+    def _patterns(self, input: Any) -> Any:
         """Returns the input of the inner layer: stored, state and projection patterns."""
-        raise NotImplementedError
+        return input
 
     def get_association_matrix(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
-        with_grad: bool = False,
-    ) -> Tensor:
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None, with_grad: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Computes the weights ``(N, heads, L, S)`` of a call, with ``with_grad=True`` for a loss on them."""
         masks = (stored_pattern_padding_mask, association_mask)
-        with nullcontext() if with_grad else torch.no_grad():
-            weights: Tensor = self._inner._associate(self._triple(input), True, False, *masks)[2]
+        with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
+            weights: Tensor = self._inner._associate(self._patterns(input), True, False, *masks)[2]
         return weights
 
     @torch.no_grad()
     def get_projected_pattern_matrix(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
         """Computes the projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
         masks = (stored_pattern_padding_mask, association_mask)
-        projected: Tensor = self._inner._associate(self._triple(input), False, True, *masks)[3]
+        projected: Tensor = self._inner._associate(self._patterns(input), False, True, *masks)[3]
         return projected
 
     batch_first = reads("_inner._batch_first")
@@ -119,7 +114,7 @@ class Face(nn.Module):
     normalize_pattern_projection, normalize_pattern_projection_affine = _norm_flags("_inner.norm_pattern_projection")
 
 
-class OwnHopfield(Face):
+class Hopfield(HopfieldInterface):
     """Associates state patterns with stored patterns and reads their pattern projections.
 
     The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
@@ -132,7 +127,7 @@ class OwnHopfield(Face):
     Raises:
         AHopError: an argument has the wrong type, size or shape.
 
-    >>> layer = OwnHopfield(input_size=8, num_heads=2)
+    >>> layer = Hopfield(input_size=8, num_heads=2)
     >>> layer((torch.randn(3, 5, 8), torch.randn(3, 4, 8), torch.randn(3, 5, 8))).shape
     torch.Size([3, 4, 8])
     """
@@ -161,8 +156,7 @@ class OwnHopfield(Face):
             input_size=input_size, hidden_size=hidden_size, output_size=output_size, pattern_size=pattern_size,
             stored_pattern_size=stored_pattern_size, pattern_projection_size=pattern_projection_size,
         )  # fmt: skip
-        if not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
-            raise AHopError(f"dropout must be between 0 and 1, got {dropout!r}")
+        check_probability(dropout=dropout)
         named = association_activation if isinstance(association_activation, str) else ""
         activation: Any = getattr(torch, named, None)
         if association_activation is not None and not callable(activation):
@@ -189,18 +183,13 @@ class OwnHopfield(Face):
         self.reset_parameters()  # a second time, as hflayers does: the same seed results in the same weights
 
     @property
-    def _inner(self) -> "OwnHopfield":
+    def _inner(self) -> "Hopfield":
         return self
-
-    def _triple(self, input: Patterns) -> Patterns:
-        return input
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
-        for module in (self.association_core, self.norm_stored_pattern, self.norm_state_pattern,
-                       self.norm_pattern_projection):
-            if module is not None:
-                module.reset_parameters()
+        for module in self.children():
+            reset(module)
 
     def normalize(self, pattern: Tensor, part: int) -> Tensor:
         """Applies the input norm of part 0, 1 or 2 (state, stored, projection), if any, to ``(N, rows, size)``."""
@@ -223,13 +212,9 @@ class OwnHopfield(Face):
         return tensors[0] if len(tensors) == 1 else tensors
 
     def _associate(
-        self,
-        data: Patterns,
-        return_raw_associations: bool = False,
-        return_projected_patterns: bool = False,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
-    ) -> Retrieval:
+        self, data: Patterns, return_raw_associations: bool = False, return_projected_patterns: bool = False,
+        stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None,
+    ) -> Retrieval:  # fmt: skip
         """Normalizes the patterns and calls the core; the output has the batch as its second axis, as in hflayers."""
         patterns = as_patterns(data, "stored, state and projection", 3)
         for pattern in patterns:
@@ -248,22 +233,14 @@ class OwnHopfield(Face):
         core = self.association_core
         retrieval: Retrieval = core(
             *self._maybe_transpose(*normal),
-            key_padding_mask=stored_pattern_padding_mask,
-            need_weights=False,
-            attn_mask=association_mask,
-            scaling=core.scaling,
-            update_steps_max=core.update_steps_max,
-            update_steps_eps=core.update_steps_eps,
-            return_raw_associations=return_raw_associations,
-            return_pattern_projections=return_projected_patterns,
-        )
+            key_padding_mask=stored_pattern_padding_mask, need_weights=False, attn_mask=association_mask,
+            scaling=core.scaling, update_steps_max=core.update_steps_max, update_steps_eps=core.update_steps_eps,
+            return_raw_associations=return_raw_associations, return_pattern_projections=return_projected_patterns,
+        )  # fmt: skip
         return retrieval
 
     def forward(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
         """Retrieves the pattern projections that the state patterns are associated with.
 
@@ -273,9 +250,7 @@ class OwnHopfield(Face):
             association_mask: ``(L, S)`` or ``(N * heads, L, S)``; bool, True = ignore, or a float to add to the scores.
         """
         output = self._associate(
-            data=input,
-            stored_pattern_padding_mask=stored_pattern_padding_mask,
-            association_mask=association_mask,
+            data=input, stored_pattern_padding_mask=stored_pattern_padding_mask, association_mask=association_mask
         )[0]
         return self.activate(self._maybe_transpose(output))
 
@@ -284,9 +259,7 @@ class OwnHopfield(Face):
         return output if self.association_activation is None else self.association_activation(output)
 
     # The private attributes of hflayers, under the names that code outside of the class has to use.
-    _Hopfield__batch_first = property(
-        attrgetter("_batch_first"), lambda self, value: setattr(self, "_batch_first", value)
-    )
+    _Hopfield__batch_first = property(lambda self: self._batch_first, lambda self, v: setattr(self, "_batch_first", v))
     _Hopfield__scaling = _setting("scaling")
     _Hopfield__update_steps_max = _setting("update_steps_max")
     _Hopfield__update_steps_eps = _setting("update_steps_eps")

@@ -12,7 +12,7 @@ from ahop_layers.association import Padded, Similarity, Steps, Stored, associate
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import Associator
+from ahop_layers.similarity import Associator, reset
 
 
 class Retrieval(NamedTuple):
@@ -76,9 +76,9 @@ class AssociationCore(Associator):
         super().__init__()
         self.num_heads, self.dropout, self.add_zero_attn = num_heads, dropout, add_zero_attn
         self.query_as_static, self.key_as_static, self.value_as_static = query_as_static, key_as_static, value_as_static
-        self.value_as_connected, self.normalize_pattern = value_as_connected, normalize_pattern
-        self.normalize_pattern_affine, self.normalize_pattern_eps = normalize_pattern_affine, normalize_pattern_eps
-        self.disable_out_projection = disable_out_projection
+        self.value_as_connected, self.disable_out_projection = value_as_connected, disable_out_projection
+        self.normalize_pattern, self.normalize_pattern_affine = normalize_pattern, normalize_pattern_affine
+        self.normalize_pattern_eps = normalize_pattern_eps
         kdim, vdim, out_dim = kdim or embed_dim, vdim or embed_dim, out_dim or embed_dim
         statics = (query_as_static, key_as_static, value_as_static)
         self.static_execution = all((*statics, disable_out_projection, not value_as_connected, not normalize_pattern))
@@ -92,26 +92,26 @@ class AssociationCore(Associator):
         self.embed_dim, self.kdim, self.vdim, self.out_dim = embed_dim, kdim, vdim, out_dim
         self.head_dim = head_dim or (None if embed_dim is None else embed_dim // num_heads)
         self.pattern_dim = pattern_dim or self.head_dim
+        wide, out = (num_heads * (size or 0) for size in (self.head_dim, self.pattern_dim))
         if value_as_connected and kdim != vdim:
             raise AHopError(f"a connected pattern projection needs patterns of one size, got {kdim} and {vdim}")
         if normalize_pattern_affine and not normalize_pattern:
             raise AHopError("normalize_hopfield_space_affine needs normalize_hopfield_space, got False")
         if value_as_connected and value_as_static and self.pattern_dim != self.head_dim:
             raise AHopError(f"a connected, static projection needs pattern_size={self.head_dim}, got {pattern_dim}")
-        if value_as_connected and key_as_static and not value_as_static and vdim != num_heads * (self.head_dim or 0):
+        if value_as_connected and key_as_static and not value_as_static and vdim != wide:
             raise AHopError(f"a connected projection of static patterns must have the width of all heads, got {vdim}")
         if add_bias_kv and key_as_static and value_as_static:
             raise AHopError("concat_bias_pattern needs a projected pattern, got static ones only")
 
         self.similarity: nn.Module | None = None
         self.separation = Separation()
-        wide, out = num_heads * (self.head_dim or 0), num_heads * (self.pattern_dim or 0)
-        rows = self._rows
+        rows, norm = self._rows, (self.head_dim or 0) * normalize_pattern_affine
         # hflayers allocates a bias for a static value, which is never added.
         biases = 0 if all(statics) or not bias else sum(rows[:2]) + out
         shapes: dict[str, tuple[int, ...]] = {
-            "p_norm_weight": ((self.head_dim or 0) * normalize_pattern_affine,),
-            "p_norm_bias": ((self.head_dim or 0) * normalize_pattern_affine,),
+            "p_norm_weight": (norm,),
+            "p_norm_bias": (norm,),
             "in_proj_weight": (0 if separate else sum(rows), embed_dim or 0),
             "q_proj_weight": (rows[0] * separate, embed_dim or 0),
             "k_proj_weight": (rows[1] * separate, kdim or 0),
@@ -130,11 +130,7 @@ class AssociationCore(Associator):
     def _rows(self) -> tuple[int, int, int]:
         """Number of rows of the query, key and value projections; 0 for a static one."""
         wide, out = ((size or 0) * self.num_heads for size in (self.head_dim, self.pattern_dim))
-        return (
-            0 if self.query_as_static else wide,
-            0 if self.key_as_static else wide,
-            0 if self.value_as_static else out,
-        )
+        return wide * (not self.query_as_static), wide * (not self.key_as_static), out * (not self.value_as_static)
 
     def configure(self, scaling: float | Tensor | None, steps: int | Tensor | None, eps: float | Tensor) -> None:
         """Sets the scaling of the scores, and the number of update steps and their convergence threshold.
@@ -144,9 +140,6 @@ class AssociationCore(Associator):
         """
         if scaling is None:
             scaling = 1.0 if self.head_dim is None else 1 / sqrt(self.head_dim)
-        for name in ("scaling", "update_steps_eps"):
-            if hasattr(self, name):
-                delattr(self, name)  # a number may replace a buffer or parameter
         per_head: tuple[tuple[int, ...], ...] = ((), (self.num_heads,))
         for name, value, shapes in (
             ("scaling", scaling, (*per_head, (self.num_heads, 1, 1))),
@@ -160,9 +153,9 @@ class AssociationCore(Associator):
         if isinstance(steps, float) or (isinstance(steps, Tensor) and steps.is_floating_point()):
             raise AHopError(f"update_steps_max must be an integer, an integer tensor or None, got {steps!r}")
         for name, value in (("scaling", scaling), ("update_steps_eps", eps)):
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(name, value)
-            elif isinstance(value, Tensor):
+            if hasattr(self, name):
+                delattr(self, name)  # a number may replace a buffer or parameter
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 self.register_buffer(name, value, persistent=False)  # hflayers' checkpoints do not contain it
             else:
                 setattr(self, name, value)
@@ -174,22 +167,17 @@ class AssociationCore(Associator):
 
         Random numbers are drawn in the order of hflayers: the same seed results in the same weights.
         """
-        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-        output = self.out_proj
-        drawn = [getattr(self, name) for name in names]
-        drawn += [None if output is None else output.weight, self.bias_k, self.bias_v]
-        zeros = [self.in_proj_bias, self.p_norm_bias, None if output is None else output.bias]
-        for parameter in drawn:
+        weights = [getattr(self, f"{name}_weight") for name in ("in_proj", "q_proj", "k_proj", "v_proj")]
+        weight, bias = (getattr(self.out_proj, name, None) for name in ("weight", "bias"))
+        for parameter in (*weights, weight, self.bias_k, self.bias_v):
             if parameter is not None:
                 nn.init.normal_(parameter, std=0.02)
-        for parameter in zeros:
+        for parameter in (self.in_proj_bias, self.p_norm_bias, bias):
             if parameter is not None:
                 nn.init.zeros_(parameter)
         if self.p_norm_weight is not None:
             nn.init.ones_(self.p_norm_weight)
-        reset: Any = getattr(self.similarity, "reset_parameters", None)  # a module of the user may have none
-        if reset is not None:
-            reset()
+        reset(self.similarity)
         self.separation.reset_parameters()
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,9 +196,8 @@ class AssociationCore(Associator):
 
     def normalize(self, state: Tensor) -> Tensor:
         """Applies layer normalization in the association space."""
-        return functional.layer_norm(
-            state, state.shape[-1:], self.p_norm_weight, self.p_norm_bias, self.normalize_pattern_eps
-        )
+        shape, eps = state.shape[-1:], self.normalize_pattern_eps
+        return functional.layer_norm(state, shape, self.p_norm_weight, self.p_norm_bias, eps)
 
     def _linear(self, pattern: Tensor, part: int) -> Tensor:
         """Applies the linear projection of part 0, 1 or 2 (query, key, value); a static part has none."""
@@ -254,33 +241,19 @@ class AssociationCore(Associator):
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
         settings = settings or Settings(self.scaling, self.steps, self.update_steps_eps)
         output, weights = associate(
-            query,
-            stored,
-            score=self._similarity(settings),
-            separation=self.separation,
-            scaling=1.0 if settings.scales_query else settings.scaling,
-            dropout=self.dropout if self.training else 0.0,
-            steps=settings.steps,
-            eps=settings.eps,
-            need_weights=need_weights,
-        )
+            query, stored, score=self._similarity(settings), separation=self.separation,
+            scaling=1.0 if settings.scales_query else settings.scaling, dropout=self.dropout if self.training else 0.0,
+            steps=settings.steps, eps=settings.eps, need_weights=need_weights,
+        )  # fmt: skip
         output = rearrange(output, "n h l d -> n l (h d)")
         return output if self.out_proj is None else self.out_proj(output), weights
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        scaling: float | Tensor | None = None,
-        update_steps_max: int | Tensor | None = 0,
-        update_steps_eps: float | Tensor = 1e-4,
-        return_raw_associations: bool = False,
-        return_pattern_projections: bool = False,
-    ) -> Retrieval:
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
+        return_raw_associations: bool = False, return_pattern_projections: bool = False,
+    ) -> Retrieval:  # fmt: skip
         """Associates ``query (L, N, E)`` with ``key (S, N, E)`` and reads ``value (S, N, E)``; N may be 1 for each.
 
         Arguments and defaults are those of ``HopfieldCore.forward``: without ``scaling``, scores are not scaled. A hook

@@ -1,34 +1,27 @@
-"""Hopfield, HopfieldLayer and HopfieldPooling: the classes of ``hflayers`` if it is installed, else our own.
+"""HopfieldLayer and HopfieldPooling: Hopfield layers with learned patterns.
 
-``AHOP_OWN_HOPFIELD=1`` in the environment always selects our own. They have the constructors, methods, properties,
-parameter names and outputs of ``hflayers`` 1.0.2. In addition they compile and export, raise
-:class:`~ahop_layers.AHopError`, return zeros for fully masked rows, and repeat a static pattern over heads without
-mixing samples. ``concat_bias_pattern`` only creates its parameters, so that checkpoints load: no output of ``hflayers``
-depends on them.
+The plain layers have the constructors, methods, properties, parameter names and outputs of ``hflayers`` 1.0.2. In
+addition they compile and export, raise :class:`~ahop_layers.AHopError`, return zeros for fully masked rows, and repeat
+a static pattern over heads without mixing samples. ``concat_bias_pattern`` only creates its parameters, so that
+checkpoints load: no output of ``hflayers`` depends on them.
 """
-
-import os
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_sizes
-from ahop_layers.hopfield.base import Face, OwnHopfield, Patterns, arguments, as_patterns, reads
+from ahop_layers.hopfield.base import Hopfield, HopfieldInterface, Patterns, arguments, as_patterns, reads
 
 
-class _WithWeights(Face):
+class LearnedPatterns(HopfieldInterface):
     """A layer with learned patterns, which it passes to ``self.hopfield`` together with its input."""
 
-    _hopfield_class: type[OwnHopfield] = OwnHopfield
-    hopfield: OwnHopfield
+    _hopfield_class: type[Hopfield] = Hopfield
+    hopfield: Hopfield
 
     @property
-    def _inner(self) -> OwnHopfield:
+    def _inner(self) -> Hopfield:
         return self.hopfield
-
-    def _patterns(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
 
     def _prepare_input(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
         """Returns stored, state and projection patterns, with the learned ones expanded to the batch of the input."""
@@ -38,9 +31,6 @@ class _WithWeights(Face):
         shape = (batch, -1, -1) if self.batch_first else (-1, batch, -1)
         stored, state, projection = (pattern.expand(shape) for pattern in patterns)
         return stored, state, projection
-
-    def _triple(self, input: Patterns) -> tuple[Tensor, Tensor, Tensor]:
-        return self._patterns(input)
 
     def _weights(self, name: str, quantity: int, width: int | None, trainable: bool) -> nn.Parameter:
         check_sizes(quantity=quantity)
@@ -56,25 +46,22 @@ class _WithWeights(Face):
             nn.init.normal_(parameter, std=0.02)
 
     def forward(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
-        """Retrieves patterns; the masks are those of :class:`OwnHopfield`."""
+        """Retrieves patterns; the masks are those of :class:`Hopfield`."""
         output: Tensor = self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
         return output
 
     quantity = reads("_quantity")
 
 
-class OwnHopfieldLayer(_WithWeights):
+class HopfieldLayer(LearnedPatterns):
     """Associates its input with learned patterns; the arguments are those of ``hflayers.HopfieldLayer``.
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
     dimension.
 
-    >>> OwnHopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 4, 8)).shape
+    >>> HopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 4, 8)).shape
     torch.Size([3, 4, 8])
     """
 
@@ -118,14 +105,14 @@ class OwnHopfieldLayer(_WithWeights):
         return self.lookup_weights, input, self.lookup_weights if self.target_weights is None else self.target_weights
 
 
-class OwnHopfieldPooling(_WithWeights):
+class HopfieldPooling(LearnedPatterns):
     """Pools bags of patterns with learned queries; the arguments are those of ``hflayers.HopfieldPooling``.
 
     Shapes: input ``(N, S, input_size)``, or a pair of stored patterns and pattern projections of that shape; output
     ``(N, quantity * output_size)``. With ``batch_first=False`` the input is ``(S, N, input_size)`` and the output, as
     in hflayers, ``(quantity, N * output_size)``.
 
-    >>> OwnHopfieldPooling(input_size=8, quantity=2)(torch.randn(3, 5, 8)).shape
+    >>> HopfieldPooling(input_size=8, quantity=2)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 16])
     """
 
@@ -159,38 +146,7 @@ class OwnHopfieldPooling(_WithWeights):
         return stored, self.pooling_weights, projection
 
     def forward(
-        self,
-        input: Patterns,
-        stored_pattern_padding_mask: Tensor | None = None,
-        association_mask: Tensor | None = None,
+        self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
-        """Pools bags; the masks are those of :class:`OwnHopfield`."""
+        """Pools bags; the masks are those of :class:`Hopfield`."""
         return super().forward(input, stored_pattern_padding_mask, association_mask).flatten(1)
-
-
-def _public() -> tuple[Any, Any, Any]:
-    if os.environ.get("AHOP_OWN_HOPFIELD", "0") in ("", "0"):
-        try:
-            from hflayers import Hopfield, HopfieldLayer, HopfieldPooling  # not those of another module of this name
-
-            return Hopfield, HopfieldLayer, HopfieldPooling
-        except ImportError:
-            pass
-    return OwnHopfield, OwnHopfieldLayer, OwnHopfieldPooling
-
-
-Hopfield, HopfieldLayer, HopfieldPooling = _public()
-
-if TYPE_CHECKING:
-    HopfieldBase = OwnHopfield
-    HopfieldLayerBase = OwnHopfieldLayer
-    HopfieldPoolingBase = OwnHopfieldPooling
-else:
-
-    def _base(own: type, public: type) -> type:
-        """Returns the base of an adaptive class: ours, then that of hflayers, so that ``isinstance`` holds for both."""
-        return own if public is own else type(own.__name__, (own, public), {"__doc__": own.__doc__})
-
-    HopfieldBase = _base(OwnHopfield, Hopfield)
-    HopfieldLayerBase = _base(OwnHopfieldLayer, HopfieldLayer)
-    HopfieldPoolingBase = _base(OwnHopfieldPooling, HopfieldPooling)

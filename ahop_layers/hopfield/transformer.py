@@ -7,26 +7,24 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.hopfield.base import Face, Patterns
+from ahop_layers.hopfield.base import HopfieldInterface, Patterns, reads
+from ahop_layers.similarity import reset
 
 
-def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: Tensor | None) -> Tensor:
+def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: Tensor | None, causal: bool) -> Tensor:
     """Calls a Hopfield layer; the layers of hflayers take no floating-point padding mask."""
-    if padding is not None and padding.is_floating_point() and not isinstance(association, Face):
+    if causal and mask is None:
+        raise AHopError("is_causal=True describes a mask, got no mask")
+    if padding is not None and padding.is_floating_point() and not isinstance(association, HopfieldInterface):
         padding = padding.isneginf()
     output: Tensor = association(input, stored_pattern_padding_mask=padding, association_mask=mask)
     return output
 
 
-def _check_causal(**hints: tuple[bool, Tensor | None]) -> None:
-    """Raises if a layer is told that its mask is causal, and receives no mask."""
-    for name, (causal, mask) in hints.items():
-        if causal and mask is None:
-            raise AHopError(f"{name}=True describes a mask, got no mask")
-
-
 class _Layer(nn.Module):
     """The feed-forward part of both layers, and what ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` read."""
+
+    self_attn: Any
 
     def __init__(self, dim_feedforward: int, dropout: float, activation: str, **associations: nn.Module) -> None:
         super().__init__()
@@ -47,36 +45,16 @@ class _Layer(nn.Module):
     def reset_parameters(self) -> None:
         """Resets all parameters, including those of the Hopfield layers."""
         for module in self.children():
-            reset: Any = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
+            reset(module)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout_residual(self.activation_residual(self.linear_residual(x)))
         output: Tensor = x + self.dropout_output(self.linear_output(hidden))
         return output
 
-    @property
-    def self_attn(self) -> Any:
-        """The Hopfield layer in the place of self-attention, whose ``batch_first`` torch reads."""
-        raise NotImplementedError
-
-    @property
-    def batch_first(self) -> bool:
-        """Whether the batch is the first axis."""
-        first: bool = self.self_attn.batch_first
-        return first
-
-    @property
-    def input_size(self) -> int:
-        """Size of the input."""
-        size: int = self.self_attn.input_size
-        return size
-
-    @property
-    def output_size(self) -> int:
-        """Size of the output."""
-        return self.linear_output.out_features
+    batch_first = reads("self_attn.batch_first")
+    input_size = reads("self_attn.input_size")
+    output_size = reads("linear_output.out_features")
 
 
 class HopfieldEncoderLayer(_Layer):
@@ -99,23 +77,17 @@ class HopfieldEncoderLayer(_Layer):
     torch.Size([3, 5, 16])
     """
 
+    self_attn = reads("hopfield_association")
+
     def __init__(
-        self,
-        hopfield_association: nn.Module,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
+        self, hopfield_association: nn.Module, dim_feedforward: int = 2048, dropout: float = 0.1,
         activation: str = "relu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(dim_feedforward, dropout, activation, hopfield_association=hopfield_association)
         width = self.input_size
         self.norm_residual, self.norm_output = nn.LayerNorm(width), nn.LayerNorm(width)
         self.dropout_hopfield_association = nn.Dropout(dropout)
         self.reset_parameters()
-
-    @property
-    def self_attn(self) -> Any:
-        """The Hopfield layer."""
-        return self.hopfield_association
 
     def forward(
         self,
@@ -124,16 +96,11 @@ class HopfieldEncoderLayer(_Layer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Encodes a sequence.
+        """Encodes a sequence; the arguments are those of ``nn.TransformerEncoderLayer``.
 
-        Args:
-            src: ``(N, L, input_size)``, or ``(L, N, input_size)`` with ``batch_first=False`` in the Hopfield layer.
-            src_mask: ``(L, L)`` or ``(N * heads, L, L)``; bool, True = ignore, or a float to add to the scores.
-            src_key_padding_mask: ``(N, L)``, True = ignore.
-            is_causal: a statement that ``src_mask``, which must be given, is causal. It changes nothing.
+        ``is_causal`` states that ``src_mask``, which must be given, is causal. It changes nothing.
         """
-        _check_causal(is_causal=(is_causal, src_mask))
-        associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask)
+        associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask, is_causal)
         src = self.norm_residual(src + self.dropout_hopfield_association(associated))
         output: Tensor = self.norm_output(self._feed_forward(src))
         return output
@@ -163,14 +130,12 @@ class HopfieldDecoderLayer(_Layer):
     torch.Size([3, 5, 16])
     """
 
+    self_attn = reads("hopfield_association_self")
+
     def __init__(
-        self,
-        hopfield_association_self: nn.Module,
-        hopfield_association_cross: nn.Module,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str = "relu",
-    ) -> None:
+        self, hopfield_association_self: nn.Module, hopfield_association_cross: nn.Module, dim_feedforward: int = 2048,
+        dropout: float = 0.1, activation: str = "relu",
+    ) -> None:  # fmt: skip
         super().__init__(
             dim_feedforward, dropout, activation,
             hopfield_association_self=hopfield_association_self, hopfield_association_cross=hopfield_association_cross,
@@ -182,39 +147,19 @@ class HopfieldDecoderLayer(_Layer):
         self.dropout_hopfield_association_cross = nn.Dropout(dropout)
         self.reset_parameters()
 
-    @property
-    def self_attn(self) -> Any:
-        """The Hopfield layer that associates the target with itself."""
-        return self.hopfield_association_self
-
     def forward(
-        self,
-        tgt: Tensor,
-        memory: Tensor,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        tgt_is_causal: bool = False,
-        memory_is_causal: bool = False,
-    ) -> Tensor:
-        """Decodes a target sequence that attends to a memory.
+        self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False, memory_is_causal: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Decodes a target that attends to the memory; the arguments are those of ``nn.TransformerDecoderLayer``.
 
-        Args:
-            tgt: the target, ``(N, L, input_size)``, or ``(L, N, input_size)`` with ``batch_first=False`` in the layers.
-            memory: the output of the encoder, ``(N, S, input_size)``, with the same order of dimensions.
-            tgt_mask: ``(L, L)`` or ``(N * heads, L, L)``; bool, True = ignore, or a float to add to the scores.
-            memory_mask: ``(L, S)`` or ``(N * heads, L, S)``, likewise.
-            tgt_key_padding_mask: ``(N, L)``, True = ignore.
-            memory_key_padding_mask: ``(N, S)``, True = ignore.
-            tgt_is_causal: a statement that ``tgt_mask``, which must be given, is causal. It changes nothing.
-            memory_is_causal: the same for ``memory_mask``.
+        ``..._is_causal`` states that the mask, which must be given, is causal. It changes nothing.
         """
-        _check_causal(tgt_is_causal=(tgt_is_causal, tgt_mask), memory_is_causal=(memory_is_causal, memory_mask))
-        associated = _associate(self.hopfield_association_self, tgt, tgt_key_padding_mask, tgt_mask)
+        associated = _associate(self.hopfield_association_self, tgt, tgt_key_padding_mask, tgt_mask, tgt_is_causal)
         tgt = self.norm_residual_self(tgt + self.dropout_hopfield_association_self(associated))
-        triple = (memory, tgt, memory)
-        associated = _associate(self.hopfield_association_cross, triple, memory_key_padding_mask, memory_mask)
+        cross, triple = self.hopfield_association_cross, (memory, tgt, memory)
+        associated = _associate(cross, triple, memory_key_padding_mask, memory_mask, memory_is_causal)
         tgt = self.norm_residual_cross(tgt + self.dropout_hopfield_association_cross(associated))
         output: Tensor = self.norm_output(self._feed_forward(tgt))
         return output
