@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.association import Mask, Padded, associate
-from ahop_layers.attention.vision import attend_mask
+from ahop_layers.attention.adaptive import attend_mask
 from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.separation import Separation
 from tests.frameworks import framework
