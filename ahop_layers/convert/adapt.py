@@ -38,29 +38,21 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
         return lambda name, module: True
     if callable(where):
         return where
-    patterns = [where] if isinstance(where, str) else list(where) if isinstance(where, Iterable) else [where]
+    patterns = list(where) if isinstance(where, Iterable) and not isinstance(where, str) else [where]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise AHopError(f"where must be a function of name and module, or one or several name patterns, got {where!r}")
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+# fmt: off
 def adapt_(
-    model: nn.Module,
-    *,
-    example: Any = None,
-    by_hand: bool = False,
-    where: Where | None = None,
-    last: int | None = None,
-    freeze_rest: bool = False,
-    dry_run: bool = False,
-    like: type[nn.Module] | None = None,
-    bases: Sequence[str] | None = None,
-    init: Init | None = None,
-    debias: bool = False,
-    separation: str | Separation | None = None,
-    blocks: BlocksArgument = None,
+    model: nn.Module, *, example: Any = None, by_hand: bool = False, where: Where | None = None,
+    last: int | None = None, freeze_rest: bool = False, dry_run: bool = False, like: type[nn.Module] | None = None,
+    bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
+    separation: str | Separation | None = None, blocks: BlocksArgument = None,
     similarity: SimilaritySource | None = None,
 ) -> Report:
+    # fmt: on
     """Makes the attention of a model adaptive, in place.
 
     It knows ``nn.MultiheadAttention`` (also in torchvision's ViT), timm's ``Attention``, the attention of ViT, DeiT,
