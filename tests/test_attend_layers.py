@@ -330,10 +330,8 @@ def test_gradient_checkpointing_with_dropout(use_reentrant, calls):
     assert len(calls) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "dropout"), [("aot_eager", 0.0), pytest.param("inductor", 0.3, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "dropout"), [("aot_eager", 0.3), ("inductor", 0.0)])
 def test_compile(backend, dropout, monkeypatch):
     monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", -1)
     from torch._dynamo.testing import CompileCounterWithBackend  # imports the compiler, which takes seconds
@@ -424,7 +422,7 @@ def test_vmap_with_dropout_is_separate_operations(calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [None, 2])
+@pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.full), 2])
 def test_memory_is_bounded(blocks):
     """Peak memory of a training step does not grow with L x S: a single tensor of scores takes 105 MB here."""
     length = 5120

@@ -204,15 +204,8 @@ class Bilinear(nn.Module):
         return query @ self.matrix @ key.mT
 
 
-def test_without_a_similarity_it_attends_by_the_dot_product():
-    theirs, ours = pair()
-    x = inputs()
-    ours.similarity = None
-    torch.testing.assert_close(ours(*x), theirs(*x), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("similarity", [Bilinear, Bilinear(E // H, H)], ids=["factory", "module"])
-def test_another_similarity(similarity):
+def test_another_similarity_or_none(similarity):
     theirs, ours = nn.MultiheadAttention(E, H), ah.AdaptiveAttention(E, H, similarity=similarity)
     x = inputs()
     ours.load_state_dict(theirs.state_dict())  # a similarity without reset_parameters keeps its values
@@ -221,6 +214,8 @@ def test_another_similarity(similarity):
     assert ah.similarity_parameters(ours) == [ours.similarity.matrix]
     ours(*x)[0].square().sum().backward()
     assert ours.similarity.matrix.grad.abs().sum() > 0
+    ours.similarity = None  # the dot product
+    torch.testing.assert_close(ours(*x), theirs(*x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():

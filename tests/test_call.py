@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from test_convert import Scaled
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -93,6 +94,14 @@ class Sink(ByHand):
 
     def weigh(self, scores):
         return functional.softmax(torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1), dim=-1)[..., :-1]
+
+
+class Positions(ByHand):
+    """Mixes the weights with those of positions, whose scores are no products."""
+
+    def weigh(self, scores):
+        place = torch.linspace(-1, 1, scores.shape[-1]).expand(scores.shape)
+        return 0.7 * scores.softmax(-1) + 0.3 * place.softmax(-1)
 
 
 class Windows(ByHand):
@@ -194,7 +203,7 @@ def test_outputs_and_gradients_are_kept(blocks):
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads"), [(ByHand, 2), (Einsum, 2), (Added, None), (Mixed, 2), (Sink, 2), (Windows, None)]
+    ("kind", "heads"), [(Einsum, 2), (Added, None), (Mixed, 2), (Sink, 2), (Positions, 2), (Windows, None)]
 )
 def test_attention_by_hand(kind, heads):
     model, x = nn.Sequential(kind().eval()), torch.randn(3, 6 if kind is Windows else 5, 16)
@@ -346,15 +355,6 @@ def test_a_subclass_of_a_known_class_with_its_own_forward_is_adapted():
     assert check_kept(model, torch.randn(3, 5, 16)).how == {"": "scaled_dot_product_attention"}
 
 
-def test_a_mixture_with_weights_of_positions_is_adapted():
-    class Positions(ByHand):
-        def weigh(self, scores):
-            place = torch.linspace(-1, 1, scores.shape[-1]).expand(scores.shape)
-            return 0.7 * scores.softmax(-1) + 0.3 * place.softmax(-1)
-
-    check_kept(Positions(), torch.randn(2, 5, 16), by_hand=True)
-
-
 def test_the_example_changes_nothing():
     model = nn.Sequential(Relate(), nn.Flatten(0, 1), nn.BatchNorm1d(16), nn.Dropout(0.5))
     model[0].eval()
@@ -414,17 +414,9 @@ def test_calls_with_different_heads_have_a_similarity_each():
 
 
 def test_a_given_similarity_is_copied_for_each_shape():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, query, key):
-            return self.scale * (query @ key.mT)
-
     model, x = Two(), torch.randn(2, 6, 16)
     expected = model(x)
-    ah.adapt_(model, example=x, similarity=Scaled())
+    ah.adapt_(model, example=x, similarity=Scaled(8, 2))
     assert len(ah.similarity_parameters(model)) == 2
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 
@@ -484,7 +476,7 @@ def test_copies_pickles_state_dicts_and_revert():
     assert torch.equal(model(x), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compile_and_export():
     model, x = nn.Sequential(Relate(is_causal=True), Two()).eval(), torch.randn(2, 5, 16)
     ah.adapt_(model, example=x, blocks=2)
