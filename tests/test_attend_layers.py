@@ -1,8 +1,6 @@
 """Attention without weights in associate and the layers: the choice of ahop::attend, and what it leaves unchanged."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.association import Mask, Padded, associate
-from ahop_layers.attention.vision import attend_mask
+from ahop_layers.attention.adaptive import attend_mask
 from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.ops.protocols import AttentionCall
+from ahop_layers.ops.reference import BASES, Base
 from ahop_layers.separation import Separation
 from tests.frameworks import framework
 
@@ -70,8 +69,16 @@ SIMILARITIES = {
 }
 
 
-@pytest.mark.parametrize("scaling", [0.3, torch.tensor(0.3), torch.rand(H, 1, 1)], ids=["number", "tensor", "heads"])
-@pytest.mark.parametrize("name", SIMILARITIES)
+def run(tensors, similarity, need_weights=False, mask=None, **keywords):
+    """Calls associate with softmax; returns the output and the weights."""
+    options = {"score": similarity, "separation": Separation(), **keywords}
+    return associate(tensors[0], Padded(*tensors[1:], mask), need_weights=need_weights, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling"),
+    [*((name, 0.3) for name in SIMILARITIES), ("full", torch.tensor(0.3)), ("full", torch.rand(H, 1, 1))],
+)
 def test_associate_without_weights(name, scaling, calls):
     similarity, tensors = trained(**SIMILARITIES[name]), inputs()
     learned = list(tensors)
@@ -81,14 +88,7 @@ def test_associate_without_weights(name, scaling, calls):
     mask = Mask(torch.rand(N, 1, 1, S) < 0.3, torch.randn(L, S, dtype=torch.float64), causal=True)
 
     def call(need_weights):
-        output, weights = associate(
-            tensors[0],
-            Padded(*tensors[1:], mask),
-            score=similarity,
-            separation=Separation(),
-            scaling=scaling,
-            need_weights=need_weights,
-        )
+        output, weights = run(tensors, similarity, need_weights, mask, scaling=scaling)
         assert (weights is None) is not need_weights
         return output
 
@@ -97,21 +97,15 @@ def test_associate_without_weights(name, scaling, calls):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_associate_with_grouped_queries(need_weights, calls):
-    similarity, (query, key, value) = trained(), inputs(key_heads=2)
-    options = {"score": similarity, "separation": Separation(), "need_weights": need_weights}
-    repeated = [each.repeat_interleave(2, 1) for each in (key, value)]
-    expected = associate(query, Padded(*repeated), score=similarity, separation=Separation())[0]
-    torch.testing.assert_close(associate(query, Padded(key, value), **options)[0], expected)
-    assert len(calls) == (not need_weights)
-
-
-def test_grouped_queries_with_normalized_blocks(calls):
-    similarity, (query, key, value) = trained(blocks=ah.Blocks(2, normalize=True)), inputs(key_heads=2)
-    options = {"score": similarity, "separation": Separation()}
-    expected = associate(query, Padded(key, value), **options)[0]
-    torch.testing.assert_close(associate(query, Padded(key, value), **options, need_weights=False)[0], expected)
+@pytest.mark.parametrize("keywords", [{}, {"blocks": ah.Blocks(2, normalize=True)}], ids=["full", "normalized"])
+def test_associate_with_grouped_queries(keywords, calls):
+    similarity, (query, key, value) = trained(**keywords), inputs(key_heads=2)
+    found, expected = (run((query, key, value), similarity, need)[0] for need in (False, True))
+    torch.testing.assert_close(found, expected)
+    if not keywords:
+        assert len(calls) == 1
+        repeated = (each.repeat_interleave(2, 1) for each in (key, value))
+        torch.testing.assert_close(found, run((query, *repeated), similarity, True)[0])
 
 
 class Rescored(ah.AdaptiveSimilarity):
@@ -124,18 +118,13 @@ class Doubled(ah.AdaptiveSimilarity):
         return 2 * super().forward(query, key, arranged)
 
 
-def hooked(module):
-    module.register_forward_hook(lambda module, args, output: None)
+def hooked(module, pre=False):
+    (module.register_forward_pre_hook if pre else module.register_forward_hook)(lambda *args: None)
     return module
 
 
 def replaced(module):
     module.forward = module.forward
-    return module
-
-
-def pre_hooked(module):
-    module.register_forward_pre_hook(lambda module, args: None)
     return module
 
 
@@ -154,7 +143,7 @@ OTHERS = {  # keywords of associate that separate operations compute
     "hook on the similarity": {"score": hooked(trained())},
     "replaced forward": {"score": replaced(trained())},
     "hook on the separation": {"separation": hooked(Separation())},
-    "pre-hook on the separation": {"separation": pre_hooked(Separation())},
+    "pre-hook on the separation": {"separation": hooked(Separation(), pre=True)},
     "learned mask": {"mask": Mask(added=torch.zeros(1, H, L, S, dtype=torch.float64, requires_grad=True))},
 }
 
@@ -173,10 +162,10 @@ def test_other_associations_are_separate_operations(name, calls):
 
 
 def test_hooks_of_all_modules_see_every_call(calls):
-    tensors, separation, seen = inputs(), Separation(), []
+    separation, seen = Separation(), []
     handle = register_module_forward_hook(lambda module, args, output: seen.append(module))
     try:
-        associate(tensors[0], Padded(*tensors[1:]), score=trained(), separation=separation, need_weights=False)
+        run(inputs(), trained(), separation=separation)
     finally:
         handle.remove()
     assert separation in seen
@@ -184,25 +173,17 @@ def test_hooks_of_all_modules_see_every_call(calls):
 
 
 def test_a_registered_base_is_separate_operations(calls, monkeypatch):
-    from ahop_layers.ops.reference import BASES, Base
-
     monkeypatch.setitem(BASES, "mean_for_this_test", Base(lambda query, key: (query + key) / 2))
-    similarity, tensors = trained(bases=("dot", "mean_for_this_test")), inputs()
-    output, _ = associate(
-        tensors[0], Padded(*tensors[1:]), score=similarity, separation=Separation(), need_weights=False
-    )
-    assert output.isfinite().all()
+    assert run(inputs(), trained(bases=("dot", "mean_for_this_test")))[0].isfinite().all()
     assert not calls
 
 
 def test_small_calls_on_the_cpu_are_separate_operations(calls, monkeypatch):
     monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", N * H * L * S * 8)
     similarity, (query, key, value) = trained(), inputs()
-    options = {"score": similarity, "separation": Separation(), "need_weights": False}
-    associate(query, Padded(key, value), **options)
+    run((query, key, value), similarity)
     assert not calls
-    more = [torch.cat([each, each[:, :, :1]], 2) for each in (key, value)]
-    associate(query, Padded(*more), **options)
+    run((query, *(torch.cat([each, each[:, :, :1]], 2) for each in (key, value))), similarity)
     assert len(calls) == 1
 
 
@@ -221,9 +202,6 @@ def test_choice_on_a_gpu(monkeypatch):
     assert not prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
 
 
-# masks
-
-
 def test_causal_masks():
     scores = torch.randn(N, H, L, S)
     triangle = torch.ones(L, S, dtype=torch.bool).triu(1)
@@ -240,19 +218,15 @@ def test_causal_masks():
     assert attend_mask(None, False) is None
 
 
-@pytest.mark.parametrize("blocked", [None, torch.rand(N, 1, 1, S) < 0.5], ids=["", "padding"])
-def test_appended_keys_are_visible(blocked, calls):
+def test_appended_keys_are_visible(calls):
     similarity, (query, key, value) = trained(), inputs()
-    padded = Padded(key, value, Mask(blocked, causal=True), zero_association=True)
+    padded = Padded(key, value, Mask(torch.rand(N, 1, 1, S) < 0.5, causal=True), zero_association=True)
     found, expected = (
         associate(query, padded, score=similarity, separation=Separation(), need_weights=need)[0]
         for need in (False, True)
     )
     assert len(calls) == 1
     torch.testing.assert_close(found, expected)
-
-
-# layers
 
 
 def attention(**keywords):
@@ -262,11 +236,10 @@ def attention(**keywords):
     return layer
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("keywords", [{}, {"add_zero_attn": True, "add_bias_kv": True}, {"blocks": 2}], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_multihead_attention(is_causal, keywords, dtype, calls):
-    layer, x = attention(**keywords).to(dtype), torch.randn(N, L, 16, dtype=dtype, requires_grad=True)
+def test_multihead_attention(is_causal, keywords, calls):
+    layer, x = attention(**keywords).double(), torch.randn(N, L, 16, dtype=torch.float64, requires_grad=True)
     ignored = torch.arange(L) > torch.tensor([[4], [L]])
 
     def call(need_weights):
@@ -280,8 +253,7 @@ def test_multihead_attention(is_causal, keywords, dtype, calls):
 def test_a_causal_encoder_needs_no_mask_tensor(calls):
     layer, x = attention(), torch.randn(N, L, 16)
     output, _ = layer(x, x, x, need_weights=False, is_causal=True)
-    assert calls[0][5] is None
-    assert calls[0][6] is True
+    assert (calls[0][5], calls[0][6]) == (None, True)
     torch.testing.assert_close(output[:, :3], layer(x[:, :3], x[:, :3], x[:, :3], is_causal=True)[0])
 
 
@@ -332,26 +304,13 @@ def test_an_override_of_the_score_is_called(calls):
 
 
 def test_association_maps(calls):
-    layer, x = attention(), torch.randn(N, L, 16)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2)
+    x = torch.randn(N, L, 16)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2).eval()
     ah.adapt_(model)
-    maps = ah.association_maps(model.eval(), x)
-    assert [each.shape for each in maps.values()] == [(N, 2, L, L)] * 2
+    assert [each.shape for each in ah.association_maps(model, x).values()] == [(N, 2, L, L)] * 2
     assert not calls
     model(x)
     assert len(calls) == 2
-    assert layer(x, x, x)[1].shape == (N, L, L)
-
-
-def test_copies_and_pickles(calls):
-    layer, x = attention(), torch.randn(N, L, 16)
-    expected = layer(x, x, x, need_weights=False)[0]
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False)):
-        assert torch.equal(other(x, x, x, need_weights=False)[0], expected)
-    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -364,22 +323,15 @@ def test_gradient_checkpointing_with_dropout(use_reentrant, calls):
     results = []
     for function in (call, lambda x: checkpoint(call, x, use_reentrant=use_reentrant)):
         torch.manual_seed(3)
-        output = function(x)
-        grads = torch.autograd.grad(output.square().sum(), x) if not use_reentrant else None
-        if use_reentrant:
-            x.grad = None
-            output.square().sum().backward()
-            grads = (x.grad,)
-        results.append((output, *grads))
+        x.grad, output = None, function(x)
+        output.square().sum().backward()
+        results.append((output, x.grad))
     torch.testing.assert_close(*results)
     assert not torch.equal(results[0][0], call(x))
     assert len(calls) == 4
 
 
-# torch
-
-
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "dropout"), [("aot_eager", 0.3), ("inductor", 0.0)])
 def test_compile(backend, dropout, monkeypatch):
     monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", -1)
@@ -401,7 +353,7 @@ def test_compile(backend, dropout, monkeypatch):
     assert sum(node.target is torch.ops.ahop.attend.default for node in graph.graph.nodes) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_limit_of_memory_under_compile(monkeypatch):
     """A compiled layer changes to slices where an eager one does."""
     monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", N * H * 40 * 40 * 4)
@@ -470,26 +422,15 @@ def test_vmap_with_dropout_is_separate_operations(calls):
     assert not calls
 
 
-# memory
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [None, 2])
+@pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.full), 2])
 def test_memory_is_bounded(blocks):
     """Peak memory of a training step does not grow with L x S: a single tensor of scores takes 105 MB here."""
     length = 5120
     similarity = ah.AdaptiveSimilarity(4, 1, blocks=blocks)
     tensors = [torch.randn(1, 1, length, 4, requires_grad=True) for _ in range(3)]
     with torch.profiler.profile(profile_memory=True) as profile:
-        output, _ = associate(
-            tensors[0],
-            Padded(*tensors[1:], Mask(causal=True)),
-            score=similarity,
-            separation=Separation(),
-            dropout=0.1,
-            need_weights=False,
-        )
-        output.sum().backward()
+        run(tensors, similarity, mask=Mask(causal=True), dropout=0.1)[0].sum().backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -498,63 +439,36 @@ def test_memory_is_bounded(blocks):
     assert 0 < peak <= 64e6
 
 
-# transformers and timm
-
-
-@pytest.fixture
-def vit():
+def test_transformers_without_weights(calls):
+    """Weights are computed where the call, the configuration, a hook or a replaced forward asks for them."""
     transformers = framework("transformers")
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
     config = transformers.ViTConfig(image_size=8, patch_size=4, **sizes)
-    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
-    ah.adapt_(model)
-    return model
-
-
-def test_transformers_without_weights(vit, calls):
-    x = torch.randn(2, 3, 8, 8)
+    vit, x = transformers.ViTModel(config, add_pooling_layer=False).eval(), torch.randn(2, 3, 8, 8)
+    ah.adapt_(vit)
     expected = vit(x).last_hidden_state
     assert len(calls) == 2
-    recorded = vit(x, output_attentions=True)
+
+    seen, (first, second) = [], (module for module in vit.modules() if isinstance(module, ah.Adaptive))
+    handle = first.register_forward_hook(lambda module, args, output: seen.append(output[1]))
+    forward = second.forward
+    second.forward = lambda *args, **keywords: seen.append(forward(*args, **keywords)[1]) or forward(*args, **keywords)
+    vit(x)
+    assert [each.shape for each in seen] == [(2, 3, 5, 5)] * 2
     assert len(calls) == 2
+    handle.remove()
+    del second.forward
+
+    assert first(torch.randn(2, 5, 12))[1] is None
+    assert len(calls) == 3
+    recorded = vit(x, output_attentions=True)
     assert [each.shape for each in recorded.attentions] == [(2, 3, 5, 5)] * 2
     torch.testing.assert_close(recorded.last_hidden_state, expected)
-
-
-def test_transformers_configuration_asks_for_weights(vit, calls):
-    x = torch.randn(2, 3, 8, 8)
     vit.set_attn_implementation("eager")
+    assert first(torch.randn(2, 5, 12))[1].shape == (2, 3, 5, 5)
     vit.config.output_attentions = True
     assert [each.shape for each in vit(x).attentions] == [(2, 3, 5, 5)] * 2
-    assert not calls
-
-
-def test_transformers_hook_sees_weights(vit, calls):
-    seen = []
-    layer = next(module for module in vit.modules() if isinstance(module, ah.Adaptive))
-    layer.register_forward_hook(lambda module, args, output: seen.append(output[1]))
-    vit(torch.randn(2, 3, 8, 8))
-    assert seen[0].shape == (2, 3, 5, 5)
-    assert len(calls) == 1
-
-
-def test_a_replaced_forward_of_transformers_sees_weights(vit, calls):
-    """Releases before 5 record attentions so."""
-    seen = []
-    module = next(each for each in vit.modules() if isinstance(each, ah.Adaptive))
-    forward = module.forward
-    module.forward = lambda *args, **keywords: seen.append(forward(*args, **keywords)) or seen[-1]
-    with torch.no_grad():
-        vit(torch.randn(1, 3, 8, 8))
-    assert seen[0][1] is not None
-
-
-def test_transformers_eager_attention_returns_weights(vit, calls):
-    layer = next(module for module in vit.modules() if isinstance(module, ah.Adaptive))
-    x = torch.randn(2, 5, 12)
-    assert layer(x)[1] is None
-    layer.config._attn_implementation = "eager"
-    assert layer(x)[1].shape == (2, 3, 5, 5)
+    assert len(calls) == 3
 
 
 def test_timm_without_weights(calls):

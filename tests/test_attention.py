@@ -43,25 +43,32 @@ def masks(kind):
     return {
         "none": {},
         "padding": {"key_padding_mask": padding},
-        "float padding": {"key_padding_mask": torch.randn(N, S)},
         "(L, S)": {"attn_mask": pairs[0]},
         "both": {"attn_mask": pairs, "key_padding_mask": padding},
         "both float": {"attn_mask": torch.randn(N * H, L, S), "key_padding_mask": torch.randn(N, S)},
     }[kind]
 
 
-@pytest.mark.parametrize("mask", ["none", "padding", "float padding", "(L, S)", "both", "both float"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "mask"),
+    [*((option, "both float") for option in OPTIONS), *(("plain", m) for m in ("none", "padding", "(L, S)", "both"))],
+)
 def test_equals_multihead_attention_with_gradients(option, mask):
-    theirs, ours = pair(**OPTIONS[option])
-    x = inputs(**OPTIONS[option])
-    results = []
-    for module in (theirs, ours):
-        output, weights = module(*x, **masks(mask), average_attn_weights=False)
-        gradients = torch.autograd.grad(output.square().sum(), [*x, *old_parameters(module)])
-        results.append([output, weights, *gradients])
-    for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+    """In float64 to rounding; in float32 the error is at most twice that of nn.MultiheadAttention."""
+    modules, x, given = pair(**OPTIONS[option]), inputs(**OPTIONS[option]), masks(mask)
+
+    def results(module, dtype):
+        masked = {name: m.to(dtype) if m.is_floating_point() else m for name, m in given.items()}
+        rows = [each.detach().to(dtype).requires_grad_() for each in x]
+        output, weights = module.to(dtype)(*rows, **masked, average_attn_weights=False)
+        gradients = torch.autograd.grad(output.square().sum(), [*rows, *old_parameters(module)])
+        return [output, weights, *gradients]
+
+    low, (exact, ours) = ([results(each, dtype) for each in modules] for dtype in (torch.float32, torch.float64))
+    for got, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got, expected)
+    bound, error = (max((y - e).abs().max() for y, e in zip(each, exact, strict=True)) for each in low)
+    assert error <= 2 * bound + 1e-6 * max(e.abs().max() for e in exact)
 
 
 def old_parameters(module):
@@ -72,18 +79,12 @@ def old_parameters(module):
 @pytest.mark.parametrize("need", [True, False])
 def test_returned_weights(need, average):
     theirs, ours = pair()
-    query, key, value = inputs()
-    for x in ((query, key, value), (query[:, 0], key[:, 0], value[:, 0])):  # batched and unbatched
-        expected, got = (m(*x, need_weights=need, average_attn_weights=average) for m in (theirs, ours))
+    x, ignored = inputs(), torch.arange(S).expand(N, S) > 3
+    one = [each[:, 0] for each in x]
+    for given, padding in ((x, ignored), (one, ignored[0])):  # batched and unbatched
+        options = {"need_weights": need, "average_attn_weights": average, "key_padding_mask": padding}
+        expected, got = (m(*given, **options) for m in (theirs, ours))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_unbatched_with_padding():
-    theirs, ours = pair()
-    x = torch.randn(S, E)
-    ignored = torch.arange(S) > 3
-    expected, got = (m(x, x, x, key_padding_mask=ignored) for m in (theirs, ours))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_causal_with_and_without_its_mask():
@@ -125,31 +126,22 @@ def test_in_an_encoder_layer(training):
         assert not torch.allclose(layer(x, src_key_padding_mask=ignored)[kept], expected[kept], atol=1e-2)
 
 
-def test_nested_tensors():
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
     _, ours = pair(batch_first=True)
     samples = [torch.randn(size, E) for size in (4, 1, 6)]
-    nested = torch.nested.nested_tensor(samples)
+    nested = torch.nested.nested_tensor(samples, layout=layout)
     with torch.no_grad():
-        output, _ = ours(nested, nested, nested)
-        for got, sample in zip(output.unbind(), samples, strict=True):
-            torch.testing.assert_close(got, ours(sample, sample, sample)[0], rtol=1e-5, atol=1e-6)
-        with pytest.raises(ah.AHopError, match=r"nested tensors need .* got batch_first=True and 2 tensors"):
-            ours(nested, torch.nested.nested_tensor(samples), nested)
-
-
-def test_masks_of_nested_tensors():
-    _, ours = pair(batch_first=True)
-    samples = [torch.randn(size, E) for size in (4, 1, 6)]
-    for layout in (torch.strided, torch.jagged):
-        nested = torch.nested.nested_tensor(samples, layout=layout)
-        with torch.no_grad():
-            output, _ = ours(nested, nested, nested, is_causal=True)
+        for is_causal in (False, True):
+            output, _ = ours(nested, nested, nested, is_causal=is_causal)
             assert output.layout == layout
             for got, sample in zip(output.unbind(), samples, strict=True):
-                causal = ours(sample, sample, sample, is_causal=True)[0]
-                torch.testing.assert_close(got, causal, rtol=1e-5, atol=1e-6)
-            with pytest.raises(ah.AHopError, match="key_padding_mask must be None for nested tensors"):
-                ours(nested, nested, nested, key_padding_mask=torch.zeros(3, 6, dtype=torch.bool))
+                expected = ours(sample, sample, sample, is_causal=is_causal)[0]
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(ah.AHopError, match=r"nested tensors need .* got batch_first=True and 2 tensors"):
+            ours(nested, torch.nested.nested_tensor(samples), nested)
+        with pytest.raises(ah.AHopError, match="key_padding_mask must be None for nested tensors"):
+            ours(nested, nested, nested, key_padding_mask=torch.zeros(3, 6, dtype=torch.bool))
 
 
 def test_reset_parameters_initializes_the_projections():
@@ -178,11 +170,6 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(ours(*x)[0], ours(*x)[0])
     ours.eval()
     assert torch.equal(ours(*x)[0], ours(*x)[0])
-
-
-def test_device_and_dtype():
-    assert {p.dtype for p in ah.AdaptiveAttention(E, H, dtype=torch.float64).parameters()} == {torch.float64}
-    assert {p.device.type for p in ah.AdaptiveAttention(E, H, device="meta").parameters()} == {"meta"}
 
 
 def test_autocast_errs_like_multihead_attention():
@@ -217,15 +204,8 @@ class Bilinear(nn.Module):
         return query @ self.matrix @ key.mT
 
 
-def test_without_a_similarity_it_attends_by_the_dot_product():
-    theirs, ours = pair()
-    x = inputs()
-    ours.similarity = None
-    torch.testing.assert_close(ours(*x), theirs(*x), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("similarity", [Bilinear, Bilinear(E // H, H)], ids=["factory", "module"])
-def test_another_similarity(similarity):
+def test_another_similarity_or_none(similarity):
     theirs, ours = nn.MultiheadAttention(E, H), ah.AdaptiveAttention(E, H, similarity=similarity)
     x = inputs()
     ours.load_state_dict(theirs.state_dict())  # a similarity without reset_parameters keeps its values
@@ -234,32 +214,18 @@ def test_another_similarity(similarity):
     assert ah.similarity_parameters(ours) == [ours.similarity.matrix]
     ours(*x)[0].square().sum().backward()
     assert ours.similarity.matrix.grad.abs().sum() > 0
+    ours.similarity = None  # the dot product
+    torch.testing.assert_close(ours(*x), theirs(*x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():
+    with pytest.raises(ah.AHopError, match=r"similarity replaces bases, .* together with debias=True"):
+        ah.AdaptiveAttention(E, H, similarity=Bilinear, debias=True)
     layer = ah.AdaptiveAttention(E, H, dtype=torch.float64, device="meta", similarity=Bilinear)
     assert (layer.similarity.matrix.dtype, layer.similarity.matrix.device.type) == (torch.float64, "meta")
     layer = ah.AdaptiveAttention(E, H).eval()
     layer.make_adaptive(SimilarityOptions(similarity=Bilinear))
     assert not layer.similarity.training
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"similarity": 5}, r"similarity must be a module or a factory f\(dim, num_heads\), got 5"),
-        ({"similarity": lambda dim, heads: None}, "factory must return a module, got NoneType"),
-        (
-            {"similarity": Bilinear, "debias": True},
-            "similarity replaces bases, .* and blocks, .* debias=True",
-        ),
-        ({"similarity": Bilinear, "init": torch.ones(2)}, "got similarity together with init"),
-        ({"similarity": Bilinear, "bases": ("dot",)}, r"bases=\('dot',\)"),
-    ],
-)
-def test_bad_similarities(keywords, message):
-    with pytest.raises(ah.AHopError, match=message):
-        ah.AdaptiveAttention(E, H, **keywords)
 
 
 @pytest.mark.slow
@@ -279,9 +245,7 @@ def test_compile_and_export():
         ((10, 3), "embed_dim must be a multiple of num_heads, got 10 and 3"),
         ((10, 0), "num_heads must be .* at least 1, got 0"),
         (("12", 3), "embed_dim must be .* at least 1, got '12'"),
-        ((12, None), "num_heads must be .* at least 1, got None"),
         ((12, 3, 1.5), "dropout must be a number between 0 and 1, got 1.5"),
-        ((12, 3, "0.1"), "dropout must be a number between 0 and 1, got '0.1'"),
     ],
 )
 def test_bad_arguments(arguments, message):

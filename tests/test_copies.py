@@ -101,13 +101,15 @@ def sparsemax(scores):
 
 
 @pytest.mark.parametrize(("separate", "name"), [(lambda s: s.softmax(-1), "softmax"), (sparsemax, "sparsemax")])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_copy_is_recognized_and_keeps_its_outputs(separate, name, training):
-    model, x = Model(ProjectHopfield(8, separate=separate)).train(training), torch.randn(3, 5, 8)
-    before = model.eval()(x)
-    report = ah.adapt_(model.train(training))
+def test_a_copy_is_recognized_and_keeps_its_outputs(separate, name):
+    model, x = Model(ProjectHopfield(8, separate=separate)).eval(), torch.randn(3, 5, 8)
+    before = model(x)
+    model.train().parts[0].norm_state_pattern.eval()
+    modes = {name: part.training for name, part in model.named_modules()}
+    report = ah.adapt_(model)
     assert report.adapted == {"parts.0": "ProjectHopfield"}
-    assert all(part.training is training for part in model.modules())
+    assert {name: part.training for name, part in model.named_modules() if name in modes} == modes
+    assert model.parts[0].association_core.separation.training
     layer = model.parts[0]
     assert isinstance(layer, ah.AdaptiveHopfield)
     assert layer.association_core.separation.name == name
@@ -178,9 +180,13 @@ def test_other_modules_are_not_copies():
         ah.adapt_(Model(Other(8)))
 
 
-@pytest.mark.parametrize("name", ["Hopfield", "HopfieldLayer", "HopfieldPooling"])
 @pytest.mark.parametrize(
-    "arguments", [{}, {"num_heads": 2, "update_steps_max": 2, "pattern_size": 3}, {"batch_first": False}]
+    ("name", "arguments"),
+    [
+        ("Hopfield", {"num_heads": 2, "update_steps_max": 2, "pattern_size": 3}),
+        ("HopfieldLayer", {}),
+        ("HopfieldPooling", {"batch_first": False}),
+    ],
 )
 def test_the_source_of_hflayers_under_another_name(name, arguments):
     original = pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")

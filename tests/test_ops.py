@@ -234,13 +234,12 @@ def test_export():
 
 def test_autocast_computes_in_float32():
     query, key, weight = problem(2, length=33, count=47, d=64, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = ah.adaptive_similarity(query.bfloat16(), key.bfloat16(), weight)
-        reference = ah.adaptive_similarity(query.bfloat16(), key.bfloat16(), weight, backend="reference")
-    assert scores.dtype == reference.dtype == torch.float32
     exact = ah.adaptive_similarity(query.bfloat16().float(), key.bfloat16().float(), weight)
-    torch.testing.assert_close(scores, exact)
-    torch.testing.assert_close(reference, exact)
+    for backend in ("auto", "chunked", "reference"):
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = ah.adaptive_similarity(query.bfloat16(), key.bfloat16(), weight, backend=backend)
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, exact)
     mixed = torch.autocast("cpu", torch.bfloat16)(ah.adaptive_similarity)(query, key.bfloat16(), weight)
     assert mixed.dtype == torch.float32
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import ahop_layers as ah
 
-pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 
 def encoder(layers=2):
@@ -69,8 +69,7 @@ def test_dtypes_are_those_of_the_model(tmp_path):
     perturb(model)
     ah.save_similarities(model, tmp_path / "a")
     ah.load_similarities(other, tmp_path / "a")
-    similarity = other.layers[0].self_attn.similarity
-    assert torch.equal(similarity.w, model.layers[0].self_attn.similarity.w.double())
+    assert torch.equal(other.layers[0].self_attn.similarity.w, model.layers[0].self_attn.similarity.w.double())
 
 
 def test_a_model_that_is_not_adapted_is_refused(tmp_path):
@@ -118,15 +117,12 @@ def test_another_class_of_layer_is_refused(tmp_path):
 
 
 def test_another_file_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
     model = encoder()
     ah.adapt_(model)
-    with pytest.raises(ah.AHopError, match="path must be a file that save_similarities wrote, got"):
-        ah.load_similarities(model, tmp_path / "missing")
     save_file({"x": torch.ones(3)}, str(tmp_path / "other"))
-    with pytest.raises(ah.AHopError, match="path must be a file that save_similarities wrote, got"):
-        ah.load_similarities(model, tmp_path / "other")
+    for name in ("missing", "other"):
+        with pytest.raises(ah.AHopError, match="path must be a file that save_similarities wrote, got"):
+            ah.load_similarities(model, tmp_path / name)
 
 
 def test_unknown_shapes_are_refused(tmp_path):

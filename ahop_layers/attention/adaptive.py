@@ -1,6 +1,7 @@
 """AdaptiveAttention, ``nn.MultiheadAttention`` with a learned similarity, and Adaptive, the base of such modules."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -8,10 +9,16 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Mask, Padded, associate, combine_masks, dot_product
+from ahop_layers.association import Mask, Padded, Similarity, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator, BlocksArgument, Init, SimilarityOptions, SimilaritySource
+
+
+def attend_mask(mask: Tensor | None, is_causal: bool) -> Mask | None:
+    """Converts the masks of ``scaled_dot_product_attention``: True = attend, a float is added to the scores."""
+    parts = [] if mask is None else [Mask(blocked=~mask) if mask.dtype == torch.bool else Mask(added=mask)]
+    return reduce(Mask.join, [*parts, Mask(causal=True)] if is_causal else parts) if parts or is_causal else None
 
 
 class Adaptive(Associator):
@@ -41,14 +48,7 @@ class Adaptive(Associator):
         raise NotImplementedError
 
     def make_adaptive(self, options: SimilarityOptions) -> None:
-        """Adds the similarity and the separation, with the device, dtype and training mode of the module.
-
-        Args:
-            options: the options of :func:`~ahop_layers.adapt_`, or of a constructor.
-
-        Raises:
-            AHopError: an option is invalid.
-        """
+        """Adds the similarity and the separation, with the device, dtype and training mode of the module."""
         heads, dim = self.head_shape()
         self._add(options.make_similarity(dim, heads), options.make_separation(heads))
 
@@ -60,16 +60,9 @@ class Adaptive(Associator):
         self.separation = separation.to(own).train(self.training)
 
     def associate(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        mask: Mask | None,
-        dropout: float,
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Mask | None, dropout: float,
         need_weights: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Attends with the module's similarity and separation.
 
         Args:
@@ -77,21 +70,17 @@ class Adaptive(Associator):
             scaling: factor of the scores.
             mask: which pairs to exclude and what to add to the scores.
             dropout: probability of dropping a weight in training mode.
-            need_weights: whether to return the weights. Without them, the scores need not be kept in memory; see
-                :func:`~ahop_layers.association.associate`.
+            need_weights: whether to return the weights. Without them, the scores need not be kept in memory.
 
         Returns:
             The output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or None.
         """
+        score: Similarity = dot_product if self.similarity is None else self.similarity
+        dropout = dropout if self.training else 0.0
         output, weights = associate(
-            query,
-            Padded(key, value, mask),
-            score=dot_product if self.similarity is None else self.similarity,
-            separation=self.separation,
-            scaling=scaling,
-            dropout=dropout if self.training else 0.0,
+            query, Padded(key, value, mask), score=score, separation=self.separation, scaling=scaling, dropout=dropout,
             need_weights=need_weights,
-        )
+        )  # fmt: skip
         return output.transpose(1, 2).flatten(2), weights
 
 
@@ -106,17 +95,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     before dropout.
 
     Args:
-        embed_dim: size of a query and of an output, a multiple of ``num_heads``.
-        num_heads: number of heads.
-        dropout: probability of dropping an attention weight in training mode.
-        bias: whether the input and output projections have a bias.
-        add_bias_kv: append a learned key and a learned value to every sequence.
-        add_zero_attn: append a projected key and value of zeros to every sequence.
-        kdim: size of a key. None means ``embed_dim``.
-        vdim: size of a value. None means ``embed_dim``.
-        batch_first: whether inputs and outputs are ``(N, L, size)``; otherwise ``(L, N, size)``.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
+            ``nn.MultiheadAttention``.
         bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
             :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
         init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights. None
@@ -131,8 +111,10 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
             :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
 
     Shapes: query ``(N, L, embed_dim)``, key ``(N, S, kdim)``, value ``(N, S, vdim)``, output ``(N, L, embed_dim)``,
-    weights ``(N, L, S)``, or ``(N, H, L, S)`` with ``average_attn_weights=False``. With ``batch_first=False``, the
-    default, N is the second dimension. Unbatched inputs have no N. Nested inputs give a nested output.
+    weights ``(N, L, S)``, or ``(N, H, L, S)`` with ``average_attn_weights=False``; ``key_padding_mask (N, S)`` and
+    ``attn_mask (L, S)`` or ``(N * H, L, S)``, bool, True = ignore, or a float to add to the scores. With
+    ``batch_first=False``, the default, N is the second dimension. Unbatched inputs have no N. Nested inputs give a
+    nested output.
 
     Raises:
         AHopError: an argument is invalid.
@@ -171,8 +153,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     def make_adaptive(self, options: SimilarityOptions) -> None:
         """Adds the similarity and the separation; see :meth:`Adaptive.make_adaptive`."""
         super().make_adaptive(options)
-        # In eval mode, nn.TransformerEncoderLayer has a fast path that uses the projections and never calls the
-        # attention module. It takes that path only if this flag is set.
+        # With this flag nn.TransformerEncoderLayer has a fast path in eval mode that never calls the attention module.
         self._qkv_same_embed_dim = False
 
     def _reset_parameters(self) -> None:
@@ -183,30 +164,14 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         self._qkv_same_embed_dim = flag
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attends, with the arguments and results of ``nn.MultiheadAttention``.
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Attends, with the arguments and results of ``nn.MultiheadAttention``: the output, and weights or None.
 
-        Args:
-            query: ``(N, L, embed_dim)``, or ``(L, N, embed_dim)`` with ``batch_first=False``; without N for one sample.
-            key: ``(N, S, kdim)``, with the same order of dimensions.
-            value: ``(N, S, vdim)``, with the same order of dimensions.
-            key_padding_mask: ``(N, S)``; bool, True = ignore the key, or a float to add to its scores.
-            need_weights: whether to return the weights. Without them, attention takes less time and memory.
-            attn_mask: ``(L, S)`` or ``(N * num_heads, L, S)``; bool, True = ignore, or a float to add to the scores.
-            average_attn_weights: whether the returned weights are the mean over the heads.
-            is_causal: apply the causal mask if there is no ``attn_mask``; with one, only a hint that it is causal.
-
-        Returns:
-            The output, and the weights or None.
+        Without weights, attention takes less time and memory. The shapes are those of the class. ``is_causal`` applies
+        the causal mask if there is no ``attn_mask``; with one, it is only a hint.
         """
         check_floating(query=query, key=key, value=value)
         if query.is_nested:
@@ -264,12 +229,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
 
     def _extra_keys(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values ``(1, H, 1, d)`` that ``add_bias_kv`` and ``add_zero_attn`` append to every sequence."""
-        extra = []
-        if self.bias_k is not None and self.bias_v is not None:
-            extra.append((self.bias_k, self.bias_v))
-        if self.add_zero_attn:
-            zero = self.out_proj.weight.new_zeros(1, 1, self.embed_dim)
-            extra.append((zero, zero))
+        extra = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
+        extra += [(self.out_proj.weight.new_zeros(1, 1, self.embed_dim),) * 2] if self.add_zero_attn else []
         pattern, h = "1 1 (h d) -> 1 h 1 d", self.num_heads
         return [(rearrange(k, pattern, h=h), rearrange(v, pattern, h=h)) for k, v in extra]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ahop_layers.association import Mask, Padded, associate
-from ahop_layers.attention.adaptive import Adaptive
+from ahop_layers.association import Padded, associate
+from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.attention.products import PRODUCTS, read_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
@@ -24,18 +24,11 @@ SDPA = functional.scaled_dot_product_attention
 
 
 class Site(NamedTuple):
-    """Where a module attends.
+    """Where a module attends: a call of ``scaled_dot_product_attention``, or a product of queries and keys."""
 
-    Attributes:
-        heads: number of heads, or None if one set of weights serves the whole call.
-        dim: dimension of one head.
-        product: index of the product of queries and keys among all products of one ``forward``, or None for
-            ``scaled_dot_product_attention``.
-    """
-
-    heads: int | None
-    dim: int
-    product: int | None = None
+    heads: int | None  # None if one set of weights serves the whole call
+    dim: int  # dimension of one head
+    product: int | None = None  # its index among all products of one forward; None for the function
 
     @property
     def shape(self) -> tuple[int | None, int]:
@@ -67,11 +60,6 @@ class CallAttention(Adaptive):
         """Returns the number and dimension of the heads of each similarity."""
         return list(dict.fromkeys(site.shape for site in self._ahop_sites))
 
-    def head_shape(self) -> tuple[int, int]:
-        """Returns the number of heads and the dimension of one head, of the first site."""
-        heads, dim = self.head_shapes()[0]
-        return heads or 1, dim
-
     def make_adaptive(self, options: SimilarityOptions, dtype_source: Tensor | None = None) -> None:
         """Adds a similarity for each shape of heads, and the separation; see :meth:`Adaptive.make_adaptive`."""
         shapes = self.head_shapes()
@@ -91,19 +79,11 @@ class CallAttention(Adaptive):
         calls.check()
         return output
 
-    def similarity_of(self, index: int) -> nn.Module:
-        """Returns the similarity of a site, by the index of the site."""
-        similarity: Any = self.similarity
-        if isinstance(similarity, SimilarityList):
-            similarity = similarity[self.head_shapes().index(self._ahop_sites[index].shape)]
-        return similarity  # type: ignore[no-any-return]
-
-    def unexpected(self, got: str) -> AHopError:
-        """Returns the error of a call that does not match the sites."""
-        expected = ", ".join(map(str, self._ahop_sites))
-        return AHopError(
-            f"{type(self).__name__} was adapted for calls of {expected}, got {got}; call revert_, and adapt_ with an"
-            " example that attends as this call does"
+    def similarity_of(self, site: Site) -> Any:
+        """Returns the similarity of a site."""
+        similarity = self.similarity
+        return (
+            similarity[self.head_shapes().index(site.shape)] if isinstance(similarity, SimilarityList) else similarity
         )
 
 
@@ -113,7 +93,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, module: CallAttention) -> None:
         super().__init__()
         self.module, self.products = module, 0
-        self.hit = [False] * len(module._ahop_sites)
+        self.reached: list[Site] = []
         self.differentiates = torch.is_grad_enabled()
 
     def __torch_function__(
@@ -124,40 +104,44 @@ class _Calls(TorchFunctionMode):
         module = self.module
         if func is SDPA:
             query = args[0] if args else kwargs["query"]
-            index = self._site(None, query)
-            if index is None:
-                raise module.unexpected(f"scaled_dot_product_attention of a query {describe(query)}")
-            self._refuse_checkpoint()
-            return attend(module.similarity_of(index), module.separation, *args, **kwargs)
+            site = self._reach(None, query, "scaled_dot_product_attention of a query")
+            return attend(module.similarity_of(site), module.separation, *args, **kwargs)
         if module._ahop_products is not None and func in PRODUCTS:
             number, self.products = self.products, self.products + 1
             if any(site.product == number for site in module._ahop_sites):
                 product = read_product(func, args, kwargs)
-                index = None if product is None else self._site(number, product.query)
-                if product is None or index is None:
-                    got = "another operation" if product is None else f"a query {describe(product.query)}"
-                    raise module.unexpected(f"{got} in the product {number}")
-                self._refuse_checkpoint()
-                return product.finish(module.similarity_of(index)(product.query, product.key))
+                if product is None:
+                    raise self._unexpected(f"another operation in the product {number}")
+                site = self._reach(number, product.query, f"in the product {number} a query")
+                return product.finish(module.similarity_of(site)(product.query, product.key))
         # Compilers cannot trace the method, which calls super().
         return torch.unflatten(*args, **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
 
-    def _site(self, product: int | None, query: Tensor) -> int | None:
-        """Returns the index of the site that a call belongs to, and records that it was reached."""
-        for index, site in enumerate(self.module._ahop_sites):
+    def _reach(self, product: int | None, query: Tensor, what: str) -> Site:
+        """Returns the site that a call belongs to, and records that it was reached."""
+        for site in self.module._ahop_sites:
             if site.product == product and site.fits(query):
-                self.hit[index] = True
-                return index
-        return None
+                self.reached.append(site)
+                self._refuse_checkpoint()
+                return site
+        raise self._unexpected(f"{what} {describe(query)}")
 
     def check(self) -> None:
         """Raises unless every site was reached."""
-        for site, hit in zip(self.module._ahop_sites, self.hit, strict=True):
-            if not hit:
-                raise self.module.unexpected(f"a forward pass without {site}")
+        for site in self.module._ahop_sites:
+            if site not in self.reached:
+                raise self._unexpected(f"a forward pass without {site}")
         expected = self.module._ahop_products
         if expected is not None and self.products != expected:
-            raise self.module.unexpected(f"{self.products} products in one forward pass instead of {expected}")
+            raise self._unexpected(f"{self.products} products in one forward pass instead of {expected}")
+
+    def _unexpected(self, got: str) -> AHopError:
+        """Returns the error of a call that does not match the sites."""
+        expected = ", ".join(map(str, self.module._ahop_sites))
+        return AHopError(
+            f"{type(self.module).__name__} was adapted for calls of {expected}, got {got}; call revert_, and adapt_"
+            " with an example that attends as this call does"
+        )
 
     def _refuse_checkpoint(self) -> None:
         """Raises if the call is inside a checkpoint within the module, whose recomputation this mode does not see."""
@@ -177,26 +161,13 @@ _FORWARD = CallAttention.forward.__code__
 
 
 def attend(
-    similarity: nn.Module,
-    separation: Separation,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    similarity: nn.Module, separation: Separation, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes ``scaled_dot_product_attention`` with a similarity and a separation.
 
-    Args:
-        similarity: scores ``(N, H, L, d)`` against ``(N, H, S, d)``.
-        separation: turns scores into weights.
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: see the function of PyTorch.
-
-    Returns:
-        The output ``(..., L, e)``. A fully masked query reads zeros.
+    A fully masked query reads zeros.
 
     >>> import ahop_layers as ah
     >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
@@ -206,32 +177,21 @@ def attend(
     """
     if query.is_nested or key.is_nested:
         raise AHopError("query and key must not be nested in an adapted module, got nested tensors")
-    mask = None
-    if attn_mask is not None:
-        mask = Mask(blocked=~attn_mask) if attn_mask.dtype == torch.bool else Mask(added=attn_mask)
-    if is_causal:
-        mask = (mask or Mask()).join(Mask(causal=True))
-    lead = query.shape[:-2]
-    if len(lead) != 2:
-        query, key, value = (_with_four_axes(x, lead) for x in (query, key, value))
-        if mask is not None:
-            mask = Mask(_with_four_axes(mask.blocked, lead), _with_four_axes(mask.added, lead), is_causal)
+    lead, scaling = query.shape[:-2], query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value, attn_mask = (_with_four_axes(x, lead) for x in (query, key, value, attn_mask))
+    stored = Padded(key, value, attend_mask(attn_mask, is_causal))
     output, _ = associate(
-        query,
-        Padded(key, value, mask),
-        score=similarity,
-        separation=separation,
-        scaling=query.shape[-1] ** -0.5 if scale is None else scale,
-        dropout=dropout_p,
-        need_weights=False,
+        query, stored, score=similarity, separation=separation, scaling=scaling, dropout=dropout_p, need_weights=False
     )
     return output if len(lead) == 2 else output.reshape(*lead, *output.shape[-2:])
 
 
 def _with_four_axes(x: Any, lead: torch.Size) -> Any:
     """Arranges ``(*lead, L, d)``, or a mask, as ``(N, H, L, d)``; a single leading axis is a batch."""
-    if x is None or len(lead) == 0:
-        return x if x is None else x[None, None]
+    if x is None or len(lead) == 2:
+        return x
+    if len(lead) == 0:
+        return x[None, None]
     if x.ndim < 3:
         return x
     return x.unsqueeze(1) if len(lead) == 1 else x.expand(*lead[:-1], *x.shape[-3:]).flatten(0, len(lead) - 2)

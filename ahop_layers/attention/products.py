@@ -12,17 +12,11 @@ PRODUCTS = (*MATRIX_PRODUCTS, *SUMS_WITH_PRODUCT, torch.einsum)
 
 
 class Product(NamedTuple):
-    """A call that multiplies queries and keys.
-
-    Attributes:
-        query: ``(..., L, d)``.
-        key: ``(..., S, d)``.
-        finish: turns the scores ``(..., L, S)`` into the result of the call.
-    """
+    """A call that multiplies queries ``(..., L, d)`` and keys ``(..., S, d)``."""
 
     query: Tensor
     key: Tensor
-    finish: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor]  # turns the scores (..., L, S) into the result of the call
 
 
 def read_product(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Product | None:

@@ -6,24 +6,12 @@ parameters are those of the original class, ``forward`` is defined here. Neither
 
 from typing import Any
 
-import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ahop_layers.association import Mask
-from ahop_layers.attention.adaptive import Adaptive
+from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.errors import AHopError
 from ahop_layers.ops.operators import has_hooks
-
-
-def attend_mask(mask: Tensor | None, is_causal: bool) -> Mask | None:
-    """Converts a mask of ``scaled_dot_product_attention``: True = attend, a float is added to the scores.
-
-    With ``is_causal`` the result is the causal mask, whatever ``mask`` is.
-    """
-    if is_causal or mask is None:
-        return Mask(causal=True) if is_causal else None
-    return Mask(blocked=~mask) if mask.dtype == torch.bool else Mask(added=mask)
 
 
 class TimmAttention(Adaptive):
@@ -44,13 +32,11 @@ class TimmAttention(Adaptive):
         return self.num_heads, self.head_dim
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Computes self-attention within ``x (N, L, dim)``."""
+        """Computes self-attention within ``x (N, L, dim)``; the causal mask replaces a given one."""
         query, key, value = rearrange(self.qkv(x), "n l (three h d) -> three n h l d", three=3, h=self.num_heads)
-        query, key = self.q_norm(query), self.k_norm(key)
-        mask, dropout = attend_mask(attn_mask, is_causal), self.attn_drop.p
-        output, _ = self.associate(
-            query, key, value, scaling=self.scale, mask=mask, dropout=dropout, need_weights=False
-        )
+        query, key, scale, drop = self.q_norm(query), self.k_norm(key), self.scale, self.attn_drop.p
+        mask = attend_mask(None if is_causal else attn_mask, is_causal)
+        output, _ = self.associate(query, key, value, scaling=scale, mask=mask, dropout=drop, need_weights=False)
         # Older releases have no norm, and only recent ones have a gate.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         output = output if norm is None else norm(output)
@@ -59,30 +45,34 @@ class TimmAttention(Adaptive):
         return projected
 
 
-class TransformersAttention(Adaptive):
-    """Adaptive form of an attention module of transformers; subclasses name its attributes.
+class CLIPAttention(Adaptive):
+    """Adaptive form of ``CLIPAttention`` of transformers; subclasses name the attributes of other classes."""
 
-    Attributes:
-        projections: names of the query, key and value projections.
-        out: name of the output projection, or None.
-        heads: name of the number of heads.
-        width: name of the dimension of one head.
-        drop: name of the dropout module or probability.
-    """
-
-    projections: tuple[str, str, str]
-    out: str | None
-    heads: str
+    projections: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    out: str | None = "out_proj"
+    heads: str = "num_heads"
     width: str = "head_dim"
-    drop: str
+    drop: str = "dropout"  # a module or a probability
 
     def head_shape(self) -> tuple[int, int]:
         """Returns the number of heads and the dimension of one head."""
         return getattr(self, self.heads), getattr(self, self.width)
 
-    def _attend(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, is_causal: bool, output_attentions: bool | None
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        causal_attention_mask: Tensor | None = None,
+        output_attentions: bool | None = False,
+        is_causal: bool = False,
+        **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``.
+
+        The weights are None unless an argument, the configuration or a hook asks for them. Before transformers 5, the
+        causal mask is separate.
+        """
+        given = [mask for mask in (attention_mask, causal_attention_mask) if mask is not None]
         heads, dim = self.head_shape()
         query, key, value = (
             rearrange(getattr(self, name)(hidden_states), "n l (h d) -> n h l d", h=heads) for name in self.projections
@@ -93,7 +83,7 @@ class TransformersAttention(Adaptive):
             key,
             value,
             scaling=dim**-0.5,
-            mask=attend_mask(attention_mask, is_causal and attention_mask is None),
+            mask=attend_mask(sum(given[1:], given[0]) if given else None, is_causal and not given),
             dropout=drop.p if isinstance(drop, nn.Dropout) else drop,
             need_weights=bool(output_attentions) or self._weights_requested(),
         )
@@ -111,51 +101,13 @@ class TransformersAttention(Adaptive):
         return eager or bool(getattr(config, "output_attentions", False)) or watched
 
 
-class ViTAttention(TransformersAttention):
+class ViTAttention(CLIPAttention):
     """Adaptive form of ``ViTAttention``, ``DeiTAttention`` and ``Dinov2Attention`` since transformers 5."""
 
-    projections, out = ("q_proj", "k_proj", "v_proj"), "o_proj"
-    heads, drop = "num_attention_heads", "attention_dropout"
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        is_causal: bool = False,
-        output_attentions: bool | None = False,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``.
-
-        The weights are None unless an argument, the configuration or a hook asks for them.
-        """
-        return self._attend(hidden_states, attention_mask, is_causal, output_attentions)
+    out, heads, drop = "o_proj", "num_attention_heads", "attention_dropout"
 
 
-class CLIPAttention(TransformersAttention):
-    """Adaptive form of ``CLIPAttention``, which has a separate causal mask before transformers 5."""
-
-    projections, out = ("q_proj", "k_proj", "v_proj"), "out_proj"
-    heads, drop = "num_heads", "dropout"
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        causal_attention_mask: Tensor | None = None,
-        output_attentions: bool | None = False,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes self-attention within ``hidden_states``; see :class:`ViTAttention`."""
-        if attention_mask is None or causal_attention_mask is None:
-            mask = causal_attention_mask if attention_mask is None else attention_mask
-        else:
-            mask = attention_mask + causal_attention_mask
-        return self._attend(hidden_states, mask, is_causal, output_attentions)
-
-
-class ViTSelfAttention(TransformersAttention):
+class ViTSelfAttention(CLIPAttention):
     """Adaptive form of ``ViTSelfAttention``, ``DeiTSelfAttention``, ``Dinov2SelfAttention`` before transformers 5."""
 
     projections, out = ("query", "key", "value"), None
@@ -166,10 +118,10 @@ class ViTSelfAttention(TransformersAttention):
         """Name of the dropout probability; the oldest releases have a dropout module instead."""
         return "dropout_prob" if hasattr(self, "dropout_prob") else "dropout"
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: Tensor, head_mask: Tensor | None = None, output_attentions: bool | None = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes self-attention within ``hidden_states``; see :class:`ViTAttention`."""
+        """Computes self-attention within ``hidden_states``; see :class:`CLIPAttention`."""
         if head_mask is not None:
             raise AHopError("head_mask must be None in an adapted model, got a mask")
-        return self._attend(hidden_states, None, False, output_attentions)
+        return super().forward(hidden_states, output_attentions=output_attentions)

@@ -38,29 +38,21 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
         return lambda name, module: True
     if callable(where):
         return where
-    patterns = [where] if isinstance(where, str) else list(where) if isinstance(where, Iterable) else [where]
+    patterns = list(where) if isinstance(where, Iterable) and not isinstance(where, str) else [where]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise AHopError(f"where must be a function of name and module, or one or several name patterns, got {where!r}")
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+# fmt: off
 def adapt_(
-    model: nn.Module,
-    *,
-    example: Any = None,
-    by_hand: bool = False,
-    where: Where | None = None,
-    last: int | None = None,
-    freeze_rest: bool = False,
-    dry_run: bool = False,
-    like: type[nn.Module] | None = None,
-    bases: Sequence[str] | None = None,
-    init: Init | None = None,
-    debias: bool = False,
-    separation: str | Separation | None = None,
-    blocks: BlocksArgument = None,
+    model: nn.Module, *, example: Any = None, by_hand: bool = False, where: Where | None = None,
+    last: int | None = None, freeze_rest: bool = False, dry_run: bool = False, like: type[nn.Module] | None = None,
+    bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
+    separation: str | Separation | None = None, blocks: BlocksArgument = None,
     similarity: SimilaritySource | None = None,
 ) -> Report:
+    # fmt: on
     """Makes the attention of a model adaptive, in place.
 
     It knows ``nn.MultiheadAttention`` (also in torchvision's ViT), timm's ``Attention``, the attention of ViT, DeiT,
@@ -72,17 +64,16 @@ def adapt_(
     change, with one exception: hflayers mixes the samples of a batch if a static pattern is used with several heads, an
     adapted layer does not.
 
-    Call it before the model is wrapped in ``DistributedDataParallel``, ``FullyShardedDataParallel``, ``fully_shard`` or
-    ``DataParallel``, and before ``torch.compile``: data-parallel wrappers do not synchronize the gradients of
-    parameters that are added later. A wrapped or compiled model is refused. A wrapper around ``model`` cannot be
-    detected from the inside, so do not call ``adapt_(ddp.module)``.
+    Call it before the model is compiled or wrapped for data-parallel training: wrappers do not synchronize the
+    gradients of parameters that are added later. A compiled or wrapped model is refused; a wrapper around ``model``
+    cannot be detected from the inside, so do not call ``adapt_(ddp.module)``.
 
     Args:
         model: any module, also an attention module itself.
         example: an input of the model, a tuple of inputs, a mapping of keywords, or a function that calls the model.
-            The model is called once, in eval mode and without gradients, to find the modules that attend, and the
-            number and dimension of their heads. An adapted module raises an ``AHopError`` if it attends differently
-            later. None adapts known classes only.
+            The model is called once, in eval mode and without gradients, to find the modules that attend and the number
+            and dimension of their heads. An adapted module raises an ``AHopError`` if it attends differently later.
+            None adapts known classes only.
         by_hand: also adapt modules that compute scores by a product of queries and keys that reaches a softmax in the
             same module, such as those of Swin. All else, such as a position bias, remains. Needs ``example``.
         where: which modules to adapt: a function of name and module, or one or several name patterns such as
@@ -90,19 +81,18 @@ def adapt_(
         last: adapt only those selected modules that are in the last ``last`` blocks.
         freeze_rest: set ``requires_grad=False`` for all parameters except those of the similarities.
         dry_run: only check the arguments and report what would be adapted.
-        like: a class of hflayers; the modules that ``where`` selects are copies of it. Without it, copies under other
-            module names are recognized by their parts, and one call of each checks that it computes the same weights,
-            with softmax, sparsemax or entmax15, which is kept unless ``separation`` is given.
+        like: a class of hflayers; modules with its parts that ``where`` selects are copies of it. Without it, copies
+            are recognized by their parts, and one call of each checks that it computes the same weights, with softmax,
+            sparsemax or entmax15, which is kept unless ``separation`` is given.
         bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
             :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. With None, which means ``"dot"``,
-            outputs do not change until the model is trained.
+        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. None means ``"dot"``.
         debias: subtract a learned vector from every query, initialized to zero.
-        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
-            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
             are adapted with ``by_hand``, which keep their own softmax.
+        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
+            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
         similarity: a module to use instead of an ``AdaptiveSimilarity``, which is copied for each layer, or a factory
             ``f(dim, num_heads)`` that is called for each layer.
 
@@ -183,15 +173,6 @@ def _block(name: str) -> str:
     return numbered.group() if numbered else name
 
 
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Prefixes an AHopError with the name of a module."""
-    try:
-        yield
-    except AHopError as error:
-        raise AHopError(f"{name}: {error}" if name else str(error)) from error
-
-
 def _plan(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> list[nn.Module]:
     """Returns the similarities of a module on the meta device; raises if an option does not fit the module.
 
@@ -200,20 +181,21 @@ def _plan(name: str, module: nn.Module, converter: Converter, options: Similarit
     if options.separation is not None and converter.how == "by hand":
         raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
     if callable(options.similarity) and not isinstance(options.similarity, nn.Module):
-        options = replace(options, similarity=_Unknown)
-    similarities = []
+        options = replace(options, similarity=lambda dim, num_heads: nn.Identity())
     with _naming(name), torch.device("meta"):
-        for heads, dim in converter.head_shapes(module):
+        shapes = converter.head_shapes(module)
+        for heads, _ in shapes:
             options.make_separation(heads)
-            similarities.append(options.make_similarity(dim, heads))
-    return similarities
+        return [options.make_similarity(dim, heads) for heads, dim in shapes]
 
 
-class _Unknown(nn.Module):
-    """Stands for the module that a factory would return."""
-
-    def __init__(self, dim: int, num_heads: int | None) -> None:
-        super().__init__()
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Prefixes an AHopError with the name of a module."""
+    try:
+        yield
+    except AHopError as error:
+        raise AHopError(f"{name}: {error}" if name else str(error)) from error
 
 
 def revert_(model: nn.Module) -> list[str]:
@@ -243,7 +225,9 @@ def revert_(model: nn.Module) -> list[str]:
     adapted |= make_plain(model)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
-    return [name for name in adapted if not any(_inside(name, other) for other in adapted)]
+    prefixes = {name: f"{name}." if name else "" for name in adapted}
+    inside = [any(own != each and own.startswith(each) for each in prefixes.values()) for own in prefixes.values()]
+    return [name for name, hidden in zip(adapted, inside, strict=True) if not hidden]
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
@@ -258,7 +242,7 @@ def _freeze(model: nn.Module, trainable: list[nn.Parameter]) -> None:
     for module in model.modules():
         names = [name for name, p in module.named_parameters(recurse=False) if id(p) in frozen]
         if names:
-            module.__dict__["_ahop_frozen"] = names
+            vars(module)["_ahop_frozen"] = names
     for parameter in frozen.values():
         parameter.requires_grad_(False)
 
@@ -269,11 +253,5 @@ def _unfreeze(model: nn.Module) -> bool:
     for module in owners:
         names = vars(module).pop("_ahop_frozen")
         for name, parameter in module.named_parameters(recurse=False):
-            if name in names:
-                parameter.requires_grad_(True)
+            parameter.requires_grad_(parameter.requires_grad or name in names)
     return bool(owners)
-
-
-def _inside(name: str, other: str) -> bool:
-    """Tells whether one module is inside another, by their names; the root has an empty name."""
-    return name != other and (not other or name.startswith(f"{other}."))

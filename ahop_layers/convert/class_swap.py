@@ -25,33 +25,28 @@ _COMBINED: WeakValueDictionary[tuple[int, int], Any] = WeakValueDictionary()
 
 def _combined(adaptive: Any, source: Any) -> Any:
     """Returns a class that inherits from both, with ``forward`` of the first."""
+    if issubclass(adaptive, source):
+        return adaptive
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         return _blank, (adaptive, source), vars(self)
 
-    key = id(adaptive), id(source)
-    kind = _COMBINED.get(key)
+    key, kind = (id(adaptive), id(source)), _COMBINED.get((id(adaptive), id(source)))
     if kind is None:
         members = {"__doc__": adaptive.__doc__, "__reduce_ex__": __reduce_ex__}
         kind = _COMBINED.setdefault(key, type(f"Adaptive{source.__name__}", (adaptive, source), members))
     return kind
 
 
-def _blank(adaptive: Any, source: Any) -> nn.Module:
+def _blank(adaptive: Any, source: Any) -> Any:
     """Returns an empty module for ``pickle`` and ``copy``, which cannot import a class that is created at run time."""
     kind = _combined(adaptive, source)
-    module: nn.Module = kind.__new__(kind)
-    return module
-
-
-def _adaptive_class(adaptive: Any, source: Any) -> Any:
-    return adaptive if issubclass(adaptive, source) else _combined(adaptive, source)
+    return kind.__new__(kind)
 
 
 def viewed_as(module: nn.Module, adaptive: Any) -> Any:
     """Returns a module of the class that :func:`swap_class_` would set; it shares the attributes of ``module``."""
-    kind = _adaptive_class(adaptive, type(module))
-    view = kind.__new__(kind)
+    view = _blank(adaptive, type(module))
     object.__setattr__(view, "__dict__", vars(module))
     return view
 
@@ -61,7 +56,7 @@ def swap_class_(module: nn.Module, adaptive: Any, *names: str) -> None:
     source: Any = type(module)
     values = {name: getattr(module, name) for name in names if hasattr(module, name)}
     vars(module)["_ahop_original"] = OriginalClass(source, names, values)
-    module.__class__ = _adaptive_class(adaptive, source)
+    module.__class__ = _combined(adaptive, source)
 
 
 def original_class(module: nn.Module) -> type[nn.Module] | None:

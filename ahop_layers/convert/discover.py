@@ -1,6 +1,6 @@
 """Discovery: one example call shows which modules of a model attend, and where in their ``forward``."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,10 +28,21 @@ class Attending(NamedTuple):
     products: int | None  # number of products, or None without attention written by hand
     reason: str | None = None  # why the module cannot be adapted
 
-    @property
-    def how(self) -> str:
-        """The kind of attention, for a report."""
-        return "scaled_dot_product_attention" if self.products is None else "by hand"
+
+class _Mark(NamedTuple):
+    """Where a tensor comes from: a product which may be scores, or any softmax."""
+
+    frame: "_Frame"  # the forward that computed the product
+    site: Site | str  # the product as a site, or the reason why it cannot be adapted
+    order: int  # index of the product
+    size: int  # number of elements of the product
+    keys: int  # size of its last axis
+    weights: bool = False  # whether the tensor is computed from a softmax of the product
+
+    def fits(self, scores: Tensor) -> bool:
+        """Returns whether scores have the size of the product, or more keys, such as attention sinks."""
+        keys = scores.shape[-1]
+        return keys >= self.keys and scores.numel() * self.keys == self.size * keys
 
 
 @dataclass
@@ -40,34 +51,15 @@ class _Frame:
 
     module: nn.Module
     products: int = 0
-    sites: dict[Site, None] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
-    marked: dict[int, tuple[Tensor, "list[_Mark]"]] = field(default_factory=dict)
-
-    def reach(self, site: Site | str) -> None:
-        """Notes a site, or the reason why it cannot be adapted."""
-        if isinstance(site, str):
-            self.reasons.append(site)
-        else:
-            self.sites[site] = None
+    reached: dict[Site | str, None] = field(default_factory=dict)  # sites, and reasons why others cannot be adapted
+    marked: dict[int, tuple[Tensor, list[_Mark]]] = field(default_factory=dict)
 
     def result(self) -> Attending | None:
         """Returns how the module attended, or None if it did not."""
-        if not self.sites and not self.reasons:
-            return None
-        by_hand = any(site.product is not None for site in self.sites)
-        return Attending(tuple(self.sites), self.products if by_hand else None, (*self.reasons, None)[0])
-
-
-class _Mark(NamedTuple):
-    """A tensor that was computed from a product which may be scores, or from any softmax."""
-
-    frame: _Frame  # the forward that computed the product
-    site: Site | str  # the product as a site, or the reason why it cannot be adapted
-    order: int  # index of the product
-    size: int  # number of elements of the product
-    keys: int  # size of its last axis
-    weights: bool = False  # whether the tensor is computed from a softmax of the product
+        sites = tuple(site for site in self.reached if isinstance(site, Site))
+        reason = next((each for each in self.reached if isinstance(each, str)), None)
+        by_hand = any(site.product is not None for site in sites)
+        return Attending(sites, self.products if by_hand else None, reason) if self.reached else None
 
 
 class _Discover(TorchFunctionMode):
@@ -98,9 +90,9 @@ class _Discover(TorchFunctionMode):
         frame = self.frames[-1]
         if func is SDPA:
             query, key = (*args, *(kwargs[name] for name in ("query", "key") if name in kwargs))[:2]
-            frame.reach(_site(frame.module, query, key, None))
+            frame.reached[_site(frame.module, query, key, None)] = None
         elif func is functional.multi_head_attention_forward:
-            frame.reach(OPAQUE)
+            frame.reached[OPAQUE] = None
         elif func in PRODUCTS:
             self._multiply(func, args, kwargs, output)
         else:
@@ -117,9 +109,8 @@ class _Discover(TorchFunctionMode):
         weights = [mark for mark in marks if mark.weights]
         if weights:
             # Weights may be a mixture with those of positions, whose scores are no products.
-            known = [mark for mark in weights if isinstance(mark.site, Site)]
-            for mark in known or weights:
-                mark.frame.reach(mark.site)
+            for mark in [mark for mark in weights if isinstance(mark.site, Site)] or weights:
+                mark.frame.reached[mark.site] = None
             return
         product = read_product(func, args, kwargs)
         if product is not None:
@@ -127,18 +118,18 @@ class _Discover(TorchFunctionMode):
             marks.append(_Mark(frame, site, index, output.numel(), product.key.shape[-2]))
         self._mark(output, marks)  # earlier ones are scores that are mixed across heads, or part of queries
 
-    def _softmax(self, marks: "list[_Mark]", args: Any, kwargs: Any, output: Tensor) -> "list[_Mark]":
+    def _softmax(self, marks: list[_Mark], args: Any, kwargs: Any, output: Tensor) -> list[_Mark]:
         """Returns the mark of a softmax: that of the product it is computed from, in the same module."""
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
         for mark in marks:
             same = any(mark.frame is frame for frame in self.frames[-2:])  # nn.Softmax is a module of its own
-            if same and not mark.weights and _are_scores(mark, output):
+            if same and not mark.weights and mark.fits(output):
                 site = mark.site if axis in (-1, output.ndim - 1) else OTHER_AXIS
                 return [mark._replace(site=site, weights=True)]
         frame = self.frames[-2 if isinstance(self.frames[-1].module, nn.Softmax) and len(self.frames) > 1 else -1]
         return [_Mark(frame, OTHER_SCORES, -1, 0, 0, weights=True)] if output.ndim >= 3 else []
 
-    def _marks(self, args: Any, kwargs: Any) -> "list[_Mark]":
+    def _marks(self, args: Any, kwargs: Any) -> list[_Mark]:
         """Returns the marks of all tensors among the arguments, earlier products first."""
         found = {}
         for tensor in _tensors((*args, *kwargs.values())):
@@ -147,7 +138,7 @@ class _Discover(TorchFunctionMode):
                     found[id(mark.frame), mark.order, mark.weights] = mark
         return sorted(found.values(), key=lambda mark: mark.order)
 
-    def _mark(self, output: Any, marks: "list[_Mark]") -> None:
+    def _mark(self, output: Any, marks: list[_Mark]) -> None:
         for tensor in _tensors((output,)) if marks else ():
             for mark in marks:
                 kept = mark.frame.marked.get(id(tensor), (tensor, []))[1]
@@ -156,54 +147,30 @@ class _Discover(TorchFunctionMode):
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (each for each in value if isinstance(each, Tensor))
-
-
-def _are_scores(mark: _Mark, scores: Tensor) -> bool:
-    """Returns whether scores have the size of a product, or more keys, such as attention sinks."""
-    keys = scores.shape[-1]
-    return keys >= mark.keys and scores.numel() * mark.keys == mark.size * keys
-
-
-def _known_heads(module: nn.Module) -> list[int]:
-    owners = (module, getattr(module, "config", None))
-    values = [getattr(owner, name, None) for owner in owners for name in HEADS]
-    return [value for value in values if isinstance(value, int)]
-
-
-def _widths(module: nn.Module) -> set[int]:
-    """Returns the sizes of the parameters of a module, and their parts if projections are stacked."""
-    sizes = {size for parameter in module.parameters() for size in parameter.shape}
-    return {size // parts for size in sizes for parts in (1, 2, 3) if size % parts == 0}
-
-
-def _heads(module: nn.Module, query: Tensor) -> int | None:
-    """Returns the size of the axis before the tokens if it is the number of heads; it may be windows or a batch."""
-    if query.ndim < 4:
-        return None
-    axis, known = query.shape[-3], _known_heads(module)
-    if known:
-        twice = query.ndim > 4 and query.shape[-4] in known
-        return axis if axis in known and not twice else None
-    return axis if axis * query.shape[-1] in _widths(module) else None
+        each = value if isinstance(value, (list, tuple)) else [value]
+        yield from (tensor for tensor in each if isinstance(tensor, Tensor))
 
 
 def _site(module: nn.Module, query: Tensor, key: Tensor, product: int | None) -> Site | str:
-    """Returns the site of a call, or the reason why it cannot be adapted."""
-    return CHANNELS if _over_channels(module, query, key) else Site(_heads(module, query), query.shape[-1], product)
+    """Returns the site of a call, or the reason why it cannot be adapted.
 
-
-def _over_channels(module: nn.Module, query: Tensor, key: Tensor) -> bool:
-    """Returns whether rows are the channels of a head, and the last axis the tokens."""
+    The axis before the tokens is that of the heads only if the module says so: it may be windows or a batch.
+    """
+    owners = (module, getattr(module, "config", None))
+    known = [heads for owner in owners for name in HEADS if isinstance(heads := getattr(owner, name, None), int)]
+    sizes = {size for parameter in module.parameters() for size in parameter.shape}
+    widths = {size // parts for size in sizes for parts in (1, 2, 3) if size % parts == 0}  # projections may be stacked
     rows, dim = query.shape[-2:]
-    if rows != key.shape[-2] or rows == dim:
-        return False
-    widths = _widths(module)
-    heads = _known_heads(module) or (query.shape[-3] if query.ndim > 3 else 1,)
-    return any(rows * h in widths for h in heads) and not any(dim * h in widths for h in heads)
+    axis = query.shape[-3] if query.ndim > 3 else None
+    if rows == key.shape[-2] and rows != dim:
+        heads = known or [axis or 1]
+        if any(rows * h in widths for h in heads) and not any(dim * h in widths for h in heads):
+            return CHANNELS  # rows are the channels of a head, and the last axis the tokens
+    if known:
+        named = axis in known and not (query.ndim > 4 and query.shape[-4] in known)
+    else:
+        named = axis is not None and axis * dim in widths
+    return Site(axis if named else None, dim, product)
 
 
 @contextmanager
@@ -230,34 +197,31 @@ def discover(model: nn.Module, example: Any) -> dict[nn.Module, Attending | None
     Returns:
         How each called module attends in its own ``forward``; None for a module that does not.
     """
-    mode, call = _Discover(), _as_call(example)
+    mode = _Discover()
     with ExitStack() as hooks:
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(mode.enter).remove)
             hooks.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
         with in_eval_mode(model), torch.no_grad(), mode:
-            call(model)
+            _call(model, example)
     return {module: _agree(calls) for module, calls in mode.found.items()}
 
 
-def _agree(calls: "list[Attending | None]") -> Attending | None:
+def _call(model: nn.Module, example: Any) -> None:
+    if isinstance(example, Mapping):
+        model(**example)
+    elif isinstance(example, (tuple, list)):
+        model(*example)
+    elif callable(example) and not isinstance(example, Tensor):
+        example(model)
+    else:
+        model(example)
+
+
+def _agree(calls: list[Attending | None]) -> Attending | None:
     """Combines the calls of one module."""
     attending = [call for call in calls if call is not None]
-    if not attending:
-        return None
-    refused = [call for call in attending if call.reason is not None]
-    if refused:
-        return refused[0]
-    if any(call != calls[0] for call in calls):
+    refused = next((call for call in attending if call.reason is not None), None)
+    if refused is None and attending and any(call != calls[0] for call in calls):
         return attending[0]._replace(reason="it attends differently in several calls of the example")
-    return attending[0]
-
-
-def _as_call(example: Any) -> Callable[[nn.Module], Any]:
-    if isinstance(example, Mapping):
-        return lambda model: model(**example)
-    if isinstance(example, (tuple, list)):
-        return lambda model: model(*example)
-    if callable(example) and not isinstance(example, Tensor):
-        return example  # type: ignore[no-any-return]
-    return lambda model: model(example)
+    return refused or next(iter(attending), None)

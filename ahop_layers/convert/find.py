@@ -92,7 +92,7 @@ def _call_converter(
         module.make_adaptive(options, dtype_source)
 
     shapes = list(dict.fromkeys(site.shape for site in found.sites))
-    return Converter(convert, lambda _: shapes, found.how)
+    return Converter(convert, lambda _: shapes, "scaled_dot_product_attention" if found.products is None else "by hand")
 
 
 def _is_named_attention(kind: type) -> bool:

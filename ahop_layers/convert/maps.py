@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,19 +37,20 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
     """
     check_module(model=model)
     maps: dict[str, Tensor] = {}
+    names: dict[nn.Module, str] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, ADAPTIVE_LAYERS):
+            # A layer with learned patterns contains another layer: report the outer one, which users defined.
+            for part in layer.modules():
+                names.setdefault(part, name)
 
-    def keep(name: str, module: nn.Module, args: Any, weights: Tensor) -> None:
-        maps[name] = weights
+    def keep(separation: nn.Module, args: Any, weights: Tensor) -> None:
+        maps[names[separation]] = weights
 
     with ExitStack() as hooks:
-        taken: set[int] = set()
-        for name, layer in model.named_modules():
-            if isinstance(layer, ADAPTIVE_LAYERS):
-                # A layer with learned patterns contains another layer: report the outer one, which users defined.
-                for part in layer.modules():
-                    if isinstance(part, Separation) and id(part) not in taken:
-                        taken.add(id(part))
-                        hooks.callback(part.register_forward_hook(partial(keep, name)).remove)
+        for part in names:
+            if isinstance(part, Separation):
+                hooks.callback(part.register_forward_hook(keep).remove)
         if "torch._dynamo" in sys.modules:  # compiled code ignores hooks that were registered later
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         model(*inputs, **keywords)

@@ -6,18 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ahop_layers import hopfield as layers
 from ahop_layers.attention import Adaptive, AdaptiveAttention, vision
 from ahop_layers.convert.class_swap import swap_class_, viewed_as
 from ahop_layers.errors import AHopError
-from ahop_layers.hopfield.adaptive import (
-    AdaptiveHopfield,
-    AdaptiveHopfieldLayer,
-    AdaptiveHopfieldPooling,
-    head_shape,
-)
-from ahop_layers.hopfield.base import Hopfield
+from ahop_layers.hopfield.adaptive import head_shape
 from ahop_layers.hopfield.core import AssociationCore
-from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import SimilarityOptions
 
@@ -42,7 +36,7 @@ class Converter(NamedTuple):
     how: str = "converter"
 
 
-ADAPTIVE_LAYERS = (Adaptive, AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling)
+ADAPTIVE_LAYERS = (Adaptive, layers.AdaptiveHopfield, layers.AdaptiveHopfieldLayer, layers.AdaptiveHopfieldPooling)
 
 
 def _attention(adaptive: type[Adaptive]) -> Converter:
@@ -61,7 +55,7 @@ def _attention(adaptive: type[Adaptive]) -> Converter:
 def _adapt_hopfield(hopfield: Any, options: SimilarityOptions) -> None:
     core, batch_first, width = hopfield.association_core, hopfield.batch_first, hopfield.input_size
     settings = hopfield.scaling, hopfield.update_steps_max, hopfield.update_steps_eps
-    swap_class_(hopfield, AdaptiveHopfield, "_batch_first", "_input_size")
+    swap_class_(hopfield, layers.AdaptiveHopfield, "_batch_first", "_input_size")
     hopfield._batch_first, hopfield._input_size = batch_first, width
     if isinstance(core, AssociationCore):
         separation = core.separation
@@ -91,7 +85,7 @@ def _around(adaptive: type[nn.Module]) -> Converter:
 _vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
 _timm, _clip = _attention(vision.TimmAttention), _attention(vision.CLIPAttention)
 _hopfield = Converter(_adapt_hopfield, _hopfield_head_shapes)
-_layer, _pooling = _around(AdaptiveHopfieldLayer), _around(AdaptiveHopfieldPooling)
+_layer, _pooling = _around(layers.AdaptiveHopfieldLayer), _around(layers.AdaptiveHopfieldPooling)
 
 
 def _transformers(suffix: str, converter: Converter) -> dict[str, Converter]:
@@ -112,9 +106,9 @@ CONVERTERS: dict[str, Converter] = {
     "hflayers.Hopfield": _hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,
-    full_name(Hopfield): _hopfield,
-    full_name(HopfieldLayer): _layer,
-    full_name(HopfieldPooling): _pooling,
+    full_name(layers.Hopfield): _hopfield,
+    full_name(layers.HopfieldLayer): _layer,
+    full_name(layers.HopfieldPooling): _pooling,
 }
 
 

@@ -75,10 +75,11 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
             where = "the model" if name in own else "the file"
             raise AHopError(f"the file must have the similarities of the model, got {name} in {where} only")
         if saved[name] != own[name]:
-            raise AHopError(f"{name} must be {_shown(own[name])} as in the model, got {_shown(saved[name])}")
+            expected, got = (", ".join(f"{k} {v}" for k, v in each[name].items()) for each in (own, saved))
+            raise AHopError(f"{name} must be {expected} as in the model, got {got}")
     for name, tensor in _state(parts).items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            got = tuple(tensors[name].shape) if name in tensors else "none"
+            got = str(tuple(tensors[name].shape)) if name in tensors else "none"
             raise AHopError(f"{name} must have the shape {tuple(tensor.shape)}, got {got}")
     for name, part in parts.items():
         part.load_state_dict({key: tensors[_join(name, key)] for key in part.state_dict()})
@@ -87,21 +88,16 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
 def _parts(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the similarities and the separations with parameters, by name."""
     check_module(model=model)
-    similarities = named_similarities(model)
-    if not similarities:
+    parts = named_similarities(model)
+    if not parts:
         raise AHopError(f"model must have similarities: call adapt_ first, got {type(model).__name__} without any")
-    if any(is_lazy(parameter) for part in similarities.values() for parameter in part.parameters()):
+    if any(is_lazy(parameter) for part in parts.values() for parameter in part.parameters()):
         raise AHopError("the similarities must have known shapes: call the model once first")
-    separations: dict[str, Any] = {
-        _join(name, "separation"): part.separation
-        for name, part in model.named_modules()
-        if isinstance(part, Associator) and _learns(getattr(part, "separation", None))
-    }
-    return {**similarities, **separations}
-
-
-def _learns(separation: object) -> bool:
-    return isinstance(separation, nn.Module) and next(separation.parameters(), None) is not None
+    for name, layer in model.named_modules():
+        separation = getattr(layer, "separation", None) if isinstance(layer, Associator) else None
+        if isinstance(separation, nn.Module) and any(True for _ in separation.parameters()):
+            parts[_join(name, "separation")] = separation
+    return parts
 
 
 def _state(parts: dict[str, nn.Module]) -> dict[str, Tensor]:
@@ -114,23 +110,15 @@ def _join(name: str, key: str) -> str:
 
 def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[str, Any]]:
     """Returns what each part belongs to, as values of JSON."""
-    layers = {}
-    for owner in model.modules():
-        if isinstance(owner, Associator):
-            for part in owner.modules():
-                layers[id(part)] = full_name(original_class(owner) or type(owner))
+    owners = [layer for layer in model.modules() if isinstance(layer, Associator)]
+    layers = {id(part): full_name(original_class(owner) or type(owner)) for owner in owners for part in owner.modules()}
     described: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
         described[name] = {"layer": layers.get(id(part)), "class": full_name(type(part))}
         if isinstance(part, AdaptiveSimilarity):
-            blocks = [entry.short() for entry in part.blocks]
-            sizes = {"dim": part.dim, "num_heads": part.num_heads}
-            described[name] |= {**sizes, "bases": list(part.bases), "blocks": blocks}
+            described[name] |= {"dim": part.dim, "num_heads": part.num_heads, "bases": list(part.bases)}
+            described[name]["blocks"] = [entry.short() for entry in part.blocks]
     return described
-
-
-def _shown(described: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in described.items())
 
 
 def _safetensors(name: str) -> Callable[..., Any]:

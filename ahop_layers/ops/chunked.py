@@ -39,9 +39,10 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtyp
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``."""
     wide = accumulation_dtype(query.dtype)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
-    for n, h, rows, columns in _tiles(query, key, weight.shape[-1]):
-        tile = folded_similarity(query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases)
-        scores[n, h, rows, columns] = tile
+    with torch.autocast(query.device.type, enabled=False):  # which would multiply by the weights in half precision
+        for n, h, rows, columns in _tiles(query, key, weight.shape[-1]):
+            tile = folded_similarity(query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases)
+            scores[n, h, rows, columns] = tile
     return scores
 
 
