@@ -115,11 +115,6 @@ def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if device == "cuda" else torch.float32
 
 
-def assert_in_graph(condition: Tensor, message: str) -> None:
-    """Raises a RuntimeError when a compiled graph runs with a false condition; reading it would break the graph."""
-    torch._assert_async(condition, message)
-
-
 def is_transformed() -> bool:
     """Returns whether forward-mode AD or torch.func differentiates this call; operators support reverse mode and vmap.
 
