@@ -114,7 +114,7 @@ class SimilarityOptions:
 
     Public functions and classes build it from their keywords. None, or False, means that an option is not given.
 
-    Attributes:
+    Args:
         bases, init, debias, blocks: see :class:`AdaptiveSimilarity`, which has the defaults.
         separation: the name of a separation, or a module. None means softmax.
         similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
