@@ -54,8 +54,8 @@ class Adaptive(Associator):
 
     def _add(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
         """Adds both; ``dtype_source`` has the device and dtype for a module without parameters."""
-        own = next((p for p in self.parameters() if p.is_floating_point()), dtype_source)
-        own = torch.empty(0) if own is None else own
+        default = torch.empty(0) if dtype_source is None else dtype_source
+        own = next((p for p in self.parameters() if p.is_floating_point()), default)
         self.similarity = similarity.to(own).train(self.training)
         self.separation = separation.to(own).train(self.training)
 
@@ -110,11 +110,9 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
             :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
 
-    Shapes: query ``(N, L, embed_dim)``, key ``(N, S, kdim)``, value ``(N, S, vdim)``, output ``(N, L, embed_dim)``,
-    weights ``(N, L, S)``, or ``(N, H, L, S)`` with ``average_attn_weights=False``; ``key_padding_mask (N, S)`` and
-    ``attn_mask (L, S)`` or ``(N * H, L, S)``, bool, True = ignore, or a float to add to the scores. With
-    ``batch_first=False``, the default, N is the second dimension. Unbatched inputs have no N. Nested inputs give a
-    nested output.
+    Shapes: query and output ``(N, L, embed_dim)``, key ``(N, S, kdim)``, value ``(N, S, vdim)``, weights ``(N, L, S)``,
+    or ``(N, H, L, S)`` with ``average_attn_weights=False``. With ``batch_first=False``, the default, N is the second
+    dimension. Unbatched inputs have no N. Nested inputs give a nested output. Masks are bool, True = ignore, or added.
 
     Raises:
         AHopError: an argument is invalid.
@@ -170,8 +168,10 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attends, with the arguments and results of ``nn.MultiheadAttention``: the output, and weights or None.
 
-        Without weights, attention takes less time and memory. The shapes are those of the class. ``is_causal`` applies
-        the causal mask if there is no ``attn_mask``; with one, it is only a hint.
+        Args:
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights: see the class. Without
+                weights, attention takes less time and memory.
+            is_causal: apply the causal mask if there is no ``attn_mask``; with one, only a hint that it is causal.
         """
         check_floating(query=query, key=key, value=value)
         if query.is_nested:

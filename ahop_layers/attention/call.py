@@ -68,11 +68,7 @@ class CallAttention(Adaptive):
         self._add(parts[0] if len(parts) == 1 else parts, separation, dtype_source)
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Calls the original ``forward``; the arguments and results are unchanged.
-
-        Raises:
-            AHopError: the module attends at other sites than those it was adapted for.
-        """
+        """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
         calls = _Calls(self)
         with calls:
             output = super().forward(*args, **keywords)
