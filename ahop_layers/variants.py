@@ -11,8 +11,8 @@ positions. An invalid argument raises an :class:`~ahop_layers.AHopError`.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any, SupportsIndex
 
@@ -67,12 +67,9 @@ class Variant(ABC):
         return self
 
     def sample(self, patterns: Tensor, n: int, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Draws ``n`` queries from uniformly chosen patterns: ``index (n,)`` of the patterns, and ``query (n, d)``.
+        """Draws ``n`` queries from uniformly chosen ``patterns (N, d)``: their ``index (n,)``, and ``query (n, d)``.
 
-        Args:
-            patterns: ``(N, d)``.
-            n: number of queries.
-            generator: random generator on the device of the patterns; None for the global one.
+        The generator is on the device of the patterns; None means the global one.
         """
         check_patterns(patterns)
         if not isinstance(n, SupportsIndex) or int(n) < 0:
@@ -208,7 +205,7 @@ class _Drawn(Variant):
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
         low, high = given.pop("low", None), given.pop("high", None)
-        if (low, high) != (None, None):
+        if not (isinstance(low, Tensor) and low.ndim) and (low, high) != (None, None):  # bind takes rows of numbers
             check_numbers(FINITE, low=low, high=high)
             if not low < high:
                 raise AHopError(f"low must be below high, got {low!r} and {high!r}")
@@ -267,29 +264,25 @@ class Replaced(_Drawn):
     """
 
     share: Level
-    low: float | None = None
-    high: float | None = None
+    low: float | Tensor | None = None
+    high: float | Tensor | None = None
 
     def bind(self, patterns: Tensor) -> Variant:
         """Takes the range from the patterns, unless it was given."""
         if self.low is not None:
             return self
-        return Custom(partial(self._replace, range_=_range(patterns.flatten(0, -2))))
+        low, high = _range(patterns.flatten(0, -2))
+        return replace(self, low=low, high=high)
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        if self.low is not None and self.high is not None:
-            return self._replace(origin, draw.generator, (self.low, self.high))
-        if origin.numel() == origin.shape[-1]:  # its range is a point
-            raise AHopError("low and high must be given for a single row, got None: give them, or call bind(patterns)")
-        return self.bind(origin).corrupt(origin, draw.generator) if origin.numel() else origin
-
-    def _replace(self, origin: Tensor, generator: Generator | None, range_: tuple[Any, Any]) -> Tensor:
-        """Replaces values by those drawn from a range of numbers or ``(d,)``."""
-        if not self.share:
+        if not self.share or not origin.numel():
             return origin
-        draw, (low, high) = _Draw(origin, generator), range_
+        if self.low is None or self.high is None:
+            if origin.numel() > origin.shape[-1]:
+                return self.bind(origin).corrupt(origin, draw.generator)
+            raise AHopError("low and high must be given for a single row, got None: give them, or call bind(patterns)")
         chosen = draw.chosen(self.share, origin.shape[-1])
-        return torch.where(chosen, low + (high - low) * draw.values(), origin).to(origin.dtype)
+        return torch.where(chosen, self.low + (self.high - self.low) * draw.values(), origin)
 
 
 @dataclass(frozen=True)
@@ -316,13 +309,10 @@ class Biased(_Drawn):
 
 @dataclass(frozen=True)
 class Mixed(_Drawn):
-    """Adds noise, then replaces values, then adds a bias: the mixed variant of the paper.
+    """Adds noise, replaces a share ``mask`` of the values, then adds a bias: the mixed variant of the paper.
 
-    Args:
-        mask: fraction of the dimensions to replace, as in :class:`Replaced`.
-        noise, std: variance or standard deviation of the noise, as in :class:`Noisy`.
-        bias, seed: absolute value of the bias and seed of its signs, as in :class:`Biased`.
-        low, high: range of the random values, by default that of the paper's patterns.
+    Its arguments are those of :class:`Noisy`, :class:`Replaced`, by default with the range of the paper's patterns, and
+    :class:`Biased`.
 
     >>> index, query = (variant := Mixed(mask=0.25, bias=0.5)).sample(torch.zeros(3, 8), 5)
     >>> (query - variant.shift(query) != 0).sum(-1)
