@@ -12,12 +12,12 @@ from ahop_layers.memory.memory import AssociativeMemory
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def uniform(n, d, seed=0, dtype=torch.float32):
-    return torch.rand(n, d, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2 - 1
-
-
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
+
+
+def uniform(n, d, dtype=torch.float32):
+    return torch.rand(n, d, generator=seeded(0), dtype=dtype) * 2 - 1
 
 
 CORRUPTIONS = {
@@ -73,16 +73,6 @@ def test_mixed_variants_follow_the_definition_of_the_paper(d):
     assert set(variant.shift(patterns).abs().tolist()) == {0.5}
 
 
-def test_noise_has_the_variance_it_is_given_and_masks_are_uniform():
-    query = v.Noisy(0.4).sample(torch.zeros(1, 64), 4000)[1]
-    assert query.var().item() == pytest.approx(0.4, rel=0.02)
-    query = v.Replaced(0.5, -1.0, 1.0).sample(torch.full((1, 64), 3.0), 4000)[1]
-    replaced = query != 3.0
-    assert (replaced.sum(-1) == 32).all()
-    assert torch.allclose(replaced.double().mean(0), torch.tensor(0.5, dtype=torch.float64), atol=0.04)
-    assert query[replaced].var().item() == pytest.approx(1 / 3, rel=0.02)
-
-
 def test_signs_depend_on_the_seed_of_the_variant_alone():
     patterns = uniform(5, 32)
     one, same, other = (v.Biased(0.3, seed=seed).shift(patterns) for seed in (1, np.int64(1), 2))
@@ -98,10 +88,8 @@ def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypa
     patterns[::2, 0] = torch.nan
     patterns[:, 3] = torch.nan
     monkeypatch.setattr(v, "RANGE_BLOCK", 4 * 32)  # several blocks
-    for query in (
-        v.Replaced(1.0).sample(patterns, 4000)[1],
-        v.as_damage([v.Replaced(1.0)]).bind(patterns).sample(patterns, 4000)[1],
-    ):
+    for variant in (v.Replaced(1.0), v.as_damage([v.Replaced(1.0)]).bind(patterns)):
+        query = variant.sample(patterns, 4000)[1]
         assert query[:, 3].isnan().all()  # no known value
         assert not query[:, :3].isnan().any()
         for column, known in zip(query.T[:3], (patterns[1::2, 0], *patterns.T[1:3]), strict=True):
@@ -126,31 +114,28 @@ def test_damages_are_applied_in_order():
     assert repr(v.as_damage([double])) == "Composed([Brightened(shift=0.0, gain=2.0)])"
 
 
-class Doubled(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
 def test_any_function_is_a_damage():
     origin, seen = torch.ones(2, 3), []
     for function in (torch.neg, lambda x: -x, lambda x, scale=-1.0: scale * x, lambda x, _: -x):
         assert torch.equal(v.as_damage(function).corrupt(origin, seeded(0)), -origin)
     v.as_damage(lambda x, generator=None: seen.append(generator) or x).corrupt(origin, generator := seeded(0))
     assert seen == [generator]
-    assert torch.equal(v.as_damage(Doubled()).corrupt(origin, seeded(0)), 2 * origin)
+    assert torch.equal(v.as_damage(nn.Flatten(1)).corrupt(origin, seeded(0)), origin)  # a module
 
 
 def test_a_share_of_the_dimensions_is_set_at_uniform_positions():
-    zeros = torch.zeros(4000, 10)
+    zeros = torch.zeros(32000, 10)
     sides = v.SaltAndPepper(0.3, low=-3.0, high=2.0).corrupt(zeros)
     assert set(sides.unique().tolist()) == {-3.0, 0.0, 2.0}
     assert ((sides == 2).double().mean() / 0.3).item() == pytest.approx(0.5, abs=0.02)
-    dropped = v.DroppedChannels(0.3, channels=10, value=2.0).corrupt(zeros.repeat(1, 3)).reshape(4000, 10, 3) == 2
+    dropped = v.DroppedChannels(0.3, channels=10, value=2.0).corrupt(zeros.repeat(1, 3)).reshape(-1, 10, 3) == 2
     assert torch.equal(dropped.all(-1), dropped.any(-1))
     missing, erased = v.Missing(0.3).corrupt(zeros), v.Erased(0.3, value=7.0).corrupt(zeros)
     assert set(erased.unique().tolist()) == {0.0, 7.0}
     assert not missing[~missing.isnan()].any()
-    for chosen in (missing.isnan(), erased == 7, sides != 0, dropped.all(-1)):
+    replaced = v.Replaced(0.3, 1.0, 3.0).corrupt(zeros)
+    assert replaced[replaced != 0].var().item() == pytest.approx(1 / 3, rel=0.02)
+    for chosen in (missing.isnan(), erased == 7, sides != 0, dropped.all(-1), replaced != 0):
         assert (chosen.sum(-1) == 3).all()
         assert torch.allclose(chosen.double().mean(0), torch.tensor(0.3, dtype=torch.float64), atol=0.05)
     assert torch.equal(v.Erased(0.0).corrupt(erased), erased)
@@ -192,6 +177,7 @@ def test_every_query_draws_its_own_level():
     deviations = v.Noisy(std=(0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).std(-1)
     assert deviations.mean().item() == pytest.approx(1.0, abs=0.04)
     assert 0.4 < deviations.min() < 0.6 < 1.4 < deviations.max() < 1.7
+    assert v.Noisy(0.4).corrupt(torch.zeros(2000, 1000)).var().item() == pytest.approx(0.4, rel=0.02)
     squares = v.Noisy((0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).var(-1)
     assert squares.mean().item() == pytest.approx(1.0, abs=0.04)  # uniform in the variance
     biases = v.Biased((0.2, 0.4), seed=2).corrupt(torch.zeros(500, 6))
@@ -219,7 +205,6 @@ def test_a_memory_is_fitted_to_a_variant_with_a_range_of_the_patterns():
     ("make", "message"),
     [
         (lambda: v.Mixed(1.5), "mask must be a number between 0 and 1, got 1.5"),
-        (lambda: v.Replaced("a"), "share must be a number between 0 and 1, got 'a'"),
         (lambda: v.Missing((0.5, 1.5)), "share must be a number between 0 and 1, got 1.5"),
         (lambda: v.Erased((0.5, 0.2)), r"range \(low, high\) with low <= high, got \(0.5, 0.2\)"),
         (lambda: v.Erased((0.5,)), r"share must be a number between 0 and 1 or a range .* got \(0.5,\)"),
@@ -228,16 +213,13 @@ def test_a_memory_is_fitted_to_a_variant_with_a_range_of_the_patterns():
         (lambda: v.Noisy(std=-0.1), "std must be a number of at least 0, got -0.1"),
         (lambda: v.Noisy(), "either noise or std must be given, got noise=None and std=None"),
         (lambda: v.Mixed(noise=0.1, std=0.1), "either noise or std must be given, got noise=0.1 and std=0.1"),
-        (lambda: v.Mixed(bias=float("nan")), "bias must be a number of at least 0, got nan"),
         (lambda: v.Biased((0.1, 0.2)).shift(torch.zeros(1, 2)), r"bias must be a number, got the range \(0.1, 0.2\)"),
         (lambda: v.Biased(0.5, seed=True), "seed must be an integer of 64 bits, got True"),
-        (lambda: v.Mixed(seed=np.bool_(True)), "seed must be an integer of 64 bits, got .*True"),
         (lambda: v.Biased(0.5, seed=2**64), "seed must be an integer of 64 bits, got 18446744073709551616"),
         (lambda: v.Replaced(0.1, 1.0, 1.0), "low must be below high, got 1.0 and 1.0"),
         (lambda: v.Replaced(0.1, float("nan"), 1.0), "low must be a finite number, got nan"),
         (lambda: v.Replaced(0.1, 0.0), "high must be a finite number, got None"),
         (lambda: v.Replaced(0.1).corrupt(torch.zeros(1, 3)), "low and high must be given for a single row, got None"),
-        (lambda: v.Mixed(0.1, low=None), "low must be a finite number, got None"),
         (lambda: v.Erased(0.5, value="a"), "value must be a finite number, got 'a'"),
         (lambda: v.Occluded(0.5, 0, 4), "height must be an integer of at least 1, got 0"),
         (lambda: v.Occluded(0.5, 4, 4).corrupt(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
@@ -246,15 +228,9 @@ def test_a_memory_is_fitted_to_a_variant_with_a_range_of_the_patterns():
         (lambda: v.Custom(lambda x: x[:1]).corrupt(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
         (lambda: v.Custom(lambda x: None).corrupt(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
         (lambda: v.as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
-        (
-            lambda: v.as_damage([v.Noisy(0.1), None]),
-            "damage must be a variant, a function or a list of these, got None",
-        ),
         (lambda: v.as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
         (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), "a"), "n must be an integer of at least 0, got 'a'"),
-        (lambda: v.Noisy(0.1).sample(None, 2), "patterns must be a tensor, got NoneType"),
         (lambda: v.Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
-        (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2).long(), 2), "patterns must have a floating-point dtype"),
     ],
 )
 def test_errors(make, message):
