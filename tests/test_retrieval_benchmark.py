@@ -195,16 +195,10 @@ def test_a_recall_time_is_the_median_of_several_calls(milliseconds, calls, monke
 
 def test_the_tables_are_those_of_the_paper():
     """Twelve mixtures with two sizes, four columns of accuracy, five runs, and every ablation of the paper."""
-    assert len(set(FIGURE_LEVELS)) == 12
-    size = Size()
-    assert {each.patterns for each in measurements("figure", size, images=True)} == {2048, 4096}
-    accuracy = measurements("accuracy", size, images=True)
-    assert {(each.data, each.noise) for each in accuracy} == {
-        ("synthetic", 0.4), ("synthetic", 0.5), ("mnist", 0.6), ("mnist", 0.7)
-    }  # fmt: skip
-    assert {each.run for each in accuracy} == set(range(5))
-    measured = {each.system for table in ("accuracy", "ablations") for each in measurements(table, size, images=True)}
-    assert measured >= set(RETRIEVAL)
+    tables = {name: measurements(name, Size(), images=True) for name in ("figure", "accuracy", "ablations")}
+    assert len({(each.patterns, each.mask, each.noise, each.bias) for each in tables["figure"]}) == 2 * 12
+    assert len({(each.data, each.noise, each.run) for each in tables["accuracy"]}) == 4 * 5
+    assert {each.system for table in ("accuracy", "ablations") for each in tables[table]} >= set(RETRIEVAL)
 
 
 @pytest.mark.parametrize("matrix", ["triangle", "identity", "random"])
