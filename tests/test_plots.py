@@ -1,5 +1,7 @@
 """Plots show the given weights, in any style, without a window."""
 
+from copy import deepcopy
+
 import matplotlib.style
 import numpy as np
 import pytest
@@ -60,95 +62,58 @@ def test_a_map_has_a_color_bar_on_request_and_is_transparent_without_weight():
     np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])
 
 
-def heights(axis):
-    """Returns the weights of two bases that a panel shows as bars or as lines."""
-    bars = [[bar.get_height() for bar in bars] for bars in axis.containers]
-    return bars or [line.get_ydata() for line in axis.lines[:2]]
+BLOCKS = [None, ah.Blocks(3, normalize=True), 1, torch.tensor([0, 0, 1, 2, 2, 2])]
+TITLES = ["6 dimensions", "3 normalized blocks", "1 block", "3 blocks"]
 
 
 @pytest.fixture
 def model():
-    second = ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform")
-    model = nn.Sequential(ah.AdaptiveSimilarity(5, num_heads=3), nn.Linear(2, 2), second)
+    first = ah.AdaptiveSimilarity(6, num_heads=2, blocks=BLOCKS)
+    return nn.Sequential(first, nn.Linear(2, 2), ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform"))
+
+
+@pytest.mark.parametrize("change", [True, False])
+@pytest.mark.parametrize("folded", [True, False])
+def test_weights_of_every_layer_resolution_head_and_base(model, folded, change):
+    columns = [(part, index) for part in (model[0], model[2]) for index in range(len(part.blocks))]
+
+    def weights():
+        found = [part.footprint_weight(index).detach().clone() for part, index in columns]
+        return [fold(weight) if folded else weight for weight in found]
+
+    initial = weights()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    return model
-
-
-@pytest.mark.parametrize("folded", [True, False])
-def test_weights_of_every_layer_head_and_base(model, folded):
-    axes = plots.footprint_weights(model, folded=folded).axes
-    shown = [axis for axis in axes if axis.get_visible()]
-    assert len(shown) == 3 + 1  # three heads in one layer, one in the other
-    first = model[0]
-    expected = (first.beta[..., None] * first.w).detach()
-    expected = fold(expected) if folded else expected
-    for head, axis in enumerate(axes[::2]):
-        assert [line.get_label() for line in axis.lines[:2]] == list(first.bases)
-        np.testing.assert_allclose(heights(axis), expected[head], rtol=1e-6)
-
-
-@pytest.mark.parametrize("folded", [True, False])
-def test_the_change_of_weights_is_their_difference_from_the_initial_ones(folded):
-    initial = plots.footprint_weights(ah.AdaptiveSimilarity(6)).axes[0]
-    np.testing.assert_array_equal(heights(initial), [[0] * 6, [1] * 6])
-    similarity = ah.AdaptiveSimilarity(4, num_heads=2, init="uniform", blocks=[None, 2])
-    axes = plots.footprint_weights(similarity, folded=folded, change=True).axes
-    assert not any(np.any(line.get_ydata()) for axis in axes[::2] for line in axis.lines)
-    before = [similarity.footprint_weight(index).detach().clone() for index in range(2)]
-    for parameter in similarity.parameters():
-        nn.init.normal_(parameter)
-    state = {name: value.clone() for name, value in similarity.state_dict().items()}
-    axes = plots.footprint_weights(similarity, folded=folded, change=True).axes
-    assert all(torch.equal(value, similarity.state_dict()[name]) for name, value in state.items())  # not reset itself
-    for index in range(2):
-        change = similarity.footprint_weight(index).detach() - before[index]
-        change = fold(change) if folded else change
-        for head in range(2):
-            axis = axes[2 * head + index]
-            np.testing.assert_allclose(heights(axis), change[head], rtol=1e-5, atol=1e-6)
+    state = deepcopy(model.state_dict())
+    axes = np.array(plots.footprint_weights(model, folded=folded, change=change).axes).reshape(2, len(columns))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())  # not reset itself
+    assert [axis.get_title() for axis in axes[0]] == [*(f"0, {title}" for title in TITLES), "2"]
+    assert [text.get_text() for text in axes[0][0].get_legend().get_texts()] == ["dis", "dot"]
+    for panels, (part, index), old, new in zip(axes.T, columns, initial, weights(), strict=True):
+        expected = (new - old if change else new).reshape(part.num_heads or 1, len(part.bases), -1)
+        assert [panel.get_visible() for panel in panels] == [head < len(expected) for head in range(2)]
+        for panel, lines in zip(panels, expected, strict=False):
+            shown = [[bar.get_height() for bar in bars] for bars in panel.containers]
+            assert bool(shown) == (part.blocks[index].blocks is not None)
+            if shown:  # the bases side by side at each rank
+                places = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in panel.containers]
+                np.testing.assert_allclose(np.mean(places, 0), range(1, lines.shape[-1] + 1))
+                assert lines.shape[-1] == 1 or all(float(tick).is_integer() for tick in panel.get_xticks())
+            shown = shown or [line.get_ydata() for line in panel.lines[: len(lines)]]
+            np.testing.assert_allclose(shown, lines, rtol=1e-5, atol=1e-6)
 
 
 def test_lines_that_coincide_have_styles_of_their_own():
     similarity = ah.AdaptiveSimilarity(5, bases=("dis", "dot", "l1"))
     panel = plots.footprint_weights(similarity).axes[0]
+    assert [line.get_ydata().tolist() for line in panel.lines[:3]] == [[0] * 5, [1] * 5, [0] * 5]  # constant at first
     assert len({line.get_linestyle() for line in panel.lines[:3]}) == 3
     keys = torch.ones(4, 5)
     steps = plots.footprint_steps(similarity, torch.ones(5), keys).axes[0]
     assert len({line._unscaled_dash_pattern[1] for line in steps.lines[:4]}) == 4
 
 
-BLOCKS = {
-    "unequal": (torch.tensor([0, 0, 1, 2, 2, 2]), ["3 blocks"]),
-    "several": ([None, ah.Blocks(3, normalize=True), 1], ["6 dimensions", "3 normalized blocks", "1 block"]),
-}
-
-
-@pytest.mark.parametrize("folded", [True, False])
-@pytest.mark.parametrize(("blocks", "titles"), BLOCKS.values(), ids=BLOCKS)
-def test_weights_of_blocks_are_bars_by_rank(blocks, titles, folded):
-    similarity = ah.AdaptiveSimilarity(6, num_heads=2, blocks=blocks)
-    for parameter in similarity.parameters():
-        nn.init.normal_(parameter)
-    count = len(similarity.blocks)
-    axes = plots.footprint_weights(similarity, folded=folded).axes
-    assert len(axes) == 2 * count  # a column for each resolution
-    assert [axis.get_title() for axis in axes[:count]] == [f"similarity, {title}" for title in titles]
-    for index, entry in enumerate(similarity.blocks):
-        weights = similarity.footprint_weight(index).detach()
-        weights = fold(weights) if folded else weights
-        for head in range(2):
-            axis, n = axes[head * count + index], entry.count(6)
-            assert bool(axis.containers) == (entry.blocks is not None)
-            if axis.containers:
-                places = np.mean([[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in axis.containers], 0)
-                np.testing.assert_allclose(places, range(1, n + 1))  # the bases side by side at each rank
-                assert n == 1 or all(float(tick).is_integer() for tick in axis.get_xticks())
-            np.testing.assert_allclose(heights(axis), weights[head], rtol=1e-6)
-    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["dis", "dot"]
-
-
-@pytest.mark.parametrize("blocks", [None, *(blocks for blocks, _ in BLOCKS.values())], ids=["dimensions", *BLOCKS])
+@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["dimensions", "blocks"])
 def test_steps_lead_from_the_pair_to_its_score(blocks):
     similarity = ah.AdaptiveSimilarity(6, bases=("dis", "l1"), init="uniform", debias=True, blocks=blocks)
     for parameter in similarity.parameters():
