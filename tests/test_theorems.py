@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops.reference import BASES, fold, folded_similarity, sorted_similarities
+from ahop_layers.ops.reference import BASES, fold, sorted_similarities
 
 
 @pytest.mark.parametrize("base", ["dis", "dot", "l1"])
@@ -20,13 +20,6 @@ def test_footprint_is_the_k_optimal_similarity(base, d):
         for k in range(1, d + 1)
     ]
     torch.testing.assert_close(ah.footprint(query, key, base), torch.stack(best, -1))
-
-
-@pytest.mark.parametrize("d", [1, 7])
-def test_folded_weights_equal_the_cumulative_sum(d):
-    query, key, weight = (torch.randn(n, d, dtype=torch.float64) for n in (4, 6, 2))
-    paper = ah.adaptive_similarity(query, key, weight, backend="reference")
-    torch.testing.assert_close(folded_similarity(query, key, fold(weight), ("dis", "dot")), paper)
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
