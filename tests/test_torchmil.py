@@ -81,19 +81,6 @@ def test_keywords_are_passed_to_the_layer():
     assert pool(torch.randn(2, 3, 8, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_a_pool_with_blocks_starts_as_one_without(torchmil):
-    torch.manual_seed(0)
-    model = torchmil.models.ABMIL(in_shape=(8,), att_dim=16)
-    model.pool = AdaptivePool(8, att_dim=16, num_heads=2)
-    _, padded, mask = some_bags()
-    expected = model(padded, mask)
-    blocks = AdaptivePool(8, att_dim=16, num_heads=2, blocks=4)
-    similar = {name: value for name, value in blocks.state_dict().items() if "similarity" in name}
-    blocks.load_state_dict(model.pool.state_dict() | similar)
-    model.pool = blocks
-    torch.testing.assert_close(model(padded, mask), expected)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
