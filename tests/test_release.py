@@ -116,14 +116,15 @@ def test_a_wheel_from_the_sdist_runs_its_kernel_elsewhere(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_old_python_fails_before_anything_is_installed(tmp_path):
+@pytest.mark.parametrize("target", ["test", "demo", "test-hflayers"])  # each has its own environment
+def test_old_python_fails_before_anything_is_installed(target, tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     old = tmp_path / "old"
     pretend = "import sys; sys.version_info, sys.version = (3, 10, 4), '3.10.4 (main)'; exec(sys.argv[2])"
     old.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{pretend}" "$@"\n')
     old.chmod(0o755)
-    command = ["make", "test", f"PYTHON={old}"]
+    command = ["make", target, f"PYTHON={old}"]
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
     assert done.returncode
