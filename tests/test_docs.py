@@ -139,6 +139,7 @@ def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
     assert summary.winner({"dot": [0.7], "adaptive": [0.6]}) == "dot"
     line = summary._line("bags", {"dot": far, "adaptive": close, "gated": [0.9, 0.9]}, "dot", "adaptive")
     assert line == [["bags", "0.700", "0.800", "**0.900** gated"]]
+    assert summary._line("bags", {"dot": far}, "dot", "adaptive") == []
 
 
 def test_a_summary_says_which_side_is_faster():
