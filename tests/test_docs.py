@@ -106,6 +106,15 @@ def test_figures_in_the_text_are_in_their_table(page):
         assert quoted <= {*found, *(f"{float(figure):.3f}" for figure in found)}, f"figures that are not in {names}"
 
 
+def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    page = pages.fill("".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in ("tabular", "mil-picture", "bags")))
+    for command in ("tabular", "mil run"):
+        assert f"To measure it: `python -m benchmarks.paper.{command}`" in page
+    assert "![" not in page
+    assert pages.fill(page) == page
+
+
 def test_rows_of_other_devices_incomplete_runs_and_trials_are_left_out(monkeypatch):
     rows, kept = pages.rows_of("retrieval.csv"), pages.retrieval_rows("accuracy")
     others = [{**row, "device": "another", "accuracy": "0"} for row in kept if row["run"] == "0"]

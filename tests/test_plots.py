@@ -164,6 +164,7 @@ ERRORS = [
     (MAP, {"patches": 4}, "at most 13 patches, got 4"),
     (MAP, {"patches": (2, "4")}, r"got \(2, '4'\)"),
     (MAP, {"token": 13}, "an index of one of the 13 queries, got 13"),
+    (MAP, {"token": -1}, "an index of one of the 13 queries, got -1"),
     (MAP, {"vmax": "1"}, "vmax must be a positive number, got '1'"),
     (STEPS, {"similarity": ah.AdaptiveSimilarity(7, num_heads=2)}, "similarity must have num_heads=None, got 2"),
     (STEPS, {"similarity": nn.Linear(7, 7)}, "similarity must be an AdaptiveSimilarity, got Linear"),

@@ -142,7 +142,7 @@ def test_a_share_of_the_dimensions_is_set_at_uniform_positions():
     assert not v.Erased(1.0).corrupt(erased).any()
 
 
-@pytest.mark.parametrize(("share", "sides"), [(0.25, (3, 4)), (0.0, (0, 0)), (1.0, (6, 8))])
+@pytest.mark.parametrize(("share", "sides"), [(0.25, (3, 4)), (0.0, (0, 0)), (1.0, (6, 8)), (0.5, (4, 6))])
 def test_an_occluded_block_is_a_rectangle_in_all_channels(share, sides):
     query = v.Occluded(share, height=6, width=8, channels=3).corrupt(torch.ones(500, 3 * 6 * 8)).reshape(500, 3, 6, 8)
     covered = query == 0
@@ -230,6 +230,7 @@ def test_a_memory_is_fitted_to_a_variant_with_a_range_of_the_patterns():
         (lambda: v.as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
         (lambda: v.as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
         (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), "a"), "n must be an integer of at least 0, got 'a'"),
+        (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),
         (lambda: v.Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
     ],
 )
