@@ -48,15 +48,12 @@ def association_map(
         image: ``(height, width)``, or ``(channels, height, width)`` with 1 or 3 channels. Values are normalized.
         patches: number of rows and columns of patches. None means the largest square grid that the keys fill.
         token: index of the query; in most models 0 is the class token.
-        title: title of the plot.
         vmax: weight of the lightest color; None means the largest weight of this map. Maps that are compared need a
             common one.
-        colorbar: whether to draw a color bar beside the map.
-        ax: axes to draw on; None creates a figure.
+        title, colorbar, ax: title of the plot, whether to draw a color bar, and axes to draw on; None creates a figure.
 
     >>> weights, image = torch.rand(3, 17, 17).softmax(-1), torch.rand(1, 8, 8)
-    >>> figure = association_map(weights, image, patches=(4, 4), title="block 1")
-    >>> figure.axes[0].get_title()
+    >>> association_map(weights, image, patches=(4, 4), title="block 1").axes[0].get_title()
     'block 1'
     """
     check_floating(weights=weights)
@@ -70,9 +67,8 @@ def association_map(
     rows, columns = _grid(patches, row.shape[-1])
     grid = row[token, row.shape[-1] - rows * columns :].reshape(rows, columns)
     pixels = _as_pixels(image)
-    figure, ((axis,),) = _panels(ax, 1, 1, size=(2.4, 2.6))
     height, width = pixels.shape[:2]
-    axis.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
+    figure, axis = _show(pixels, title, ax, cmap="gray", vmin=0, vmax=1)
     largest = max(float(grid.max()), 1e-12) if vmax is None else vmax
     # Patches with small weights are transparent, so that the image remains visible.
     opacity = 0.9 * (grid / largest).clamp(0, 1).sqrt()
@@ -80,9 +76,16 @@ def association_map(
     overlay = axis.imshow(grid.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0, vmax=largest)
     if colorbar:
         figure.colorbar(overlay, ax=axis, label="association weight")
-    axis.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
-    axis.set_title(title, fontsize="small")
     return figure
+
+
+def _show(pixels: Tensor, title: str, ax: "Axes | None", **options: Any) -> "tuple[Figure, Axes]":
+    """Draws an image without ticks."""
+    figure, ((axis,),) = _panels(ax, 1, 1, size=(2.4, 2.6))
+    axis.imshow(pixels.numpy(), **options)
+    axis.set(xticks=[], yticks=[])
+    axis.set_title(title, fontsize="small")
+    return figure, axis
 
 
 def _grid(patches: tuple[int, int] | None, keys: int) -> tuple[int, int]:
@@ -117,16 +120,12 @@ def footprint_weights(
         source: an :class:`~ahop_layers.AdaptiveSimilarity`, or a model that contains some.
         folded: True plots ``u``, the weight of the k-th largest similarity of a dimension or block; constant weights
             are the base similarity itself. False plots ``beta * w``, the weight of the k-th footprint entry.
-        change: True plots the difference from the initial weights, those of ``reset_parameters``. It shows small
-            changes, which the weights themselves, 0 and 1 at initialization, hide.
+        change: True plots the difference from the initial weights, those of ``reset_parameters``.
         ax: axes to draw on, for one layer with one head; None creates a figure.
 
     >>> import ahop_layers as ah
-    >>> figure = footprint_weights(ah.AdaptiveSimilarity(16, num_heads=3))
-    >>> len(figure.axes)
+    >>> len(footprint_weights(ah.AdaptiveSimilarity(16, num_heads=3)).axes)
     3
-    >>> footprint_weights(ah.AdaptiveSimilarity(16), change=True).axes[0].get_ylabel()
-    'change of weight u'
     """
     check_module(source=source)
     found = {name: part for name, part in named_similarities(source).items() if isinstance(part, AdaptiveSimilarity)}
@@ -142,7 +141,9 @@ def footprint_weights(
     for column, (name, part, index) in enumerate(columns):
         lines, by_block = _weights(part, index, folded), part.blocks[index].assignment is not None
         if change:
-            lines = lines - _weights(_reset(part), index, folded)
+            initial = deepcopy(part)
+            initial.reset_parameters()
+            lines = lines - _weights(initial, index, folded)
         largest = "k-th most similar block" if by_block else "k-th largest similarity"
         title = name.removesuffix("similarity").removesuffix(".") or "similarity"
         axes[0][column].set_title(title + _blocks_of(part, index), fontsize="small")
@@ -191,13 +192,11 @@ def footprint_steps(
 
     Args:
         similarity: a similarity without heads.
-        query: ``(d,)``.
-        keys: ``(S, d)``; each key is one line.
+        query, keys: ``(d,)`` and ``(S, d)``; each key is one line.
         names: names of the keys for the legend; None numbers them.
 
     >>> import ahop_layers as ah
-    >>> figure = footprint_steps(ah.AdaptiveSimilarity(16), torch.randn(16), torch.randn(2, 16), ["cat", "dog"])
-    >>> len(figure.axes)  # two bases, four steps
+    >>> len(footprint_steps(ah.AdaptiveSimilarity(16), torch.randn(16), torch.randn(2, 16)).axes)  # 2 bases, 4 steps
     8
     """
     check_floating(query=query, keys=keys)
@@ -245,18 +244,14 @@ def block_map(
 
     Args:
         similarity: a similarity without heads for flattened images, with channels first.
-        query: ``(height, width)`` or ``(channels, height, width)``.
-        key: an image of the same shape.
-        base: base similarity to show; None means the first of ``similarity``.
-        resolution: index of the resolution to show.
-        title: title of the plot.
-        ax: axes to draw on; None creates a figure.
+        query, key: two images ``(height, width)`` or ``(channels, height, width)``.
+        base, resolution: base similarity to show, by default the first one, and index of the resolution.
+        title, ax: title of the plot, and axes to draw on; None creates a figure.
 
     >>> import ahop_layers as ah
     >>> similarity = ah.AdaptiveSimilarity(64, blocks=ah.Blocks(ah.patches(8, 8, 4), normalize=True))
-    >>> figure = block_map(similarity, torch.rand(8, 8), torch.rand(8, 8), base="dot", title="correlation")
-    >>> figure.axes[0].get_title()
-    'correlation'
+    >>> block_map(similarity, torch.rand(8, 8), torch.rand(8, 8), title="distance").axes[0].get_title()
+    'distance'
     """
     check_floating(query=query, key=key)
     _check_headless(similarity)
@@ -269,11 +264,7 @@ def block_map(
     rows = query.reshape(1, -1), key.reshape(1, -1)
     values = similarity.block_similarities(*rows, base or similarity.bases[0], resolution)[0, 0].float().cpu()
     pixels = values[similarity.blocks[resolution].numbers(similarity.dim)].reshape(-1, *query.shape[-2:]).mean(0)
-    figure, ((axis,),) = _panels(ax, 1, 1, size=(2.4, 2.6))
-    axis.imshow(pixels.numpy(), cmap="inferno")
-    axis.set(xticks=[], yticks=[])
-    axis.set_title(title, fontsize="small")
-    return figure
+    return _show(pixels, title, ax, cmap="inferno")[0]
 
 
 def _check_headless(similarity: object) -> None:
@@ -290,13 +281,6 @@ def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
         return "" if len(part.blocks) == 1 else f", {part.dim} dimensions"
     n = blocks.count(part.dim)
     return f", {n} {'normalized ' if blocks.normalize else ''}block{'s' if n > 1 else ''}"
-
-
-def _reset(part: AdaptiveSimilarity) -> AdaptiveSimilarity:
-    """Returns a copy of a similarity with its initial parameters."""
-    copy = deepcopy(part)
-    copy.reset_parameters()
-    return copy
 
 
 @torch.no_grad()

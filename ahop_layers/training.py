@@ -19,16 +19,13 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Splits the parameters of a model into optimizer groups: similarity parameters, and all others.
 
-    Similarity parameters have no weight decay, because it would shrink all scores towards zero.
+    Similarity parameters have no weight decay, because it would shrink all scores towards zero. If the model has some,
+    their group is the second.
 
     Args:
         model: any model, with or without adaptive layers.
-        lr: learning rate.
-        similarity_lr: learning rate of the similarity parameters; None means ``lr``.
+        lr, similarity_lr: learning rate, and that of the similarity parameters; None means ``lr``.
         weight_decay: weight decay of all other parameters.
-
-    Returns:
-        A group of the other parameters and, if the model has similarities, a group of their parameters.
 
     >>> import ahop_layers as ah
     >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
@@ -68,9 +65,8 @@ class _Folded(nn.Module):
 def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
     """Trains the folded weights of every adaptive similarity in ``module`` instead of ``w`` and ``beta``.
 
-    The score is linear in the folded weight ``u``, the reverse cumulative sum of ``beta * w``. A step on an entry of
-    ``u`` changes the weight of one rank, a step on an entry of ``w`` those of many. Inside the context ``beta`` is 1
-    and not trained. Entering and leaving the context does not change the scores.
+    A step on an entry of the folded weight ``u``, the reverse cumulative sum of ``beta * w``, changes the weight of one
+    rank, a step on ``w`` those of many. Entering and leaving the context does not change the scores.
     """
     return _reparametrized(module)
 
@@ -78,9 +74,8 @@ def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
 def trainable_forms(module: nn.Module, scale: float = 1.0) -> AbstractContextManager[None]:
     """Trains folded and unfolded weights together: the weights are the sum of both.
 
-    Noisy queries need small steps, masked queries without noise need weights in the thousands. An optimizer with a
-    fixed step size, such as Adam, can reach both with two parametrizations. Steps are relative to the powers of
-    ``scale``, that of queries and keys, with which the bases grow: they have the same effect for data of any scale.
+    Noisy queries need small steps, masked queries without noise need weights in the thousands: Adam, with its fixed
+    step size, reaches both with two parametrizations. Steps have the same effect for data of any ``scale``.
     """
     return _reparametrized(module, scale, and_unfolded=True)
 
@@ -94,8 +89,8 @@ def _degree(base: str) -> float:
 def base_units(part: AdaptiveSimilarity, scale: float) -> list[Tensor]:
     """Returns the unit of the weights of each base, ``(n_bases,)`` for each resolution.
 
-    Base similarities grow with different powers of the scale of the data. In these units, all of them grow with the
-    same power: that of the base that ``init`` names in the first resolution, whose unit is 1, else the largest.
+    In these units all bases grow with the same power of the scale of the data: that of the base that ``init`` names in
+    the first resolution, whose unit is 1, else the largest.
     """
     degrees = [[0.0 if blocks.normalize else _degree(base) for base in part.bases] for blocks in part.blocks]
     named = isinstance(part.init, str) and part.init in part.bases
@@ -106,8 +101,7 @@ def base_units(part: AdaptiveSimilarity, scale: float) -> list[Tensor]:
 def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
     """Returns a factor that limits the effect of a step on all of ``w`` to that of a footprint of 64 dimensions.
 
-    Such a step changes the folded weights in proportion to the number n of blocks, and a score is their product with n
-    sums. A sum grows with the d / n dimensions of its block, unless blocks are normalized.
+    The step changes n folded weights in proportion to n; the sums they multiply grow with d / n unless normalized.
     """
     blocks = part.blocks[resolution]
     n = blocks.count(part.dim)

@@ -3,17 +3,18 @@
 A query is a *variant* of one stored pattern: noisy, occluded, with wrong or missing values. A *damage* is a variant, a
 function, or a list of these that are applied in order; :func:`as_damage` makes one variant of it.
 
-A *level*, such as the fraction of dimensions to erase, is a number or a range ``(low, high)``. With a range, each query
-draws its own level uniformly. An invalid argument raises an :class:`~ahop_layers.AHopError`.
+A *level*, such as the variance of noise, is a number or a range ``(low, high)``. With a range, each query draws its own
+level uniformly. A *share* is a level between 0 and 1: a fraction, rounded down to a number of dimensions at random
+positions. An invalid argument raises an :class:`~ahop_layers.AHopError`.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from inspect import Parameter, signature
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Generator, Tensor, nn
@@ -55,16 +56,10 @@ class Variant(ABC):
 
     @abstractmethod
     def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Corrupts each row of ``origin (..., d)``: ``(..., d)``. All random numbers come from ``generator``.
-
-        >>> Erased(1.0).corrupt(torch.ones(1, 3))
-        tensor([[0., 0., 0.]])
-        """
+        """Corrupts each row of ``origin (..., d)``: ``(..., d)``. All random numbers come from ``generator``."""
 
     def bind(self, patterns: Tensor) -> "Variant":
         """Returns the variant for queries of ``patterns (..., d)``, from which :class:`Replaced` takes its range.
-
-        :meth:`sample` calls it. It returns the variant itself if that takes nothing from the patterns.
 
         >>> Replaced(1.0).bind(torch.tensor([[3.0, 5.0], [3.0, 5.0]])).corrupt(torch.zeros(1, 2))
         tensor([[3., 5.]])
@@ -72,19 +67,9 @@ class Variant(ABC):
         return self
 
     def sample(self, patterns: Tensor, n: int, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Draws ``n`` queries from uniformly chosen patterns.
+        """Draws ``n`` queries from uniformly chosen ``patterns (N, d)``: their ``index (n,)``, and ``query (n, d)``.
 
-        Args:
-            patterns: ``(N, d)``.
-            n: number of queries.
-            generator: random generator on the device of the patterns; None for the global one.
-
-        Returns:
-            ``index (n,)`` of the patterns, and ``query (n, d)``.
-
-        >>> index, query = Noisy(0.1).sample(torch.randn(100, 16), 5)
-        >>> index.shape, query.shape
-        (torch.Size([5]), torch.Size([5, 16]))
+        The generator is on the device of the patterns; None means the global one.
         """
         check_patterns(patterns)
         if not isinstance(n, SupportsIndex) or int(n) < 0:
@@ -94,10 +79,7 @@ class Variant(ABC):
 
 
 def as_damage(damage: object) -> Variant:
-    """Makes a variant of anything that describes a damage.
-
-    Args:
-        damage: a variant, a function as in :class:`Custom`, or a list or tuple of damages, which are applied in order.
+    """Makes a variant of a variant, a function as in :class:`Custom`, or a list of damages, which apply in order.
 
     >>> as_damage([Brightened(gain=2.0), lambda x: x + 1]).corrupt(torch.ones(1, 2))
     tensor([[3., 3.]])
@@ -112,14 +94,10 @@ def as_damage(damage: object) -> Variant:
 
 
 class Composed(Variant):
-    """Applies several damages in order.
+    """Applies several damages, as in :func:`as_damage`, in order.
 
-    Args:
-        parts: at least one damage, as in :func:`as_damage`.
-
-    >>> query = Composed([Erased(0.5, value=7.0), Missing(0.25)]).corrupt(torch.zeros(100, 8))
-    >>> query.isnan().sum(-1).unique()
-    tensor([2])
+    >>> Composed([Erased(0.5, value=7.0), Missing(0.25)]).corrupt(torch.zeros(3, 8)).isnan().sum(-1)
+    tensor([2, 2, 2])
     """
 
     def __init__(self, parts: Sequence[object]) -> None:
@@ -184,46 +162,78 @@ def _takes_generator(function: Callable[..., Tensor]) -> bool:
     return len(ordered) > 1 and (ordered[1].default is Parameter.empty or ordered[1].name == "generator")
 
 
+class _Draw:
+    """Draws what a corruption of the rows of ``origin (..., d)`` needs; a half-precision row draws in float32."""
+
+    def __init__(self, origin: Tensor, generator: Generator | None) -> None:
+        self.origin, self.generator = origin, generator
+        self.options: dict[str, Any] = {"dtype": accumulation_dtype(origin.dtype), "device": origin.device}
+
+    def _uniform(self, dim: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        shape = (*self.origin.shape[:-1], dim)
+        return torch.empty(shape, **self.options).uniform_(low, high, generator=self.generator)
+
+    def values(self) -> Tensor:
+        """Returns uniform numbers from [0, 1) of the shape and dtype of the rows."""
+        return torch.empty_like(self.origin).uniform_(generator=self.generator)
+
+    def level(self, level: Level) -> float | Tensor:
+        """Returns the level if it is a number, otherwise one random level per row: ``(..., 1)``."""
+        return self._uniform(1, *level) if isinstance(level, tuple) else level
+
+    def chosen(self, share: Level, dim: int) -> Tensor:
+        """Chooses a fraction ``share`` of ``dim`` entries at random for each row: bool ``(..., dim)``."""
+        count = self.level(share) * dim + 1e-9  # 0.29 * 100 is 28.999...
+        return self._uniform(dim).argsort(-1) < count // 1  # in half precision, ties would favor some positions
+
+    def interval(self, side: float | Tensor, size: int) -> Tensor:
+        """Chooses ``side * size`` consecutive entries of ``size`` for each row, from a random start on."""
+        length = torch.as_tensor(side * size, **self.options).round()
+        first = (self._uniform(1) * (size - length + 1)).floor().minimum(size - length)  # the product can round up
+        place = torch.arange(size, device=self.origin.device)
+        return (place >= first) & (place < first + length)
+
+
 FRACTION, NOT_NEGATIVE, FINITE = "a number between 0 and 1", "a number of at least 0", "a finite number"
 RULES = {"share": FRACTION, "mask": FRACTION, "noise": NOT_NEGATIVE, "std": NOT_NEGATIVE, "bias": NOT_NEGATIVE}
 """What a level must be, by its name; any other level must be finite."""
 
 
-class _Checked(Variant):
-    """A dataclass that checks its arguments: their names say what they must be."""
+class _Drawn(Variant):
+    """A dataclass that checks its arguments, whose names say what they must be, and corrupts rows by ``_apply``."""
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
-        low, high, seed = given.pop("low", None), given.pop("high", None), given.pop("seed", 0)
-        if (low, high) != (None, None):
+        low, high = given.pop("low", None), given.pop("high", None)
+        if not (isinstance(low, Tensor) and low.ndim) and (low, high) != (None, None):  # bind takes rows of numbers
             check_numbers(FINITE, low=low, high=high)
             if not low < high:
                 raise AHopError(f"low must be below high, got {low!r} and {high!r}")
-        check_seed(seed=seed)
+        check_seed(seed=given.pop("seed", 0))
         check_sizes(**{name: given.pop(name) for name in ("height", "width", "channels") if name in given})
         for name, level in given.items():
             if level is None and name in ("noise", "std"):  # the other one is given
                 continue
             rule, ends = RULES.get(name, FINITE), level if isinstance(level, tuple) else (level, level)
-            if len(ends) != 2:
-                raise AHopError(f"{name} must be {rule} or a range (low, high), got {level!r}")
             for end in ends:
                 check_numbers(rule, **{name: end})
-            if ends[0] > ends[1]:
-                raise AHopError(f"{name} must be a range (low, high) with low <= high, got {level!r}")
+            if len(ends) != 2 or ends[0] > ends[1]:
+                raise AHopError(f"{name} must be {rule} or a range (low, high) with low <= high, got {level!r}")
+
+    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+        """Corrupts each row."""
+        return self._apply(origin, _Draw(origin, generator)).to(origin.dtype)
+
+    @abstractmethod
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Noisy(_Checked):
-    """Adds Gaussian noise to every dimension.
+class Noisy(_Drawn):
+    """Adds Gaussian noise of variance ``noise`` or of standard deviation ``std``, levels, to every dimension.
 
-    Args:
-        noise: variance of the noise, a level.
-        std: standard deviation of the noise, a level; give either ``noise`` or ``std``.
-
-    >>> query = Noisy(std=0.5).corrupt(torch.zeros(1, 10000))
-    >>> bool((query.std() - 0.5).abs() < 0.05)
-    True
+    >>> round(Noisy(std=0.5).corrupt(torch.zeros(1, 100_000)).std().item(), 1)
+    0.5
     """
 
     noise: Level | None = None
@@ -234,98 +244,79 @@ class Noisy(_Checked):
             raise AHopError(f"either noise or std must be given, got noise={self.noise!r} and std={self.std!r}")
         super().__post_init__()
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Adds noise to each row."""
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
         level = self.noise if self.std is None else self.std
         if not level:
             return origin
-        deviation = _draw(level, origin, generator) ** (0.5 if self.std is None else 1)
-        return (origin + deviation * torch.empty_like(origin).normal_(generator=generator)).to(origin.dtype)
+        deviation = draw.level(level) ** (0.5 if self.std is None else 1)
+        return origin + deviation * torch.empty_like(origin).normal_(generator=draw.generator)
 
 
 @dataclass(frozen=True)
-class Replaced(_Checked):
-    """Replaces a fraction of the dimensions by random values.
+class Replaced(_Drawn):
+    """Replaces a share of the dimensions by values drawn uniformly between ``low`` and ``high``.
 
-    Args:
-        share: fraction of the dimensions, a level. Every query has ``share * d`` wrong values, rounded down, at random
-            positions.
-        low, high: range of the uniformly drawn values. None takes, for each dimension, the smallest and the largest
-            known value of the patterns; :meth:`corrupt` without :meth:`bind` takes those of its rows.
+    Without these, the range of each dimension is that of the known values of the patterns; :meth:`corrupt` without
+    :meth:`bind` takes that of its rows.
 
-    >>> query = Replaced(0.5, low=0.0, high=1.0).corrupt(torch.full((1, 8), 3.0))
-    >>> int((query == 3).sum())
-    4
+    >>> (Replaced(0.5, low=0.0, high=1.0).corrupt(torch.full((2, 8), 3.0)) == 3).sum(-1)
+    tensor([4, 4])
     """
 
     share: Level
-    low: float | None = None
-    high: float | None = None
+    low: float | Tensor | None = None
+    high: float | Tensor | None = None
 
     def bind(self, patterns: Tensor) -> Variant:
         """Takes the range from the patterns, unless it was given."""
         if self.low is not None:
             return self
         low, high = _range(patterns.flatten(0, -2))
-        return Custom(partial(_replace, share=self.share, low=low, high=high))
+        return replace(self, low=low, high=high)
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Replaces values of each row."""
-        if self.low is not None and self.high is not None:
-            return _replace(origin, generator, self.share, self.low, self.high)
-        if origin.numel() == origin.shape[-1]:  # its range is a point
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        if not self.share or not origin.numel():
+            return origin
+        if self.low is None or self.high is None:
+            if origin.numel() > origin.shape[-1]:
+                return self.bind(origin).corrupt(origin, draw.generator)
             raise AHopError("low and high must be given for a single row, got None: give them, or call bind(patterns)")
-        return self.bind(origin).corrupt(origin, generator) if origin.numel() else origin
+        chosen = draw.chosen(self.share, origin.shape[-1])
+        return torch.where(chosen, self.low + (self.high - self.low) * draw.values(), origin)
 
 
 @dataclass(frozen=True)
-class Biased(_Checked):
-    """Adds a bias with random signs that are the same for all queries.
+class Biased(_Drawn):
+    """Adds a bias, whose absolute value is a level, with random signs from ``seed``, the same for all queries.
 
-    Args:
-        bias: absolute value of the bias, a level.
-        seed: seed of the signs.
-
-    >>> Biased(0.5).corrupt(torch.zeros(2, 3)).abs()
-    tensor([[0.5000, 0.5000, 0.5000],
-            [0.5000, 0.5000, 0.5000]])
+    >>> Biased(0.5).corrupt(torch.zeros(1, 4)).abs()
+    tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
 
     bias: Level
     seed: int = 0
 
     def shift(self, patterns: Tensor) -> Tensor:
-        """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``; ``bias`` must be a number.
-
-        >>> Biased(0.5).shift(torch.zeros(3, 4)).abs()
-        tensor([0.5000, 0.5000, 0.5000, 0.5000])
-        """
+        """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``; ``bias`` must be a number."""
         if isinstance(self.bias, tuple):
             raise AHopError(f"bias must be a number, got the range {self.bias!r}")
         return self.bias * _signs(self.seed, patterns.shape[-1], patterns.device).to(patterns.dtype)
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Adds the bias to each row."""
-        if not self.bias:
-            return origin
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
         signs = _signs(self.seed, origin.shape[-1], origin.device)
-        return (origin + _draw(self.bias, origin, generator) * signs).to(origin.dtype)
+        return origin + draw.level(self.bias) * signs if self.bias else origin
 
 
 @dataclass(frozen=True)
-class Mixed(_Checked):
-    """Adds noise, then replaces values, then adds a bias: the mixed variant of the paper.
+class Mixed(_Drawn):
+    """Adds noise, replaces a share ``mask`` of the values, then adds a bias: the mixed variant of the paper.
 
-    Args:
-        mask: fraction of the dimensions to replace, as in :class:`Replaced`.
-        noise, std: variance or standard deviation of the noise, as in :class:`Noisy`.
-        bias, seed: absolute value of the bias and seed of its signs, as in :class:`Biased`.
-        low, high: range of the random values, by default that of the paper's patterns.
+    Its arguments are those of :class:`Noisy`, :class:`Replaced`, by default with the range of the paper's patterns, and
+    :class:`Biased`.
 
-    >>> variant = Mixed(mask=0.25, bias=0.5)
-    >>> index, query = variant.sample(torch.zeros(3, 8), 10)
+    >>> index, query = (variant := Mixed(mask=0.25, bias=0.5)).sample(torch.zeros(3, 8), 5)
     >>> (query - variant.shift(query) != 0).sum(-1)
-    tensor([2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+    tensor([2, 2, 2, 2, 2])
     """
 
     mask: Level = 0.0
@@ -345,24 +336,16 @@ class Mixed(_Checked):
         return noisy, Replaced(self.mask, self.low, self.high), Biased(self.bias, self.seed)
 
     def shift(self, patterns: Tensor) -> Tensor:
-        """Returns the bias ``(d,)``, as :meth:`Biased.shift`.
-
-        >>> Mixed(bias=0.5).shift(torch.zeros(3, 4)).abs()
-        tensor([0.5000, 0.5000, 0.5000, 0.5000])
-        """
+        """Returns the bias ``(d,)``, as :meth:`Biased.shift`."""
         return self._parts()[2].shift(patterns)
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Adds noise, replaces values and adds the bias."""
-        return Composed(self._parts()).corrupt(origin, generator)
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        return Composed(self._parts()).corrupt(origin, draw.generator)
 
 
 @dataclass(frozen=True)
-class Missing(_Checked):
-    """Makes a fraction of the dimensions unknown: NaN.
-
-    Args:
-        share: fraction of the dimensions, a level, rounded down to a number of dimensions at random positions.
+class Missing(_Drawn):
+    """Makes a share of the dimensions unknown: NaN.
 
     >>> Missing(0.75).corrupt(torch.ones(3, 8)).isnan().sum(-1)
     tensor([6, 6, 6])
@@ -370,18 +353,13 @@ class Missing(_Checked):
 
     share: Level
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Makes values of each row unknown."""
-        return origin.masked_fill(_chosen(self.share, origin, generator), torch.nan)
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        return origin.masked_fill(draw.chosen(self.share, origin.shape[-1]), torch.nan)
 
 
 @dataclass(frozen=True)
-class Erased(_Checked):
-    """Sets a fraction of the dimensions to a constant.
-
-    Args:
-        share: fraction of the dimensions, a level, rounded down to a number of dimensions at random positions.
-        value: the constant, a level.
+class Erased(_Drawn):
+    """Sets a share of the dimensions to a constant, the level ``value``.
 
     >>> Erased(0.75).corrupt(torch.ones(3, 8)).sum(-1)
     tensor([2., 2., 2.])
@@ -390,18 +368,13 @@ class Erased(_Checked):
     share: Level
     value: Level = 0.0
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Erases dimensions of each row."""
-        return _fill(_chosen(self.share, origin, generator), self.value, origin, generator)
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        return torch.where(draw.chosen(self.share, origin.shape[-1]), draw.level(self.value), origin)
 
 
 @dataclass(frozen=True)
-class SaltAndPepper(_Checked):
-    """Sets a fraction of the dimensions to ``low`` or ``high``, each with probability 1/2.
-
-    Args:
-        share: fraction of the dimensions, a level, rounded down to a number of dimensions at random positions.
-        low, high: the two values.
+class SaltAndPepper(_Drawn):
+    """Sets a share of the dimensions to ``low`` or ``high``, each with probability 1/2.
 
     >>> SaltAndPepper(0.5).corrupt(torch.zeros(2, 8)).abs().sum(-1)
     tensor([4., 4.])
@@ -411,27 +384,21 @@ class SaltAndPepper(_Checked):
     low: float = -1.0
     high: float = 1.0
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Sets dimensions of each row to one of the two values."""
-        chosen = _chosen(self.share, origin, generator)
-        salt = torch.empty_like(origin).uniform_(generator=generator) < 0.5
-        return torch.where(chosen, torch.full_like(origin, self.low).masked_fill(salt, self.high), origin)
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        chosen = draw.chosen(self.share, origin.shape[-1])
+        either = torch.full_like(origin, self.low).masked_fill(draw.values() < 0.5, self.high)
+        return torch.where(chosen, either, origin)
 
 
 @dataclass(frozen=True)
-class Occluded(_Checked):
-    """Covers a block of an image, which has the aspect ratio of the image and a random position.
+class Occluded(_Drawn):
+    """Covers a block at a random position of an image, in all channels, with the level ``value``.
 
-    Args:
-        share: fraction of the area of the image, a level. The sides of the block are rounded to pixels.
-        height, width: size of the image in pixels.
-        channels: number of channels, all of which are covered; images are flattened with channels first, as in
-            :func:`~ahop_layers.patches`.
-        value: value of the covered pixels, a level.
+    The block has the aspect ratio of the image and ``share`` of its area, with sides rounded to pixels. Images are
+    flattened with channels first, as in :func:`~ahop_layers.patches`.
 
-    >>> query = Occluded(0.25, height=4, width=4).corrupt(torch.ones(1, 16))
-    >>> int((query == 0).sum())
-    4
+    >>> (Occluded(0.25, height=4, width=4).corrupt(torch.ones(2, 16)) == 0).sum(-1)
+    tensor([4, 4])
     """
 
     share: Level
@@ -440,24 +407,19 @@ class Occluded(_Checked):
     channels: int = 1
     value: Level = 0.0
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Occludes each row of ``origin (..., channels * height * width)``."""
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
         dim = self.channels * self.height * self.width
         if origin.shape[-1] != dim:
             raise AHopError(f"origin must be (n, channels * height * width) = (n, {dim}), got {describe(origin)}")
-        side = _draw(self.share, origin, generator) ** 0.5
-        rows, columns = (_interval(side, size, origin, generator) for size in (self.height, self.width))
+        side = draw.level(self.share) ** 0.5
+        rows, columns = draw.interval(side, self.height), draw.interval(side, self.width)
         block = (rows[..., :, None] & columns[..., None, :]).flatten(-2)
-        return _fill(torch.cat([block] * self.channels, -1), self.value, origin, generator)
+        return torch.where(torch.cat([block] * self.channels, -1), draw.level(self.value), origin)
 
 
 @dataclass(frozen=True)
-class Brightened(_Checked):
-    """Multiplies a pattern by a gain and adds the same shift to all of its dimensions.
-
-    Args:
-        shift: change of brightness, a level.
-        gain: change of contrast, a level.
+class Brightened(_Drawn):
+    """Multiplies a pattern by a gain and adds the same shift to all of its dimensions; both are levels.
 
     >>> Brightened(shift=0.5, gain=2.0).corrupt(torch.tensor([[0.0, 1.0]]))
     tensor([[0.5000, 2.5000]])
@@ -466,20 +428,15 @@ class Brightened(_Checked):
     shift: Level = 0.0
     gain: Level = 1.0
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Changes the brightness of each row."""
-        gain, shift = (_draw(level, origin, generator) for level in (self.gain, self.shift))
-        return (gain * origin + shift).to(origin.dtype)
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        return draw.level(self.gain) * origin + draw.level(self.shift)
 
 
 @dataclass(frozen=True)
-class DroppedChannels(_Checked):
-    """Sets all dimensions of some channels to a constant, such as those of a failed sensor.
+class DroppedChannels(_Drawn):
+    """Sets all dimensions of a share of the channels, such as failed sensors, to the level ``value``.
 
-    Args:
-        share: fraction of the channels, a level, rounded down to a number of random channels.
-        channels: number of channels; dimensions are ordered with channels first.
-        value: the constant, a level.
+    Dimensions are ordered with channels first, and their number is a multiple of ``channels``.
 
     >>> DroppedChannels(0.5, channels=2).corrupt(torch.ones(1, 6)).reshape(2, 3).sum(-1).sort().values
     tensor([0., 3.])
@@ -489,55 +446,11 @@ class DroppedChannels(_Checked):
     channels: int
     value: Level = 0.0
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Drops channels of each row, whose dimension must be a multiple of their number."""
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
         if origin.shape[-1] % self.channels:
             raise AHopError(f"origin must be (n, d) with d a multiple of {self.channels}, got {describe(origin)}")
-        chosen = _chosen(self.share, origin, generator, self.channels)
-        return _fill(chosen.repeat_interleave(origin.shape[-1] // self.channels, -1), self.value, origin, generator)
-
-
-def _draw(level: Level, origin: Tensor, generator: Generator | None) -> float | Tensor:
-    """Returns the level if it is a number, otherwise one random level per row of ``origin (..., d)``: ``(..., 1)``."""
-    if not isinstance(level, tuple):
-        return level
-    drawn = torch.empty((*origin.shape[:-1], 1), dtype=accumulation_dtype(origin.dtype), device=origin.device)
-    return drawn.uniform_(*level, generator=generator)
-
-
-def _chosen(share: Level, origin: Tensor, generator: Generator | None, dim: int | None = None) -> Tensor:
-    """Chooses a fraction ``share`` of ``dim`` entries at random for each row of ``origin``: bool ``(..., dim)``."""
-    dim = origin.shape[-1] if dim is None else dim
-    count = _draw(share, origin, generator) * dim + 1e-9  # 0.29 * 100 is 28.999...
-    # In half precision, ties would favor some positions.
-    order = torch.empty((*origin.shape[:-1], dim), dtype=accumulation_dtype(origin.dtype), device=origin.device)
-    return order.uniform_(generator=generator).argsort(-1) < count // 1
-
-
-def _interval(side: float | Tensor, size: int, origin: Tensor, generator: Generator | None) -> Tensor:
-    """Chooses ``side * size`` consecutive entries of ``size`` for each row, at a random start: bool ``(..., size)``."""
-    length = torch.as_tensor(side * size, dtype=accumulation_dtype(origin.dtype), device=origin.device).round()
-    start = _draw((0.0, 1.0), origin, generator) * (size - length + 1)
-    first = start.floor().minimum(size - length)  # the product can round up
-    place = torch.arange(size, device=origin.device)
-    return (place >= first) & (place < first + length)
-
-
-def _fill(chosen: Tensor, value: Level, origin: Tensor, generator: Generator | None) -> Tensor:
-    """Sets the chosen entries of ``origin`` to ``value``."""
-    level = _draw(value, origin, generator)
-    return torch.where(chosen, level.to(origin.dtype) if isinstance(level, Tensor) else level, origin)
-
-
-def _replace(
-    origin: Tensor, generator: Generator | None, share: Level, low: float | Tensor, high: float | Tensor
-) -> Tensor:
-    """Replaces a fraction of each row by values drawn uniformly from [low, high], numbers or ``(d,)``."""
-    if not share:
-        return origin
-    chosen = _chosen(share, origin, generator)
-    values = low + (high - low) * torch.empty_like(origin).uniform_(generator=generator)
-    return torch.where(chosen, values.to(origin.dtype), origin)
+        chosen = draw.chosen(self.share, self.channels).repeat_interleave(origin.shape[-1] // self.channels, -1)
+        return torch.where(chosen, draw.level(self.value), origin)
 
 
 def _range(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,14 +58,11 @@ def test_rows_of_another_device_are_kept_and_do_not_count(tmp_path):
     assert results.own_rows[0].items() >= results.origin.items()
 
 
-def test_every_figure_of_a_measurement_is_a_row(tmp_path):
-    results = ResultTable(tmp_path / "rows.csv", "cpu")
+def test_rows_may_have_different_columns_and_are_not_empty(tmp_path):
+    results = ResultTable(tmp_path / "figures.csv", "cpu")
     results.add_figures({"model": "A"}, {"accuracy": 0.123456789, "seconds": 1200.0})
     figures = [(row["model"], row["measure"], row["value"]) for row in read(results.path)]
     assert figures == [("A", "accuracy", "0.123457"), ("A", "seconds", "1200")]
-
-
-def test_rows_may_have_different_columns_and_are_not_empty(tmp_path):
     with pytest.raises(ValueError, match=r"expected rows to write to .*rows\.csv, got none"):
         write(tmp_path / "rows.csv", [])
     write(tmp_path / "rows.csv", [{"a": "1"}, {"a": "2", "new": "3"}])
@@ -105,11 +102,9 @@ def test_block_footprints_are_compared_with_full_ones_of_the_same_size(monkeypat
 
 def test_lines_of_a_plot_differ_in_color_marker_and_dashes(tmp_path):
     with drawing(tmp_path / "drawn.svg", (2, 2)) as figure:
-        axis = figure.subplots()
-        lines = [axis.plot([0, 1], [0, 1])[0] for _ in range(8)]
+        lines = figure.subplots().plot([0, 1], [[0] * 8, [1] * 8])
     assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-    dashes = [str(line._unscaled_dash_pattern) for line in lines]
-    assert all(one != two for one, two in pairwise(dashes))
+    assert all(a._unscaled_dash_pattern != b._unscaled_dash_pattern for a, b in pairwise(lines))
 
 
 def test_only_results_of_the_project_are_drawn_in_the_documentation(tmp_path):

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+ELEMENT_ID = re.compile(r'(id="|href="#|url\(#)[^")]*')  # matplotlib derives it from rounded numbers
 FIGURE = re.compile(r"\b0\.\d{3,}")
 
 # Page -> start of a part of its text -> the tables that the figures of this part come from.
@@ -62,33 +63,23 @@ def test_every_python_block_runs_alone(name):
 def test_links_commands_and_tests_in_the_text_exist():
     links = re.findall(r"\]\(([^)]+)\)", README.read_text())
     text = "".join(path.read_text() for path in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"))
-    modules = {
-        each.replace(".", "/") for each in re.findall(r"python -m ((?:ahop_layers|benchmarks|examples)[\w.]*\w)", text)
-    }
+    modules = set(re.findall(r"python -m ((?:ahop_layers|benchmarks|examples)[\w.]*\w)", text))
     tests = re.findall(r"`(test_\w+)`", (DOCS / "mathematics.md").read_text())
     assert links and modules and tests  # noqa: PT018
     assert not [link for link in links if not (ROOT / link).is_file()]
-    assert not [
-        each for each in modules if not any((ROOT / f"{each}{end}").is_file() for end in (".py", "/__main__.py"))
-    ]
+    files = {each: [ROOT / f"{each.replace('.', '/')}{end}" for end in (".py", "/__main__.py")] for each in modules}
+    assert not [each for each, paths in files.items() if not any(path.is_file() for path in paths)]
     assert not [name for name in tests if not hasattr(test_theorems, name)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_are_what_the_command_writes(page):
-    text = page.read_text()
-    assert text.count("<!-- made:") == len(pages.PLACE.findall(text))  # each has its end
-    assert pages.fill(text, wide=page != README) == text, "the rows have changed: make pages"
-
-
-def test_every_table_and_plot_has_a_place():
-    places = {name for page in PAGES for _, name, _ in pages.PLACE.findall(page.read_text())}
-    assert places == {*pages.TABLES, *(f"{name}-picture" for name in pages.DRAWN)}
-
-
-def without_names(picture: str) -> str:
-    """An SVG without its element ids, which matplotlib derives from rounded numbers."""
-    return re.sub(r'(id="|href="#|url\(#)[^")]*', "", picture)
+def test_tables_are_what_the_command_writes():
+    places = []
+    for page in PAGES:
+        text = page.read_text()
+        places += [name for _, name, _ in pages.PLACE.findall(text)]
+        assert text.count("<!-- made:") == len(pages.PLACE.findall(text)), page  # each has its end
+        assert pages.fill(text, wide=page != README) == text, f"the rows of {page} have changed: make pages"
+    assert {*places} == {*pages.TABLES, *(f"{name}-picture" for name in pages.DRAWN)}
 
 
 @pytest.mark.parametrize("name", full([name for name, it in pages.DRAWN.items() if it.rows()], {"pairs"}))
@@ -96,9 +87,8 @@ def test_plots_are_what_the_command_draws(name, tmp_path):
     if f"matplotlib=={version('matplotlib')}\n" not in (ROOT / "constraints.txt").read_text():
         pytest.skip("plots are compared for the matplotlib of constraints.txt only: other versions write other SVG")
     pages.DRAWN[name].draw(pages.DRAWN[name].rows(), tmp_path / "drawn.svg")
-    drawn, kept = (
-        without_names(path.read_text()) for path in (tmp_path / "drawn.svg", DOCS / "pictures" / f"{name}.svg")
-    )
+    pictures = (tmp_path / "drawn.svg", DOCS / "pictures" / f"{name}.svg")
+    drawn, kept = (ELEMENT_ID.sub("", path.read_text()) for path in pictures)
     assert NUMBER.sub("", drawn) == NUMBER.sub("", kept), "the rows have changed: make pages"
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (drawn, kept)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)  # the last digits depend on the machine
@@ -119,8 +109,8 @@ def test_figures_in_the_text_are_in_their_table(page):
 def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     page = pages.fill("".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in ("tabular", "mil-picture", "bags")))
-    assert "To measure it: `python -m benchmarks.paper.tabular`" in page
-    assert "To measure it: `python -m benchmarks.paper.mil run`" in page
+    for command in ("tabular", "mil run"):
+        assert f"To measure it: `python -m benchmarks.paper.{command}`" in page
     assert "![" not in page
     assert pages.fill(page) == page
 
@@ -156,8 +146,7 @@ def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
     assert summary.winner({"dot": far, "adaptive": close}) == "adaptive"
     assert summary.winner({"dot": [0.80, 0.81], "adaptive": close}) is None
     assert summary.winner({"dot": [0.7], "adaptive": [0.6]}) == "dot"
-    entries = {"dot": far, "adaptive": close, "gated": [0.9, 0.9], "uniform": far}
-    line = summary._line("bags", entries, "dot", "adaptive")
+    line = summary._line("bags", {"dot": far, "adaptive": close, "gated": [0.9, 0.9]}, "dot", "adaptive")
     assert line == [["bags", "0.700", "0.800", "**0.900** gated"]]
     assert summary._line("bags", {"dot": far}, "dot", "adaptive") == []
 

@@ -14,6 +14,8 @@ from ahop_layers.memory import table
 # Methods of the interfaces of nn.Module and scikit-learn: the example of the class calls them.
 INTERFACE = {"forward", "extra_repr", "reset_parameters", "fit", "predict", "predict_proba", "decision_function"}
 INTERFACE |= {"get_extra_state", "set_extra_state"}
+# Methods of every variant: the examples of the classes call them.
+OF_VARIANTS = {"corrupt", "sample", "shift"}
 # Methods of a custom converter: register_converter has the example.
 FOR_CONVERTERS = {"head_shape", "make_adaptive", "associate"}
 # Modules with the interface of hflayers.
@@ -48,7 +50,7 @@ def public() -> dict[str, object]:
                 first = [base for base in documented if name in vars(base) and base.__module__ not in OF_HFLAYERS][-1]
                 method = getattr(first, name)
                 methods[f"{first.__module__}.{method.__qualname__}"] = method
-    chosen = {name: it for name, it in methods.items() if it.__name__ not in INTERFACE | FOR_CONVERTERS}
+    chosen = {name: it for name, it in methods.items() if it.__name__ not in INTERFACE | OF_VARIANTS | FOR_CONVERTERS}
     return found | chosen
 
 

@@ -1,5 +1,7 @@
 """Plots show the given weights, in any style, without a window."""
 
+from copy import deepcopy
+
 import matplotlib.style
 import numpy as np
 import pytest
@@ -44,26 +46,6 @@ def test_a_constant_image_half_precision_and_a_default_grid_on_given_axes():
     assert overlay.shape == (4, 4)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weights": torch.rand(KEYS)}, r"weights must be \(L, S\) or \(H, L, S\), got \(13,\)"),
-        ({"image": torch.rand(2, 6, 8)}, r"image must be .* got \(2, 6, 8\)"),
-        ({"image": "cat.png"}, "image must be .* got str"),
-        ({"patches": (4, 4)}, r"at most 13 patches, got \(4, 4\)"),
-        ({"patches": 4}, "at most 13 patches, got 4"),
-        ({"patches": (2, "4")}, r"got \(2, '4'\)"),
-        ({"token": 13}, "an index of one of the 13 queries, got 13"),
-        ({"token": -1}, "got -1"),
-        ({"vmax": "1"}, "vmax must be a positive number, got '1'"),
-    ],
-)
-def test_bad_arguments_of_a_map(weights, change, message):
-    arguments = {"weights": weights, "image": torch.rand(6, 8), "patches": (3, 4)} | change
-    with pytest.raises(ah.AHopError, match=message):
-        plots.association_map(**arguments)
-
-
 def test_maps_with_a_common_scale_have_one_color_for_a_weight(weights):
     pair = (weights[0], 0.5 * weights[0])
     figures = [plots.association_map(each, torch.rand(6, 8), patches=(3, 4), vmax=0.4) for each in pair]
@@ -72,166 +54,84 @@ def test_maps_with_a_common_scale_have_one_color_for_a_weight(weights):
     np.testing.assert_allclose(overlays[1].get_alpha(), overlays[0].get_alpha() * 0.5**0.5, rtol=1e-5)
 
 
-def test_a_map_has_a_color_bar_on_request(weights):
-    figure = plots.association_map(weights, torch.rand(6, 8), patches=(3, 4), colorbar=True)
-    assert figure.axes[1].get_ylabel() == "association weight"
-    assert figure.axes[1].get_ylim() == pytest.approx((0, float(weights.mean(0)[0, 1:].max())))
+def test_a_map_has_a_color_bar_on_request_and_is_transparent_without_weight():
+    weights = torch.tensor([[0.0, 0.0, 0.25, 0.75, 0.0]])
+    figure = plots.association_map(weights, torch.rand(4, 4), patches=(2, 2), colorbar=True)
+    assert figure.axes[1].get_ylim() == pytest.approx((0, 0.75))
+    overlay = figure.axes[0].images[1]
+    np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])
 
 
-def heights(axis):
-    """Returns the weights of two bases that a panel shows as bars or as lines."""
-    bars = [[bar.get_height() for bar in bars] for bars in axis.containers]
-    return bars or [line.get_ydata() for line in axis.lines[:2]]
+BLOCKS = [None, ah.Blocks(3, normalize=True), 1, torch.tensor([0, 0, 1, 2, 2, 2])]
+TITLES = ["6 dimensions", "3 normalized blocks", "1 block", "3 blocks"]
 
 
 @pytest.fixture
 def model():
-    second = ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform")
-    model = nn.Sequential(ah.AdaptiveSimilarity(5, num_heads=3), nn.Linear(2, 2), second)
+    first = ah.AdaptiveSimilarity(6, num_heads=2, blocks=BLOCKS)
+    return nn.Sequential(first, nn.Linear(2, 2), ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform"))
+
+
+@pytest.mark.parametrize("change", [True, False])
+@pytest.mark.parametrize("folded", [True, False])
+def test_weights_of_every_layer_resolution_head_and_base(model, folded, change):
+    columns = [(part, index) for part in (model[0], model[2]) for index in range(len(part.blocks))]
+
+    def weights():
+        found = [part.footprint_weight(index).detach().clone() for part, index in columns]
+        return [fold(weight) if folded else weight for weight in found]
+
+    initial = weights()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    return model
-
-
-@pytest.mark.parametrize("folded", [True, False])
-def test_weights_of_every_layer_head_and_base(model, folded):
-    axes = plots.footprint_weights(model, folded=folded).axes
-    shown = [axis for axis in axes if axis.get_visible()]
-    assert len(shown) == 3 + 1  # three heads in one layer, one in the other
-    first = model[0]
-    expected = (first.beta[..., None] * first.w).detach()
-    expected = fold(expected) if folded else expected
-    for head, axis in enumerate(axes[::2]):
-        assert [line.get_label() for line in axis.lines[:2]] == list(first.bases)
-        np.testing.assert_allclose(heights(axis), expected[head], rtol=1e-6)
-
-
-def test_the_initial_weights_are_constant():
-    axis = plots.footprint_weights(ah.AdaptiveSimilarity(6)).axes[0]
-    np.testing.assert_array_equal(heights(axis), [[0] * 6, [1] * 6])
-
-
-@pytest.mark.parametrize("folded", [True, False])
-def test_the_change_of_weights_is_their_difference_from_the_initial_ones(folded):
-    similarity = ah.AdaptiveSimilarity(4, num_heads=2, init="uniform", blocks=[None, 2])
-    axes = plots.footprint_weights(similarity, folded=folded, change=True).axes
-    assert not any(np.any(line.get_ydata()) for axis in axes[::2] for line in axis.lines)
-    before = [similarity.footprint_weight(index).detach().clone() for index in range(2)]
-    for parameter in similarity.parameters():
-        nn.init.normal_(parameter)
-    state = {name: value.clone() for name, value in similarity.state_dict().items()}
-    axes = plots.footprint_weights(similarity, folded=folded, change=True).axes
-    assert all(torch.equal(value, similarity.state_dict()[name]) for name, value in state.items())  # not reset itself
-    for index in range(2):
-        change = similarity.footprint_weight(index).detach() - before[index]
-        change = fold(change) if folded else change
-        for head in range(2):
-            axis = axes[2 * head + index]
-            np.testing.assert_allclose(heights(axis), change[head], rtol=1e-5, atol=1e-6)
-    quantity = "change of weight u" if folded else "change of weight \u03b2w"
-    assert [axis.get_ylabel() for axis in axes[::2]] == [f"head 1\n{quantity}", f"head 2\n{quantity}"]
+    state = deepcopy(model.state_dict())
+    axes = np.array(plots.footprint_weights(model, folded=folded, change=change).axes).reshape(2, len(columns))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())  # not reset itself
+    assert [axis.get_title() for axis in axes[0]] == [*(f"0, {title}" for title in TITLES), "2"]
+    assert [text.get_text() for text in axes[0][0].get_legend().get_texts()] == ["dis", "dot"]
+    for panels, (part, index), old, new in zip(axes.T, columns, initial, weights(), strict=True):
+        expected = (new - old if change else new).reshape(part.num_heads or 1, len(part.bases), -1)
+        assert [panel.get_visible() for panel in panels] == [head < len(expected) for head in range(2)]
+        for panel, lines in zip(panels, expected, strict=False):
+            shown = [[bar.get_height() for bar in bars] for bars in panel.containers]
+            assert bool(shown) == (part.blocks[index].blocks is not None)
+            if shown:  # the bases side by side at each rank
+                places = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in panel.containers]
+                np.testing.assert_allclose(np.mean(places, 0), range(1, lines.shape[-1] + 1))
+                assert lines.shape[-1] == 1 or all(float(tick).is_integer() for tick in panel.get_xticks())
+            shown = shown or [line.get_ydata() for line in panel.lines[: len(lines)]]
+            np.testing.assert_allclose(shown, lines, rtol=1e-5, atol=1e-6)
 
 
 def test_lines_that_coincide_have_styles_of_their_own():
     similarity = ah.AdaptiveSimilarity(5, bases=("dis", "dot", "l1"))
     panel = plots.footprint_weights(similarity).axes[0]
+    assert [line.get_ydata().tolist() for line in panel.lines[:3]] == [[0] * 5, [1] * 5, [0] * 5]  # constant at first
     assert len({line.get_linestyle() for line in panel.lines[:3]}) == 3
     keys = torch.ones(4, 5)
     steps = plots.footprint_steps(similarity, torch.ones(5), keys).axes[0]
     assert len({line._unscaled_dash_pattern[1] for line in steps.lines[:4]}) == 4
 
 
-BLOCKS = {
-    "unequal": (torch.tensor([0, 0, 1, 2, 2, 2]), ["3 blocks"]),
-    "several": ([None, ah.Blocks(3, normalize=True), 1], ["6 dimensions", "3 normalized blocks", "1 block"]),
-}
-
-
-@pytest.mark.parametrize("folded", [True, False])
-@pytest.mark.parametrize(("blocks", "titles"), BLOCKS.values(), ids=BLOCKS)
-def test_weights_of_blocks_are_bars_by_rank(blocks, titles, folded):
-    similarity = ah.AdaptiveSimilarity(6, num_heads=2, blocks=blocks)
-    for parameter in similarity.parameters():
-        nn.init.normal_(parameter)
-    count = len(similarity.blocks)
-    axes = plots.footprint_weights(similarity, folded=folded).axes
-    assert len(axes) == 2 * count  # a column for each resolution
-    assert [axis.get_title() for axis in axes[:count]] == [f"similarity, {title}" for title in titles]
-    for index, entry in enumerate(similarity.blocks):
-        weights = similarity.footprint_weight(index).detach()
-        weights = fold(weights) if folded else weights
-        for head in range(2):
-            axis, n = axes[head * count + index], entry.count(6)
-            assert bool(axis.containers) == (entry.assignment is not None)
-            if axis.containers:
-                places = np.mean([[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in axis.containers], 0)
-                np.testing.assert_allclose(places, range(1, n + 1))  # the bases side by side at each rank
-                assert n == 1 or all(float(tick).is_integer() for tick in axis.get_xticks())
-            np.testing.assert_allclose(heights(axis), weights[head], rtol=1e-6)
-            assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["dis", "dot"]
-        largest = "k-th largest similarity" if entry.assignment is None else "k-th most similar block"
-        assert axes[count + index].get_xlabel() == (largest if folded else "k-th footprint entry")
-
-
-@pytest.mark.parametrize(("blocks", "titles"), BLOCKS.values(), ids=BLOCKS)
-def test_steps_of_blocks_lead_to_the_score(blocks, titles):
+@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["dimensions", "blocks"])
+def test_steps_lead_from_the_pair_to_its_score(blocks):
     similarity = ah.AdaptiveSimilarity(6, bases=("dis", "l1"), init="uniform", debias=True, blocks=blocks)
     for parameter in similarity.parameters():
         nn.init.normal_(parameter)
     query, keys = torch.randn(6), torch.randn(3, 6)
-    axes = plots.footprint_steps(similarity, query, keys).axes
-    last = [[line.get_ydata()[-1] for line in axis.lines[:3]] for axis in axes[3::4]]
-    assert len(last) == 2 * len(similarity.blocks)
-    np.testing.assert_allclose(np.sum(last, 0), similarity(query[None], keys)[0].detach(), rtol=1e-4, atol=1e-4)
-    assert axes[0].get_title() == "similarity per block"
-    assert [axis.get_ylabel() for axis in axes[::4]] == [f"{base}, {t}" for t in titles for base in ("dis", "l1")]
-    assert len(axes[-1].lines[0].get_ydata()) == similarity.blocks[-1].count(6)
-
-
-def test_bad_arguments_of_footprint_weights(model):
-    for source, message in (
-        (nn.Linear(2, 2), "source must contain an AdaptiveSimilarity, got Linear without one"),
-        (None, "source must be a module, got NoneType"),
-        (model, "one layer with one head and one resolution, got 2 layers with up to 3"),
-    ):
-        with pytest.raises(ah.AHopError, match=message):
-            plots.footprint_weights(source, ax=Figure().subplots())
-
-
-def test_steps_lead_from_the_pair_to_its_score():
-    bases = ("dis", "l1")
-    similarity = ah.AdaptiveSimilarity(7, bases=bases, init="uniform", debias=True)
-    for parameter in similarity.parameters():
-        nn.init.normal_(parameter)
-    query, keys = torch.randn(7), torch.randn(3, 7)
     axes = plots.footprint_steps(similarity, query, keys, ["a", "b", "c"]).axes
-    lines = np.array([[line.get_ydata() for line in axis.lines[:3]] for axis in axes]).reshape(-1, 4, 3, 7)
-    for base, (similarities, ordered, footprint, weighted) in zip(bases, lines, strict=True):
-        expected = ah.footprint(similarity.unbiased(query[None]), keys, base)[0].detach()
-        np.testing.assert_allclose(footprint, expected, rtol=1e-4, atol=1e-5)
+    lines = [np.array([line.get_ydata() for line in axis.lines[:3]]) for axis in axes]
+    rows = [lines[i : i + 4] for i in range(0, len(lines), 4)]
+    for number, (similarities, ordered, footprint, _) in enumerate(rows):
         np.testing.assert_allclose(np.sort(similarities), np.sort(ordered), rtol=1e-6)
         assert (np.diff(ordered) <= 0).all()
-        assert np.isfinite(weighted).all()
+        assert ordered.shape[1] == similarity.blocks[number // 2].count(6)
+        if blocks is None:
+            expected = ah.footprint(similarity.unbiased(query[None]), keys, similarity.bases[number])[0].detach()
+            np.testing.assert_allclose(footprint, expected, rtol=1e-4, atol=1e-5)
     scores = similarity(query[None], keys)[0].detach()
-    np.testing.assert_allclose(lines[:, 3, :, -1].sum(0), scores, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(sum(row[3][:, -1] for row in rows), scores, rtol=1e-4, atol=1e-4)
     assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"similarity": ah.AdaptiveSimilarity(7, num_heads=2)}, "similarity must have num_heads=None, got 2"),
-        ({"similarity": nn.Linear(7, 7)}, "similarity must be an AdaptiveSimilarity, got Linear"),
-        ({"query": torch.zeros(1, 7)}, r"must be \(7,\) and \(S, 7\), got \(1, 7\) and \(3, 7\)"),
-        ({"keys": torch.zeros(3, 6)}, r"got \(7,\) and \(3, 6\)"),
-        ({"keys": "keys"}, "keys must be a tensor, got str"),
-        ({"names": ["a"]}, "one entry for each of the 3 keys, got 1"),
-    ],
-)
-def test_bad_arguments_of_footprint_steps(change, message):
-    arguments = {"similarity": ah.AdaptiveSimilarity(7), "query": torch.zeros(7), "keys": torch.zeros(3, 7)} | change
-    with pytest.raises(ah.AHopError, match=message):
-        plots.footprint_steps(**arguments)
 
 
 @pytest.mark.parametrize("channels", [None, 2])
@@ -252,19 +152,41 @@ def test_a_block_map_shows_which_blocks_agree(channels):
     np.testing.assert_allclose(single, distance, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": torch.zeros(12)}, r"\(channels, height, width\) with 12 values, got \(12,\) and \(3, 4\)"),
-        ({"key": torch.zeros(4, 3)}, r"got \(3, 4\) and \(4, 3\)"),
-        ({"resolution": 1}, "one of the 1 resolutions, got 1"),
-        ({"base": "l1"}, "base must be one of dis, dot, got 'l1'"),
-    ],
-)
-def test_bad_arguments_of_a_block_map(change, message):
-    arguments = {"similarity": ah.AdaptiveSimilarity(12), "query": torch.zeros(3, 4), "key": torch.zeros(3, 4)} | change
+MAP = {"weights": torch.rand(2, KEYS, KEYS), "image": torch.rand(6, 8), "patches": (3, 4)}
+STEPS = {"similarity": ah.AdaptiveSimilarity(7), "query": torch.zeros(7), "keys": torch.zeros(3, 7)}
+BLOCK_MAP = {"similarity": ah.AdaptiveSimilarity(12), "query": torch.zeros(3, 4), "key": torch.zeros(3, 4)}
+TWO_LAYERS = nn.Sequential(ah.AdaptiveSimilarity(5, num_heads=3), ah.AdaptiveSimilarity(5))
+ERRORS = [
+    (MAP, {"weights": torch.rand(KEYS)}, r"weights must be \(L, S\) or \(H, L, S\), got \(13,\)"),
+    (MAP, {"image": torch.rand(2, 6, 8)}, r"image must be .* got \(2, 6, 8\)"),
+    (MAP, {"image": "cat.png"}, "image must be .* got str"),
+    (MAP, {"patches": (4, 4)}, r"at most 13 patches, got \(4, 4\)"),
+    (MAP, {"patches": 4}, "at most 13 patches, got 4"),
+    (MAP, {"patches": (2, "4")}, r"got \(2, '4'\)"),
+    (MAP, {"token": 13}, "an index of one of the 13 queries, got 13"),
+    (MAP, {"token": -1}, "an index of one of the 13 queries, got -1"),
+    (MAP, {"vmax": "1"}, "vmax must be a positive number, got '1'"),
+    (STEPS, {"similarity": ah.AdaptiveSimilarity(7, num_heads=2)}, "similarity must have num_heads=None, got 2"),
+    (STEPS, {"similarity": nn.Linear(7, 7)}, "similarity must be an AdaptiveSimilarity, got Linear"),
+    (STEPS, {"keys": torch.zeros(3, 6)}, r"must be \(7,\) and \(S, 7\), got \(7,\) and \(3, 6\)"),
+    (STEPS, {"keys": "keys"}, "keys must be a tensor, got str"),
+    (STEPS, {"names": ["a"]}, "one entry for each of the 3 keys, got 1"),
+    (BLOCK_MAP, {"query": torch.zeros(12)}, r"height, width\) with 12 values, got \(12,\) and \(3, 4\)"),
+    (BLOCK_MAP, {"key": torch.zeros(4, 3)}, r"got \(3, 4\) and \(4, 3\)"),
+    (BLOCK_MAP, {"resolution": 1}, "one of the 1 resolutions, got 1"),
+    (BLOCK_MAP, {"base": "l1"}, "base must be one of dis, dot, got 'l1'"),
+    ({}, {"source": nn.Linear(2, 2)}, "source must contain an AdaptiveSimilarity, got Linear without one"),
+    ({}, {"source": None}, "source must be a module, got NoneType"),
+    ({}, {"source": TWO_LAYERS, "ax": Figure().subplots()}, "one head and one resolution, got 2 layers with up to 3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "change", "message"), ERRORS)
+def test_errors(arguments, change, message):
+    functions = {"weights": plots.association_map, "keys": plots.footprint_steps, "key": plots.block_map}
+    function = next((functions[name] for name in functions if name in arguments), plots.footprint_weights)
     with pytest.raises(ah.AHopError, match=message):
-        plots.block_map(**arguments)
+        function(**arguments | change)
 
 
 @pytest.mark.parametrize("style", ["default", "dark_background"])
@@ -276,9 +198,3 @@ def test_text_and_lines_contrast_with_light_and_dark_backgrounds(model, style, t
     axis = figure.axes[0]
     for color in (axis.title.get_color(), *(line.get_color() for line in axis.lines)):
         assert np.abs(np.array(matplotlib.colors.to_rgb(color)) - background).max() > 0.3
-
-
-def test_patches_without_weight_are_transparent():
-    weights = torch.tensor([[0.0, 0.0, 0.25, 0.75, 0.0]])
-    overlay = plots.association_map(weights, torch.rand(4, 4), patches=(2, 2)).axes[0].images[1]
-    np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])

@@ -35,12 +35,17 @@ def folder(tmp_path, images):
     return tmp_path
 
 
-def test_a_split_halves_every_class_and_depends_on_the_seed(images, monkeypatch):
+def test_splits_and_queries_depend_on_the_seed_alone(images, monkeypatch):
     split = data.split_halves(images, 0)
     assert [part.labels.bincount().tolist() for part in split] == [[EACH // 2] * CLASSES] * 2
     assert torch.equal(torch.cat([part.rows for part in split]).unique(dim=0), images.rows.unique(dim=0))
     assert torch.equal(data.split_halves(images, 0).stored.rows, split.stored.rows)
     assert not torch.equal(data.split_halves(images, 1).stored.rows, split.stored.rows)
+    for kind in data.LEVELS:
+        first, same, other = (data.queries(split, kind, 0.5, seed) for seed in (3, 3, 4))
+        assert torch.equal(first, same)
+        assert not torch.equal(first, other)
+    assert torch.equal(data.queries(split, "pixels", 0.0, 0), split.asked.rows)
     monkeypatch.setattr(data, "MAX_IMAGES", 20)  # a larger set is cut to a random subset
     assert sum(len(part.labels) for part in data.split_halves(images, 0)) == 20
 
@@ -63,15 +68,6 @@ def test_a_foreign_block_is_a_square_of_another_image_turned_upside_down():
         assert torch.equal(each, turned * (rows[:, None] & columns))
 
 
-def test_queries_depend_on_level_and_seed_alone(images):
-    split = data.split_halves(images, 0)
-    for kind in data.LEVELS:
-        first = data.queries(split, kind, 0.5, 3)
-        assert torch.equal(first, data.queries(split, kind, 0.5, 3))
-        assert not torch.equal(first, data.queries(split, kind, 0.5, 4))
-    assert torch.equal(data.queries(split, "pixels", 0.0, 0), split.asked.rows)
-
-
 @pytest.mark.parametrize("name", data.IDX)
 def test_idx_files_are_read(name, tmp_path):
     (tmp_path / data.IDX[name]).mkdir()
@@ -89,19 +85,16 @@ def test_idx_files_are_read(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1", "trimmed L1 of contrasts"])
-def test_nearest_neighbors_find_the_stored_image_itself(name, images):
+def test_nearest_neighbors_find_the_stored_image_and_trimming_ignores_corrupted_pixels(name, images):
     answer = rivals.RIVALS[name](images, ReplacedPixels((0.0, 0.5)), 0)(images.rows)
     assert torch.equal(answer.label, images.labels)
     if name != "cosine":  # images of a class differ little but in brightness
         assert torch.equal(answer.index, torch.arange(len(images.labels)))
-
-
-def test_trimming_ignores_the_corrupted_pixels(images):
     query = ReplacedPixels(0.5).corrupt(images.rows, torch.Generator().manual_seed(1))
-    answers = {name: rivals.RIVALS[name](images, ReplacedPixels(0.5), 0)(query) for name in ("Euclid", "trimmed L1")}
-    accuracy = {name: (it.index == torch.arange(len(query))).float().mean() for name, it in answers.items()}
-    assert accuracy["trimmed L1"] == 1
-    assert accuracy["Euclid"] < 0.8
+    index = rivals.RIVALS[name](images, ReplacedPixels(0.5), 0)(query).index
+    accuracy = (index == torch.arange(len(query))).float().mean()
+    low, high = {"trimmed L1": (1, 1), "Euclid": (0, 0.79)}.get(name, (0, 1))
+    assert low <= accuracy <= high
 
 
 def test_sparse_representation_meets_the_optimality_conditions():
@@ -155,13 +148,6 @@ def test_patches_agree_where_the_query_is_intact(images):
     assert (agreement[:, :4, :4] < 0.9).all()
 
 
-def test_views_compare_pixels_contrasts_and_patches(images):
-    views = ("patches", "pixels", "contrasts", "diagonals", "distant")
-    parts = [part.score for part in ours.ImageSimilarity(images, views).parts]
-    counts = [[entry.count(part.dim) for entry in part.blocks] for part in parts]
-    assert counts == [[16, 4], [64], [56], [56], [49], [49], [48], [48]]
-
-
 @pytest.mark.parametrize("offset", [(0, 1), (1, -1), (2, 0)])
 def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
     image, (down, right) = torch.rand(3, 5, 5) + 0.1, offset
@@ -171,7 +157,11 @@ def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
     torch.testing.assert_close(data.contrasts(image.flatten(1), 5, offset), expected)
 
 
-def test_the_initial_score_is_the_mean_similarity_of_each_view(images):
+def test_views_compare_pixels_contrasts_and_patches_and_their_initial_score_is_the_mean_similarity(images):
+    views = ("patches", "pixels", "contrasts", "diagonals", "distant")
+    parts = [part.score for part in ours.ImageSimilarity(images, views).parts]
+    counts = [[entry.count(part.dim) for entry in part.blocks] for part in parts]
+    assert counts == [[16, 4], [64], [56], [56], [49], [49], [48], [48]]
     score = ours.ImageSimilarity(images, ("pixels", "contrasts"))
     seen = [images.rows, *(data.contrasts(images.rows, SIDE, offset) for offset in data.OFFSETS["contrasts"])]
     expected = -ours.LEVEL * sum(torch.cdist(rows, rows, p=1) / rows.shape[1] for rows in seen)
@@ -190,19 +180,11 @@ def test_settings_are_compared_on_held_out_stored_images(folder, capsys):
     assert [line.split(" | ")[:4] for line in table] == [
         [f"| {views}", "2", "256", lr] for views in ("pixels", "patches") for lr in ("0.1", "0.2")
     ]
-    with pytest.raises(SystemExit):
-        tune.main(["--views", "pixels+colors"])
-    assert "argument --views: expected some of pixels" in capsys.readouterr().err
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """A short training of the adaptive memory."""
-    settings = ours.Settings(("pixels", "patches"), steps=2, batch=256)
+def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, capsys):
+    settings = ours.Settings(("pixels", "patches"), steps=2, batch=256)  # a short training
     monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, settings))
-
-
-def test_a_run_is_stored_reported_and_resumed(quick, folder, tmp_path, monkeypatch, capsys):
     output = tmp_path / "rows.csv"
     given = ["--data-dir", str(folder), "--output", str(output), "--rivals", "Euclid", "trimmed L1"]
     few = ["--data", "faces", *given, "--device", "cpu", "--splits", "2", "--levels", "0.0", "0.3"]
@@ -212,18 +194,14 @@ def test_a_run_is_stored_reported_and_resumed(quick, folder, tmp_path, monkeypat
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
     assert "Accuracy on faces by the fraction of pixels replaced, 2 splits." in capsys.readouterr().out
     assert output.with_suffix(".png").exists()
+    shown = measure.answers("faces", "pixels", 0.3, ["Euclid", ours.OURS], folder, torch.device("cpu"), count=3)
+    assert shown.split.asked.labels.tolist() == [0, 1, 3]
+    assert shown.agreement.shape == shown.query.shape == (3, SIDE * SIDE)
+    assert command.report.draw_answers(shown, tmp_path / "answers.png").stat().st_size > 0
     for name in ("Euclid", "trimmed L1", ours.OURS):
         monkeypatch.setitem(measure.METHODS, name, lambda *_: pytest.fail("a stored row was measured again"))
     command.main(few)
     assert read(output) == rows
-
-
-def test_the_picture_shows_the_answer_of_each_method(quick, folder, tmp_path):
-    shown = measure.answers("faces", "pixels", 0.3, ["Euclid", ours.OURS], folder, torch.device("cpu"), count=3)
-    assert shown.split.asked.labels.tolist() == [0, 1, 3]
-    assert list(shown.answers) == ["Euclid", ours.OURS]
-    assert shown.agreement.shape == shown.query.shape == (3, SIDE * SIDE)
-    assert command.report.draw_answers(shown, tmp_path / "answers.png").stat().st_size > 0
 
 
 def test_reports_name_the_best_methods_and_their_times():
@@ -241,9 +219,10 @@ def test_reports_name_the_best_methods_and_their_times():
     assert "| CNN | 3 | **2.5** |" in command.report.time_table(rows)
 
 
-def test_unknown_levels_and_missing_files_are_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--levels", "0.55"])
-    assert "argument --levels: expected some of" in capsys.readouterr().err
+def test_unknown_levels_views_and_missing_files_are_named(tmp_path, capsys):
+    for main, option, value in ((command.main, "--levels", "0.55"), (tune.main, "--views", "pixels+colors")):
+        with pytest.raises(SystemExit):
+            main([option, value])
+        assert f"argument {option}: expected some of" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="expected the data set faces"):
         command.main(["--data", "faces", "--data-dir", str(tmp_path)])

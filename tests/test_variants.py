@@ -5,49 +5,34 @@ import pytest
 import torch
 from torch import nn
 
-from ahop_layers import variants
+from ahop_layers import variants as v
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
-from ahop_layers.variants import (
-    Biased,
-    Brightened,
-    Composed,
-    Custom,
-    DroppedChannels,
-    Erased,
-    Missing,
-    Mixed,
-    Noisy,
-    Occluded,
-    Replaced,
-    SaltAndPepper,
-    as_damage,
-)
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def uniform(n, d, seed=0, dtype=torch.float32):
-    return torch.rand(n, d, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2 - 1
 
 
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
+def uniform(n, d, dtype=torch.float32):
+    return torch.rand(n, d, generator=seeded(0), dtype=dtype) * 2 - 1
+
+
 CORRUPTIONS = {
-    "mixed": Mixed((0.1, 0.6), bias=(0.1, 0.5), std=(0.1, 0.3)),
-    "noisy": Noisy(std=(0.1, 0.4)),
-    "replaced": Replaced((0.1, 0.6), 0.0, 1.0),
-    "replaced, range of the patterns": Replaced((0.1, 0.6)),
-    "missing": Missing((0.1, 0.9)),
-    "erased": Erased((0.1, 0.9), value=(-1.0, 1.0)),
-    "salt and pepper": SaltAndPepper((0.1, 0.9), 0.0, 1.0),
-    "occluded": Occluded((0.1, 0.7), 4, 6, channels=2, value=(0.0, 1.0)),
-    "brightened": Brightened((-0.5, 0.5), (0.5, 2.0)),
-    "dropped": DroppedChannels((0.2, 0.8), channels=6),
-    "custom": Custom(lambda origin, generator: origin + torch.empty_like(origin).normal_(generator=generator)),
-    "composed": Composed([Noisy(0.1), Replaced(0.3), lambda x: x + torch.randn(x.shape).to(x)]),
+    "mixed": v.Mixed((0.1, 0.6), bias=(0.1, 0.5), std=(0.1, 0.3)),
+    "noisy": v.Noisy(std=(0.1, 0.4)),
+    "replaced": v.Replaced((0.1, 0.6), 0.0, 1.0),
+    "replaced, range of the patterns": v.Replaced((0.1, 0.6)),
+    "missing": v.Missing((0.1, 0.9)),
+    "erased": v.Erased((0.1, 0.9), value=(-1.0, 1.0)),
+    "salt and pepper": v.SaltAndPepper((0.1, 0.9), 0.0, 1.0),
+    "occluded": v.Occluded((0.1, 0.7), 4, 6, channels=2, value=(0.0, 1.0)),
+    "brightened": v.Brightened((-0.5, 0.5), (0.5, 2.0)),
+    "dropped": v.DroppedChannels((0.2, 0.8), channels=6),
+    "custom": v.Custom(lambda origin, generator: origin + torch.empty_like(origin).normal_(generator=generator)),
+    "composed": v.Composed([v.Noisy(0.1), v.Replaced(0.3), lambda x: x + torch.randn(x.shape).to(x)]),
 }
 
 
@@ -75,10 +60,10 @@ def test_corruptions_stay_on_the_device_of_the_patterns(name, device):
     assert CORRUPTIONS[name].corrupt(torch.zeros(5, 48, device=device)).device.type == device
 
 
-@pytest.mark.parametrize("d", [1, 7, 64, 100])
+@pytest.mark.parametrize("d", [1, 100])
 def test_mixed_variants_follow_the_definition_of_the_paper(d):
     """Replaced values are within [-1, 1], so that they differ from patterns between 2 and 3, whatever the seed."""
-    variant, patterns = Mixed(mask=0.29, bias=0.5, seed=1), 2.5 + 0.5 * uniform(20, d)
+    variant, patterns = v.Mixed(mask=0.29, bias=0.5, seed=1), 2.5 + 0.5 * uniform(20, d)
     index, query = variant.sample(patterns, 300)
     value = query - variant.shift(patterns)
     replaced = value < 1.5
@@ -88,35 +73,23 @@ def test_mixed_variants_follow_the_definition_of_the_paper(d):
     assert set(variant.shift(patterns).abs().tolist()) == {0.5}
 
 
-def test_noise_has_the_variance_it_is_given_and_masks_are_uniform():
-    query = Noisy(0.4).sample(torch.zeros(1, 64), 4000)[1]
-    assert query.var().item() == pytest.approx(0.4, rel=0.02)
-    query = Replaced(0.5, -1.0, 1.0).sample(torch.full((1, 64), 3.0), 4000)[1]
-    replaced = query != 3.0
-    assert (replaced.sum(-1) == 32).all()
-    assert torch.allclose(replaced.double().mean(0), torch.tensor(0.5, dtype=torch.float64), atol=0.04)
-    assert query[replaced].var().item() == pytest.approx(1 / 3, rel=0.02)
-
-
 def test_signs_depend_on_the_seed_of_the_variant_alone():
     patterns = uniform(5, 32)
-    one, same, other = (Biased(0.3, seed=seed).shift(patterns) for seed in (1, np.int64(1), 2))
+    one, same, other = (v.Biased(0.3, seed=seed).shift(patterns) for seed in (1, np.int64(1), 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    index, query = Biased(0.3, seed=1).sample(patterns, 50)
+    index, query = v.Biased(0.3, seed=1).sample(patterns, 50)
     torch.testing.assert_close(query - patterns[index], one.expand(50, -1))
-    assert Biased(0.3, seed=2**64 - 1).shift(patterns).abs().unique().tolist() == pytest.approx([0.3])
+    assert v.Biased(0.3, seed=2**64 - 1).shift(patterns).abs().unique().tolist() == pytest.approx([0.3])
 
 
 def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypatch):
     patterns = uniform(200, 4) * torch.tensor([1.0, 100.0, 0.0, 1.0]) + torch.tensor([0.0, -500.0, 7.0, 0.0])
     patterns[::2, 0] = torch.nan
     patterns[:, 3] = torch.nan
-    monkeypatch.setattr(variants, "RANGE_BLOCK", 4 * 32)  # several blocks
-    for query in (
-        Replaced(1.0).sample(patterns, 4000)[1],
-        as_damage([Replaced(1.0)]).bind(patterns).sample(patterns, 4000)[1],
-    ):
+    monkeypatch.setattr(v, "RANGE_BLOCK", 4 * 32)  # several blocks
+    for variant in (v.Replaced(1.0), v.as_damage([v.Replaced(1.0)]).bind(patterns)):
+        query = variant.sample(patterns, 4000)[1]
         assert query[:, 3].isnan().all()  # no known value
         assert not query[:, :3].isnan().any()
         for column, known in zip(query.T[:3], (patterns[1::2, 0], *patterns.T[1:3]), strict=True):
@@ -125,71 +98,53 @@ def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypa
             assert (column <= known.max() + 1e-6 * width).all()
             assert column.max() - column.min() >= 0.95 * width
     rows = patterns[:2, 1:3]
-    query = Replaced(1.0).corrupt(rows.expand(500, 2, 2))  # without patterns, the rows have the range
+    query = v.Replaced(1.0).corrupt(rows.expand(500, 2, 2))  # without patterns, the rows have the range
     assert (query >= rows.amin(0)).all()
     assert (query <= rows.amax(0) + 1e-4).all()
 
 
-def test_missing_values_are_nan_at_uniform_positions():
-    query = Missing(0.3).corrupt(torch.zeros(4000, 10))
-    assert (query.isnan().sum(-1) == 3).all()
-    assert torch.allclose(query.isnan().double().mean(0), torch.tensor(0.3, dtype=torch.float64), atol=0.05)
-    assert not query[~query.isnan()].any()
-
-
 def test_damages_are_applied_in_order():
     origin = uniform(50, 8)
-    double, shifted = Brightened(gain=2.0), Brightened(shift=1.0)
-    torch.testing.assert_close(as_damage((double, shifted)).corrupt(origin), 2 * origin + 1)
-    torch.testing.assert_close(as_damage([shifted, [double, torch.neg]]).corrupt(origin), -2 * (origin + 1))
-    assert as_damage(double) is double
-    query = as_damage([Brightened(gain=100.0), Replaced(0.5)]).sample(origin, 50)[
-        1
-    ]  # the range is that of the patterns
+    double, shifted = v.Brightened(gain=2.0), v.Brightened(shift=1.0)
+    torch.testing.assert_close(v.as_damage((double, shifted)).corrupt(origin), 2 * origin + 1)
+    torch.testing.assert_close(v.as_damage([shifted, [double, torch.neg]]).corrupt(origin), -2 * (origin + 1))
+    assert v.as_damage(double) is double
+    query = v.as_damage([v.Brightened(gain=100.0), v.Replaced(0.5)]).sample(origin, 50)[1]  # the patterns' range
     assert (query.abs() <= 1).sum(-1).ge(4).all()
-    assert repr(as_damage([double])) == "Composed([Brightened(shift=0.0, gain=2.0)])"
-
-
-class Doubled(nn.Module):
-    def forward(self, x):
-        return 2 * x
+    assert repr(v.as_damage([double])) == "Composed([Brightened(shift=0.0, gain=2.0)])"
 
 
 def test_any_function_is_a_damage():
     origin, seen = torch.ones(2, 3), []
-    functions = (
-        torch.neg,
-        lambda x: -x,
-        lambda x, scale=-1.0: scale * x,
-        lambda x, _: -x,
-        lambda x, generator=None: -x,
-    )
-    for function in functions:
-        assert torch.equal(as_damage(function).corrupt(origin, seeded(0)), -origin)
-    as_damage(lambda x, generator=None: seen.append(generator) or x).corrupt(origin, generator := seeded(0))
+    for function in (torch.neg, lambda x: -x, lambda x, scale=-1.0: scale * x, lambda x, _: -x):
+        assert torch.equal(v.as_damage(function).corrupt(origin, seeded(0)), -origin)
+    v.as_damage(lambda x, generator=None: seen.append(generator) or x).corrupt(origin, generator := seeded(0))
     assert seen == [generator]
-    assert torch.equal(as_damage(Doubled()).corrupt(origin, seeded(0)), 2 * origin)
+    assert torch.equal(v.as_damage(nn.Flatten(1)).corrupt(origin, seeded(0)), origin)  # a module
 
 
-def test_erased_dimensions_have_the_value_at_uniform_positions():
-    query = Erased(0.3, value=7.0).corrupt(torch.zeros(4000, 10))
-    assert set(query.unique().tolist()) == {0.0, 7.0}
-    assert ((query == 7).sum(-1) == 3).all()
-    assert torch.allclose((query == 7).double().mean(0), torch.tensor(0.3, dtype=torch.float64), atol=0.05)
-    assert torch.equal(Erased(0.0).corrupt(query), query)
-    assert not Erased(1.0).corrupt(query).any()
-
-
-def test_salt_and_pepper_are_equally_frequent():
-    query = SaltAndPepper(0.5, low=-3.0, high=2.0).corrupt(torch.zeros(2000, 20))
-    assert ((query != 0).sum(-1) == 10).all()
-    assert set(query.unique().tolist()) == {-3.0, 0.0, 2.0}
-    assert ((query == 2).double().mean() / 0.5).item() == pytest.approx(0.5, abs=0.02)
+def test_a_share_of_the_dimensions_is_set_at_uniform_positions():
+    zeros = torch.zeros(32000, 10)
+    sides = v.SaltAndPepper(0.3, low=-3.0, high=2.0).corrupt(zeros)
+    assert set(sides.unique().tolist()) == {-3.0, 0.0, 2.0}
+    assert ((sides == 2).double().mean() / 0.3).item() == pytest.approx(0.5, abs=0.02)
+    dropped = v.DroppedChannels(0.3, channels=10, value=2.0).corrupt(zeros.repeat(1, 3)).reshape(-1, 10, 3) == 2
+    assert torch.equal(dropped.all(-1), dropped.any(-1))
+    missing, erased = v.Missing(0.3).corrupt(zeros), v.Erased(0.3, value=7.0).corrupt(zeros)
+    assert set(erased.unique().tolist()) == {0.0, 7.0}
+    assert not missing[~missing.isnan()].any()
+    replaced = v.Replaced(0.3, 1.0, 3.0).corrupt(zeros)
+    assert replaced[replaced != 0].var().item() == pytest.approx(1 / 3, rel=0.02)
+    for chosen in (missing.isnan(), erased == 7, sides != 0, dropped.all(-1), replaced != 0):
+        assert (chosen.sum(-1) == 3).all()
+        assert torch.allclose(chosen.double().mean(0), torch.tensor(0.3, dtype=torch.float64), atol=0.05)
+    assert torch.equal(v.Erased(0.0).corrupt(erased), erased)
+    assert not v.Erased(1.0).corrupt(erased).any()
 
 
 @pytest.mark.parametrize(("share", "sides"), [(0.25, (3, 4)), (0.0, (0, 0)), (1.0, (6, 8)), (0.5, (4, 6))])
 def test_an_occluded_block_is_a_rectangle_in_all_channels(share, sides):
-    query = Occluded(share, height=6, width=8, channels=3).corrupt(torch.ones(500, 3 * 6 * 8)).reshape(500, 3, 6, 8)
+    query = v.Occluded(share, height=6, width=8, channels=3).corrupt(torch.ones(500, 3 * 6 * 8)).reshape(500, 3, 6, 8)
     covered = query == 0
     assert torch.equal(covered, covered[:, :1].expand(-1, 3, -1, -1))
     rows, columns = covered[:, 0].any(-1), covered[:, 0].any(-2)
@@ -204,7 +159,7 @@ def test_an_occluded_block_is_a_rectangle_in_all_channels(share, sides):
 def test_brightness_is_one_gain_and_shift_for_each_query():
     origin = uniform(300, 8, dtype=torch.float64)
     origin[:, 1] = origin[:, 0] + 1  # far enough apart to measure the gain
-    query = Brightened((-0.5, 0.5), (0.5, 2.0)).corrupt(origin)
+    query = v.Brightened((-0.5, 0.5), (0.5, 2.0)).corrupt(origin)
     gain = query[:, 1] - query[:, 0]
     shift = query[:, 0] - gain * origin[:, 0]
     torch.testing.assert_close(query, gain[:, None] * origin + shift[:, None])
@@ -213,94 +168,70 @@ def test_brightness_is_one_gain_and_shift_for_each_query():
         assert high - 0.1 < drawn.max() <= high + 1e-6
 
 
-def test_dropped_channels_are_dropped_completely():
-    query = DroppedChannels(0.5, channels=5, value=2.0).corrupt(torch.zeros(1000, 15)).reshape(1000, 5, 3)
-    dropped = (query == 2).all(-1)
-    assert torch.equal(dropped, (query == 2).any(-1))
-    assert (dropped.sum(-1) == 2).all()
-    assert torch.allclose(dropped.double().mean(0), torch.tensor(0.4, dtype=torch.float64), atol=0.06)
-
-
 def test_every_query_draws_its_own_level():
-    shares = (Erased((0.2, 0.6)).corrupt(torch.ones(4000, 100)) == 0).double().mean(-1)
+    shares = (v.Erased((0.2, 0.6)).corrupt(torch.ones(4000, 100)) == 0).double().mean(-1)
     assert shares.min() >= 0.2 - 1e-9
     assert shares.max() <= 0.6
     assert shares.mean().item() == pytest.approx(0.395, abs=0.01)  # rounded down to hundredths
     assert shares.std().item() == pytest.approx(0.4 / 12**0.5, rel=0.05)
-    deviations = Noisy(std=(0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).std(-1)
+    deviations = v.Noisy(std=(0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).std(-1)
     assert deviations.mean().item() == pytest.approx(1.0, abs=0.04)
     assert 0.4 < deviations.min() < 0.6 < 1.4 < deviations.max() < 1.7
-    squares = Noisy((0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).var(-1)
+    assert v.Noisy(0.4).corrupt(torch.zeros(2000, 1000)).var().item() == pytest.approx(0.4, rel=0.02)
+    squares = v.Noisy((0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).var(-1)
     assert squares.mean().item() == pytest.approx(1.0, abs=0.04)  # uniform in the variance
-    biases = Biased((0.2, 0.4), seed=2).corrupt(torch.zeros(500, 6))
-    assert torch.equal(biases.sign(), Biased(1.0, seed=2).shift(biases).expand(500, -1))
+    biases = v.Biased((0.2, 0.4), seed=2).corrupt(torch.zeros(500, 6))
+    assert torch.equal(biases.sign(), v.Biased(1.0, seed=2).shift(biases).expand(500, -1))
     assert biases.abs().std(-1).max() < 1e-6
     assert 0.2 <= biases.abs().min() < 0.22 < 0.38 < biases.abs().max() <= 0.4
-    values = Erased(1.0, value=(2.0, 3.0)).corrupt(torch.zeros(50, 4))
+    values = v.Erased(1.0, value=(2.0, 3.0)).corrupt(torch.zeros(50, 4))
     assert (values == values[:, :1]).all()
     assert len(values.unique()) > 40
 
 
 def test_a_standard_deviation_is_the_root_of_the_variance():
-    for pair in ((Noisy(0.25), Noisy(std=0.5)), (Mixed(0.3, 0.25, 0.2), Mixed(0.3, std=0.5, bias=0.2))):
+    for pair in ((v.Noisy(0.25), v.Noisy(std=0.5)), (v.Mixed(0.3, 0.25, 0.2), v.Mixed(0.3, std=0.5, bias=0.2))):
         first, second = (variant.corrupt(uniform(20, 8), seeded(1)) for variant in pair)
         assert torch.equal(first, second)
 
 
 def test_a_memory_is_fitted_to_a_variant_with_a_range_of_the_patterns():
     memory = AssociativeMemory.preset("A-Hop", uniform(20, 48), debias=True)
-    assert (
-        memory.fit(as_damage([Replaced((0.1, 0.6)), Noisy(0.1)]), epochs=3, batch=16, progress=False).isfinite().all()
-    )
+    losses = memory.fit(v.as_damage([v.Replaced((0.1, 0.6)), v.Noisy(0.1)]), epochs=3, batch=16, progress=False)
+    assert losses.isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mixed(1.5), "mask must be a number between 0 and 1, got 1.5"),
-        (lambda: Replaced("a"), "share must be a number between 0 and 1, got 'a'"),
-        (lambda: Missing(None), "share must be a number between 0 and 1, got None"),
-        (lambda: Missing((0.5, 1.5)), "share must be a number between 0 and 1, got 1.5"),
-        (lambda: Erased((0.5, 0.2)), r"share must be a range \(low, high\) with low <= high, got \(0.5, 0.2\)"),
-        (lambda: Erased((0.5,)), r"share must be a number between 0 and 1 or a range \(low, high\), got \(0.5,\)"),
-        (lambda: SaltAndPepper(-1), "share must be a number between 0 and 1, got -1"),
-        (lambda: Noisy(-1.0), "noise must be a number of at least 0, got -1.0"),
-        (lambda: Noisy(10**400), "noise must be a number of at least 0, got 1000"),
-        (lambda: Noisy(torch.ones(2)), "noise must be a number of at least 0, got tensor"),
-        (lambda: Noisy(std=-0.1), "std must be a number of at least 0, got -0.1"),
-        (lambda: Noisy(), "either noise or std must be given, got noise=None and std=None"),
-        (lambda: Mixed(noise=0.1, std=0.1), "either noise or std must be given, got noise=0.1 and std=0.1"),
-        (lambda: Mixed(bias=float("nan")), "bias must be a number of at least 0, got nan"),
-        (lambda: Biased(float("inf")), "bias must be a number of at least 0, got inf"),
-        (lambda: Biased((0.1, 0.2)).shift(torch.zeros(1, 2)), r"bias must be a number, got the range \(0.1, 0.2\)"),
-        (lambda: Biased(0.5, seed="a"), "seed must be an integer of 64 bits, got 'a'"),
-        (lambda: Biased(0.5, seed=0.5), "seed must be an integer of 64 bits, got 0.5"),
-        (lambda: Biased(0.5, seed=True), "seed must be an integer of 64 bits, got True"),
-        (lambda: Mixed(seed=np.bool_(True)), "seed must be an integer of 64 bits, got .*True"),
-        (lambda: Biased(0.5, seed=2**64), "seed must be an integer of 64 bits, got 18446744073709551616"),
-        (lambda: Biased(0.5, seed=-(2**63) - 1), "seed must be an integer of 64 bits, got -9223372036854775809"),
-        (lambda: Replaced(0.1, 1.0, 1.0), "low must be below high, got 1.0 and 1.0"),
-        (lambda: Replaced(0.1, float("nan"), 1.0), "low must be a finite number, got nan"),
-        (lambda: Replaced(0.1, 0.0), "high must be a finite number, got None"),
-        (lambda: Replaced(0.1).corrupt(torch.zeros(1, 3)), "low and high must be given for a single row, got None"),
-        (lambda: Mixed(0.1, low=None), "low must be a finite number, got None"),
-        (lambda: Erased(0.5, value="a"), "value must be a finite number, got 'a'"),
-        (lambda: Occluded(0.5, 0, 4), "height must be an integer of at least 1, got 0"),
-        (lambda: Occluded(0.5, 4, 4).corrupt(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
-        (lambda: Brightened(gain=float("inf")), "gain must be a finite number, got inf"),
-        (lambda: DroppedChannels(0.5, 0), "channels must be an integer of at least 1, got 0"),
-        (lambda: DroppedChannels(0.5, 4).corrupt(torch.zeros(2, 15)), r"d a multiple of 4, got \(2, 15\)"),
-        (lambda: Custom(3), "function must be a module or a function, got 3"),
-        (lambda: Custom(lambda x: x[:1]).corrupt(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
-        (lambda: Custom(lambda x: None).corrupt(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
-        (lambda: as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
-        (lambda: as_damage([Noisy(0.1), None]), "damage must be a variant, a function or a list of these, got None"),
-        (lambda: as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
-        (lambda: Noisy(0.1).sample(torch.zeros(3, 2), "a"), "n must be an integer of at least 0, got 'a'"),
-        (lambda: Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),
-        (lambda: Noisy(0.1).sample(None, 2), "patterns must be a tensor, got NoneType"),
-        (lambda: Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
-        (lambda: Noisy(0.1).sample(torch.zeros(3, 2).long(), 2), "patterns must have a floating-point dtype"),
+        (lambda: v.Mixed(1.5), "mask must be a number between 0 and 1, got 1.5"),
+        (lambda: v.Missing((0.5, 1.5)), "share must be a number between 0 and 1, got 1.5"),
+        (lambda: v.Erased((0.5, 0.2)), r"range \(low, high\) with low <= high, got \(0.5, 0.2\)"),
+        (lambda: v.Erased((0.5,)), r"share must be a number between 0 and 1 or a range .* got \(0.5,\)"),
+        (lambda: v.Noisy(10**400), "noise must be a number of at least 0, got 1000"),
+        (lambda: v.Noisy(torch.ones(2)), "noise must be a number of at least 0, got tensor"),
+        (lambda: v.Noisy(std=-0.1), "std must be a number of at least 0, got -0.1"),
+        (lambda: v.Noisy(), "either noise or std must be given, got noise=None and std=None"),
+        (lambda: v.Mixed(noise=0.1, std=0.1), "either noise or std must be given, got noise=0.1 and std=0.1"),
+        (lambda: v.Biased((0.1, 0.2)).shift(torch.zeros(1, 2)), r"bias must be a number, got the range \(0.1, 0.2\)"),
+        (lambda: v.Biased(0.5, seed=True), "seed must be an integer of 64 bits, got True"),
+        (lambda: v.Biased(0.5, seed=2**64), "seed must be an integer of 64 bits, got 18446744073709551616"),
+        (lambda: v.Replaced(0.1, 1.0, 1.0), "low must be below high, got 1.0 and 1.0"),
+        (lambda: v.Replaced(0.1, float("nan"), 1.0), "low must be a finite number, got nan"),
+        (lambda: v.Replaced(0.1, 0.0), "high must be a finite number, got None"),
+        (lambda: v.Replaced(0.1).corrupt(torch.zeros(1, 3)), "low and high must be given for a single row, got None"),
+        (lambda: v.Erased(0.5, value="a"), "value must be a finite number, got 'a'"),
+        (lambda: v.Occluded(0.5, 0, 4), "height must be an integer of at least 1, got 0"),
+        (lambda: v.Occluded(0.5, 4, 4).corrupt(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
+        (lambda: v.DroppedChannels(0.5, 4).corrupt(torch.zeros(2, 15)), r"d a multiple of 4, got \(2, 15\)"),
+        (lambda: v.Custom(3), "function must be a module or a function, got 3"),
+        (lambda: v.Custom(lambda x: x[:1]).corrupt(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
+        (lambda: v.Custom(lambda x: None).corrupt(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
+        (lambda: v.as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
+        (lambda: v.as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
+        (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), "a"), "n must be an integer of at least 0, got 'a'"),
+        (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),
+        (lambda: v.Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
     ],
 )
 def test_errors(make, message):
