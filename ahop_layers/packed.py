@@ -59,8 +59,10 @@ class Bags:
         self.total = int(sum(sizes)) if total is None else total
         number = torch.arange(self.sizes.shape[0], device=device)
         self.bag = number.repeat_interleave(self.sizes, output_size=self.total)
-        upper_bound = isinstance(sizes, Tensor)  # whose values are not read
-        self._blocks = self.total // BLOCK + len(sizes) if upper_bound else sum(-(-size // BLOCK) for size in sizes)
+        if isinstance(sizes, Tensor):
+            self._blocks = self.total // BLOCK + sizes.shape[0]  # an upper bound
+        else:
+            self._blocks = sum(-(-size // BLOCK) for size in sizes)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums the rows of each bag: ``(total, ...) -> (N, ...)``."""

@@ -94,7 +94,7 @@ def test_weights_of_every_layer_resolution_head_and_base(model, folded, change):
         assert [panel.get_visible() for panel in panels] == [head < len(expected) for head in range(2)]
         for panel, lines in zip(panels, expected, strict=False):
             shown = [[bar.get_height() for bar in bars] for bars in panel.containers]
-            assert bool(shown) == (part.blocks[index].blocks is not None)
+            assert bool(shown) == (part.blocks[index].assignment is not None)
             if shown:  # the bases side by side at each rank
                 places = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in panel.containers]
                 np.testing.assert_allclose(np.mean(places, 0), range(1, lines.shape[-1] + 1))

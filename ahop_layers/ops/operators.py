@@ -373,9 +373,10 @@ def _save_score(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    plain = not torch.is_grad_enabled() and is_plain_call(grad, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # read once: under checkpointing, a second read raises
+    plain = not torch.is_grad_enabled() and is_plain_call(grad, *saved)
     backward = _score_backward if plain else torch.ops.ahop.score_backward.default
-    return needed_grads(ctx, backward, 3, (grad, *ctx.saved_tensors, *ctx.options))
+    return needed_grads(ctx, backward, 3, (grad, *saved, *ctx.options))
 
 
 class _Score(torch.autograd.Function):

@@ -43,7 +43,7 @@ class GatedPool(nn.Module):
         """Returns the pooled bags and the weights of the instances."""
         bags = Bags(sizes, instances.device)
         scores = self.score(self.tanh(instances).tanh() * self.gate(instances).sigmoid())
-        weights = bags.separate(rearrange(scores, "t 1 -> t 1 1"), self.separation)
+        weights = self.separation(rearrange(scores, "t 1 -> t 1 1"), groups=bags)
         pooled = bags.read(self.dropout(weights), rearrange(instances, "t d -> t 1 d"))
         return rearrange(pooled, "n 1 1 d -> n d"), weights.flatten()
 
