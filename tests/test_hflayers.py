@@ -174,6 +174,7 @@ RECORDED = torch.tensor([
 ])  # fmt: skip
 
 
+@pytest.mark.recorded
 def test_the_weights_that_hflayers_draws_with_seed_0():
     torch.manual_seed(0)
     layer = AdaptiveHopfieldLayer(4, quantity=2)

@@ -242,10 +242,6 @@ def test_csv_of_instances(tmp_path):
         (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), "bag slide4: expected 6 features .*got 7"),
         (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"bag slide4: .*an array \(3,\)"),
         (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), "bag slide1: .*got '2'"),
-        (
-            lambda home: save(home / "slide3.npz", torch.full((2, 6), 1e300, dtype=torch.double)),
-            "bag slide3: expected finite",
-        ),
         (lambda home: torch.save({"a": 1, "b": 2}, home / "slide4.pt"), "bag slide4: expected one array"),
         (lambda home: (home / "labels.csv").write_bytes(b"bag,label\n\xe9,1\n"), r"labels\.csv in UTF-8, got"),
         (lambda home: (home / "labels.csv").unlink(), r"expected a CSV table .*labels\.csv"),
@@ -279,9 +275,10 @@ def test_damaged_tables_are_named(tmp_path, text, message):
         mil_data.bags_csv(tmp_path)
 
 
-def test_features_that_are_no_numbers_are_named(tmp_path):
+@pytest.mark.parametrize("value", [torch.nan, 1e300])
+def test_features_that_are_not_finite_are_named(tmp_path, value):
     home = slides(tmp_path, bags=10)
-    save(home / "slide3.npz", torch.full((2, 6), torch.nan))
+    save(home / "slide3.npz", torch.full((2, 6), value, dtype=torch.double))
     data = mil_data.folder(home)
     assert data.read(2).isfinite().all()
     with pytest.raises(ah.AHopError, match=r"slide3\.npz, bag slide3: expected finite float32 features"):

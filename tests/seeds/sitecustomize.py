@@ -2,6 +2,7 @@
 
 import os
 
-import seed_offset
+if offset := int(os.environ.get("AHOP_SEED_OFFSET", "0")):
+    import seed_offset
 
-seed_offset.install(int(os.environ[seed_offset.VARIABLE]))
+    seed_offset.install(offset)
