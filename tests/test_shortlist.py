@@ -3,7 +3,6 @@
 import copy
 import sys
 
-import numpy as np
 import pytest
 import torch
 from new_tensors import LargestNewTensor
@@ -53,6 +52,7 @@ def test_the_shortlist_has_what_a_search_finds(name):
     scores, indices = memory.search(x, 5, shortlist=100)
     torch.testing.assert_close(scores, memory.scores(x).detach().gather(-1, indices))
     assert bool((scores.diff(dim=-1) <= 0).all())
+    assert memory.search(x[:0], 5, shortlist=100)[1].shape == (0, 5)
 
 
 def test_outliers_count_little_in_the_first_stage():
@@ -76,11 +76,11 @@ def test_the_bias_is_removed_and_the_prior_counts():
     assert memory.search(memory.patterns[:5] + 2, shortlist=2)[1].flatten().tolist() == [7] * 5
 
 
-@pytest.mark.parametrize("m", [N, 10 * N])
-def test_a_shortlist_of_all_patterns_is_exact(m):
+def test_a_shortlist_of_all_patterns_is_exact():
     memory, x = MEMORIES["A-Hop"](patterns()), patterns(9)
-    for got, expected in zip(memory.search(x, 7, shortlist=m), memory.search(x, 7), strict=True):
-        assert torch.equal(got, expected)
+    for m in (N, 10 * N):
+        for got, expected in zip(memory.search(x, 7, shortlist=m), memory.search(x, 7), strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_equal_scores_are_ordered_by_index():
@@ -89,21 +89,11 @@ def test_equal_scores_are_ordered_by_index():
     assert torch.equal(indices, torch.arange(40)[:, None] + torch.tensor([0, 40, 80]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["A-Hop", "U-Hop"])
-def test_dtypes(name, dtype):
+@pytest.mark.parametrize(("name", "dtype"), [("A-Hop", torch.bfloat16), ("U-Hop", torch.float16)])
+def test_half_precision(name, dtype):
     memory = MEMORIES[name](patterns().to(dtype))
     assert recall(memory, memory.patterns[::100], 200) >= 0.96
     assert memory.search(memory.patterns[:2], shortlist=5)[0].dtype == dtype
-
-
-@pytest.mark.parametrize("shape", [(D,), (2, 3, D), (0, D)])
-def test_leading_dimensions_and_numpy(shape):
-    memory, x = MEMORIES["A-Hop"](patterns()), torch.randn(shape)
-    scores, indices = memory.search(x.numpy(), 3, shortlist=50)
-    assert isinstance(indices, np.ndarray)
-    assert scores.shape == indices.shape == (*shape[:-1], 3)
-    np.testing.assert_array_equal(indices, memory.search(x, 3, shortlist=50)[1].numpy())
 
 
 def test_a_query_does_not_depend_on_the_others(monkeypatch):
@@ -128,7 +118,7 @@ def test_inference_mode_and_later_gradients():
     assert found.flatten().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("count", [1, 255, 257, 20_000_001, 10**9 + 7])
+@pytest.mark.parametrize("count", [1, 257, 10**9 + 7])
 def test_the_sample_is_spread_over_all_patterns(count):
     index = shortlist_module.sample_index(count, torch.device("cpu"))
     assert len(index.unique()) == min(count, 256)
@@ -145,13 +135,10 @@ def test_norms_follow_the_patterns():
 
 def test_memory_is_bounded(monkeypatch):
     """No tensor is as large as queries x patterns, or as queries x shortlist x dimensions."""
-    for module, name in (
-        (scoring, "BLOCK_ELEMENTS"),
-        (shortlist_module, "SAMPLE_ELEMENTS"),
-        (shortlist_module, "FIRST_STAGE_SCORES"),
-        (sys.modules["ahop_layers.memory.search"], "RANKED_SCORES"),
-    ):
-        monkeypatch.setattr(module, name, 2**13)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 2**13)
+    monkeypatch.setattr(shortlist_module, "SAMPLE_ELEMENTS", 2**13)
+    monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 2**13)
+    monkeypatch.setattr("ahop_layers.memory.search.RANKED_SCORES", 2**13)
     memory, x = MEMORIES["A-Hop"](patterns(2000)), torch.randn(20, D)
     memory.search(x[:1], shortlist=10)  # keeps the norms
     with LargestNewTensor() as largest:
@@ -163,7 +150,6 @@ def test_memory_is_bounded(monkeypatch):
     ("find", "message"),
     [
         (lambda m, x: m.search(x, 5, shortlist=4), "shortlist must be at least k = 5, got 4"),
-        (lambda m, x: m.search(x, shortlist=0), "shortlist must be an integer of at least 1, got 0"),
         (lambda m, x: m.search(x, shortlist=2.0), r"shortlist must be an integer of at least 1, got 2\.0"),
         (lambda m, x: m.build_index(metric="l1"), "metric must be one of dis, dot, got 'l1'"),
         (
@@ -183,8 +169,7 @@ def test_without_faiss_the_error_names_the_extra(monkeypatch):
         MEMORIES["A-Hop"](patterns(50)).build_index()
 
 
-@pytest.mark.parametrize("description", ["Flat", "HNSW16", "IVF16,Flat"])
-@pytest.mark.parametrize("name", ["A-Hop", "K-Hop", "U-Hop"])
+@pytest.mark.parametrize(("name", "description"), [("A-Hop", "Flat"), ("K-Hop", "HNSW16"), ("U-Hop", "IVF16,Flat")])
 def test_an_index_finds_the_shortlist(name, description):
     pytest.importorskip("faiss")
     memory = MEMORIES[name](patterns())
