@@ -57,20 +57,6 @@ def test_concatenating_blocks_changes_nothing(ranked, monkeypatch):
     check_equals_sort(AssociativeMemory(torch.randint(-2, 3, (61, 8)).float()), x, 6)
 
 
-def test_scores_are_ranked_in_bounded_blocks(monkeypatch):
-    """The number of scores ranked at once does not depend on the number of patterns."""
-    ranked = []
-    top_of_block = search_module._top_of_block
-    monkeypatch.setattr(search_module, "_top_of_block", lambda s, k: ranked.append(s.numel()) or top_of_block(s, k))
-    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * 7)
-    monkeypatch.setattr(search_module, "RANKED_SCORES", 100)
-    for count in (50, 500):
-        ranked.clear()
-        AssociativeMemory(torch.randn(count, 8)).search(torch.randn(3, 8), 5)
-        assert max(ranked) == 84  # four blocks of 21 scores
-        assert sum(ranked) == 3 * count
-
-
 def test_distinct_scores_are_ranked_by_one_topk(monkeypatch):
     """Only scores that equal the k-th largest need the slower ranking by index."""
     monkeypatch.setattr(search_module, "_first_of_block", lambda *args: pytest.fail("ranked by index"))
@@ -135,6 +121,18 @@ def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(block, bad, value):
     patterns = torch.randint(0, 3, (61, 8)).float() + 1
     patterns[bad] = value
     check_equals_sort(AssociativeMemory(patterns, check=False), torch.ones(2, 8), 1, 2, 3, 4, 61)
+
+
+def test_search_and_classification_compile_to_one_graph():
+    patterns = torch.randint(-1, 2, (40, 4)).double()  # many equal scores
+    memory, x = AssociativeMemory(patterns, labels=torch.arange(40) % 3), torch.randint(-1, 2, (5, 4)).double()
+
+    def found(x):
+        return *memory.search(x, 3), memory.recall(x), memory.class_scores(x)
+
+    compiled = torch.compile(found, fullgraph=True, backend="eager")(x)
+    for result, expected in zip(compiled, found(x), strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("k", [0, -1, 2.0, True, np.bool_(True), np.float64(2.0), np.int64(0)], ids=repr)

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -105,6 +106,22 @@ def test_a_query_does_not_depend_on_the_others(monkeypatch):
     assert torch.equal(together, memory.search(x, 3, shortlist=20)[1])
 
 
+def test_a_shortlist_modulates_matrices_of_patterns():
+    stored = torch.randn(500, 8) * torch.rand(500, 1) * 3
+    query = stored[:50] + torch.randn(50, 8)
+    modulations = (partial(torch.nn.functional.normalize, dim=dim) for dim in (1, -1))
+    assert torch.equal(*(ah.AssociativeMemory(stored, modulation=each).search(query, 3, 9)[1] for each in modulations))
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
+def test_a_shortlist_finds_the_same_patterns_at_any_scale(scale):
+    stored = torch.randn(300, 8) * torch.rand(300, 1) * 3
+    query = stored[:50] + 0.3 * torch.randn(50, 8)
+    memory, expected = (ah.AssociativeMemory(stored * factor, "dis") for factor in (scale, 1.0))
+    found = memory.search(query * scale, 3, 10)[1] == expected.search(query, 3)[1]
+    assert found.double().mean() > 0.98
+
+
 def test_inference_mode_and_later_gradients():
     memory = MEMORIES["A-Hop"](patterns())
     with torch.inference_mode():
@@ -140,9 +157,11 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 2**13)
     monkeypatch.setattr("ahop_layers.memory.search.RANKED_SCORES", 2**13)
     memory, x = MEMORIES["A-Hop"](patterns(2000)), torch.randn(20, D)
+    plain = ah.AssociativeMemory(memory.patterns)
     memory.search(x[:1], shortlist=10)  # keeps the norms
     with LargestNewTensor() as largest:
         memory.search(x, 3, shortlist=200)
+        plain.search(x, 3)
     assert largest.elements <= 2**13 + 20 * 200  # far less than 20 x 2,000 and 20 x 200 x 16
 
 
@@ -185,11 +204,17 @@ def test_an_index_finds_the_shortlist(name, description):
         memory.search(x, shortlist=100)
 
 
-def test_errors_of_an_index():
+def test_errors_of_an_index_and_its_removal():
     pytest.importorskip("faiss")
     memory = MEMORIES["A-Hop"](patterns())
     with pytest.raises(ah.AHopError, match="description must be that of a FAISS index, got 'Nonsense'"):
         memory.build_index("Nonsense")
     memory.build_index("IVF64,Flat").nprobe = 1
-    with pytest.raises(ah.AHopError, match="the index must find at least k = 200 patterns for a query, got fewer"):
-        memory.search(memory.patterns[:5], 200, shortlist=400)
+    x = memory.patterns[:5].clone()
+    with pytest.raises(ah.AHopError, match=r"the index must find at least k = 200 patterns .* set its nprobe"):
+        memory.search(x, 200, shortlist=400)
+    x[1, 2] = torch.nan
+    with pytest.raises(ah.AHopError, match="queries x must be finite, got NaN or infinity in row 1"):
+        memory.search(x, 200, shortlist=400)
+    assert memory.build_index(None) is None
+    assert memory.search(memory.patterns[:5], 200, shortlist=400)[1].shape == (5, 200)
