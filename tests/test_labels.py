@@ -77,6 +77,23 @@ def test_labels_are_copied_to_int64(labels, recwarn):
     assert memory.half().double().labels.dtype == torch.int64
 
 
+def test_classes_of_half_precision_are_compared_in_float32():
+    memory = AssociativeMemory(torch.eye(3).half() * 100, labels=[4, 5, 6], beta=1e3)
+    x = torch.tensor([[50.0, 100.0, 75.0]])
+    assert memory.class_scores(x).dtype == torch.float16
+    assert memory.classify(x) == 5
+
+
+def test_labels_can_be_a_column_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    labels = pandas.Series([4, 5, 4], index=[7, 8, 9])
+    memory = AssociativeMemory(torch.eye(3), labels=labels)
+    memory.add(torch.eye(3), labels=labels)
+    assert memory.labels.tolist() == [4, 5, 4, 4, 5, 4]
+    with pytest.raises(AHopError, match="labels must be integers"):
+        AssociativeMemory(torch.eye(3), labels=pandas.Series(["a", "b", "a"]))
+
+
 def test_classes_follow_changes_of_the_labels():
     memory = AssociativeMemory(torch.eye(3), labels=[0, 1, 1])
     assert memory.classes.tolist() == [0, 1]
