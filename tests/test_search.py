@@ -15,11 +15,13 @@ def stable_sort(memory, x, k):
     return scores[..., :k], indices[..., :k]
 
 
-@pytest.fixture(params=[1, 7, 61], ids=lambda size: f"block{size}")
+@pytest.fixture(params=[(1, 1), (7, 1), (7, 20 * 23), (61, 2**21)], ids=str)
 def block(request, monkeypatch):
-    """Patterns per block, for patterns of eight dimensions; nothing is concatenated."""
-    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * request.param)
-    monkeypatch.setattr(search_module, "RANKED_SCORES", 1)
+    """Patterns per block, for patterns of eight dimensions, and the number of scores up to which blocks are joined."""
+    size, ranked = request.param
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * size)
+    monkeypatch.setattr(scoring, "QUERY_ROWS", 9)
+    monkeypatch.setattr(search_module, "RANKED_SCORES", ranked)
 
 
 def check_equals_sort(memory, x, *ks):
@@ -46,15 +48,6 @@ def test_equal_scores_are_ordered_by_index(block):
     x = torch.randint(-1, 2, (40, 8)).float()
     x[0] = 0  # all scores are equal
     check_equals_sort(AssociativeMemory(torch.randint(-1, 2, (61, 8)).float()), x, 1, 2, 5, 30, 61)
-
-
-@pytest.mark.parametrize("ranked", [20 * 23, 2**21])
-def test_concatenating_blocks_changes_nothing(ranked, monkeypatch):
-    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * 7)
-    monkeypatch.setattr(search_module, "RANKED_SCORES", ranked)
-    monkeypatch.setattr(scoring, "QUERY_ROWS", 9)
-    x = torch.randint(-2, 3, (23, 8)).float()
-    check_equals_sort(AssociativeMemory(torch.randint(-2, 3, (61, 8)).float()), x, 6)
 
 
 def test_distinct_scores_are_ranked_by_one_topk(monkeypatch):
@@ -135,15 +128,11 @@ def test_search_and_classification_compile_to_one_graph():
         assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("k", [0, -1, 2.0, True, np.bool_(True), np.float64(2.0), np.int64(0)], ids=repr)
-def test_k_is_an_integer(k):
-    with pytest.raises(AHopError, match="k must be an integer of at least 1, got"):
+@pytest.mark.parametrize("k", [0, -1, 2.0, True, np.bool_(True), np.float64(2.0), np.int64(0), 5], ids=repr)
+def test_k_is_an_integer_up_to_the_number_of_patterns(k):
+    expected = "at most the number of patterns, 4" if k == 5 else "an integer of at least 1"
+    with pytest.raises(AHopError, match=f"k must be {expected}, got"):
         AssociativeMemory(torch.eye(4)).search(torch.eye(4), k)
-
-
-def test_k_is_at_most_the_number_of_patterns():
-    with pytest.raises(AHopError, match="k must be at most the number of patterns, 4, got 5"):
-        AssociativeMemory(torch.eye(4)).search(torch.eye(4), 5)
 
 
 @pytest.mark.parametrize(
