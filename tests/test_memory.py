@@ -134,8 +134,10 @@ def test_learned_entmax_has_an_energy():
 @pytest.mark.parametrize(("name", "keywords"), [("Hop", {}), ("D-Hop", {}), ("D-Hop", {"degree": 5}), ("E-Hop", {})])
 def test_classic_energies_fall_on_binary_states(name, keywords):
     patterns = torch.randn(12, 16).sign().double()
+    patterns[6:, 0] = -patterns[:6, 0]  # their sum is zero
     memory = AssociativeMemory.preset(name, patterns, **keywords)
     assert falls(memory, torch.cat([patterns, torch.randn(200, 16).sign().double()]))
+    assert set(memory.retrieve(torch.zeros(16).double()).tolist()) <= {-1.0, 1.0}  # not zero
 
 
 def test_the_exponential_network_does_not_overflow():
@@ -144,13 +146,6 @@ def test_the_exponential_network_does_not_overflow():
     memory = AssociativeMemory.preset("E-Hop", patterns)
     assert torch.equal(memory.retrieve(patterns), patterns)
     assert memory.energy(patterns).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["Hop", "D-Hop", "E-Hop"])
-def test_a_binary_state_is_never_zero(name):
-    memory = AssociativeMemory.preset(name, torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, -1.0, -1.0]]))
-    state = memory.retrieve(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]))
-    assert set(state.unique().tolist()) <= {-1.0, 1.0}
 
 
 def test_the_energy_can_increase_for_an_even_degree():
@@ -269,10 +264,10 @@ def test_uniformity_is_the_mean_over_pairs_of_directions():
 def test_fits_with_and_without_noise(variant, share):
     """Masks without noise need large weights, noise needs small ones. The default learning rate works for both."""
     patterns = uniform(100, 32, torch.float32)
-    index, query = variant.sample(patterns, 500)
+    index, query = variant.sample(patterns, 2000)
     memory = AssociativeMemory.preset("A-Hop", patterns)
     before = retrieval_accuracy(memory, index, query)
-    memory.fit(variant, epochs=150, batch=64, progress=False)
+    memory.fit(variant, epochs=300, batch=128, progress=False)
     limit = (most_likely(variant, query, patterns) == index).double().mean().item()
     assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
 
@@ -389,11 +384,12 @@ def test_a_fit_holds_queries_out_and_keeps_the_best_parameters(monkeypatch):
     def recorded(blocks, target, shard):
         loss = pattern_loss(blocks, target, shard)
         if not loss.requires_grad:
+            loss = loss + float(len(seen) >= 6)  # later parameters look worse
             seen.append(loss.item())
         return loss
 
     monkeypatch.setattr(memory_module, "pattern_loss", recorded)
-    memory.fit((index, query), epochs=10, batch=128, progress=False, lr=0.2)  # so large that the loss rises at times
+    memory.fit((index, query), epochs=10, batch=128, progress=False)
     assert 10 <= len(seen) <= 13
     assert min(seen) < min(seen[0], seen[-1])
     held = retrieval_batches((index, query), patterns, 1, 128, seeded_generator(patterns.device, 0)).held_out
@@ -646,19 +642,18 @@ def test_beta_is_within_the_range_of_the_dtype(beta):
 
 
 @pytest.mark.filterwarnings("ignore:fit did not improve")
-def test_numpy_arrays_are_accepted_everywhere():
-    patterns = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
-    labels = np.arange(20) % 3
-    for memory in (
-        AssociativeMemory(patterns, "adaptive", labels=labels),
-        AssociativeMemory.preset("A-Hop", patterns, labels=labels),
-    ):
-        memory.fit((np.arange(20), patterns), epochs=np.int64(2), batch=np.int32(8), progress=False)
-        memory.fit((labels, patterns), by="label", epochs=2, progress=False)
-        for shortlist in (None, np.int64(8)):
-            assert memory.search(patterns, np.int64(3), shortlist)[1].shape == (20, 3)
-        assert memory.retrieve(patterns, steps=np.int64(2)).shape == (20, 4)
-        assert memory.add(patterns, labels=labels).tolist() == list(range(20, 40))
+@pytest.mark.parametrize(
+    "make", [partial(AssociativeMemory.preset, "A-Hop"), partial(AssociativeMemory, similarity="l1")]
+)
+def test_numpy_arrays_are_accepted_everywhere(make):
+    patterns, labels = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
+    memory = make(patterns, labels=labels, prior=True)
+    memory.fit((np.arange(20), patterns), epochs=np.int64(2), batch=np.int32(8), progress=False)
+    memory.fit((labels, patterns), by="label", epochs=2, progress=False)
+    for shortlist in (None, np.int64(8)):
+        assert memory.search(patterns, np.int64(3), shortlist)[1].shape == (20, 3)
+    assert memory.retrieve(patterns, steps=np.int64(2)).shape == (20, 4)
+    assert memory.add(patterns, labels=labels).tolist() == list(range(20, 40))
 
 
 def test_inference_mode_is_refused_where_gradients_or_versions_are_needed():
@@ -765,7 +760,7 @@ class _OfEachPattern(torch.nn.Module):
         return self.each(query.expand(len(key), -1, -1), key[:, None]).squeeze(-1).T
 
 
-def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones():
+def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones(monkeypatch):
     """A head learns from the queries of its pattern, so its gradients are small. Adam's eps must not exceed them."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.rand(40, 32, generator=generator) * 2 - 1
@@ -776,6 +771,10 @@ def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones():
         noisy = Noisy(1.0).corrupt(patterns[index], generator)
         return index, torch.where(index[:, None] % 2 == 0, masked, noisy)
 
-    memory = AssociativeMemory(patterns, _OfEachPattern(40, 32))
-    memory.fit(draw(4000), epochs=15, batch=256, progress=False)
-    assert retrieval_accuracy(memory, *draw(4000)) > 0.675
+    pairs, asked, accuracy = draw(4000), draw(4000), []
+    for factor in (1, 40):  # 40 times as large: the eps of weights that are shared by all patterns
+        monkeypatch.setattr(fit_module, "FORM_EPS", factor * fit_module.FORM_EPS)
+        memory = AssociativeMemory(patterns, _OfEachPattern(40, 32))
+        memory.fit(pairs, epochs=15, batch=256, progress=False)
+        accuracy.append(retrieval_accuracy(memory, *asked))
+    assert accuracy[0] > accuracy[1] + 0.01
