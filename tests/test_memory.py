@@ -1,10 +1,9 @@
 """The associative memory: presets, energies, training, storage, memory use and errors."""
 
-import subprocess
-import sys
+import copy
 from functools import partial
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -25,8 +24,8 @@ from ahop_layers.memory.presets import PRESETS
 from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.separation import entmax15, sparsemax
 from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.training import folded_weights, trainable_forms
 from ahop_layers.variants import Biased, Mixed, Noisy
+from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
 
 
@@ -34,33 +33,30 @@ def uniform(n, d, dtype=torch.float64):
     return torch.rand(n, d, dtype=dtype) * 2 - 1
 
 
-# Similarity and separation of each network in the first table of the paper.
+# Separation of each network in the first table of the paper. The similarity is the dot product, for U-Hop a distance.
 TABLE = {
-    "Hop": (lambda x, p: x @ p.T, lambda s: s),
-    "D-Hop": (lambda x, p: x @ p.T, lambda s: s**3),
-    "E-Hop": (lambda x, p: x @ p.T, torch.exp),
-    "M-Hop": (lambda x, p: x @ p.T, lambda s: s.softmax(-1)),
-    "U-Hop": (
-        lambda x, p: -(x[:, None] - p).abs().sum(-1),
-        lambda s: functional.one_hot(s.argmax(-1), s.shape[-1]).double(),
-    ),
-    "S-Hop": (lambda x, p: x @ p.T, sparsemax),
-    "K-Hop": (lambda x, p: x @ p.T, entmax15),
-    "K2-Hop": (lambda x, p: x @ p.T, lambda s: s.softmax(-1)),
-    "A-Hop": (lambda x, p: x @ p.T, lambda s: s.softmax(-1)),
+    "Hop": lambda s: s,
+    "D-Hop": lambda s: s**3,
+    "E-Hop": torch.exp,
+    "U-Hop": lambda s: functional.one_hot(s.argmax(-1), s.shape[-1]).double(),
+    "S-Hop": sparsemax,
+    "K-Hop": entmax15,
+    **dict.fromkeys(("M-Hop", "K2-Hop", "A-Hop"), lambda s: s.softmax(-1)),
 }
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_equal_the_paper(name):
-    patterns, x = uniform(30, 8), uniform(7, 8)
-    memory = AssociativeMemory.preset(name, patterns)
-    similarity, separate = TABLE[name]
-    scores = similarity(x, patterns)
-    output = separate(scores) @ patterns
+    patterns, x, labels = uniform(30, 8), uniform(7, 8), torch.arange(30) % 4
+    memory = AssociativeMemory.preset(name, patterns, labels=labels)
+    scores = -(x[:, None] - patterns).abs().sum(-1) if name == "U-Hop" else x @ patterns.T
+    output = TABLE[name](scores) @ patterns
     torch.testing.assert_close(memory.scores(x), scores)
     torch.testing.assert_close(memory.retrieve(x), output.sign() if name in ("Hop", "D-Hop", "E-Hop") else output)
     assert torch.equal(memory.recall(x), scores.argmax(-1))
+    torch.testing.assert_close(memory.search(x, 3), tuple(scores.topk(3)))
+    expected = torch.stack([scores[:, labels == label].logsumexp(-1) for label in range(4)], -1)
+    torch.testing.assert_close(memory.class_scores(x), expected)
 
 
 def test_a_kernel_is_a_dot_product_after_phi():
@@ -71,21 +67,10 @@ def test_a_kernel_is_a_dot_product_after_phi():
     torch.testing.assert_close(memory.scores(x), (x @ phi.T) @ (patterns @ phi.T).T)
 
 
-@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8), (0, 8)])
-def test_leading_dimensions_are_kept(shape):
-    memory, x = AssociativeMemory(uniform(30, 8), similarity="dis"), torch.rand(shape, dtype=torch.float64)
-    assert memory.scores(x).shape == (*shape[:-1], 30)
-    assert memory.recall(x).shape == shape[:-1]
-    assert memory.retrieve(x, steps=2).shape == shape
-    assert memory.energy(x).shape == shape[:-1]
-
-
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("prior", [False, True])
-def test_results_do_not_depend_on_the_block_size(name, prior, monkeypatch):
-    memory, x = AssociativeMemory.preset(name, uniform(61, 8), prior=prior), uniform(23, 8)
-    if prior:
-        torch.nn.init.normal_(memory.prior)
+def test_results_do_not_depend_on_the_block_size(name, monkeypatch):
+    memory, x = AssociativeMemory.preset(name, uniform(61, 8), prior=True), uniform(23, 8)
+    torch.nn.init.normal_(memory.prior)
     whole = memory.scores(x), memory.recall(x), memory.retrieve(x, steps=2)
     monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 8 * 7)
     monkeypatch.setattr(scoring, "BLOCK_SCORES", 61 * 5)
@@ -94,11 +79,8 @@ def test_results_do_not_depend_on_the_block_size(name, prior, monkeypatch):
 
 def adversarial_states(patterns):
     """States at the patterns, between two of them, far away, at zero, and random."""
-    middle = (patterns[:-1] + patterns[1:]) / 2
-    far = 1e3 * torch.randn(20, patterns.shape[1], dtype=patterns.dtype)
-    return torch.cat(
-        [patterns, middle, far, torch.zeros_like(patterns[:1]), torch.randn(60, patterns.shape[1]).double()]
-    )
+    random = torch.randn(80, patterns.shape[1]).double()
+    return torch.cat([patterns, (patterns[:-1] + patterns[1:]) / 2, 1e3 * random[:20], 0 * random[:1], random[20:]])
 
 
 def falls(memory, x, steps=15):
@@ -128,47 +110,19 @@ def test_the_unified_energy_falls_and_is_bounded(scale):
     assert (unified >= -torch.tensor(40.0).double().log() - b @ b / 4 - 1e-9).all()
 
 
+@pytest.mark.parametrize("beta", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("name", ["M-Hop", "S-Hop", "K-Hop", "K2-Hop"])
-def test_attention_energies_fall(name):
+def test_attention_energies_fall(name, beta):
     patterns = uniform(40, 6) * 2
-    memory = AssociativeMemory.preset(name, patterns)
+    memory = AssociativeMemory.preset(name, patterns, beta=beta)
     if memory.modulation is not None:
         torch.nn.init.normal_(memory.modulation.phi)
-    x = adversarial_states(patterns)
-    assert falls(memory, x)
+    assert falls(memory, adversarial_states(patterns))
     # The gradient of the energy is mod(x - T(x)), so it vanishes exactly at fixed points of the dynamics.
     x = uniform(9, 6).requires_grad_()
     (gradient,) = torch.autograd.grad(memory.energy(x).sum(), x)
     moved = x - memory(x)
     torch.testing.assert_close(gradient, moved if memory.modulation is None else memory.modulation(moved))
-
-
-@pytest.mark.parametrize(("name", "keywords"), [("Hop", {}), ("D-Hop", {}), ("D-Hop", {"degree": 5}), ("E-Hop", {})])
-def test_classic_energies_fall_on_binary_states(name, keywords):
-    patterns = torch.randn(12, 16).sign().double()
-    memory = AssociativeMemory.preset(name, patterns, **keywords)
-    assert falls(memory, torch.cat([patterns, torch.randn(200, 16).sign().double()]))
-
-
-def test_the_exponential_network_does_not_overflow():
-    patterns = torch.randn(2, 1024).sign()
-    patterns[1] = patterns[0]
-    patterns[1, :256] *= -1
-    memory = AssociativeMemory.preset("E-Hop", patterns)
-    assert torch.equal(memory.retrieve(patterns), patterns)
-    assert memory.energy(patterns).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["Hop", "D-Hop", "E-Hop"])
-def test_a_binary_state_is_never_zero(name):
-    memory = AssociativeMemory.preset(name, torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, -1.0, -1.0]]))
-    state = memory.retrieve(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]))
-    assert set(state.unique().tolist()) <= {-1.0, 1.0}
-
-
-def test_the_energy_can_increase_for_an_even_degree():
-    memories = [AssociativeMemory.preset("D-Hop", torch.randn(12, 16).sign().double(), degree=2) for _ in range(10)]
-    assert not all(falls(memory, torch.randn(500, 16).sign().double()) for memory in memories)
 
 
 def test_learned_entmax_has_an_energy():
@@ -177,9 +131,26 @@ def test_learned_entmax_has_an_energy():
     assert falls(memory, adversarial_states(memory.patterns))
 
 
-def test_the_universal_network_has_no_energy():
-    with pytest.raises(AHopError, match=r"no energy is defined for a similarity other than the dot .* 'argmax'"):
-        AssociativeMemory.preset("U-Hop", uniform(5, 3)).energy(uniform(2, 3))
+@pytest.mark.parametrize(("name", "keywords"), [("Hop", {}), ("D-Hop", {}), ("D-Hop", {"degree": 5}), ("E-Hop", {})])
+def test_classic_energies_fall_on_binary_states(name, keywords):
+    patterns = torch.randn(12, 16).sign().double()
+    patterns[6:, 0] = -patterns[:6, 0]  # their sum is zero
+    memory = AssociativeMemory.preset(name, patterns, **keywords)
+    assert falls(memory, torch.cat([patterns, torch.randn(200, 16).sign().double()]))
+    assert set(memory.retrieve(torch.zeros(16).double()).tolist()) <= {-1.0, 1.0}  # not zero
+
+
+def test_the_exponential_network_does_not_overflow():
+    patterns = torch.randn(1, 1024).sign() * torch.ones(2, 1)
+    patterns[1, :256] *= -1
+    memory = AssociativeMemory.preset("E-Hop", patterns)
+    assert torch.equal(memory.retrieve(patterns), patterns)
+    assert memory.energy(patterns).isfinite().all()
+
+
+def test_the_energy_can_increase_for_an_even_degree():
+    memories = [AssociativeMemory.preset("D-Hop", torch.randn(12, 16).sign().double(), degree=2) for _ in range(10)]
+    assert not all(falls(memory, torch.randn(500, 16).sign().double()) for memory in memories)
 
 
 def test_the_memory_itself_has_gradients():
@@ -202,11 +173,11 @@ def test_steps_follow_the_bias():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keywords", [{}, {"table": True}])
-def test_fit_improves_on_the_fixed_similarity(keywords):
+@pytest.mark.parametrize("table", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_fit_improves_on_the_fixed_similarity(table):
     patterns, variant = uniform(200, 24, torch.float32), Mixed(0.3, 0.2, 0.5)
     index, query = variant.sample(patterns, 1000)
-    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True, **keywords)
+    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True, table=table)
     before, error = retrieval_accuracy(memory, index, query), retrieval_error(memory, index, query)
     losses = memory.fit(variant, epochs=120, batch=64, progress=False)
     after = retrieval_accuracy(memory, index, query)
@@ -216,7 +187,6 @@ def test_fit_improves_on_the_fixed_similarity(keywords):
     assert before + 0.15 < after <= limit + 0.01  # tolerance for 1000 random queries
     assert retrieval_error(memory, index, query) < error
     assert (memory.similarity.bias - variant.shift(patterns)).abs().mean() < 0.1
-    assert memory.similarity.bias.requires_grad
     assert all(parameter.requires_grad for parameter in memory.parameters())
 
 
@@ -232,21 +202,29 @@ def test_the_same_seed_gives_the_same_bits():
 
 
 def test_a_zero_bias_is_initialized_to_its_least_squares_estimate():
+    def estimate(bias, index, query):
+        estimate_bias(bias, (index, query), patterns, 1, torch.Generator())
+        return bias.detach().clone()
+
     patterns, variant = uniform(50, 12, torch.float32) + 2.0, Mixed(0.3, 0.2, 0.6)  # with a nonzero mean
-    pairs = variant.sample(patterns, 20_000)
-    bias = torch.nn.Parameter(torch.zeros(12))
-    estimate_bias(bias, pairs, patterns, 1, torch.Generator())
-    torch.testing.assert_close(bias.detach(), variant.shift(patterns), atol=0.05, rtol=0)
-    learned = bias.detach().clone()
-    estimate_bias(bias, (pairs[0], pairs[1] + 1), patterns, 1, torch.Generator())
-    assert torch.equal(bias.detach(), learned)  # a nonzero bias is kept
+    (index, query), bias = variant.sample(patterns, 20_000), torch.nn.Parameter(torch.zeros(12))
+    learned = estimate(bias, index, query)
+    torch.testing.assert_close(learned, variant.shift(patterns), atol=0.05, rtol=0)
+    assert torch.equal(estimate(bias, index, query + 1), learned)  # a nonzero bias is kept
+    patterns = 1000 * patterns
+    query = patterns[3] + 0.3 * torch.randn(101, 12) + 7  # of one pattern: 101 equal rows have a rounded mean
+    learned = estimate(torch.nn.Parameter(torch.zeros(12)), torch.full((101,), 3), query)
+    torch.testing.assert_close(learned, query.mean(0) - patterns[3], atol=1e-3, rtol=0)
 
 
-def test_every_epoch_uses_all_pairs():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_every_epoch_uses_all_pairs_of_any_dtype(dtype):
     patterns = uniform(20, 8, torch.float32)
-    pairs = Noisy(0.2).sample(patterns, 70)
+    index, query = Noisy(0.2).sample(patterns, 70)
     memory = AssociativeMemory.preset("K2-Hop", patterns)
-    assert memory.fit(pairs, epochs=3, batch=32, progress=False).shape == (9,)
+    losses = memory.fit((index, query.to(dtype)), epochs=3, batch=32, progress=False)
+    assert losses.shape == (9,)
+    assert losses.isfinite().all()
     assert not torch.equal(memory.modulation.phi, torch.eye(8))
 
 
@@ -282,31 +260,14 @@ def test_uniformity_is_the_mean_over_pairs_of_directions():
     torch.testing.assert_close(uniformity_loss(many.half()), uniformity_loss(many), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("form", "trained"), [(folded_weights, 2), (trainable_forms, 3)])
-def test_a_reparametrization_leaves_the_scores_unchanged(form, trained):
-    similarity = AdaptiveSimilarity(12, debias=True)
-    with torch.no_grad():
-        for parameter in similarity.parameters():
-            parameter.normal_()
-    query, key = torch.randn(5, 12), torch.randn(7, 12)
-    before, parameter, names = similarity(query, key), similarity.w, list(similarity.state_dict())
-    with form(similarity):
-        torch.testing.assert_close(similarity(query, key), before)
-        assert sum(p.requires_grad for p in similarity.parameters()) == trained  # u, bias, perhaps w; not beta
-    torch.testing.assert_close(similarity(query, key), before)
-    assert similarity.w is parameter
-    assert similarity.beta.requires_grad
-    assert sorted(similarity.state_dict()) == sorted(names)
-
-
 @pytest.mark.parametrize(("variant", "share"), [(Mixed(0.7), 0.8), (Mixed(0.3, 0.3), 0.5)])
 def test_fits_with_and_without_noise(variant, share):
     """Masks without noise need large weights, noise needs small ones. The default learning rate works for both."""
     patterns = uniform(100, 32, torch.float32)
-    index, query = variant.sample(patterns, 500)
+    index, query = variant.sample(patterns, 2000)
     memory = AssociativeMemory.preset("A-Hop", patterns)
     before = retrieval_accuracy(memory, index, query)
-    memory.fit(variant, epochs=150, batch=64, progress=False)
+    memory.fit(variant, epochs=300, batch=128, progress=False)
     limit = (most_likely(variant, query, patterns) == index).double().mean().item()
     assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
 
@@ -321,25 +282,21 @@ def embeddings(seed, scale=1.0, count=200, dim=48, pairs=1500, dtype=torch.float
     return scale * patterns, (index[:pairs], query[:pairs]), (index[pairs:], query[pairs:])
 
 
-@pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize(
-    "keywords",
+    ("keywords", "scale"),  # powers of two: products are exact, so ties stay ties
     [
-        {"bases": ("l1",), "init": "l1"},
-        {"bases": ("dot",)},
-        {"bases": ("dis",), "init": "dis"},
-        {},
-        {"bases": ("l1", "dot", "dis"), "init": "uniform"},
-        {"bases": ("l1", "dot"), "blocks": [Blocks(4, normalize=True), 48]},
-        {"bases": ("l1", "dot"), "blocks": [48, Blocks(4, normalize=True)], "prior": True},
+        ({}, 2.0**10),
+        ({"bases": ("l1",), "init": "l1", "debias": True}, 2.0**-10),
+        ({"bases": ("l1", "dot", "dis"), "init": "uniform"}, 2.0**10),
+        ({"bases": ("l1", "dot"), "blocks": [48, Blocks(4, normalize=True)], "prior": True, "debias": True}, 2.0**-10),
     ],
-    ids=["l1", "dot", "dis", "both", "all", "normalized", "resolutions"],
+    ids=["default", "l1", "all", "resolutions"],
 )
-def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, debias):
+def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, scale):
     found = []
-    for scale in (1.0, 2.0**-10 if debias else 2.0**10):  # powers of two: products are exact, so ties stay ties
-        patterns, pairs, (_, query) = embeddings(0, scale, count=50, pairs=600, dtype=torch.float64)
-        memory = AssociativeMemory.preset("A-Hop", patterns, debias=debias, **keywords)
+    for factor in (1.0, scale):
+        patterns, pairs, (_, query) = embeddings(0, factor, count=50, pairs=600, dtype=torch.float64)
+        memory = AssociativeMemory.preset("A-Hop", patterns, **keywords)
         before = memory.recall(query)
         memory.fit(pairs, epochs=12, batch=128, progress=False)
         found.append((before, memory.recall(query)))
@@ -366,10 +323,9 @@ def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
     assert equal.max(-1).values.mean() == pytest.approx(0.2, abs=0.05)
 
 
-def inverse_temperature(scores, index, batch=1000):
-    batches = list(zip(index.split(batch), scores.split(batch), strict=True))
-    beta = best_inverse_temperature(lambda query: query.chunk(2, -1), pattern_loss, batches)
-    return beta.item()
+def inverse_temperature(scores, index):
+    batches = list(zip(index.split(1000), scores.split(1000), strict=True))
+    return best_inverse_temperature(lambda query: query.chunk(2, -1), pattern_loss, batches).item()
 
 
 def test_the_inverse_temperature_minimizes_the_loss():
@@ -387,53 +343,26 @@ def test_the_inverse_temperature_minimizes_the_loss():
 
 
 def test_beta_multiplies_the_scores_in_separation_loss_and_energy():
-    patterns, x = uniform(8, 5), uniform(3, 5)
+    patterns, x, index = uniform(8, 5), uniform(3, 5), torch.tensor([0, 1, 2])
     for name in ("M-Hop", "S-Hop", "K-Hop", "K2-Hop", "A-Hop"):
-        memory = AssociativeMemory.preset(name, patterns, beta=3.0)
-        plain = AssociativeMemory.preset(name, patterns)
+        memory, plain = (AssociativeMemory.preset(name, patterns, beta=beta) for beta in (3.0, None))
         assert torch.equal(memory.scores(x), plain.scores(x))
         torch.testing.assert_close(memory.retrieve(x), plain.separation(3 * plain.scores(x)) @ patterns)
-    memory, plain = (AssociativeMemory.preset("A-Hop", patterns, beta=beta) for beta in (3.0, None))
     torch.testing.assert_close(memory.energy(x), -(3 * plain.scores(x)).logsumexp(-1) / 3)
     assert plain.beta == 1
-    index = torch.tensor([0, 1, 2])
     expected = torch.nn.functional.cross_entropy(3 * plain.scores(x), index)
     torch.testing.assert_close(pattern_loss(memory._logit_blocks(x), index), expected)
 
 
-@pytest.mark.parametrize("name", ["M-Hop", "S-Hop"])
-def test_energies_fall_at_any_inverse_temperature(name):
-    patterns = uniform(30, 6)
-    for beta in (0.3, 4.0):
-        memory, x = AssociativeMemory.preset(name, patterns, beta=beta), uniform(20, 6)
-        assert (memory.energy(memory.retrieve(x)) <= memory.energy(x) + 1e-9).all()
-
-
-def test_a_fit_keeps_a_given_beta_and_sets_a_missing_one():
+def test_a_fit_keeps_a_given_or_loaded_beta_and_sets_a_missing_one():
     patterns, pairs, _ = embeddings(0, count=50, pairs=400)
-    for beta in (None, 2.0):
+    state = AssociativeMemory.preset("A-Hop", patterns, beta=7.0).state_dict()
+    for beta, kept in ((None, 1.0), (2.0, 2.0), (1.0, 7.0)):
         memory = AssociativeMemory.preset("A-Hop", patterns, beta=beta)
+        if kept == 7:
+            memory.load_state_dict(state)
         memory.fit(pairs, epochs=2, batch=128, progress=False)
-        assert (memory.beta == 2.0).item() == (beta == 2.0)
-
-
-def test_old_checkpoints_have_the_inverse_temperature_one():
-    memory = AssociativeMemory.preset("M-Hop", uniform(5, 3), beta=4.0)
-    state = memory.state_dict()
-    other = AssociativeMemory(uniform(5, 3))
-    other.load_state_dict(state)
-    assert other.beta == 4
-    del state["beta"]
-    other.load_state_dict(state)
-    assert other.beta == 1
-    assert "beta" not in state
-    pickled = other.__getstate__()
-    pickled["_buffers"].pop("beta")
-    pickled.pop("_fits_beta")
-    old = AssociativeMemory.__new__(AssociativeMemory)
-    old.__setstate__(pickled)
-    assert old.beta == 1
-    assert old._fits_beta
+        assert (memory.beta == kept).item() == (beta is not None)
 
 
 def test_a_fit_holds_queries_out_and_keeps_the_best_parameters(monkeypatch):
@@ -455,11 +384,12 @@ def test_a_fit_holds_queries_out_and_keeps_the_best_parameters(monkeypatch):
     def recorded(blocks, target, shard):
         loss = pattern_loss(blocks, target, shard)
         if not loss.requires_grad:
+            loss = loss + float(len(seen) >= 6)  # later parameters look worse
             seen.append(loss.item())
         return loss
 
     monkeypatch.setattr(memory_module, "pattern_loss", recorded)
-    memory.fit((index, query), epochs=10, batch=128, progress=False, lr=0.2)  # so large that the loss rises at times
+    memory.fit((index, query), epochs=10, batch=128, progress=False)
     assert 10 <= len(seen) <= 13
     assert min(seen) < min(seen[0], seen[-1])
     held = retrieval_batches((index, query), patterns, 1, 128, seeded_generator(patterns.device, 0)).held_out
@@ -467,41 +397,34 @@ def test_a_fit_holds_queries_out_and_keeps_the_best_parameters(monkeypatch):
     assert loss.item() == pytest.approx(min(seen), rel=1e-4)
 
 
-def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter():
+def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter(monkeypatch):
     patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
     memory, x = AssociativeMemory.preset("A-Hop", patterns), query[:5]
     before = memory.scores(x)
     with pytest.warns(UserWarning, match="fit did not improve the loss of the held-out queries"):
         memory.fit((index, query), epochs=5, batch=64, progress=False, lr=100.0)
     torch.testing.assert_close(memory.scores(x), before)
-
-
-def test_an_interrupted_fit_leaves_a_usable_memory():
-    memory = AssociativeMemory.preset("A-Hop", uniform(10, 6, torch.float32))
-
-    def failing():
-        raise KeyboardInterrupt
-
-    memory.similarity.register_forward_hook(lambda *_: failing())
-    with pytest.raises(KeyboardInterrupt):
-        memory.fit(Noisy(0.1), epochs=2, progress=False)
-    assert isinstance(memory.similarity.w, torch.nn.Parameter)
-    assert memory.similarity.beta.requires_grad
+    monkeypatch.setattr(memory_module, "estimate_bias", lambda bias, *_: bias.data.fill_(10.0))
+    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True, beta=4.0)
+    with pytest.warns(UserWarning, match="did not improve the loss"):  # better than after the bias, not than before
+        memory.fit((index, query), epochs=3, lr=1e-3, progress=False)
 
 
 def test_add_and_remove_without_refitting():
     patterns, more = uniform(20, 8), uniform(5, 8)
-    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", prior=True)
+    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", prior=True, labels=torch.arange(20))
     torch.nn.init.constant_(memory.prior, 2.0)
     x = more + 0.01
-    assert memory.add(more).tolist() == [20, 21, 22, 23, 24]
+    assert memory.add(more, labels=np.arange(5)).tolist() == [20, 21, 22, 23, 24]
     assert torch.equal(memory.recall(x), torch.arange(20, 25))
     assert torch.equal(memory.prior.detach(), torch.full((25,), 2.0).double())
     memory.remove([0, 3, 24])
     assert torch.equal(memory.recall(x[:4]), torch.arange(18, 22))
     assert memory.prior.shape == (22,)
+    assert memory.labels.tolist() == [1, 2, *range(4, 20), 0, 1, 2, 3]
     memory.remove(torch.arange(22) != 5)
     torch.testing.assert_close(memory.patterns, patterns[7:8])
+    assert memory.labels.tolist() == [7]
     with pytest.raises(AHopError, match="index must leave at least one pattern, got all 1"):
         memory.remove([0])
 
@@ -521,30 +444,26 @@ def test_bad_indices_are_named():
             memory.fit((torch.tensor(index), query), epochs=1, progress=False)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float64), (-float("inf"), torch.bfloat16)])
 def test_non_finite_patterns_are_refused_with_their_row(value, dtype, monkeypatch):
     monkeypatch.setattr(errors, "FINITE_BLOCK", 4 * 7)  # seven rows per block
-    patterns = uniform(40, 4, dtype)
-    memory = AssociativeMemory(patterns)
-    patterns = patterns.clone()
+    memory, patterns = AssociativeMemory(uniform(40, 4, dtype)), uniform(40, 4, dtype)
     patterns[[23, 31], [2, 0]] = value
-    presets = [partial(AssociativeMemory.preset, "M-Hop"), partial(AssociativeMemory.preset, "A-Hop", table=True)]
-    for make in (AssociativeMemory, memory.add, *presets):
+    preset = AssociativeMemory.preset
+    makes = [AssociativeMemory, partial(preset, "A-Hop"), partial(preset, "D-Hop", degree=5)]
+    for make in (memory.add, *makes, partial(preset, "A-Hop", table=True)):
         with pytest.raises(AHopError, match="patterns must be finite, got NaN or infinity in row 23"):
             make(patterns)
     assert len(memory.patterns) == 40
-    for unchecked in (
-        AssociativeMemory(patterns, check=False),
-        AssociativeMemory.preset("A-Hop", patterns, check=False),
-        AssociativeMemory.preset("D-Hop", patterns, check=False, degree=5),
-    ):
-        assert torch.equal(unchecked.patterns, patterns) or value != value
+    for make in makes:
+        assert make(patterns, check=False).patterns.isfinite().logical_not().sum() == 2
     assert len(memory.add(patterns, check=False)) == 40
 
 
-def test_patterns_that_overflow_the_dtype_of_the_memory_are_refused():
+def test_added_patterns_take_the_dtype_of_the_memory_and_must_not_overflow_it():
     memory = AssociativeMemory(uniform(5, 3, torch.float16))
+    memory.add(uniform(2, 3))
+    assert memory.patterns.dtype == torch.float16
     with pytest.raises(AHopError, match="patterns must be finite, got NaN or infinity in row 1"):
         memory.add(torch.tensor([[1.0, 2.0, 3.0], [1.0, 1e5, 3.0]]))
 
@@ -563,24 +482,19 @@ def test_a_diverging_fit_raises_and_leaves_the_parameters(name):
     assert all(parameters[key] is parameter for key, parameter in memory.named_parameters())
 
 
-def test_a_fit_on_non_finite_patterns_raises_at_the_first_look():
-    patterns = uniform(20, 6, torch.float32)
-    patterns[3, 2] = float("nan")
-    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True, check=False)
-    with pytest.raises(AHopError, match=r"by step 0 with lr=0\.05"):
-        memory.fit(Noisy(0.1), progress=False)
-    assert not memory.similarity.bias.any()
-
-
-def test_a_fit_refuses_non_finite_queries_and_keeps_the_bias_when_an_argument_is_bad():
+def test_a_fit_of_non_finite_values_or_with_a_bad_argument_keeps_the_bias():
     patterns = uniform(5, 3, torch.float32)
-    memory, query = AssociativeMemory.preset("A-Hop", patterns, debias=True), patterns.clone()
-    query[4, 1] = float("inf")
+    memory, broken = AssociativeMemory.preset("A-Hop", patterns, debias=True), patterns.clone()
+    broken[4, 1] = float("inf")
     with pytest.raises(AHopError, match="query must be finite, got NaN or infinity in row 4"):
-        memory.fit((torch.arange(5), query), progress=False)
+        memory.fit((torch.arange(5), broken), progress=False)
     with pytest.raises(AHopError, match="lr must be a positive number, got 0"):
         memory.fit(Biased(0.5), lr=0, progress=False)
+    unchecked = AssociativeMemory.preset("A-Hop", broken, debias=True, check=False)
+    with pytest.raises(AHopError, match=r"by step 0 with lr=0\.05"):  # at the first look
+        unchecked.fit(Noisy(0.1), progress=False)
     assert not memory.similarity.bias.any()
+    assert not unchecked.similarity.bias.any()
 
 
 def test_a_fit_reads_only_a_few_losses(monkeypatch):
@@ -592,55 +506,31 @@ def test_a_fit_reads_only_a_few_losses(monkeypatch):
     assert len(looks) == 21
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_fit_takes_pairs_of_another_dtype(dtype):
-    patterns = uniform(20, 6, torch.float32)
-    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True)
-    losses = memory.fit((torch.arange(20), (patterns + 0.1).to(dtype)), epochs=3, progress=False)
-    assert losses.isfinite().all()
-
-
-def test_added_patterns_take_the_dtype_of_the_memory():
-    memory = AssociativeMemory(uniform(5, 3, torch.float32))
-    memory.add(uniform(2, 3))
-    assert memory.patterns.dtype == torch.float32
-
-
-def test_an_optimizer_still_updates_the_prior_after_loading():
-    memory = AssociativeMemory.preset("M-Hop", uniform(5, 3), prior=True)
+def test_loading_keeps_the_prior_of_an_optimizer_and_the_tensor_of_the_caller():
+    patterns = uniform(5, 3)
+    before, memory = patterns.clone(), AssociativeMemory.preset("M-Hop", patterns, prior=True)
     optimizer = torch.optim.SGD(memory.parameters(), lr=1.0)
     memory.load_state_dict(AssociativeMemory.preset("M-Hop", uniform(5, 3), prior=True).state_dict())
+    assert torch.equal(patterns, before)
     memory.scores(uniform(2, 3))[:, 0].sum().backward()
     optimizer.step()
     assert memory.prior[0] == -2
-
-
-def test_loading_does_not_write_to_the_tensor_of_the_caller():
-    patterns = uniform(5, 3)
-    before, memory = patterns.clone(), AssociativeMemory(patterns)
-    memory.load_state_dict(AssociativeMemory(uniform(5, 3)).state_dict())
-    assert torch.equal(patterns, before)
-    AssociativeMemory(uniform(1, 3).expand(5, 3)).load_state_dict(memory.state_dict())
+    AssociativeMemory(uniform(1, 3).expand(5, 3), prior=True).load_state_dict(memory.state_dict())
 
 
 def test_a_frozen_bias_and_a_scalar_bias_are_not_initialized():
-    patterns = uniform(20, 4)
+    def shifted(query, key):
+        return query @ key.T + shifted.bias
+
+    patterns, shifted.bias = uniform(20, 4), torch.ones(()).double().requires_grad_()
     memory = AssociativeMemory.preset("A-Hop", patterns, debias=True)
     memory.similarity.bias.requires_grad_(False)
     memory.fit(Biased(0.5), epochs=2, progress=False)
     assert not memory.similarity.bias.any()
-
-    class Shifted(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, query, key):
-            return query @ key.T + self.bias
-
-    shifted, plain = AssociativeMemory(patterns, Shifted().double()), AssociativeMemory(patterns)
-    torch.testing.assert_close(shifted.retrieve(patterns, steps=2), plain.retrieve(patterns, steps=2))
-    assert len(shifted.fit(Biased(0.5), epochs=2, progress=False)) == 2
+    memory, plain = AssociativeMemory(patterns, shifted, prior=True), AssociativeMemory(patterns)
+    torch.testing.assert_close(memory.retrieve(patterns, steps=2), plain.retrieve(patterns, steps=2))
+    assert len(memory.fit(Biased(0.5), epochs=2, progress=False)) == 2
+    assert shifted.bias == 1
 
 
 def test_distances_are_accurate_far_from_the_origin():
@@ -651,56 +541,36 @@ def test_distances_are_accurate_far_from_the_origin():
     assert not AssociativeMemory(binary, similarity="dis").scores(binary).diagonal().any()  # exactly
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_universal_network_in_half_precision(dtype):
-    patterns = torch.eye(4, dtype=dtype)
-    assert torch.equal(AssociativeMemory.preset("U-Hop", patterns).recall(patterns), torch.arange(4))
-
-
-def test_a_table_resets_to_zero():
-    similarity = AdaptiveTableSimilarity(4)
-    torch.nn.init.normal_(similarity.table.table)
-    similarity.reset_parameters()
-    assert not similarity.table.table.any()
-
-
-def test_a_checkpoint_brings_its_own_number_of_patterns(tmp_path):
-    memory = AssociativeMemory.preset("A-Hop", uniform(20, 8, torch.float32), debias=True, table=True, prior=True)
-    for parameter in memory.parameters():
-        torch.nn.init.normal_(parameter)
-    torch.save(memory.state_dict(), tmp_path / "memory.pt")
-    other = AssociativeMemory.preset("A-Hop", uniform(3, 8, torch.float32), debias=True, table=True, prior=True)
-    other.load_state_dict(torch.load(tmp_path / "memory.pt", weights_only=True))
-    x = uniform(6, 8, torch.float32)
-    assert torch.equal(other.scores(x), memory.scores(x))
-    assert other.prior.requires_grad
-    with pytest.raises(RuntimeError, match="size mismatch for patterns"):
-        AssociativeMemory(uniform(3, 9)).load_state_dict(AssociativeMemory(uniform(3, 8)).state_dict())
-
-
 def broken_state_dicts(memory):
     good = memory.state_dict()
     nan = good["patterns"].clone()
     nan[1, 0] = float("nan")
-    yield AHopError, "patterns must hold at least one pattern", good | {"patterns": good["patterns"][:0]}
-    yield AHopError, "patterns must be finite, got NaN or infinity in row 1", good | {"patterns": nan}
-    yield AHopError, r"prior must be \(N,\) = \(20,\), got \(3,\)", good | {"prior": torch.zeros(3)}
-    yield RuntimeError, "size mismatch for patterns", good | {"patterns": torch.zeros(20, 9)}
-    yield (
-        AHopError,
-        "must have 8 blocks, as the similarity, got similarity.w with 9",
-        good | {"similarity.w": torch.zeros(2, 9)},
-    )
-    yield RuntimeError, "Unexpected key", good | {"other": torch.zeros(3)}
-    yield RuntimeError, "Missing key", {key: value for key, value in good.items() if key != "similarity.bias"}
-    yield RuntimeError, "patterns", good | {"patterns": "patterns"}
+    for kind, message, change in (
+        (AHopError, "patterns must hold at least one pattern", {"patterns": good["patterns"][:0]}),
+        (AHopError, "patterns must be finite, got NaN or infinity in row 1", {"patterns": nan}),
+        (AHopError, r"prior must be \(N,\) = \(20,\), got \(3,\)", {"prior": torch.zeros(3)}),
+        (AHopError, r"labels must be \(N,\) = \(20,\)", {"labels": torch.zeros(3).long()}),
+        (AHopError, "labels must be integers .* got torch.float32", {"labels": torch.zeros(20)}),
+        (RuntimeError, "size mismatch for patterns", {"patterns": torch.zeros(20, 9)}),
+        (AHopError, "must have 8 blocks, as .* got similarity.w with 9", {"similarity.w": torch.zeros(2, 9)}),
+        (RuntimeError, "Unexpected key", {"other": torch.zeros(3)}),
+        (RuntimeError, "patterns", {"patterns": "patterns"}),
+    ):
+        yield kind, message, good | change
+    for kind, message, missing in (
+        (AHopError, "labels must be in the state dict, because the memory has labels, got none", "labels"),
+        (RuntimeError, "Missing key", "similarity.bias"),
+        (RuntimeError, "Missing key", "beta"),
+    ):
+        yield kind, message, {key: value for key, value in good.items() if key != missing}
 
 
 @pytest.mark.parametrize("count", [3, 20])
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_failed_load_leaves_the_memory_unchanged(count, assign):
-    source = AssociativeMemory.preset("A-Hop", uniform(20, 8), debias=True, prior=True)
-    memory = AssociativeMemory.preset("A-Hop", uniform(count, 8), debias=True, prior=True)
+    source, memory = (
+        AssociativeMemory.preset("A-Hop", uniform(n, 8), debias=True, prior=True, labels=range(n)) for n in (20, count)
+    )
     for parameter in (*source.parameters(), *memory.parameters()):
         torch.nn.init.normal_(parameter)
     before = {key: value.clone() for key, value in memory.state_dict().items()}
@@ -711,17 +581,17 @@ def test_a_failed_load_leaves_the_memory_unchanged(count, assign):
         assert all(torch.equal(memory.state_dict()[key], value) for key, value in before.items()), message
         assert all(parameters[key] is parameter for key, parameter in memory.named_parameters()), message
     memory.load_state_dict(source.state_dict(), assign=assign)
-    assert torch.equal(memory.patterns, source.patterns)
+    assert all(torch.equal(memory.state_dict()[key], value) for key, value in source.state_dict().items())
+    assert memory.prior.requires_grad
 
 
 def test_a_memory_inside_a_model_refuses_a_state_dict_without_patterns():
-    model = torch.nn.Sequential(AssociativeMemory.preset("M-Hop", uniform(3, 8), prior=True))
-    patterns, prior = model[0].patterns, model[0].prior
-    state = model.state_dict() | {"0.patterns": torch.zeros(0, 8), "0.prior": torch.zeros(0)}
+    memory = AssociativeMemory.preset("M-Hop", uniform(3, 8), prior=True)
+    model, patterns, prior = torch.nn.Sequential(memory), memory.patterns, memory.prior
     with pytest.raises(AHopError, match=r"0\.patterns must hold at least one pattern, got \(0, 8\)"):
-        model.load_state_dict(state)
-    assert model[0].patterns is patterns
-    assert model[0].prior is prior
+        model.load_state_dict(model.state_dict() | {"0.patterns": torch.zeros(0, 8), "0.prior": torch.zeros(0)})
+    assert memory.patterns is patterns
+    assert memory.prior is prior
 
 
 def test_a_table_interpolates_and_extrapolates():
@@ -737,7 +607,7 @@ def test_a_table_interpolates_and_extrapolates():
     assert torch.autograd.gradcheck(lambda q, k: similarity(q, k), (inside, uniform(5, 4).requires_grad_()))
 
 
-def test_a_table_adds_to_the_footprints():
+def test_a_table_adds_to_the_footprints_and_resets_to_zero():
     similarity = AdaptiveTableSimilarity(6, debias=True)
     for parameter in similarity.parameters():
         torch.nn.init.normal_(parameter)
@@ -746,109 +616,135 @@ def test_a_table_adds_to_the_footprints():
     query, key = torch.randn(4, 6), torch.randn(5, 6)
     expected = plain(query, key) + similarity.table(query - similarity.bias, key)
     torch.testing.assert_close(similarity(query, key), expected)
+    similarity.reset_parameters()
+    assert not similarity.table.table.any()
 
 
-PEAK = """
-import sys, torch
-from pathlib import Path
-from ahop_layers.memory.memory import AssociativeMemory
-torch.manual_seed(0)
-count, table = int(sys.argv[1]), sys.argv[2] == "table"
-patterns = torch.rand(count, 64) * 2 - 1
-memory = AssociativeMemory.preset("A-Hop", patterns, table=table, prior=True)
-memory.recall(patterns[:2])
-status = lambda name: int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
-peaks = []
-for _ in range(2):  # the peak includes pages that the allocator keeps, which vary
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmHWM")
-    found = memory.recall(patterns[:16])
-    peaks.append(status("VmHWM") - before)
-print(min(peaks) // 1024, int((found == torch.arange(16)).sum()))
-"""
+def test_half_precision_memories_have_an_inverse_temperature_beyond_float16():
+    patterns = torch.nn.functional.normalize(torch.randn(50, 32), dim=-1) * 0.01
+    labels = torch.arange(50) % 5
+    plain = AssociativeMemory(patterns, labels=labels, beta=2e5)
+    for memory in (AssociativeMemory(patterns.half(), labels=labels, beta=2e5), copy.deepcopy(plain).half()):
+        assert memory.beta == 2e5
+        assert memory.double().beta.dtype == torch.float64
+        memory.half()
+        for method in ("retrieve", "class_scores", "energy"):
+            result, expected = (getattr(each, method)(patterns) for each in (memory, plain))
+            assert result.dtype == torch.float16
+            torch.testing.assert_close(result.float(), expected, atol=2e-5, rtol=0.1)
+
+
+@pytest.mark.parametrize("beta", [1e-50, 1e39])
+def test_beta_is_within_the_range_of_the_dtype(beta):
+    with pytest.raises(AHopError, match="beta must be a positive number within the range of"):
+        AssociativeMemory(torch.eye(3), beta=beta)
+    assert AssociativeMemory(torch.eye(3).double(), beta=beta).beta == beta
+
+
+@pytest.mark.filterwarnings("ignore:fit did not improve")
+@pytest.mark.parametrize(
+    "make", [partial(AssociativeMemory.preset, "A-Hop"), partial(AssociativeMemory, similarity="l1")]
+)
+def test_numpy_arrays_are_accepted_everywhere(make):
+    patterns, labels = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
+    memory = make(patterns, labels=labels, prior=True)
+    memory.fit((np.arange(20), patterns), epochs=np.int64(2), batch=np.int32(8), progress=False)
+    memory.fit((labels, patterns), by="label", epochs=2, progress=False)
+    for shortlist in (None, np.int64(8)):
+        assert memory.search(patterns, np.int64(3), shortlist)[1].shape == (20, 3)
+    assert memory.retrieve(patterns, steps=np.int64(2)).shape == (20, 4)
+    assert memory.add(patterns, labels=labels).tolist() == list(range(20, 40))
+
+
+def test_inference_mode_is_refused_where_gradients_or_versions_are_needed():
+    memory = AssociativeMemory.preset("A-Hop", torch.randn(5, 3))
+    with torch.inference_mode():
+        with pytest.raises(AHopError, match="fit needs gradients"):
+            memory.fit(Noisy(std=0.1), epochs=1, progress=False)
+        memory = AssociativeMemory(torch.randn(5, 3))
+    with pytest.raises(AHopError, match="build_index needs patterns created outside inference mode"):
+        memory.build_index("Flat")
+
+
+def test_a_fit_of_float16_names_the_dtype():
+    memory = AssociativeMemory.preset("A-Hop", torch.randn(20, 8).half(), debias=True, prior=True, table=True)
+    with pytest.raises(AHopError, match=r"got torch.float16: call memory.float\(\)"):
+        memory.fit(Noisy(std=0.1), epochs=2, progress=False)
+    assert memory.float().fit(Noisy(std=0.1), epochs=2, progress=False).isfinite().all()
+
+
+def recall_peak(table):
+    """Returns the peak memory of a recall beside the patterns, in bytes, and the indices that it finds."""
+    torch.manual_seed(0)
+    patterns = uniform(150_000, 64, torch.float32)
+    memory = AssociativeMemory.preset("A-Hop", patterns, table=table, prior=True)
+    memory.recall(patterns[:2])
+    peaks = []
+    for _ in range(2):  # the peak includes pages that the allocator keeps, which vary
+        before = reset_peak("cpu")
+        found = memory.recall(patterns[:16])
+        peaks.append(peak("cpu") - before)
+    return min(peaks), found.tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
-@pytest.mark.parametrize("kind", ["footprints", "table"])
-def test_recall_needs_little_memory_beside_the_patterns(kind):
+@pytest.mark.skipif(not CLEAR.exists(), reason="reads the peak of resident memory from Linux")
+@pytest.mark.parametrize(("table", "megabytes"), [(False, 40), pytest.param(True, 400, marks=pytest.mark.full)])
+def test_recall_needs_little_memory_beside_the_patterns(table, megabytes):
     """Blocks bound the memory independently of the number of patterns; without them a table would need 1.4 GB."""
-    command = [sys.executable, "-c", PEAK, "150000", kind]
-    megabytes, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert int(found) == 16
-    assert int(megabytes) < (40 if kind == "footprints" else 400)
+    used, found = in_own_process(recall_peak, table)
+    assert found == list(range(16))
+    assert used < megabytes * 2**20
+
+
+NOISY = Noisy(0.1)
+
+
+def fit(p, data, **keywords):
+    return AssociativeMemory(p, "adaptive").fit(data, **keywords)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda p: AssociativeMemory(None), "patterns must be a tensor, got NoneType"),
         (lambda p: AssociativeMemory(p[0]), r"patterns must be \(N, d\) with N, d >= 1, got \(4,\)"),
-        (lambda p: AssociativeMemory(p, similarity="cosine"), "similarity must be one of dot, dis, l1, adaptive, got"),
+        (lambda p: AssociativeMemory(p, "cosine"), "similarity must be one of dot, dis, l1, adaptive, got"),
+        (lambda p: AssociativeMemory(p, 5), "similarity must be a module or a function, got 5"),
+        (lambda p: AssociativeMemory(p, separation=5), "separation must be a module or a function, got 5"),
+        (lambda p: AssociativeMemory(p, modulation=5), "modulation must be a module or a function, got 5"),
         (lambda p: AssociativeMemory(p, activation="relu"), "activation must be 'sign' or None, got 'relu'"),
         (lambda p: AssociativeMemory(p, objective="separation"), "needs a KernelModulation, got NoneType"),
         (lambda p: AssociativeMemory(p, objective="speed"), "objective must be one of retrieval, separation"),
-        (lambda p: AssociativeMemory.preset("Z-Hop", p), "name must be one of Hop, D-Hop"),
+        (lambda p: AssociativeMemory.preset(5, p), "name must be one of Hop, D-Hop.* got 5"),
+        (lambda p: AssociativeMemory.preset("A-Hop", [1.0]), "patterns must be a tensor, got list"),
         (lambda p: AssociativeMemory.preset("M-Hop", p, debias=True), "M-Hop takes .* prior, check, beta, got debias"),
-        (
-            lambda p: AssociativeMemory(p).scores(p[:, :3]),
-            r"queries x must be \(..., d\) with the d = 4 of .* \(6, 3\)",
-        ),
+        (lambda p: AssociativeMemory.preset("D-Hop", p, degree="a"), "degree must be .* got 'a'"),
+        (lambda p: AssociativeMemory.preset("K-Hop", p, features="a"), "features must be .* got 'a'"),
+        (lambda p: AssociativeMemory.preset("U-Hop", p).energy(p), "no energy .* other than the dot .* 'argmax'"),
         (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be .* at least 1, got 0"),
-        (lambda p: AssociativeMemory(p).fit(Noisy(0.1)), "must have trainable parameters, got none"),
-        (lambda p: AssociativeMemory(p, "adaptive").fit(), "data must be a variant or a pair .*, got NoneType"),
-        (lambda p: AssociativeMemory(p, "adaptive").fit((torch.zeros(2).long(), p)), r"got \(2,\) and \(6, 4\)"),
-        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs=0), "epochs must be .* at least 1, got 0"),
-        (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=0.0), "lr must be a positive number, got 0.0"),
+        (lambda p: AssociativeMemory(p).add(None), "patterns must be a tensor, got NoneType"),
+        (lambda p: AssociativeMemory(p).add(p[:, :3]), r"patterns must be \(..., d\) with the d = 4 of"),
+        (lambda p: AssociativeMemory(p).fit(NOISY), "must have trainable parameters, got none"),
+        (lambda p: fit(p, None), "data must be a variant or a pair .*, got NoneType"),
+        (lambda p: fit(p, (torch.zeros(2).long(), p)), r"got \(2,\) and \(6, 4\)"),
+        (lambda p: fit(p, ("a", p)), "index must be integers .* got str"),
+        (lambda p: fit(p, ([0], None)), "query must be a tensor, got NoneType"),
+        (lambda p: fit(p, ([0], p[:1].to("meta"))), "one device, got query"),
+        (lambda p: fit(p, NOISY, epochs=0), "epochs must be .* at least 1, got 0"),
+        (lambda p: fit(p, NOISY, batch=2.5), "batch must be .* got 2.5"),
+        (lambda p: fit(p, NOISY, lr=float("inf")), "lr must be a positive number, got inf"),
+        (lambda p: fit(p, NOISY, lr=1e300), "lr must be .* got 1e.300"),
+        (lambda p: fit(p, NOISY, seed="a"), "seed must be an integer .* 'a'"),
+        (lambda p: fit(p, NOISY, seed=2**70), "seed must be an integer"),
         (lambda p: KernelModulation(0), "dim must be .* at least 1, got 0"),
         (lambda p: TableSimilarity(0), "dim must be .* at least 1, got 0"),
         (lambda p: TableSimilarity(4, 0.0), "key_range must be a positive number, got 0.0"),
         (lambda p: TableSimilarity(4, knots=(1, 5)), r"knots must be two integers of at least 2, got \(1, 5\)"),
+        (lambda p: TableSimilarity(4, knots=5), "knots must be two integers of at least 2, got 5"),
     ],
 )
 def test_errors(make, message):
-    with pytest.raises(AHopError, match=message):
-        make(torch.rand(6, 4))
-
-
-WRONG_TYPES = {
-    "patterns": (lambda p: AssociativeMemory(None), "patterns must be a tensor, got NoneType"),
-    "patterns of a preset": (lambda p: AssociativeMemory.preset("A-Hop", [1.0]), "patterns must be a tensor, got list"),
-    "name": (lambda p: AssociativeMemory.preset(5, p), "name must be one of Hop, .* got 5"),
-    "similarity": (lambda p: AssociativeMemory(p, 5), "similarity must be a module or a function, got 5"),
-    "separation": (lambda p: AssociativeMemory(p, separation=5), "separation must be a module or a function, got 5"),
-    "modulation": (lambda p: AssociativeMemory(p, modulation=5), "modulation must be a module or a function, got 5"),
-    "degree": (lambda p: AssociativeMemory.preset("D-Hop", p, degree="a"), "degree must be .* got 'a'"),
-    "features": (lambda p: AssociativeMemory.preset("K-Hop", p, features="a"), "features must be .* got 'a'"),
-    "scores": (lambda p: AssociativeMemory(p).scores([1.0]), "x must be a tensor, got list"),
-    "recall": (lambda p: AssociativeMemory(p).recall(None), "x must be a tensor, got NoneType"),
-    "retrieve": (lambda p: AssociativeMemory(p).retrieve(None), "x must be a tensor, got NoneType"),
-    "energy": (lambda p: AssociativeMemory.preset("K2-Hop", p).energy(None), "x must be a tensor, got NoneType"),
-    "steps": (lambda p: AssociativeMemory(p).retrieve(p, steps="a"), "steps must be .* got 'a'"),
-    "add": (lambda p: AssociativeMemory(p).add(None), "patterns must be a tensor, got NoneType"),
-    "add another d": (lambda p: AssociativeMemory(p).add(p[:, :3]), r"patterns must be \(..., d\) with the d = 4 of"),
-    "lr": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr="a"), "lr must be a positive number, got 'a'"),
-    "lr None": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=None), "lr must be a positive number"),
-    "lr inf": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=float("inf")), "lr must be .* got inf"),
-    "lr nan": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=float("nan")), "lr must be .* got nan"),
-    "lr 1e300": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), lr=1e300), "lr must be .* got 1e.300"),
-    "data": (lambda p: AssociativeMemory(p, "adaptive").fit(5), "data must be a variant or a pair .* got int"),
-    "data index": (lambda p: AssociativeMemory(p, "adaptive").fit(("a", p)), "index must be integers .* got str"),
-    "data no index": (lambda p: AssociativeMemory(p, "adaptive").fit((None, p)), "index must be integers .* NoneType"),
-    "data query": (lambda p: AssociativeMemory(p, "adaptive").fit(([0], None)), "query must be a tensor, got NoneType"),
-    "data device": (lambda p: AssociativeMemory(p, "adaptive").fit(([0], p[:1].to("meta"))), "one device, got query"),
-    "epochs": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), epochs="a"), "epochs must be .* got 'a'"),
-    "batch": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), batch=2.5), "batch must be .* got 2.5"),
-    "seed": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), seed="a"), "seed must be an integer .* 'a'"),
-    "seed size": (lambda p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), seed=2**70), "seed must be an integer"),
-    "kernel": (lambda p: KernelModulation("a"), "dim must be .* got 'a'"),
-    "key_range": (lambda p: TableSimilarity(4, "a"), "key_range must be a positive number, got 'a'"),
-    "knots": (lambda p: TableSimilarity(4, knots=5), "knots must be two integers of at least 2, got 5"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_wrong_types_are_named(name):
-    make, message = WRONG_TYPES[name]
     with pytest.raises(AHopError, match=message):
         make(torch.rand(6, 4))
 
@@ -864,7 +760,7 @@ class _OfEachPattern(torch.nn.Module):
         return self.each(query.expand(len(key), -1, -1), key[:, None]).squeeze(-1).T
 
 
-def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones():
+def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones(monkeypatch):
     """A head learns from the queries of its pattern, so its gradients are small. Adam's eps must not exceed them."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.rand(40, 32, generator=generator) * 2 - 1
@@ -875,6 +771,10 @@ def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones():
         noisy = Noisy(1.0).corrupt(patterns[index], generator)
         return index, torch.where(index[:, None] % 2 == 0, masked, noisy)
 
-    memory = AssociativeMemory(patterns, _OfEachPattern(40, 32))
-    memory.fit(draw(4000), epochs=15, batch=256, progress=False)
-    assert retrieval_accuracy(memory, *draw(4000)) > 0.675
+    pairs, asked, accuracy = draw(4000), draw(4000), []
+    for factor in (1, 40):  # 40 times as large: the eps of weights that are shared by all patterns
+        monkeypatch.setattr(fit_module, "FORM_EPS", factor * fit_module.FORM_EPS)
+        memory = AssociativeMemory(patterns, _OfEachPattern(40, 32))
+        memory.fit(pairs, epochs=15, batch=256, progress=False)
+        accuracy.append(retrieval_accuracy(memory, *asked))
+    assert accuracy[0] > accuracy[1] + 0.01

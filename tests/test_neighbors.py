@@ -56,7 +56,7 @@ def test_neighbors_are_ordered_by_negative_scores(fitted):
     assert np.array_equal(few, indices[:, :5])
 
 
-@pytest.mark.parametrize("bases", [("l1",), ("dis",)])
+@pytest.mark.parametrize("bases", ["l1", ("dis",)])  # one name, or a tuple of names
 def test_a_stored_row_has_distance_zero_to_itself(bases):
     rows = np.random.default_rng(0).normal(1e6, 1.0, (40, 3))  # rounding to float32 would move them
     model = AdaptiveNeighborsClassifier(**FAST, bases=bases).fit(rows, rows[:, 0] > 1e6)

@@ -2,8 +2,8 @@
 
 import copy
 import sys
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from new_tensors import LargestNewTensor
@@ -53,6 +53,7 @@ def test_the_shortlist_has_what_a_search_finds(name):
     scores, indices = memory.search(x, 5, shortlist=100)
     torch.testing.assert_close(scores, memory.scores(x).detach().gather(-1, indices))
     assert bool((scores.diff(dim=-1) <= 0).all())
+    assert memory.search(x[:0], 5, shortlist=100)[1].shape == (0, 5)
 
 
 def test_outliers_count_little_in_the_first_stage():
@@ -76,11 +77,11 @@ def test_the_bias_is_removed_and_the_prior_counts():
     assert memory.search(memory.patterns[:5] + 2, shortlist=2)[1].flatten().tolist() == [7] * 5
 
 
-@pytest.mark.parametrize("m", [N, 10 * N])
-def test_a_shortlist_of_all_patterns_is_exact(m):
+def test_a_shortlist_of_all_patterns_is_exact():
     memory, x = MEMORIES["A-Hop"](patterns()), patterns(9)
-    for got, expected in zip(memory.search(x, 7, shortlist=m), memory.search(x, 7), strict=True):
-        assert torch.equal(got, expected)
+    for m in (N, 10 * N):
+        for got, expected in zip(memory.search(x, 7, shortlist=m), memory.search(x, 7), strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_equal_scores_are_ordered_by_index():
@@ -89,21 +90,11 @@ def test_equal_scores_are_ordered_by_index():
     assert torch.equal(indices, torch.arange(40)[:, None] + torch.tensor([0, 40, 80]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["A-Hop", "U-Hop"])
-def test_dtypes(name, dtype):
+@pytest.mark.parametrize(("name", "dtype"), [("A-Hop", torch.bfloat16), ("U-Hop", torch.float16)])
+def test_half_precision(name, dtype):
     memory = MEMORIES[name](patterns().to(dtype))
     assert recall(memory, memory.patterns[::100], 200) >= 0.96
     assert memory.search(memory.patterns[:2], shortlist=5)[0].dtype == dtype
-
-
-@pytest.mark.parametrize("shape", [(D,), (2, 3, D), (0, D)])
-def test_leading_dimensions_and_numpy(shape):
-    memory, x = MEMORIES["A-Hop"](patterns()), torch.randn(shape)
-    scores, indices = memory.search(x.numpy(), 3, shortlist=50)
-    assert isinstance(indices, np.ndarray)
-    assert scores.shape == indices.shape == (*shape[:-1], 3)
-    np.testing.assert_array_equal(indices, memory.search(x, 3, shortlist=50)[1].numpy())
 
 
 def test_a_query_does_not_depend_on_the_others(monkeypatch):
@@ -113,6 +104,22 @@ def test_a_query_does_not_depend_on_the_others(monkeypatch):
     monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 100)
     monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 1)
     assert torch.equal(together, memory.search(x, 3, shortlist=20)[1])
+
+
+def test_a_shortlist_modulates_matrices_of_patterns():
+    stored = torch.randn(500, 8) * torch.rand(500, 1) * 3
+    query = stored[:50] + torch.randn(50, 8)
+    modulations = (partial(torch.nn.functional.normalize, dim=dim) for dim in (1, -1))
+    assert torch.equal(*(ah.AssociativeMemory(stored, modulation=each).search(query, 3, 9)[1] for each in modulations))
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
+def test_a_shortlist_finds_the_same_patterns_at_any_scale(scale):
+    stored = torch.randn(300, 8) * torch.rand(300, 1) * 3
+    query = stored[:50] + 0.3 * torch.randn(50, 8)
+    memory, expected = (ah.AssociativeMemory(stored * factor, "dis") for factor in (scale, 1.0))
+    found = memory.search(query * scale, 3, 10)[1] == expected.search(query, 3)[1]
+    assert found.double().mean() > 0.98
 
 
 def test_inference_mode_and_later_gradients():
@@ -128,7 +135,7 @@ def test_inference_mode_and_later_gradients():
     assert found.flatten().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("count", [1, 255, 257, 20_000_001, 10**9 + 7])
+@pytest.mark.parametrize("count", [1, 257, 10**9 + 7])
 def test_the_sample_is_spread_over_all_patterns(count):
     index = shortlist_module.sample_index(count, torch.device("cpu"))
     assert len(index.unique()) == min(count, 256)
@@ -145,17 +152,16 @@ def test_norms_follow_the_patterns():
 
 def test_memory_is_bounded(monkeypatch):
     """No tensor is as large as queries x patterns, or as queries x shortlist x dimensions."""
-    for module, name in (
-        (scoring, "BLOCK_ELEMENTS"),
-        (shortlist_module, "SAMPLE_ELEMENTS"),
-        (shortlist_module, "FIRST_STAGE_SCORES"),
-        (sys.modules["ahop_layers.memory.search"], "RANKED_SCORES"),
-    ):
-        monkeypatch.setattr(module, name, 2**13)
+    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 2**13)
+    monkeypatch.setattr(shortlist_module, "SAMPLE_ELEMENTS", 2**13)
+    monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 2**13)
+    monkeypatch.setattr("ahop_layers.memory.search.RANKED_SCORES", 2**13)
     memory, x = MEMORIES["A-Hop"](patterns(2000)), torch.randn(20, D)
+    plain = ah.AssociativeMemory(memory.patterns)
     memory.search(x[:1], shortlist=10)  # keeps the norms
     with LargestNewTensor() as largest:
         memory.search(x, 3, shortlist=200)
+        plain.search(x, 3)
     assert largest.elements <= 2**13 + 20 * 200  # far less than 20 x 2,000 and 20 x 200 x 16
 
 
@@ -163,7 +169,6 @@ def test_memory_is_bounded(monkeypatch):
     ("find", "message"),
     [
         (lambda m, x: m.search(x, 5, shortlist=4), "shortlist must be at least k = 5, got 4"),
-        (lambda m, x: m.search(x, shortlist=0), "shortlist must be an integer of at least 1, got 0"),
         (lambda m, x: m.search(x, shortlist=2.0), r"shortlist must be an integer of at least 1, got 2\.0"),
         (lambda m, x: m.build_index(metric="l1"), "metric must be one of dis, dot, got 'l1'"),
         (
@@ -183,8 +188,7 @@ def test_without_faiss_the_error_names_the_extra(monkeypatch):
         MEMORIES["A-Hop"](patterns(50)).build_index()
 
 
-@pytest.mark.parametrize("description", ["Flat", "HNSW16", "IVF16,Flat"])
-@pytest.mark.parametrize("name", ["A-Hop", "K-Hop", "U-Hop"])
+@pytest.mark.parametrize(("name", "description"), [("A-Hop", "Flat"), ("K-Hop", "HNSW16"), ("U-Hop", "IVF16,Flat")])
 def test_an_index_finds_the_shortlist(name, description):
     pytest.importorskip("faiss")
     memory = MEMORIES[name](patterns())
@@ -200,11 +204,17 @@ def test_an_index_finds_the_shortlist(name, description):
         memory.search(x, shortlist=100)
 
 
-def test_errors_of_an_index():
+def test_errors_of_an_index_and_its_removal():
     pytest.importorskip("faiss")
     memory = MEMORIES["A-Hop"](patterns())
     with pytest.raises(ah.AHopError, match="description must be that of a FAISS index, got 'Nonsense'"):
         memory.build_index("Nonsense")
     memory.build_index("IVF64,Flat").nprobe = 1
-    with pytest.raises(ah.AHopError, match="the index must find at least k = 200 patterns for a query, got fewer"):
-        memory.search(memory.patterns[:5], 200, shortlist=400)
+    x = memory.patterns[:5].clone()
+    with pytest.raises(ah.AHopError, match=r"the index must find at least k = 200 patterns .* set its nprobe"):
+        memory.search(x, 200, shortlist=400)
+    x[1, 2] = torch.nan
+    with pytest.raises(ah.AHopError, match="queries x must be finite, got NaN or infinity in row 1"):
+        memory.search(x, 200, shortlist=400)
+    assert memory.build_index(None) is None
+    assert memory.search(memory.patterns[:5], 200, shortlist=400)[1].shape == (5, 200)

@@ -26,7 +26,6 @@ class PatternStore(Associator):
     beta: Tensor
     labels: Tensor | None
     shard: Shard | None = None
-    _fits_beta = True
     _classes: Classes | None = None  # of all ranks, if sharded
 
     def __init__(self, patterns: Any, labels: Any, prior: bool, check: bool, beta: float | None) -> None:
@@ -254,8 +253,6 @@ class PatternStore(Associator):
                 self._keep_loaded(state_dict, prefix)
             if self.prior is not None and len(stored) != before:
                 self._set_prior(self.prior.new_zeros(len(stored)))
-        if stored is not None:  # a state dict without patterns is a part of one, or of a sharded memory
-            state_dict.setdefault(prefix + "beta", torch.ones_like(self.beta))  # from before beta existed
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _keep_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -265,11 +262,6 @@ class PatternStore(Associator):
         if self.shard is not None:
             shard = Shard(self.shard.group, len(patterns), scale_of(patterns), self.patterns.device)
             self._keep(shard, patterns.to(self.patterns), labels)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled memory, also one from before ``beta`` existed."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._buffers.setdefault("beta", self.patterns.new_ones((), dtype=accumulation_dtype(self.patterns.dtype)))
 
     def _load_labels(self, state_dict: dict[str, Any], key: str, count: int) -> None:
         """Check the labels of a state dict, and take their number from it."""
