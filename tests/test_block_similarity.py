@@ -296,7 +296,16 @@ def test_other_blocks_of_the_same_number_are_loaded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [None, 3, UNEQUAL, SEVERAL], ids=["none", "3", "unequal", "several"])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        pytest.param(None, id="none"),
+        *(
+            pytest.param(blocks, id=name, marks=pytest.mark.full)
+            for name, blocks in (("3", 3), ("unequal", UNEQUAL), ("several", SEVERAL))
+        ),
+    ],
+)
 def test_compile_without_a_graph_break_for_all_shapes(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
     torch.compiler.reset()  # the similarities of earlier tests count as recompilations

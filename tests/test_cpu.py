@@ -97,7 +97,7 @@ def check(query, key, weight, bases):
     check_grads(separated_grad(query, key, bases, weight.shape[-1]).to(scores.dtype), query, key, weight, bases)
 
 
-@pytest.mark.parametrize("d", [*range(1, 70), 100, 127, 128, 129, 255, 300, 513, 784, 1000, 1024])
+@pytest.mark.parametrize("d", [*range(1, 36), 47, 64, 65, 100, 127, 128, 129, 255, 300, 513, 784, 1000, 1024])
 def test_steps_sort(d):
     """The steps sort and have at most as many comparators as Batcher's network."""
     comparators = [pair for step in cpu.steps(d) for pair in expand(step)]
@@ -140,8 +140,15 @@ def chain(size, distances):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "N{}-H{}-L{}-S{}".format(*shape))
-@pytest.mark.parametrize(("n", "d"), [*((d, d) for d in DIMENSIONS), *BLOCKS])
+@pytest.mark.parametrize(
+    ("shape", "n", "d"),
+    [
+        pytest.param(shape, n, d, id="N{}-H{}-L{}-S{}-{}-{}".format(*shape, n, d))
+        for n, d in (*((d, d) for d in DIMENSIONS), *BLOCKS)
+        for shape in SHAPES
+        if d < 500 or shape[2] < 66  # the reference of many pairs takes seconds
+    ],
+)
 def test_against_reference(shape, n, d, dtype):
     check(*inputs(*shape, d, dtype=dtype, blocks=n), ALL)
 
@@ -374,7 +381,7 @@ def test_threads_change_no_bit():
     ("shape", "n"),
     [
         *((shape, n) for shape, *sizes in THREADED for n in sizes),
-        ((1, 1, 17, 2100, 1024), 1024),  # in two rounds
+        pytest.param((1, 1, 17, 2100, 1024), 1024, marks=pytest.mark.full),  # in two rounds
         ((1, 1, 70, 2100, 1024), 16),
     ],
     ids=str,

@@ -89,6 +89,7 @@ FOUND = {
 }
 
 
+@pytest.mark.full
 def test_a_distributed_model_is_refused(results):
     for rank in results:
         assert set(rank["refusals"]) == set(FOUND)

@@ -65,6 +65,7 @@ def test_answers_are_marked_as_right_or_wrong():
     assert [axis.get_ylabel() for axis in drawn.axes] == ["query", "", "answer", ""]
 
 
+@pytest.mark.full
 def test_tabular(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tabular, "StratifiedKFold", lambda _, **keywords: StratifiedKFold(2, **keywords))
     accuracy = tabular.main(["--out", str(tmp_path)])
@@ -120,7 +121,7 @@ def test_an_invalid_argument_is_named(name, arguments, message, tmp_path, refuse
     ("name", "arguments", "message"),
     [
         ("mil", ["--accelerator", "gpu"], "No supported gpu backend found!"),
-        ("vit", ["--devices", "none"], "should be an int"),
+        ("vit", ["--accelerator", "cpu", "--devices", "none"], "should be an int"),
         ("vit", ["--precision", "3"], "Precision '3' is invalid"),
         ("vit", ["--logger", "tensorboard"], "neither tensorboard nor tensorboardX"),
     ],

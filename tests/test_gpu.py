@@ -336,15 +336,16 @@ print(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="runs on the GPU itself in test_portable_kernels_on_the_gpu")
-def test_portable_kernels_in_the_interpreter():
+@pytest.mark.parametrize(("cases", "count"), [("L3-S5-d12-n3", 1), pytest.param("test", 5, marks=pytest.mark.full)])
+def test_portable_kernels_in_the_interpreter(cases, count):
     """Triton chooses the interpreter at import, so this test needs its own process."""
     pytest.importorskip("triton", reason="Triton is not installed")
     file = Path(__file__).with_name("portable_kernels.py")
-    command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider", "-k", cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
-    assert "5 passed" in run.stdout
+    assert f"{count} passed" in run.stdout
 
 
 def test_layouts_cover_every_d():

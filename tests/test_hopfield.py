@@ -58,7 +58,7 @@ def test_signature_is_that_of_hflayers(name, hflayers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", [True, False], ids=["package", "folder"])
+@pytest.mark.parametrize("package", [True, pytest.param(False, marks=pytest.mark.full)], ids=["package", "folder"])
 def test_another_module_named_hflayers_is_not_used(package, tmp_path):
     (tmp_path / "hflayers").mkdir()
     if package:

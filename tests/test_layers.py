@@ -326,7 +326,10 @@ def test_masked_equals_shorter(layer, separation, steps, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
+@pytest.mark.parametrize(
+    ("layer_class", "keywords"),
+    [pytest.param(*each.values, id=each.id, marks=[pytest.mark.full] * (each.id != "layer")) for each in SMALL],
+)
 def test_one_graph_and_export(layer_class, keywords):
     if torch.__version__ < (2, 7) and keywords.get("separation") == "entmax":
         pytest.skip("torch 2.6 visits every path through a graph with gradients, and entmax has too many")

@@ -168,6 +168,7 @@ def test_tables_show_paired_differences_and_the_paper(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+@pytest.mark.full
 def test_memory_of_a_large_bag():
     instances, features = 20_000, 128
     _, most = costs.in_own_process(costs.pooling_cost, instances, features, 8, 0, "cpu")

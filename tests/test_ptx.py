@@ -104,7 +104,7 @@ def test_score(n, size, layout, dtype, weights):
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(12, torch.float16), (12, torch.bfloat16), (100, torch.bfloat16)])
-@pytest.mark.parametrize("weights", ["random", "constant"])
+@pytest.mark.parametrize("weights", ["random", pytest.param("constant", marks=pytest.mark.full)])
 def test_two_packed_keys(d, dtype, weights):
     layout = choose_layout(d, 1, alone=96, shared=64, step=2)
     count = 2 * layout.pairs
@@ -129,7 +129,7 @@ def test_two_packed_keys(d, dtype, weights):
 
 
 @pytest.mark.parametrize(("n", "size", "layout", "dtype"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("warps", [1, 2])
+@pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_backward(n, size, layout, dtype, warps):
     layout = layout or choose_layout(n, size, alone=32, shared=32)
     d, keys = n * size, warps * layout.pairs
@@ -195,7 +195,7 @@ MMA_CASES = [
 
 
 @pytest.mark.parametrize(("n", "size", "dtype", "bases"), MMA_CASES)
-@pytest.mark.parametrize("warps", [1, 2])
+@pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_tensor_cores(n, size, dtype, bases, warps):
     assert mma.serves(n, size, bases)
     length, count, d = 19, 16 * warps + 5, n * size

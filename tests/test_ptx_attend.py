@@ -170,7 +170,7 @@ def test_readout(case):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(("warps", "step"), [(2, None), (1, 16)])
+@pytest.mark.parametrize(("warps", "step"), [(2, None), pytest.param(1, 16, marks=pytest.mark.full)])
 def test_gradients(case, warps, step):
     n, size, width, dtype, bases, rules = case
     problem = Problem(n, size, width, 21, 37, dtype, bases, rules)

@@ -159,6 +159,7 @@ def test_a_given_folder_must_have_mnist(tmp_path, monkeypatch):
     assert data_folder(None) == data_folder(tmp_path) == tmp_path
 
 
+@pytest.mark.full
 def test_the_figure_is_drawn(tmp_path, run):
     assert "plot: " in run("--table", "figure")
     assert (tmp_path / "retrieval_quick.png").exists()

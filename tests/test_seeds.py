@@ -31,7 +31,7 @@ print("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_offset_shifts_every_generator_and_those_of_child_processes():
     command = [sys.executable, "-c", CODE]
     hidden = (seed_offset.VARIABLE, "PYTHONPATH")

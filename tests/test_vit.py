@@ -418,6 +418,7 @@ def test_demo(tmp_path, no_pictures, monkeypatch, capsys):
     assert (tmp_path / "bags" / "lookup-0" / "roc.png").exists()
 
 
+@pytest.mark.full
 def test_throughput_benchmark(tmp_path, capsys):
     output = tmp_path / "images.csv"
     small = ["--data", "digits", "--model", "tiny", "--batch", "4", "--seconds", "0.01", "--device", "cpu"]
