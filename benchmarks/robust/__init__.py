@@ -1,0 +1,1 @@
+"""How robust a learned similarity is to damaged queries: accuracy against one-line baselines."""
