@@ -336,7 +336,7 @@ print(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="runs on the GPU itself in test_portable_kernels_on_the_gpu")
-@pytest.mark.parametrize(("cases", "count"), [("L3-S5-d12-n3", 1), pytest.param("test", 5, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("cases", "count"), [("L2-S3-d6-n1", 1), pytest.param("test", 5, marks=pytest.mark.full)])
 def test_portable_kernels_in_the_interpreter(cases, count):
     """Triton chooses the interpreter at import, so this test needs its own process."""
     pytest.importorskip("triton", reason="Triton is not installed")

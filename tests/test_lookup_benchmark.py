@@ -97,6 +97,7 @@ def test_tables_have_the_best_network_in_bold():
     assert report.report(rows) == report.bag_table(rows)
 
 
+@pytest.mark.full
 def test_pairs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pairs, "PATTERNS", 40)
     monkeypatch.setattr(pairs, "QUERIES", 200)

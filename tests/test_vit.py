@@ -432,6 +432,7 @@ def test_throughput_benchmark(tmp_path, capsys):
     assert len(read(output)) == len(rows)
 
 
+@pytest.mark.full
 def test_training_benchmark(folder, capsys):
     output, picture = folder / "images.csv", folder / "images.png"
     small = ["--data", "folder", "--data-dir", str(folder), "--model", "tiny", "--batch", "4", "--device", "cpu"]
