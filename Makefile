@@ -63,6 +63,7 @@ REQUIREMENTS = import tomllib; \
 	print(*project['dependencies'], *sum(extras, []), sep='\n')
 
 # The kernel is compiled while pip installs everything else; setup.py then finds it built. Compiling takes a minute.
+# All cores compile Python modules, one of them would if pip did.
 $(READY): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) for the tests (first run: a few minutes)"
 	$(call venv,$(VENV))
@@ -71,6 +72,7 @@ $(READY): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layer
 	$(BIN)/python setup.py -q build_ext --inplace & $(PIP) --group docs -r $(VENV)/requirements.txt transformers && wait
 	$(PIP) --no-build-isolation -e ".[examples,tabular,dev]"
 	$(call frameworks,$(VENV))
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/vit
 	touch $(DOCS) $(EXAMPLES) $@
 
 # Libraries that only tests use are installed into a separate folder, which tests/frameworks.py adds to sys.path.

@@ -12,6 +12,8 @@ from sklearn.exceptions import NotFittedError
 import ahop_layers as ah
 from ahop_layers.tabular import AdaptiveNeighborsClassifier
 
+pytestmark = pytest.mark.slow
+
 X, Y = load_iris(return_X_y=True)
 NAMES = np.array(["setosa", "versicolor", "virginica"])
 FAST = {"epochs": 12, "batch_size": 256, "random_state": 0, "device": "cpu"}

@@ -13,6 +13,8 @@ import ahop_layers as ah
 from ahop_layers import plots
 from ahop_layers.ops.reference import fold
 
+pytestmark = pytest.mark.slow
+
 KEYS = 13  # a class token and 3 x 4 patches
 
 

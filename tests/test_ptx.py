@@ -12,6 +12,8 @@ from ahop_layers.ops.reference import folded_similarity
 from tests.gaps import separated_grad
 from tests.ptx_emulator import WARP, Emulator, Memory
 
+pytestmark = pytest.mark.slow
+
 BOTH = ("dis", "dot")
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 ROWS = 3

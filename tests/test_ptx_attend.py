@@ -10,6 +10,8 @@ from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.reference import fold, folded_similarity
 from tests.ptx_emulator import WARP, Emulator, Memory
 
+pytestmark = pytest.mark.slow
+
 BOTH = ("dis", "dot")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.bool: "u8"}
 SEED = 0x1234_5678_9ABC_DEF0 - 2**62

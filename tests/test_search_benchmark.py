@@ -12,6 +12,8 @@ from benchmarks.harness.rows import read
 from benchmarks.search import data, measure, ours, rivals, tune
 from benchmarks.search.data import ForeignBlock, Images, ReplacedPixels
 
+pytestmark = pytest.mark.slow
+
 SIDE, CLASSES, EACH = 8, 4, 10
 
 

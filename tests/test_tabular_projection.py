@@ -10,6 +10,8 @@ from ahop_layers.tabular.columns import Categories, RowEncoding
 from ahop_layers.tabular.projection import ProjectionNetwork
 from ahop_layers.tabular.rows import Examples
 
+pytestmark = pytest.mark.slow
+
 ROWS, TARGET = load_diabetes(return_X_y=True)
 
 
