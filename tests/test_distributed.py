@@ -98,6 +98,7 @@ def test_a_distributed_model_is_refused(results):
             assert ADVICE in message
 
 
+@pytest.mark.full
 def test_similarities_stay_equal_on_all_ranks_if_the_model_is_adapted_first(results):
     first, second = (rank["similarities"] for rank in results)
     assert first == second

@@ -31,6 +31,7 @@ def drawing_as_text(rows, *_):
     return SimpleNamespace(savefig=lambda path, dpi: path.write_text(str(rows)))
 
 
+@pytest.mark.full
 def test_retrieval(tmp_path, monkeypatch, capsys):
     tables = []
     for folder in ("first", "second"):

@@ -29,6 +29,7 @@ def home(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_all_networks_are_measured_once(home, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measure, "STORED", 20)
     arguments = ["--quick", "--seeds", "1", "--device", "cpu", "--data-dir", str(home), "--output"]

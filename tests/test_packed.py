@@ -126,9 +126,8 @@ STEPS = {"quantity": 2, "num_heads": 2, "update_steps_max": 1, "add_zero_associa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "keywords"), [("aot_eager", {}), pytest.param("eager", STEPS, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("backend", "keywords"), [("aot_eager", {}), ("eager", STEPS)])
+@pytest.mark.full
 def test_one_graph_for_all_sizes(backend, keywords):
     torch.compiler.reset()
     pooling, counter = AdaptiveHopfieldPooling(8, **keywords), CompileCounterWithBackend(backend)

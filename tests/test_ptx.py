@@ -191,8 +191,9 @@ def test_backward_of_constant_weights_needs_no_sort(n, size):
 
 
 MMA_CASES = [
-    (8, 8, torch.bfloat16, BOTH), (4, 16, torch.float16, BOTH), (3, 16, torch.bfloat16, ("dot",)),
-    (2, 8, torch.float16, ("dis",)), (1, 32, torch.bfloat16, ("dot", "dis")), (6, 8, torch.float16, BOTH),
+    (4, 16, torch.float16, BOTH), (3, 16, torch.bfloat16, ("dot",)), (2, 8, torch.float16, ("dis",)),
+    (1, 32, torch.bfloat16, ("dot", "dis")), pytest.param(6, 8, torch.float16, BOTH, marks=pytest.mark.full),
+    pytest.param(8, 8, torch.bfloat16, BOTH, marks=pytest.mark.full),
 ]  # fmt: skip
 
 

@@ -127,6 +127,7 @@ def run(tmp_path, monkeypatch, capsys):
     return main
 
 
+@pytest.mark.full
 def test_the_quick_version_resumes(tmp_path, run):
     first = run("--table", "accuracy")
     rows = read(tmp_path / "retrieval_quick.csv")

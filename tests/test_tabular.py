@@ -7,6 +7,8 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from unittest import SkipTest
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OrdinalEncoder, StandardScaler
+from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import ahop_layers as ah
 from ahop_layers.tabular import AdaptiveMemoryClassifier, AdaptiveMemoryRegressor
@@ -36,10 +39,22 @@ def fitted() -> AdaptiveMemoryClassifier:
     return AdaptiveMemoryClassifier(random_state=0).fit(X[::2], Y[::2])
 
 
+@pytest.mark.recorded  # scikit-learn asks for accuracies on data of its own seeds
+@pytest.mark.filterwarnings("ignore")
+def test_checks_of_scikit_learn_pass():
+    checks = list(estimator_checks_generator(AdaptiveMemoryClassifier()))
+    assert len(checks) > 50
+    for estimator, check in checks[::5]:  # make test-all has every check of every estimator
+        with suppress(SkipTest):
+            check(estimator)
+
+
+@pytest.mark.full
+@pytest.mark.recorded
 @pytest.mark.parametrize("estimator", [
     "AdaptiveMemoryClassifier()",
-    pytest.param("AdaptiveMemoryRegressor()", marks=pytest.mark.full),
-    pytest.param("AdaptiveNeighborsClassifier(epochs=10, batch_size=64, random_state=0)", marks=pytest.mark.full),
+    "AdaptiveMemoryRegressor()",
+    "AdaptiveNeighborsClassifier(epochs=10, batch_size=64, random_state=0)",
 ])  # fmt: skip
 def test_every_check_of_scikit_learn_passes(estimator):
     code = f"""

@@ -94,6 +94,7 @@ def test_the_best_trial_needs_all_trials():
     assert best_trial(rows[:1], trials) is None
 
 
+@pytest.mark.full
 def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys):
     output = tmp_path / "rows.csv"
     command = ["tabular", "--quick", "--models", "M-Hop", "A-Hop", "--output", str(output)]

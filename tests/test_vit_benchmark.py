@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 SMALL = ["--models", "tiny", "--batch", "2", "--image", "32", "--turns", "1", "--seconds", "0"]
 
 
+@pytest.mark.full
 def test_training_and_inference_are_compared_with_the_dot_product_of_the_same_run(tmp_path, capsys):
     framework("timm")
     output = ["--output", str(tmp_path / "vit.csv")]
