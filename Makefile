@@ -17,7 +17,7 @@ help:
 	@echo "make demo           run the demo: prints a table, writes figures to out/"
 	@echo "make test           run lint, type checks and the tests (5 minutes on two cores)"
 	@echo "make test-all       the same with the tests marked full: wheels, every compile variant, two-process training"
-	@echo "make test-fast      run the fast tests of the core only, without lint (90 s)"
+	@echo "make test-fast      run the fast tests of the core only, without lint (a minute)"
 	@echo "make test-models    adapt and check models of timm, transformers, diffusers and others (about an hour)"
 	@echo "make lint           run ruff and mypy"
 	@echo "make docs           build the documentation site into site/ (strict)"
@@ -100,7 +100,7 @@ test-all: lint
 
 test-fast: $(READY)
 	@echo "==> fast tests of the core"
-	$(TESTS) -m "not slow"
+	$(TESTS) -m "not slow and not gpu" tests
 
 # The rows go to a folder of their own. "python -m tests.models" replaces those of the documentation.
 test-models: $(READY)

@@ -270,6 +270,7 @@ def test_dropout_draws_from_the_generator_of_torch():
 # torch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dropout"),
     [("pairs", 0.3), *(pytest.param(*case, marks=pytest.mark.full) for case in (("none", 0.0), ("float keys", 0.0)))],

@@ -392,6 +392,7 @@ def test_export(calls):
         torch.testing.assert_close(program.module()(x), Model()(x))
 
 
+@pytest.mark.slow
 def test_torch_func(calls):
     layer, x = attention().double(), torch.randn(3, N, L, 16, dtype=torch.float64)
     parameters = dict(layer.named_parameters())
@@ -439,6 +440,7 @@ def test_memory_is_bounded(blocks):
     assert 0 < peak <= 64e6
 
 
+@pytest.mark.slow
 def test_transformers_without_weights(calls):
     """Weights are computed where the call, the configuration, a hook or a replaced forward asks for them."""
     transformers = framework("transformers")
@@ -471,6 +473,7 @@ def test_transformers_without_weights(calls):
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 def test_timm_without_weights(calls):
     timm = framework("timm")
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=48, num_heads=3, num_classes=4)

@@ -176,6 +176,7 @@ def check_scores(memory):
         torch.testing.assert_close(memory.scores(query), memory.similarity(query, memory.patterns))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("blocks", ARRANGED.values(), ids=ARRANGED)
 def test_a_memory_scores_its_present_patterns(blocks, table, monkeypatch):

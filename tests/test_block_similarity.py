@@ -124,6 +124,7 @@ def test_built_in_bases_do_not_take_the_reference_path(monkeypatch):
         ah.AdaptiveSimilarity(12, blocks=blocks)(*pair(2, dtype=torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [3, UNEQUAL, SEVERAL], ids=["3", "unequal", "several"])
 def test_gradcheck(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 2, BASES, blocks=blocks, debias=True).double())

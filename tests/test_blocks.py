@@ -124,6 +124,7 @@ def restride(tensor, kind):
     return tensor[..., :1, :].expand(tensor.shape) if kind == "expanded" else tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     batch=st.sampled_from([(), (1,), (3,), (2, 3), (0,)]),
@@ -199,6 +200,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", [True, True, True]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 8])
 def test_chunked_memory_is_bounded(n):
     """Forward and backward use less than 64 MB in addition to inputs and results."""

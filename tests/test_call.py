@@ -18,6 +18,8 @@ from ahop_layers.convert.discover import CHANNELS, OPAQUE, OTHER_SCORES
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import SimilarityList, named_similarities
 
+pytestmark = pytest.mark.slow
+
 SDPA = functional.scaled_dot_product_attention
 
 

@@ -19,6 +19,8 @@ from ahop_layers.attention import Adaptive
 from ahop_layers.convert import class_swap
 from ahop_layers.convert.registry import CONVERTERS, full_name
 
+pytestmark = pytest.mark.slow
+
 IMAGE = (2, 3, 32, 32)
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64}
 

@@ -302,6 +302,7 @@ def test_close_pairs_of_blocks(base, offset):
     check(query + offset, key + offset, weight, (base,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "d"), [(2, 8), (3, 12), (4, 64), (7, 28), (8, 64), (16, 64)])
 @pytest.mark.parametrize("bases", [("dis",), ("dot",), ("dis", "dot"), ("l1", "dot", "dis")], ids=",".join)
 def test_wide_blocks_of_many_queries(bases, n, d):
@@ -320,6 +321,7 @@ def test_nan_of_a_query_stays_in_its_gradients():
     torch.testing.assert_close(touched[0, 0, others], clean[0, 0, others], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ALL], ids="-".join)
 @pytest.mark.parametrize(("n", "d"), [(1, 6), (3, 6), (4, 12), (6, 6)])
 def test_gradcheck(n, d, bases):
@@ -329,6 +331,7 @@ def test_gradcheck(n, d, bases):
     assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases, backend="cpu"), tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constants", [(0.0, 0.7, -0.3), (0.0, 1.0, 0.0), (None, 0.7, None), (0.0, 0.0, 0.0)], ids=str)
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (33, 33), (64, 64), (8, 64), (7, 49), (1, 130), (16, 784)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -11,6 +11,8 @@ from ahop_layers import plots, separation, tabular, torchmil, variants
 from ahop_layers.memory import kernel as modulation
 from ahop_layers.memory import table
 
+pytestmark = pytest.mark.slow
+
 # Methods of the interfaces of nn.Module and scikit-learn: the example of the class calls them.
 INTERFACE = {"forward", "extra_repr", "reset_parameters", "fit", "predict", "predict_proba", "decision_function"}
 INTERFACE |= {"get_extra_state", "set_extra_state"}

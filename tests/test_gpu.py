@@ -348,6 +348,7 @@ def test_portable_kernels_in_the_interpreter(cases, count):
     assert f"{count} passed" in run.stdout
 
 
+@pytest.mark.slow
 def test_layouts_cover_every_d():
     sizes = (*range(1, 130), 200, 255, 256, 300, 511, 512, 513, 784, 1000, 1023, 1024)
     for size, n in ((d // n, n) for d in sizes for n in range(1, d + 1) if d % n == 0):

@@ -152,6 +152,7 @@ def test_a_variable_that_names_no_file_is_an_error(path, reload, tmp_path, monke
     assert ah.adaptive_similarity(*(torch.ones(2, 3),) * 3, backend="chunked").shape == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "reason"), [("-O1 'open", "AHOP_CFLAGS must be"), ("-no-such-flag", "-no-such-flag")]
 )
@@ -165,6 +166,7 @@ def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path, flags, reason)
     assert not list(tmp_path.rglob("_footprint.*"))
 
 
+@pytest.mark.slow
 @built
 def test_a_library_of_the_same_sources_is_copied_not_compiled(tmp_path):
     if "source" not in json.loads(LIBRARY.with_suffix(".json").read_text()):

@@ -141,6 +141,7 @@ class Weighted(torch.nn.Module):
         return -torch.cdist(query * scale, key * scale).square()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pairs", "variant"])
 def test_fit_by_label_learns_what_classes_have_in_common(kind):
     (patterns, labels), (queries, asked), (x, y) = clusters(60, 0), clusters(600, 1), clusters(500, 2)

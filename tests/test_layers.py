@@ -371,14 +371,17 @@ def test_gradient_checkpointing_in_a_sequential(layer_class, keywords):
 
 
 def test_ddp_finds_no_unused_parameter(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    def train():
         layers = AdaptiveHopfieldLayer(8, quantity=3, debias=True), AdaptiveHopfieldPooling(8, num_heads=2)
         model = nn.Sequential(*layers)
         parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=False)
         for _ in range(2):  # the second forward raises if the first left a parameter without gradient
             parallel(torch.randn(3, 5, 8)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        train()  # a wrapped model that outlives its group can wait forever for the thread of gloo
     finally:
         torch.distributed.destroy_process_group()

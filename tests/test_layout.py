@@ -10,6 +10,8 @@ import pytest
 
 import ahop_layers as ah
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(ah.__file__).parent
 
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.

@@ -260,6 +260,7 @@ def test_uniformity_is_the_mean_over_pairs_of_directions():
     torch.testing.assert_close(uniformity_loss(many.half()), uniformity_loss(many), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "share"), [(Mixed(0.7), 0.8), (Mixed(0.3, 0.3), 0.5)])
 def test_fits_with_and_without_noise(variant, share):
     """Masks without noise need large weights, noise needs small ones. The default learning rate works for both."""
@@ -282,6 +283,7 @@ def embeddings(seed, scale=1.0, count=200, dim=48, pairs=1500, dtype=torch.float
     return scale * patterns, (index[:pairs], query[:pairs]), (index[pairs:], query[pairs:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keywords", "scale"),  # powers of two: products are exact, so ties stay ties
     [
@@ -305,6 +307,7 @@ def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, scale):
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_unit_embeddings_are_found_and_retrieved_at_another_scale():
     scale = 1e-3
     patterns, pairs, (index, query) = embeddings(3, scale, count=500, dim=64, pairs=4000)
@@ -760,6 +763,7 @@ class _OfEachPattern(torch.nn.Module):
         return self.each(query.expand(len(key), -1, -1), key[:, None]).squeeze(-1).T
 
 
+@pytest.mark.slow
 def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones(monkeypatch):
     """A head learns from the queries of its pattern, so its gradients are small. Adam's eps must not exceed them."""
     generator = torch.Generator().manual_seed(0)

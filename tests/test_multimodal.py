@@ -4,8 +4,9 @@ import pytest
 
 from examples import multimodal
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_multimodal(tmp_path, capsys):
     size = ["--concepts", "40", "--epochs", "15", "--queries", "100"]
     accuracy = multimodal.main([*size, "--out", str(tmp_path)])

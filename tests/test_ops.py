@@ -452,6 +452,7 @@ def test_private_functions_of_torch_are_in_one_file():
     assert found == {"ops/operators.py"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["chunked", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_scores_in_the_dtype_of_the_query(backend, dtype):

@@ -18,6 +18,8 @@ from ahop_layers.hopfield import core
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 from benchmarks import packed as benchmark
 
+pytestmark = pytest.mark.slow
+
 SIZES = [3, 0, 7, 1, 12, 5]
 
 

@@ -116,6 +116,7 @@ def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(block, bad, value):
     check_equals_sort(AssociativeMemory(patterns, check=False), torch.ones(2, 8), 1, 2, 3, 4, 61)
 
 
+@pytest.mark.slow
 def test_search_and_classification_compile_to_one_graph():
     patterns = torch.randint(-1, 2, (40, 4)).double()  # many equal scores
     memory, x = AssociativeMemory(patterns, labels=torch.arange(40) % 3), torch.randint(-1, 2, (5, 4)).double()
