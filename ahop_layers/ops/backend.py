@@ -45,17 +45,18 @@ def backends() -> dict[str, Status]:
     return statuses
 
 
-def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int) -> Kernel:
+def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> Kernel:
     """Returns the kernel named ``backend``, or for ``"auto"`` the fastest one that supports the call."""
     if backend == "auto":
-        return _fastest(query, bases, blocks)
+        return _fastest(query, bases, blocks, missing)
     module = KERNELS[backend]
     reason = module.unavailable()
     if reason is not None:
         raise AHopError(f"backend={backend!r} is not available here: {reason}")
-    if not module.serves(query, bases, blocks):
+    if not module.serves(query, bases, blocks, missing):
         sizes = f"d = {query.shape[-1]}, {blocks} blocks"
         got = f"{query.dtype} on {query.device.type} with {sizes} and bases {', '.join(bases)}"
+        got += " and missing values" if missing else ""
         raise AHopError(f"backend={backend!r} does not support {got}")
     return module
 
@@ -66,10 +67,10 @@ def choose_attention(backend: str, call: AttentionCall) -> Attention:
     return fused if kernel is gpu and fused.serves(call) else Sliced(kernel)
 
 
-def _fastest(query: Tensor, bases: Sequence[str], blocks: int) -> Kernel:
+def _fastest(query: Tensor, bases: Sequence[str], blocks: int, missing: bool) -> Kernel:
     device = query.device.type
     module = {"cpu": KERNELS["cpu"], "cuda": KERNELS["triton"]}.get(device)
-    if module is not None and module.unavailable() is None and module.serves(query, bases, blocks):
+    if module is not None and module.unavailable() is None and module.serves(query, bases, blocks, missing):
         return module
     if device == "cuda" and gpu.unavailable() is not None:
         _warn_slow_gpu()

@@ -1,8 +1,8 @@
 """The reference computed in tiles of bounded memory: the fallback where no faster kernel supports a call.
 
 Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``key (N, H, S, d)`` and folded weights
-``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. Half-precision inputs are scored in
-float32.
+``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. ``widths (n_bases,)`` are those of the
+bases that saturate, by default 1. Half-precision inputs are scored in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import BASES, Slopes, accumulation_dtype, block_sums, folded_similarity
+from ahop_layers.ops.reference import (
+    BASES,
+    Slopes,
+    accumulation_dtype,
+    block_sums,
+    folded_similarity,
+    missing_similarity,
+)
 
 SCRATCH_BYTES = 40 * 2**20
 """Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results."""
+
+MISSING_COPIES = 3
+"""How many times as much memory a pair takes where values can be unknown: weights then differ between pairs."""
 
 Need = tuple[bool, bool, bool]
 
@@ -30,24 +40,43 @@ def detail() -> str:
     return "plain PyTorch in tiles of bounded memory, any device"
 
 
-def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
     """Returns whether the slopes of all bases are known; tensors and numbers of blocks are not restricted."""
     return all(BASES[base].slopes is not None for base in bases)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``."""
+def score(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    dtype: torch.dtype | None = None,
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> Tensor:
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``.
+
+    If ``missing``, NaN is an unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`.
+    """
+    compute = missing_similarity if missing else folded_similarity
     wide = accumulation_dtype(query.dtype)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
     with torch.autocast(query.device.type, enabled=False):  # which would multiply by the weights in half precision
-        for n, h, rows, columns in _tiles(query, key, weight.shape[-1]):
-            tile = folded_similarity(query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases)
+        for n, h, rows, columns in _tiles(query, key, weight.shape[-1], MISSING_COPIES if missing else 1):
+            pair = query[n, h, rows].to(wide), key[n, h, columns].to(wide)
+            tile = compute(*pair, weight[h], bases, widths=widths)
             scores[n, h, rows, columns] = tile
     return scores
 
 
 def score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    need: Need,
+    widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
 
@@ -63,7 +92,9 @@ def score_backward(
         queries, keys = query[n, h, rows].to(dtype).unsqueeze(-2), key[n, h, columns].to(dtype).unsqueeze(-3)
         tile_grad = grad[n, h, rows, columns].unsqueeze(-1)
         for index, base in enumerate(bases):
-            values = block_sums(BASES[base].value(queries, keys), blocks)
+            width = widths[index] if widths is not None and BASES[base].saturates else 1.0
+            pair = queries / width, keys / width
+            values = block_sums(BASES[base].value(*pair), blocks)
             similarities, order = values.sort(dim=-1, descending=True)
             del values
             if need[2]:
@@ -71,10 +102,10 @@ def score_backward(
             if not (need[0] or need[1]):
                 continue
             at_rank = weight[h, index][:, None, None].expand_as(similarities)
-            at_block = similarities.scatter_(-1, order, at_rank).mul_(tile_grad).unsqueeze(-1)
+            at_block = similarities.scatter_(-1, order, at_rank).mul_(tile_grad / width).unsqueeze(-1)
             del order
             slopes = cast(Slopes, BASES[base].slopes)
-            for which, slope, pairs_axis in zip((0, 1), slopes(queries, keys), (-2, -3), strict=True):
+            for which, slope, pairs_axis in zip((0, 1), slopes(*pair), (-2, -3), strict=True):
                 if need[which]:
                     place = (n, h, rows) if which == 0 else (n, h, columns)
                     slope = torch.unflatten(slope, -1, (blocks, -1))
@@ -83,11 +114,11 @@ def score_backward(
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
 
 
-def _tiles(query: Tensor, key: Tensor, blocks: int) -> Iterator[tuple[slice, ...]]:
+def _tiles(query: Tensor, key: Tensor, blocks: int, copies: int = 1) -> Iterator[tuple[slice, ...]]:
     """Yields slices over (N, H, L, S), as large as the scratch memory allows, longest along the last axes."""
     (n, h, length, d), count = query.shape, key.shape[-2]
     # Values, sorted values and two temporaries; the sort's int64 indices, and the same amount inside the sort.
-    pair_bytes = d * 4 * accumulation_dtype(query.dtype).itemsize + blocks * 16
+    pair_bytes = copies * (d * 4 * accumulation_dtype(query.dtype).itemsize + blocks * 16)
     room = max(1, SCRATCH_BYTES // pair_bytes)
     axes = []
     for size in (count, length, h, n):

@@ -128,14 +128,24 @@ def detail() -> str:
     return f"native, {next(iter(instruction_sets()))}, {torch.get_num_threads()} threads"
 
 
-def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
     """Returns whether this kernel supports the tensor and the number of blocks, and implements the bases."""
+    if missing:
+        return False
     fits = query.shape[-1] <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS
     supported = query.device.type == "cpu" and query.dtype in DTYPE_CODES
     return fits and supported and all(base in BASE_CODES for base in bases)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
+def score(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    dtype: torch.dtype | None = None,
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", (query, key, weight, scores), bases)
@@ -143,7 +153,13 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtyp
 
 
 def score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    need: Need,
+    widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     dtype = accumulation_dtype(query.dtype)

@@ -8,7 +8,7 @@ weights and call a kernel. All private PyTorch functions that the package uses a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -39,6 +39,8 @@ def adaptive_similarity(
     bases: Sequence[str] = ("dis", "dot"),
     blocks: int | Tensor | None = None,
     *,
+    widths: Tensor | None = None,
+    missing: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Scores every query against every key by a weighted sum of their similarity footprints.
@@ -52,7 +54,12 @@ def adaptive_similarity(
         key: ``(..., S, d)``; batch dimensions broadcast.
         weight: ``(n_bases, n)``, or ``(H, n_bases, n)`` for queries ``(..., H, L, d)``: the footprint weights of each
             base, multiplied by the factor of that base. n divides d.
-        bases: names of the base similarities, in the order of ``weight``.
+        bases: names of the base similarities, in the order of ``weight``. ``"near"`` may appear several times.
+        widths: ``(n_bases,)``, the width of each base that saturates, ``"near"``: its value is
+            ``exp(-|query_i - key_i| / width)``. Other entries are ignored. None means 1. No gradient is computed.
+        missing: NaN in ``query`` or ``key`` is an unknown value, and its dimension takes no part in the scores of its
+            pairs; :func:`ahop_layers.ops.reference.missing_similarity` has the formula. A pair without a known
+            dimension has the score -inf. False: NaN gives NaN.
         blocks: None, or the n of ``weight``. An integer tensor ``(d,)`` names the block of each dimension and takes the
             reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in bases.
         backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
@@ -84,6 +91,9 @@ def adaptive_similarity(
     check_choice("backend", backend, ("auto", *BACKENDS))
     custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
     custom += [] if numbers is None else ["a tensor of blocks"]
+    widths = _check_widths(widths, names, query)
+    tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
+    custom += ["the gradient of scores with missing values"] if missing and tracked else []
     if custom and backend not in ("auto", "reference"):
         raise AHopError(f"{custom[0]} runs on the reference path only, got backend={backend!r}")
 
@@ -95,10 +105,12 @@ def adaptive_similarity(
     wide, autocast = accumulation_dtype(query.dtype), cast is not None
     if custom or backend == "reference" or is_transformed():
         with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
-            scores = reference.adaptive_similarity(query.to(wide), key.to(wide), weight.to(wide), names, numbers)
+            compute = reference.missing_similarity if missing else reference.adaptive_similarity
+            weight = fold(weight.to(wide)) if missing else weight.to(wide)
+            scores = compute(query.to(wide), key.to(wide), weight, names, numbers, widths)
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
-        scores = _canonical_score(query, key, weight, batch, names, backend, wide=autocast)
+        scores = _canonical_score(query, key, weight, batch, (",".join(names), backend, autocast, widths, missing))
     return scores.to(wide if autocast else query.dtype)
 
 
@@ -205,8 +217,19 @@ def _check_blocks(blocks: int | Tensor | None, query: Tensor, weight: Tensor) ->
     return numbers
 
 
+def _check_widths(widths: Tensor | None, names: Sequence[str], query: Tensor) -> Tensor | None:
+    """Returns the widths in the accumulation dtype, or None if no base has one."""
+    if widths is None or not any(BASES[name].saturates for name in names):
+        return None
+    check_floating(widths=widths)
+    check_same_device(query=query, widths=widths)
+    if widths.shape != (len(names),):
+        raise AHopError(f"widths must be (n_bases,) = ({len(names)},), got {describe(widths)}")
+    return widths.detach().to(accumulation_dtype(query.dtype))
+
+
 def _canonical_score(
-    query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], names: tuple[str, ...], backend: str, wide: bool
+    query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], options: tuple[Any, ...]
 ) -> Tensor:
     """Reshapes the batch dimensions to (N, H), without a copy where possible, and calls the operator."""
     # With shared weights, a single batch dimension becomes N: as H it would need a weight gradient per entry.
@@ -218,7 +241,7 @@ def _canonical_score(
         )
     weight = weight.expand(heads, *weight.shape[-2:])
     score: Any = _Score.apply if is_plain_call(query, key, weight) else torch.ops.ahop.score.default
-    scores: Tensor = score(query, key, weight, ",".join(names), backend, wide)
+    scores: Tensor = score(query, key, weight, *options)
     return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
 
 
@@ -318,17 +341,30 @@ def register(
     torch.library.register_autograd(name, backward, setup_context=save)
 
 
-def _check(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str) -> tuple[str, ...]:
+def _check(
+    query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, widths: Tensor | None
+) -> tuple[str, ...]:
     names = check_call(weight, bases, backend, query=query, key=key)
     check_tensor("key", key, (*query.shape[:2], key.shape[-2], query.shape[-1]), query.dtype, query)
+    if widths is not None:
+        check_tensor("widths", widths, (len(names),), accumulation_dtype(query.dtype), query)
     return names
 
 
-def _check_backward(grad: Tensor, query: Tensor, key: Tensor, *options: Any) -> tuple[str, ...]:
-    names = _check(query, key, *options[:-1])
+def _check_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: str,
+    backend: str,
+    need: list[bool],
+    widths: Tensor | None = None,
+) -> tuple[str, ...]:
+    names = _check(query, key, weight, bases, backend, widths)
     dtype = query.dtype if grad.dtype == query.dtype else accumulation_dtype(query.dtype)
     check_tensor("grad", grad, (*query.shape[:3], key.shape[-2]), dtype, query)
-    check_need(options[-1], 3)
+    check_need(need, 3)
     return names
 
 
@@ -340,42 +376,72 @@ def _score_dtype(query: Tensor, wide: bool) -> torch.dtype:
     return accumulation_dtype(query.dtype) if wide else query.dtype
 
 
-def _score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
+def _score(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: str,
+    backend: str,
+    wide: bool = True,
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> Tensor:
     """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S), in at least float32 if ``wide``."""
-    names = _check(query, key, weight, bases, backend)
-    kernel = choose_kernel(backend, query, names, weight.shape[-1])
-    return kernel.score(query, key, _folded(weight), names, _score_dtype(query, wide))
+    names = _check(query, key, weight, bases, backend, widths)
+    kernel = choose_kernel(backend, query, names, weight.shape[-1], missing)
+    return kernel.score(query, key, _folded(weight), names, _score_dtype(query, wide), widths, missing)
 
 
-def _fake_score(query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, wide: bool = True) -> Tensor:
-    _check(query, key, weight, bases, backend)
+def _fake_score(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: str,
+    backend: str,
+    wide: bool = True,
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> Tensor:
+    _check(query, key, weight, bases, backend, widths)
     return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=_score_dtype(query, wide))
 
 
 def _score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, need: list[bool]
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: str,
+    backend: str,
+    need: list[bool],
+    widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, empty where ``need`` is False."""
-    names = _check_backward(grad, query, key, weight, bases, backend, need)
+    names = _check_backward(grad, query, key, weight, bases, backend, need, widths)
     kernel, folded = choose_kernel(backend, query, names, weight.shape[-1]), _folded(weight)
-    grads = kernel.score_backward(grad, query, key, folded, names, (need[0], need[1], need[2]))
+    grads = kernel.score_backward(grad, query, key, folded, names, (need[0], need[1], need[2]), widths)
     return grads[0], grads[1], grads[2].cumsum(-1).to(weight.dtype)  # the transpose of fold
 
 
 def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
     _check_backward(*args)
-    return empty_grads(args[1:4], args[-1])
+    return empty_grads(args[1:4], args[6])
 
 
 def _save_score(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:5]
+    defaults: tuple[Any, ...] = (True, None, False)
+    query, key, weight, bases, backend, _, widths, missing = (*inputs, *defaults[len(inputs) - 5 :])
+    if missing and any(ctx.needs_input_grad[:3]):
+        raise AHopError("the gradient of scores with missing values takes the reference path: use adaptive_similarity")
+    ctx.save_for_backward(query, key, weight)
+    ctx.options, ctx.widths = (bases, backend), widths
 
 
 def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # read once: under checkpointing, a second read raises
     plain = not torch.is_grad_enabled() and is_plain_call(grad, *saved)
-    backward = _score_backward if plain else torch.ops.ahop.score_backward.default
+    backward: Any = _score_backward if plain else torch.ops.ahop.score_backward.default
+    backward = backward if ctx.widths is None else partial(backward, widths=ctx.widths)
     return needed_grads(ctx, backward, 3, (grad, *saved, *ctx.options))
 
 
@@ -409,13 +475,13 @@ def _map_score(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[
 def _map_score_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
     merged = _merge_heads(info.batch_size, args[:4], in_dims[:4], (1, 1, 1, 0))
     sizes = info.batch_size, args[3].shape[1 if in_dims[3] == 0 else 0]
-    results = zip(torch.ops.ahop.score_backward(*merged, *args[4:]), (1, 1, 0), args[-1], strict=True)
+    results = zip(torch.ops.ahop.score_backward(*merged, *args[4:]), (1, 1, 0), args[6], strict=True)
     split = [(grad.unflatten(axis, sizes), axis) if wanted else (grad, None) for grad, axis, wanted in results]
     return tuple(zip(*split, strict=True))
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor weight, str bases, str backend"
-_SCHEMA = f"({_INPUTS}, bool wide=True) -> Tensor"
+_SCHEMA = f"({_INPUTS}, bool wide=True, Tensor? widths=None, bool missing=False) -> Tensor"
 register("score", _SCHEMA, _score, _fake_score, _map_score, _differentiate_score, _save_score)
-_SCHEMA = f"(Tensor grad, {_INPUTS}, bool[] need) -> (Tensor, Tensor, Tensor)"
+_SCHEMA = f"(Tensor grad, {_INPUTS}, bool[] need, Tensor? widths=None) -> (Tensor, Tensor, Tensor)"
 register("score_backward", _SCHEMA, _score_backward, _fake_score_backward, _map_score_backward)

@@ -22,19 +22,37 @@ class Kernel(Protocol):
     def detail(self) -> str:
         """Returns one line on how this kernel runs here."""
 
-    def serves(self, query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-        """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks."""
+    def serves(self, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
+        """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks.
+
+        ``missing`` asks whether NaN can be an unknown value.
+        """
 
     def score(
-        self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        weight: Tensor,
+        bases: Sequence[str],
+        dtype: torch.dtype | None = None,
+        widths: Tensor | None = None,
+        missing: bool = False,
     ) -> Tensor:
         """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
 
-        ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32.
+        ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. ``widths (n_bases,)``
+        of that dtype, for bases that saturate, and ``missing`` are those of :mod:`ahop_layers.ops.reference`.
         """
 
     def score_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        weight: Tensor,
+        bases: Sequence[str],
+        need: Need,
+        widths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
 

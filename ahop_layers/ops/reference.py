@@ -9,6 +9,9 @@ is a weighted sum of the footprints of several bases:
 
 Summation by parts turns this into ``u_base . sort(q_base)`` with ``u = reverse_cumsum(weight)``, the *folded* weight.
 The kernels use the folded weight because it needs no cumulative sum per pair.
+
+A dimension that is unknown, NaN in the query or in the key, can be left out. The sorted similarities of the m blocks
+that are known are then stretched, as a step function, to the n ranks of the weights: see :func:`missing_similarity`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +37,12 @@ class Base(NamedTuple):
     """A decomposable similarity: its value per dimension, and its derivatives with respect to query and key.
 
     Kernels need ``slopes``, which only built-in bases have. A base without them runs on the reference path, where
-    autograd differentiates it.
+    autograd differentiates it. A base that ``saturates`` compares values in units of a width.
     """
 
     value: Callable[[Tensor, Tensor], Tensor]
     slopes: Slopes | None = None
+    saturates: bool = False
 
 
 def _dis_slopes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,10 +55,17 @@ def _l1_slopes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return -sign, sign
 
 
+def _near_slopes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    difference = query - key
+    slope = torch.sign(difference) * torch.exp(-difference.abs())
+    return -slope, slope
+
+
 BASES: dict[str, Base] = {
     "dis": Base(lambda query, key: -(query - key).square(), _dis_slopes),
     "dot": Base(lambda query, key: query * key, lambda query, key: (key, query)),
     "l1": Base(lambda query, key: -(query - key).abs(), _l1_slopes),
+    "near": Base(lambda query, key: torch.exp(-(query - key).abs()), _near_slopes, saturates=True),
 }
 
 
@@ -81,14 +92,18 @@ def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> No
 
 
 def check_bases(bases: Sequence[str]) -> tuple[str, ...]:
-    """Returns ``bases`` as a tuple; raises unless it is one registered name, or a tuple or list of distinct ones."""
+    """Returns ``bases`` as a tuple; raises unless it is one registered name, or a tuple or list of distinct ones.
+
+    A base that saturates may appear several times, with different widths.
+    """
     names = (bases,) if isinstance(bases, str) else bases
     if not isinstance(names, (tuple, list)) or not names:
         raise AHopError(f"bases must be a tuple or list of base names, got {bases!r}")
     for name in names:
         if not isinstance(name, str) or name not in BASES:
             raise AHopError(f"bases must be names out of {', '.join(BASES)}, got {bases!r}")
-    if len(set(names)) < len(names):
+    single = [name for name in names if not BASES[name].saturates]
+    if len(set(single)) < len(single):
         raise AHopError(f"each base may appear once in bases, got {bases!r}")
     return tuple(names)
 
@@ -108,14 +123,27 @@ def block_sums(values: Tensor, n: int, blocks: Tensor | None = None) -> Tensor:
     return values if values.shape[-1] == n else torch.unflatten(values, -1, (n, -1)).sum(-1)
 
 
+def pair_values(query: Tensor, key: Tensor, base: str, width: Tensor | None = None) -> Tensor:
+    """Similarities per dimension of every pair: ``(..., L, d), (..., S, d) -> (..., L, S, d)``."""
+    if width is not None and BASES[base].saturates:
+        query, key = query / width, key / width
+    return BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+
+
 def sorted_similarities(
-    query: Tensor, key: Tensor, base: str, n: int | None = None, blocks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    base: str,
+    n: int | None = None,
+    blocks: Tensor | None = None,
+    width: Tensor | None = None,
 ) -> Tensor:
     """Similarities per block of every pair in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, n)``.
 
-    ``n`` is the number of blocks, by default d, and ``blocks`` is that of :func:`block_sums`.
+    ``n`` is the number of blocks, by default d, and ``blocks`` is that of :func:`block_sums`. ``width`` is that of a
+    base that saturates, by default 1.
     """
-    values = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+    values = pair_values(query, key, base, width)
     return block_sums(values, n or query.shape[-1], blocks).sort(dim=-1, descending=True).values
 
 
@@ -128,8 +156,8 @@ def footprint(query: Tensor, key: Tensor, base: str = "dis", blocks: int | Tenso
     Args:
         query: ``(..., L, d)``.
         key: ``(..., S, d)``; batch dimensions broadcast.
-        base: ``"dis"`` (negative squared distance), ``"dot"`` (product), ``"l1"`` (negative absolute difference) or a
-            registered base.
+        base: ``"dis"`` (negative squared distance), ``"dot"`` (product), ``"l1"`` (negative absolute difference),
+            ``"near"`` (exponential of it, which saturates) or a registered base.
         blocks: None makes every dimension a block. An integer n, a divisor of d, means n consecutive blocks of equal
             width. An integer tensor ``(d,)`` names the block of each dimension, from 0 to n - 1.
 
@@ -165,19 +193,70 @@ def check_blocks(blocks: int | Tensor | None, query: Tensor) -> tuple[int, Tenso
 
 
 def adaptive_similarity(
-    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], blocks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    blocks: Tensor | None = None,
+    widths: Tensor | None = None,
 ) -> Tensor:
     """Scores as the paper defines them: weighted footprints, summed over the bases, in the dtype of the inputs.
 
     ``(..., L, d), (..., S, d), (n_bases, n) -> (..., L, S)``; with weights per head
-    ``(..., H, L, d), (..., H, S, d), (H, n_bases, n) -> (..., H, L, S)``. ``blocks`` is that of :func:`block_sums`.
+    ``(..., H, L, d), (..., H, S, d), (H, n_bases, n) -> (..., H, L, S)``. ``blocks`` is that of :func:`block_sums`, and
+    ``widths (n_bases,)`` are those of the bases that saturate.
     """
     n = weight.shape[-1]
     scores = [
-        _weigh(sorted_similarities(query, key, base, n, blocks).cumsum(-1), weight[..., index, :])
+        _weigh(sorted_similarities(query, key, base, n, blocks, _at(widths, index)).cumsum(-1), weight[..., index, :])
         for index, base in enumerate(bases)
     ]
     return torch.stack(scores).sum(0)
+
+
+def missing_similarity(
+    query: Tensor,
+    key: Tensor,
+    folded: Tensor,
+    bases: Sequence[str],
+    blocks: Tensor | None = None,
+    widths: Tensor | None = None,
+) -> Tensor:
+    """Scores from folded weights, where NaN in the query or in the key is an unknown value.
+
+    The sum of a block is divided by the known share of its dimensions, and a block without any is missing. With
+    ``q_1 >= ... >= q_m`` the similarities of the m known blocks and u the folded weight, as a function that is constant
+    on ``(j - 1, j]``, a base contributes
+
+        sum over r of  q_r * integral of u from (r - 1) n / m to r n / m
+
+    A constant u gives ``n / m`` times the sum. Without a known block the score is -inf.
+    """
+    n = folded.shape[-1]
+    known = ~(query.isnan().unsqueeze(-2) | key.isnan().unsqueeze(-3))
+    share = block_sums(known.to(query.dtype), n, blocks)
+    share = share / block_sums(torch.ones_like(query[..., :1, :].unsqueeze(-2)), n, blocks)
+    present = share > 0
+    count = present.sum(-1, keepdim=True)
+    query, key = (each.masked_fill(each.isnan(), 0.0) for each in (query, key))
+    ranks = torch.arange(n + 1, device=query.device)
+    place = (n * ranks / count.clamp(min=1).to(folded.dtype)).clamp(max=n)
+    rank = (place.ceil().long() - 1).clamp(min=0)
+    rest = place - rank
+    scores = []
+    for index, base in enumerate(bases):
+        values = pair_values(query, key, base, _at(widths, index)).masked_fill(~known, 0.0)
+        values = block_sums(values, n, blocks) / share.clamp(min=torch.finfo(share.dtype).tiny)
+        values = values.masked_fill(~present, -torch.inf).sort(dim=-1, descending=True).values
+        u = folded[..., index, :].unsqueeze(-2).unsqueeze(-2) if folded.ndim == 3 else folded[index]
+        before = torch.nn.functional.pad(u.cumsum(-1), (1, 0)).expand(*rank.shape[:-1], n + 1)
+        integral = before.gather(-1, rank) + rest * u.expand(*rank.shape[:-1], n).gather(-1, rank)
+        scores.append((values.masked_fill(ranks[:-1] >= count, 0.0) * integral.diff(dim=-1)).sum(-1))
+    return torch.stack(scores).sum(0).masked_fill(count.squeeze(-1) == 0, -torch.inf)
+
+
+def _at(widths: Tensor | None, index: int) -> Tensor | None:
+    return None if widths is None else widths[index]
 
 
 def fold(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -185,11 +264,14 @@ def fold(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return weight.flip(-1).cumsum(-1, dtype=dtype).flip(-1)
 
 
-def folded_similarity(query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str]) -> Tensor:
+def folded_similarity(
+    query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], widths: Tensor | None = None
+) -> Tensor:
     """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
     n = folded.shape[-1]
     scores = [
-        _weigh(sorted_similarities(query, key, base, n), folded[..., index, :]) for index, base in enumerate(bases)
+        _weigh(sorted_similarities(query, key, base, n, width=_at(widths, index)), folded[..., index, :])
+        for index, base in enumerate(bases)
     ]
     return torch.stack(scores).sum(0)
 

@@ -44,15 +44,25 @@ def detail() -> str:
     return f"{torch.cuda.get_device_name()}, {body} kernels"
 
 
-def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
+def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
     """Returns whether this kernel supports the tensor, implements the bases and can hold the blocks."""
+    if missing or "near" in bases:
+        return False
     device = "cpu" if _interpreted() else "cuda"
     largest = MAX_DIMENSIONS if blocks == query.shape[-1] else 2 * MAX_DIMENSIONS
     fits = query.device.type == device and query.shape[-1] <= largest and query.dtype in PTX_NAMES
     return fits and blocks <= MAX_DIMENSIONS and all(base in IMPLEMENTED_BASES for base in bases)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
+def score(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    dtype: torch.dtype | None = None,
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``, by default float32."""
     out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=dtype or torch.float32, device=query.device)
     if out.numel() == 0:
@@ -70,7 +80,13 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtyp
 
 
 def score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    need: Need,
+    widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if query.numel() * key.numel() == 0:

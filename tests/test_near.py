@@ -1,0 +1,139 @@
+"""The saturating base, and missing values: every kernel against a direct statement of the formula."""
+
+import itertools
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.ops import chunked, reference
+
+BASES = ("l1", "near", "dot", "near", "dis")
+WIDTHS = torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0], dtype=torch.float64)
+
+
+def direct(query, key, folded, bases, widths):
+    """The score of one pair of vectors, by the formula of the reference, for blocks of one dimension."""
+    known = [i for i in range(len(query)) if not (query[i].isnan() or key[i].isnan())]
+    d, m, total = len(query), len(known), 0.0
+    if not known:
+        return -torch.inf
+    for base, width, u in zip(bases, widths.tolist(), folded, strict=True):
+        difference = (query - key).abs()
+        value = {
+            "l1": -difference,
+            "dis": -(difference**2),
+            "dot": query * key,
+            "near": (-difference / width).exp(),
+        }[base]
+        ordered = sorted((value[i].item() for i in known), reverse=True)
+        for r, similarity in enumerate(ordered):
+            low, high = r * d / m, (r + 1) * d / m
+            integral = sum(max(0.0, min(high, j + 1) - max(low, j)) * u[j].item() for j in range(d))
+            total += similarity * integral
+    return total
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_near_is_the_exponential_of_the_difference(backend):
+    query, key = torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    weight = torch.randn(len(BASES), 5, dtype=torch.float64)
+    scores = ah.adaptive_similarity(query, key, weight, BASES, widths=WIDTHS, backend=backend)
+    folded = reference.fold(weight)
+    for i, j in itertools.product(range(3), range(4)):
+        expected = direct(query[i], key[j], folded, BASES, WIDTHS)
+        assert scores[i, j].item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_missing_values_follow_the_formula(backend):
+    """All patterns of NaN on both sides of four dimensions."""
+    masks = torch.tensor(list(itertools.product([False, True], repeat=4)))
+    query = torch.randn(16, 4, dtype=torch.float64).masked_fill(masks, torch.nan)
+    key = torch.randn(16, 4, dtype=torch.float64).masked_fill(masks, torch.nan)
+    weight = torch.randn(len(BASES), 4, dtype=torch.float64)
+    scores = ah.adaptive_similarity(query, key, weight, BASES, widths=WIDTHS, missing=True, backend=backend)
+    folded = reference.fold(weight)
+    for i, j in itertools.product(range(16), range(16)):
+        expected = direct(query[i], key[j], folded, BASES, WIDTHS)
+        assert scores[i, j].item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("blocks", [None, 4, torch.tensor([0, 1, 1, 0, 2, 2, 2, 3])])
+def test_without_nan_missing_changes_nothing(blocks):
+    n = 8 if blocks is None else 4
+    query, key, weight = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.randn(5, n)
+    options = {"bases": BASES, "blocks": blocks, "widths": WIDTHS.float()}
+    expected = ah.adaptive_similarity(query, key, weight, **options)
+    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, **options, missing=True), expected)
+
+
+def test_missing_values_of_blocks():
+    """The known sum of a block is divided by its known share; a block without a known dimension is missing."""
+    nan = torch.nan
+    query, key = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[0.0, nan, 5.0, 1.0], [nan, nan, 5.0, 1.0]])
+    weight = torch.tensor([[0.0, 1.0]])
+    scores = ah.adaptive_similarity(query, key, weight, ("l1",), missing=True)
+    torch.testing.assert_close(scores, torch.tensor([[-2.0 - 5.0, 2 * -5.0]]))
+
+
+def test_a_constant_weight_averages_the_known_dimensions():
+    """As scikit-learn's nan_euclidean_distances."""
+    distances = pytest.importorskip("sklearn.metrics.pairwise").nan_euclidean_distances
+    query, key = torch.randn(6, 7), torch.randn(9, 7)
+    query[torch.rand(6, 7) < 0.4], key[torch.rand(9, 7) < 0.3] = torch.nan, torch.nan
+    query[:, 0], key[:, 0] = 1.0, 2.0
+    weight = torch.zeros(1, 7)
+    weight[0, -1] = 1.0
+    scores = ah.adaptive_similarity(query, key, weight, ("dis",), missing=True)
+    torch.testing.assert_close(-scores, torch.tensor(distances(query, key, squared=True), dtype=torch.float32))
+
+
+def test_gradients_with_missing_values_are_finite_and_right():
+    query, key = torch.randn(2, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    query[0, 2], key[1, 4] = torch.nan, torch.nan
+    weight = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    widths = torch.tensor([1.0, 0.5], dtype=torch.float64)
+
+    def scores(weight):
+        return ah.adaptive_similarity(query, key, weight, ("l1", "near"), widths=widths, missing=True)
+
+    assert torch.autograd.gradcheck(scores, weight)
+
+
+def test_without_missing_nan_stays_nan():
+    query, key = torch.randn(2, 4), torch.randn(3, 4)
+    query[0, 1] = torch.nan
+    scores = ah.adaptive_similarity(query, key, torch.randn(2, 4), ("l1", "near"), widths=torch.ones(2))
+    assert scores[0].isnan().all()
+    assert scores[1].isfinite().all()
+
+
+@pytest.mark.parametrize("n", [6, 3])
+def test_gradcheck_of_near(n):
+    query, key = torch.randn(2, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    weight = torch.randn(2, n, dtype=torch.float64)
+    widths = torch.tensor([0.7, 2.0], dtype=torch.float64)
+    inputs = [each.requires_grad_() for each in (query, key, weight)]
+
+    def scores(query, key, weight):
+        return ah.adaptive_similarity(query, key, weight, ("near", "near"), widths=widths, backend="chunked")
+
+    assert torch.autograd.gradcheck(scores, inputs)
+
+
+def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
+    query, key, weight = torch.randn(9, 6), torch.randn(11, 6), torch.randn(2, 6)
+    query[torch.rand(9, 6) < 0.3] = torch.nan
+    options = {"bases": ("l1", "dot"), "missing": True, "backend": "chunked"}
+    expected = ah.adaptive_similarity(query, key, weight, **options)
+    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 4000)
+    assert torch.equal(ah.adaptive_similarity(query, key, weight, **options), expected)
+
+
+def test_bad_widths_are_named():
+    query, key, weight = torch.randn(2, 4), torch.randn(3, 4), torch.randn(2, 4)
+    with pytest.raises(ah.AHopError, match=r"widths must be \(n_bases,\) = \(2,\)"):
+        ah.adaptive_similarity(query, key, weight, ("l1", "near"), widths=torch.ones(3))
+    with pytest.raises(ah.AHopError, match="each base may appear once"):
+        ah.adaptive_similarity(query, key, weight, ("l1", "l1"))
