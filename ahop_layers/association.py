@@ -290,10 +290,10 @@ def _attend(
         added = added[(None,) * (4 - added.ndim)]
     query, key, weight = similarity.prepared(query, stored.key)
     query, key, value = autocast(query, key, stored.value)
-    if not prefers_attend(AttentionCall(query, key, value, weight, added, bases=similarity.bases)):
+    if not prefers_attend(AttentionCall(query, key, value, weight, added, bases=similarity.names)):
         return None
     weight = weight.to(accumulation_dtype(weight.dtype)) * scaling
-    return attend(query, key, value, weight, similarity.bases, added, mask.causal, dropout)
+    return attend(query, key, value, weight, similarity.names, added, mask.causal, dropout)
 
 
 def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) -> bool:

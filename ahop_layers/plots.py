@@ -152,7 +152,7 @@ def footprint_weights(
             panel = axes[row][column]
             panel.set_visible(row < len(lines))
             if row < len(lines):
-                _draw_weights(panel, dict(zip(part.bases, lines[row], strict=True)), by_block)
+                _draw_weights(panel, dict(zip(part.base_names(), lines[row], strict=True)), by_block)
                 _style(panel)
                 panel.margins(y=0.25)  # room for the legend
             if column == 0:
@@ -221,7 +221,7 @@ def footprint_steps(
                 style = CYCLE[key % len(CYCLE)]
                 panel.plot(range(1, len(line) + 1), line.numpy(), label=name, linewidth=1.5, linestyle=style)
             _style(panel)
-        row[0].set_ylabel(base + _blocks_of(similarity, index), fontsize="small")
+        row[0].set_ylabel(similarity.base_names()[number] + _blocks_of(similarity, index), fontsize="small")
     for column, title in enumerate(titles):
         axes[0][column].set_title(title, fontsize="small")
         axes[-1][column].set_xlabel(f"rank of the {unit}" if column else unit, fontsize="small")

@@ -25,14 +25,18 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import BASES, block_sums, check_bases
+from ahop_layers.ops.reference import BASES, block_sums, check_bases, pair_values
 from ahop_layers.separation import Separation
+from ahop_layers.widths import differences, width
 
 INITS = ("dot", "dis", "l1", "uniform")
 """Built-in values of ``init``; the name of a registered base is one as well."""
 
 Init = str | Tensor | Sequence[Tensor]
 """The initial similarity: the name of a base, ``"uniform"``, or weights; for several resolutions a list of weights."""
+
+BaseArgument = str | tuple[str, float]
+"""The name of a base, or ``("near", q)``: a base that saturates, and a quantile of differences that is its width."""
 
 BlocksArgument = Any
 """None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these."""
@@ -56,7 +60,9 @@ class AdaptiveSimilarity(nn.Module):
     Args:
         dim: dimension ``d`` of a query or key; with heads, the dimension of one head.
         num_heads: ``None`` for one set of weights, or ``H`` for one set per head.
-        bases: names of the base similarities to combine.
+        bases: names of the base similarities to combine. ``("near", q)`` is a base that saturates: a wrong value costs
+            the same however wrong it is. Its width is the quantile q, between 0 and 1, of the differences between the
+            keys of :meth:`fix_widths_`; a memory calls it for its patterns. Several widths may be combined.
         init: the name of one of the bases (the score equals that base similarity, for ``"dot"`` the dot product),
             ``"uniform"`` (every footprint entry has weight 1/n), a tensor with the shape of ``w``, or for several
             resolutions a list of such tensors.
@@ -74,6 +80,8 @@ class AdaptiveSimilarity(nn.Module):
         w: learned weights of the footprint entries, ``([H,] n_bases, n)``; for several resolutions ``w_0``, ``w_1``, …
         beta: learned factors of the bases, ``([H,] n_bases)``; for several resolutions ``beta_0``, ``beta_1``, …
         bias: with ``debias``, the learned vector ``([H,] d)``; otherwise None.
+        widths: the width of each base ``(n_bases,)``, 1 for a base without one; None if no base saturates.
+        units: the unit of each dimension ``(d,)``, in which query and key are compared; None if all units are 1.
         blocks: one :class:`~ahop_layers.Blocks` for each resolution.
 
     Raises:
@@ -94,12 +102,14 @@ class AdaptiveSimilarity(nn.Module):
     w: nn.Parameter
     beta: nn.Parameter
     blocks: tuple[Blocks, ...]
+    widths: Tensor | None
+    units: Tensor | None
 
     def __init__(
         self,
         dim: int,
         num_heads: int | None = None,
-        bases: Sequence[str] = ("dis", "dot"),
+        bases: Sequence[BaseArgument] = ("dis", "dot"),
         init: Init = "dot",
         debias: bool = False,
         blocks: BlocksArgument = None,
@@ -110,7 +120,8 @@ class AdaptiveSimilarity(nn.Module):
         super().__init__()
         check_sizes(dim=dim)
         check_given_sizes(num_heads=num_heads)
-        self.dim, self.num_heads, self.bases = dim, num_heads, check_bases(bases)
+        self.dim, self.num_heads, self.bases = dim, num_heads, _check_bases(bases)
+        self.names = tuple(base if isinstance(base, str) else base[0] for base in self.bases)
         self.blocks = resolutions(blocks)
         # Copies, because assigning another module's parameter would register it here as well.
         self.init = _map_tensors(lambda tensor: tensor.detach().clone(), init)
@@ -126,6 +137,9 @@ class AdaptiveSimilarity(nn.Module):
             if entry.normalize:
                 self.register_buffer(f"norm_{index}", torch.zeros((), **factory))
         self.bias = nn.Parameter(torch.empty(*heads, dim, **factory)) if debias else None
+        saturates = any(BASES[name].saturates for name in self.names)
+        self.register_buffer("widths", torch.ones(len(self.bases), **factory) if saturates else None)
+        self.register_buffer("units", None)
         self._check_init()
         self.reset_parameters()
 
@@ -171,6 +185,8 @@ class AdaptiveSimilarity(nn.Module):
         """Resets all parameters and buffers to their initial values."""
         if self.bias is not None:
             self.bias.zero_()
+        if self.widths is not None:
+            self.widths.fill_(1.0)
         for index, (entry, names) in enumerate(zip(self.blocks, self.parameter_names(), strict=True)):
             w, beta = (getattr(self, name) for name in names)
             if isinstance(self.init, str) and self.init != "uniform":
@@ -201,13 +217,21 @@ class AdaptiveSimilarity(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Returns the names of the bases in UTF-8, which a state dict contains under ``_extra_state``."""
-        return torch.tensor(list(",".join(self.bases).encode()), dtype=torch.uint8, device="cpu")
+        return torch.tensor(list(",".join(self.base_names()).encode()), dtype=torch.uint8, device="cpu")
+
+    def base_names(self) -> list[str]:
+        """Returns the bases as text.
+
+        >>> AdaptiveSimilarity(4, bases=("l1", ("near", 0.1)), init="l1").base_names()
+        ['l1', 'near 0.1']
+        """
+        return [base if isinstance(base, str) else f"{base[0]} {base[1]!r}" for base in self.bases]
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raises unless a state dict names the bases of this similarity."""
         given = bytes(state.to(torch.uint8).flatten().tolist()).decode(errors="replace").split(",")
-        if tuple(given) != self.bases:
-            expected, got = ", ".join(self.bases), ", ".join(given)
+        if given != self.base_names():
+            expected, got = ", ".join(self.base_names()), ", ".join(given)
             raise AHopError(f"the state dict must have the bases {expected}, got {got}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -230,6 +254,9 @@ class AdaptiveSimilarity(nn.Module):
         for name, value in given.items():
             if not value.is_meta and not value.isfinite().all():
                 raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
+        self.units = (
+            torch.empty_like(given["units"], device=next(self.parameters()).device) if "units" in given else None
+        )
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.blocks = tuple(blocks)
         for index, entry in enumerate(self.blocks):
@@ -244,7 +271,9 @@ class AdaptiveSimilarity(nn.Module):
         """
         return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
 
-    def forward(self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
+    ) -> Tensor:
         """Computes the scores ``(..., [H,] L, S)`` of queries and keys.
 
         Args:
@@ -252,23 +281,28 @@ class AdaptiveSimilarity(nn.Module):
             key: ``(..., [H,] S, d)``.
             arranged: the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not change need not
                 be arranged in each call; None arranges them.
+            missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN.
 
         Raises:
-            AHopError: a shape, dtype or device is invalid.
+            AHopError: a shape, dtype or device is invalid, or values are missing and blocks are normalized.
         """
         self._check_rows(query, key)
+        if missing and any(entry.normalize for entry in self.blocks):
+            raise AHopError("missing values need blocks that are not normalized, got normalized ones")
         query = self.unbiased(query)
+        if self.units is not None:
+            query, key = query / self.units, key / self.units
         keys = [None] * len(self.blocks) if arranged is None else arranged
-        scores = [self._score(index, query, key, keys[index]) for index in range(len(self.blocks))]
+        scores = [self._score(index, query, key, keys[index], missing) for index in range(len(self.blocks))]
         return reduce(torch.add, scores)
 
     def is_single(self) -> bool:
-        """Returns whether :meth:`prepared` has all that a score depends on: one resolution, built-in bases only.
+        """Returns whether :meth:`prepared` has all that a score depends on: one resolution, built-in bases, no widths.
 
         >>> AdaptiveSimilarity(6).is_single(), AdaptiveSimilarity(6, blocks=[2, 3]).is_single()
         (True, False)
         """
-        built_in = all(BASES[base].slopes is not None for base in self.bases)
+        built_in = all(BASES[name].slopes is not None for name in self.names) and self.widths is self.units is None
         own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
         return own and len(self.blocks) == 1 and built_in
 
@@ -291,10 +325,11 @@ class AdaptiveSimilarity(nn.Module):
         query, key, _ = self._arranged(0, self.unbiased(query), key)
         return query, key, self.footprint_weight()
 
-    def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None) -> Tensor:
+    def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
         query, key, numbers = self._arranged(index, query, key, arranged)
-        return adaptive_similarity(query, key, self.footprint_weight(index), self.bases, numbers)
+        weight = self.footprint_weight(index)
+        return adaptive_similarity(query, key, weight, self.names, numbers, widths=self.widths, missing=missing)
 
     def _arranged(
         self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None
@@ -314,13 +349,13 @@ class AdaptiveSimilarity(nn.Module):
                 None if padded is None else padded < self.dim,
             )
             query, key = normalize(query, key, n, getattr(self, f"norm_{index}"), real)
-        if padded is None or all(BASES[base].slopes is not None for base in self.bases):
+        if padded is None or all(_is_zero_at_zero(name) for name in self.names):
             return query, key, None
-        # Zero padding is exact only for the built-in bases.
+        # Zero padding is exact only for bases that are 0 there.
         query, key = restore(query, padded, self.dim), restore(key, padded, self.dim)
         return query, key, getattr(self, f"blocks_{index}")
 
-    def block_similarities(self, query: Tensor, key: Tensor, base: str, resolution: int = 0) -> Tensor:
+    def block_similarities(self, query: Tensor, key: Tensor, base: BaseArgument, resolution: int = 0) -> Tensor:
         """Computes the similarity of every block before sorting, to inspect a few pairs.
 
         Args:
@@ -339,10 +374,15 @@ class AdaptiveSimilarity(nn.Module):
         >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
         tensor([[[3., 7.]]])
         """
-        check_choice("base", base, self.bases)
+        if base not in self.bases:
+            raise AHopError(f"base must be one of {', '.join(map(str, self.bases))}, got {base!r}")
         self._check_rows(query, key)
-        query, key, numbers = self._arranged(resolution, self.unbiased(query), key)
-        values = BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+        query = self.unbiased(query)
+        if self.units is not None:
+            query, key = query / self.units, key / self.units
+        query, key, numbers = self._arranged(resolution, query, key)
+        at = self.bases.index(base)
+        values = pair_values(query, key, self.names[at], None if self.widths is None else self.widths[at])
         return block_sums(values, self.blocks[resolution].count(self.dim), numbers)
 
     def _check_rows(self, query: Tensor, key: Tensor) -> None:
@@ -372,6 +412,23 @@ class AdaptiveSimilarity(nn.Module):
                     norm.copy_(stored_norm(key, entry.count(self.dim), self.gathers()[index]))
         return self
 
+    @torch.no_grad()
+    def fix_widths_(self, key: Tensor) -> "AdaptiveSimilarity":
+        """Sets the widths of the bases ``("near", q)`` to quantiles of the differences between ``key (..., S, d)``.
+
+        Differences are in :attr:`units`, if there are any. Equal keys, or a single one, give the width 1.
+
+        >>> similarity = AdaptiveSimilarity(1, bases=("l1", ("near", 0.5)), init="l1")
+        >>> similarity.fix_widths_(torch.tensor([[0.0], [4.0]])).widths
+        tensor([1., 2.])
+        """
+        self._check_rows(key, key)
+        if self.widths is not None:
+            sample = differences(key if self.units is None else key / self.units)
+            found = [1.0 if isinstance(base, str) else width(sample, base[1]) for base in self.bases]
+            self.widths.copy_(torch.tensor(found, dtype=torch.float64))
+        return self
+
     def unbiased(self, query: Tensor) -> Tensor:
         """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``.
 
@@ -396,6 +453,29 @@ def _map_tensors(function: Callable[[Tensor], Any], init: Any) -> Any:
     if isinstance(init, (list, tuple)):
         return [_map_tensors(function, entry) for entry in init]
     return function(init) if isinstance(init, Tensor) else init
+
+
+def _check_bases(bases: Sequence[BaseArgument]) -> tuple[BaseArgument, ...]:
+    """Returns ``bases`` as a tuple of names and of pairs of a name and a quantile."""
+    given = (bases,) if isinstance(bases, str) else bases
+    if not isinstance(given, (tuple, list)):
+        raise AHopError(f"bases must be a tuple or list of base names, got {bases!r}")
+    pairs = [base for base in given if isinstance(base, (tuple, list))]
+    names = check_bases([base[0] if base in pairs and len(base) == 2 else base for base in given])
+    for base in pairs:
+        if not BASES[base[0]].saturates:
+            raise AHopError(f"a quantile is for a base that saturates, such as ('near', 0.1), got {base!r}")
+        if not isinstance(base[1], (int, float)) or not 0 < base[1] <= 1:
+            raise AHopError(f"the quantile of a base must be above 0 and at most 1, got {base!r}")
+    checked = tuple((name, float(base[1])) if base in pairs else name for name, base in zip(names, given, strict=True))
+    if len(set(checked)) < len(checked):
+        raise AHopError(f"each base may appear once in bases, got {bases!r}")
+    return checked
+
+
+def _is_zero_at_zero(base: str) -> bool:
+    """Returns whether the similarity of 0 and 0 is known to be 0."""
+    return BASES[base].slopes is not None and not BASES[base].saturates
 
 
 def _check_count(name: str, count: int, expected: int) -> None:

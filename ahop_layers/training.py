@@ -82,6 +82,8 @@ def trainable_forms(module: nn.Module, scale: float = 1.0) -> AbstractContextMan
 
 def _degree(base: str) -> float:
     """Returns the power of the scale of query and key with which a base similarity grows."""
+    if BASES[base].saturates:  # its width grows with the data
+        return 0.0
     small, large = (BASES[base].value(torch.tensor(unit), torch.tensor(3.0 * unit)).item() for unit in (1.0, 2.0))
     return math.log2(large / small) if small * large > 0 else 2.0
 
@@ -92,7 +94,7 @@ def base_units(part: AdaptiveSimilarity, scale: float) -> list[Tensor]:
     In these units all bases grow with the same power of the scale of the data: that of the base that ``init`` names in
     the first resolution, whose unit is 1, else the largest.
     """
-    degrees = [[0.0 if blocks.normalize else _degree(base) for base in part.bases] for blocks in part.blocks]
+    degrees = [[0.0 if blocks.normalize else _degree(name) for name in part.names] for blocks in part.blocks]
     named = isinstance(part.init, str) and part.init in part.bases
     reference = degrees[0][part.bases.index(part.init)] if named else max(map(max, degrees))
     return [torch.tensor([scale ** (reference - degree) for degree in each]) for each in degrees]

@@ -7,6 +7,7 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked, reference
+from ahop_layers.similarity import named_similarities
 
 BASES = ("l1", "near", "dot", "near", "dis")
 WIDTHS = torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0], dtype=torch.float64)
@@ -137,3 +138,80 @@ def test_bad_widths_are_named():
         ah.adaptive_similarity(query, key, weight, ("l1", "near"), widths=torch.ones(3))
     with pytest.raises(ah.AHopError, match="each base may appear once"):
         ah.adaptive_similarity(query, key, weight, ("l1", "l1"))
+
+
+NEAR = ("l1", ("near", 0.1), ("near", 0.5))
+
+
+def test_widths_are_quantiles_and_scale_with_the_data():
+    keys = torch.rand(300, 8)
+    similarity = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(keys)
+    assert similarity.widths[0] == 1
+    values = (keys[:, None] - keys).abs().flatten()
+    quantiles = torch.quantile(values[values > 0][:100_000], torch.tensor([0.1, 0.5]))
+    torch.testing.assert_close(similarity.widths[1:], quantiles, rtol=0.05, atol=0)
+    large = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(1000 * keys)
+    torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
+
+
+@pytest.mark.parametrize("keys", [torch.ones(5, 3), torch.rand(1, 3)])
+def test_patterns_without_differences_have_width_one(keys):
+    similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_widths_(keys)
+    assert torch.equal(similarity.widths, torch.ones(3))
+
+
+def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
+    similarity = ah.AdaptiveSimilarity(6, bases=NEAR, init="uniform")
+    similarity.units = torch.rand(6) + 0.5
+    similarity.fix_widths_(torch.randn(20, 6))
+    other = ah.AdaptiveSimilarity(6, bases=NEAR, init="l1")
+    other.load_state_dict(similarity.state_dict())
+    query, key = torch.randn(3, 6), torch.randn(5, 6)
+    assert torch.equal(other(query, key), similarity(query, key))
+    plain = ah.AdaptiveSimilarity(6, bases=NEAR, init="l1")
+    other.load_state_dict(plain.state_dict())
+    assert other.units is None
+    with pytest.raises(ah.AHopError, match=r"must have the bases l1, near 0\.2, got l1, near 0\.1, near 0\.5"):
+        ah.AdaptiveSimilarity(6, bases=("l1", ("near", 0.2)), init="l1").load_state_dict(similarity.state_dict())
+
+
+def test_units_divide_the_dimensions():
+    similarity = ah.AdaptiveSimilarity(4, bases=NEAR, init="uniform").fix_widths_(torch.randn(20, 4))
+    query, key, units = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0.1, 2.0, 1.0, 30.0])
+    expected = similarity(query / units, key / units)
+    similarity.units = units
+    torch.testing.assert_close(similarity(query, key), expected)
+
+
+@pytest.mark.parametrize(
+    ("bases", "message"),
+    [
+        ((("near", 0.0),), "above 0 and at most 1"),
+        ((("near", 2),), "above 0 and at most 1"),
+        ((("l1", 0.5),), "base that saturates"),
+        ((("near", 0.5), ("near", 0.5)), "once"),
+        ((("near", 0.5, 1),), "bases must be names"),
+        (3, "tuple or list"),
+    ],
+)
+def test_bad_bases_are_named(bases, message):
+    with pytest.raises(ah.AHopError, match=message):
+        ah.AdaptiveSimilarity(4, bases=bases, init="uniform")
+
+
+def test_near_never_sees_padding():
+    """Blocks of unequal width are padded with zeros, at which near is 1."""
+    blocks = torch.tensor([0, 0, 0, 1])
+    similarity = ah.AdaptiveSimilarity(4, bases=(("near", 0.5),), init="uniform", blocks=blocks)
+    query, key = torch.randn(2, 4), torch.randn(3, 4)
+    expected = reference.adaptive_similarity(
+        query, key, similarity.footprint_weight(), ("near",), blocks, similarity.widths
+    )
+    torch.testing.assert_close(similarity(query, key), expected)
+
+
+def test_a_layer_with_near_trains():
+    layer = ah.AdaptiveHopfieldPooling(8, bases=(("near", 0.5), "dot"), init="dot")
+    layer(torch.randn(2, 5, 8)).sum().backward()
+    assert next(iter(named_similarities(layer).values())).beta.grad.isfinite().all()
+    assert next(iter(named_similarities(layer).values())).beta.grad.any()

@@ -116,7 +116,7 @@ def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[s
     for name, part in parts.items():
         described[name] = {"layer": layers.get(id(part)), "class": full_name(type(part))}
         if isinstance(part, AdaptiveSimilarity):
-            described[name] |= {"dim": part.dim, "num_heads": part.num_heads, "bases": list(part.bases)}
+            described[name] |= {"dim": part.dim, "num_heads": part.num_heads, "bases": part.base_names()}
             described[name]["blocks"] = [entry.short() for entry in part.blocks]
     return described
 

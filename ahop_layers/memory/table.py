@@ -130,7 +130,11 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         if "table" in self._modules:  # the constructor of the base class calls this before the table exists
             self.table.reset_parameters()
 
-    def forward(self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
+    ) -> Tensor:
         """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``; see :class:`AdaptiveSimilarity`."""
+        if missing:
+            raise AHopError("missing values need a similarity without a table, got one with a table")
         learned: Tensor = self.table(self.unbiased(query), key)
         return super().forward(query, key, arranged) + learned
