@@ -172,7 +172,7 @@ def check_numbers(rule: str, **numbers: object) -> None:
             raise AHopError(f"{name} must be {rule}, got {value!r}")
 
 
-FINITE_BLOCK = 2**21  # number of elements that check_finite_rows reads at once
+FINITE_BLOCK = 2**21  # number of elements that are read at once
 
 
 def check_finite_rows(**matrices: Tensor) -> None:
@@ -181,11 +181,32 @@ def check_finite_rows(**matrices: Tensor) -> None:
     Reads a matrix block by block to bound memory, and synchronizes once.
     """
     for name, matrix in matrices.items():
-        if matrix.is_meta:
-            continue
-        size = max(1, FINITE_BLOCK // matrix.shape[1])
-        finite = torch.stack([block.isfinite().all() for block in torch.split(matrix, size)])
-        if not finite.all():
-            start = int(finite.logical_not().nonzero()[0]) * size
-            row = start + int(matrix[start : start + size].isfinite().all(-1).logical_not().nonzero()[0])
+        row = _first_row(matrix, lambda block: ~block.isfinite())
+        if row is not None:
             raise AHopError(f"{name} must be finite, got NaN or infinity in row {row}")
+
+
+def has_unknown(**matrices: Tensor) -> bool:
+    """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value."""
+    unknown = [matrix for matrix in matrices.values() if _first_row(matrix, torch.isnan) is not None]
+    for name, matrix in matrices.items():
+        row = _first_row(matrix, torch.isinf)
+        if row is not None:
+            raise AHopError(f"{name} must not be infinite, got infinity in row {row}")
+        if any(matrix is each for each in unknown):
+            row = _first_row(matrix, lambda block: block.isnan().all(-1, keepdim=True))
+            if row is not None:
+                raise AHopError(f"{name} must have a known value in each row, got NaN only in row {row}")
+    return bool(unknown)
+
+
+def _first_row(matrix: Tensor, found: Callable[[Tensor], Tensor]) -> int | None:
+    """Returns the first row of a matrix ``(N, d)`` for which ``found`` is True in a column, or None."""
+    if matrix.is_meta or matrix.numel() == 0:
+        return None
+    size = max(1, FINITE_BLOCK // matrix.shape[1])
+    blocks = torch.stack([found(block).any() for block in torch.split(matrix, size)])
+    if not blocks.any():
+        return None
+    start = int(blocks.nonzero()[0]) * size
+    return start + int(found(matrix[start : start + size]).any(-1).nonzero()[0])

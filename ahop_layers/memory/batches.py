@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ahop_layers.errors import (
     AHopError,
-    check_finite_rows,
     check_floating,
     check_same_device,
     check_sizes,
     describe,
+    has_unknown,
 )
 from ahop_layers.memory.shards import Rows
 from ahop_layers.variants import Variant
@@ -75,7 +75,7 @@ def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, gen
         return Batches(epochs, draws, _split(fresh, batch))
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
-    index, query = _check_pairs(data[0], data[1], patterns)
+    index, query = check_pairs(data[0], data[1], patterns)
     size = min(int(HELD_OUT_SHARE * len(index)), HELD_OUT)
     mixed = torch.randperm(len(index), generator=generator, device=generator.device)
     held_out, kept = (mixed[:size], mixed[size:]) if size >= 32 else (mixed[:HELD_OUT], mixed)
@@ -115,7 +115,8 @@ def _split(pairs: Pairs, batch: int) -> list[Pairs]:
     return list(zip(*(torch.split(each, max(batch, EVALUATED)) for each in pairs), strict=True))
 
 
-def _check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
+def check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
+    """Returns pairs as tensors; raises unless they fit the patterns. NaN is an unknown value."""
     check_floating(query=query)
     check_same_device(query=query, patterns=patterns)
     try:
@@ -131,5 +132,5 @@ def _check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
     if not integers or not 0 <= int(place.min()) <= int(place.max()) < len(patterns):
         got = f"{place.dtype} from {place.min().item()} to {place.max().item()}" if integers else f"{place.dtype}"
         raise AHopError(f"index must be integers from 0 to {len(patterns) - 1}, got {got}")
-    check_finite_rows(query=query)
+    has_unknown(query=query)
     return place.long(), query

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from ahop_layers.association import Similarity, change, dot_product, iterate
 from ahop_layers.errors import AHopError, check_callable, check_choice, check_sizes
-from ahop_layers.memory.batches import Batches, Pairs, retrieval_batches, seeded_generator, separation_batches
+from ahop_layers.memory import questions
+from ahop_layers.memory.auto import AutoSimilarity, first_inverse_temperature
+from ahop_layers.memory.batches import (
+    Batches,
+    Pairs,
+    check_pairs,
+    retrieval_batches,
+    seeded_generator,
+    separation_batches,
+)
 from ahop_layers.memory.energy import choose_energy
 from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias, scale_of
 from ahop_layers.memory.fit import Fitted, mean_loss, minimize
@@ -21,26 +30,29 @@ from ahop_layers.memory.presets import preset_arguments
 from ahop_layers.memory.scoring import ScoredPatterns
 from ahop_layers.memory.search import Array, as_given, as_queries, from_numpy
 from ahop_layers.memory.shards import Rows, all_rows
+from ahop_layers.memory.solve import CANDIDATES, MINED, Report, learn
 from ahop_layers.memory.store import unchanged_on_error
 from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.variants import Variant
+from ahop_layers.variants import Variant, as_damage
 
 
 class AssociativeMemory(ScoredPatterns):
     """Stores patterns and retrieves the one that a corrupted query was made from.
 
     Args:
-        patterns: ``(N, d)``, a tensor or a NumPy array, not copied. They may be memory-mapped and larger than the
-            memory of the machine (``torch.from_file``, ``torch.load(..., mmap=True)``); :meth:`search` and
-            :meth:`class_scores` read them block by block. If the similarity has blocks that are not consecutive or not
-            of equal width (``blocks`` is a tensor), scoring arranges the patterns by block once and keeps that copy, up
-            to 2**28 elements; larger memories are arranged in each call, to save memory. To need neither, permute the
-            dimensions so that blocks are consecutive, and give their number. The copy is renewed if ``patterns`` is
-            replaced or modified in place, except through ``.data`` or NumPy.
-        similarity: ``"dot"``, ``"dis"``, ``"l1"``, ``"adaptive"``, or a module or function that scores queries
-            ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
+        patterns: ``(N, d)``, a tensor or a NumPy array, not copied. NaN is an unknown value. They may be memory-mapped
+            and larger than the memory of the machine (``torch.from_file``, ``torch.load(..., mmap=True)``);
+            :meth:`search` and :meth:`class_scores` read them block by block. If the similarity has blocks that are not
+            consecutive or not of equal width (``blocks`` is a tensor), scoring arranges the patterns by block once and
+            keeps that copy, up to 2**28 elements; larger memories are arranged in each call, to save memory. To need
+            neither, permute the dimensions so that blocks are consecutive, and give their number. The copy is renewed
+            if ``patterns`` is replaced or modified in place, except through ``.data`` or NumPy.
+        similarity: ``"auto"`` is robust against wrong values, also before :meth:`fit`, see
+            :class:`~ahop_layers.memory.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
+            ``"adaptive"`` is the similarity of A-Hop. A module or function scores queries ``(L, d)`` against keys
+            ``(S, d)`` and returns ``(L, S)``.
         separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
         modulation: a module that transforms patterns ``(S, d)`` before they are scored, or ``None``.
         labels: the class of each pattern, integers ``(N,)``, for :meth:`classify` and :meth:`class_scores`. They need
@@ -49,9 +61,11 @@ class AssociativeMemory(ScoredPatterns):
         activation: ``"sign"`` for the binary states of the classic networks, or ``None``.
         objective: the loss of :meth:`fit`. ``"retrieval"`` is the loss of the paper, ``"separation"`` the
             :func:`~ahop_layers.memory.kernel.uniformity_loss` of the modulated patterns.
-        check: raise if a pattern holds NaN or infinity. False skips the check, which reads all patterns once.
+        check: raise if a pattern holds infinity, or no known value. False skips the check, which reads all patterns
+            once, and promises that there is no NaN.
         beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
-            1 until :meth:`fit` sets it; a number is kept. It does not change which score is the largest. A state dict
+            1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it; a number
+            is kept. It does not change which score is the largest. A state dict
             has its value, but not whether it was given: a memory that loads one keeps it in a later :meth:`fit` only if
             it was created with a number as well.
 
@@ -60,15 +74,17 @@ class AssociativeMemory(ScoredPatterns):
 
     >>> import torch, ahop_layers as ah
     >>> patterns = torch.rand(100, 16) * 2 - 1
-    >>> memory = ah.AssociativeMemory(patterns, similarity="dis")
-    >>> memory.recall(patterns[:3] + 0.01)
+    >>> memory = ah.AssociativeMemory(patterns)
+    >>> query = patterns[:3] + 0.01
+    >>> query[:, :4], query[:, 4:6] = 5.0, torch.nan
+    >>> memory.recall(query)
     tensor([0, 1, 2])
     """
 
     def __init__(
         self,
         patterns: Any,
-        similarity: str | Similarity = "dot",
+        similarity: str | Similarity = "auto",
         separation: str | Separation = "softmax",
         modulation: nn.Module | None = None,
         *,
@@ -88,6 +104,8 @@ class AssociativeMemory(ScoredPatterns):
         self.separation = Separation(separation) if isinstance(separation, str) else separation
         check_callable(separation=self.separation)
         self.activation, self.objective = activation, objective
+        if isinstance(self.similarity, AutoSimilarity) and beta is None:
+            self.beta.fill_(first_inverse_temperature(self.similarity, self.patterns))
 
     @classmethod
     def preset(cls, name: str, patterns: Any, **keywords: Any) -> "AssociativeMemory":
@@ -169,62 +187,122 @@ class AssociativeMemory(ScoredPatterns):
 
     def fit(
         self,
-        data: Variant | Pairs | None = None,
-        epochs: int = 200,
-        lr: float = 0.05,
-        batch: int = 512,
+        damage: Any = None,
+        epochs: int | None = None,
+        lr: float | None = None,
+        batch: int | None = None,
         progress: bool = True,
         seed: int = 0,
-        by: str = "pattern",
-    ) -> Tensor:
-        """Train all parameters: those of the similarity and the kernel, and the prior.
+        by: str | None = None,
+    ) -> Report | Tensor:
+        """Learn the similarity from damaged queries.
 
-        The loss is the negative log-likelihood of the pattern that a query was made from, as in the paper. It uses the
-        softmax of the scores for every separation, because the logarithm of a sparse weight can be infinite. A bias of
-        zero is first initialized to its least-squares estimate, and the inverse temperature :attr:`beta` to the one of
-        the smallest loss. Steps are relative to the scale of the patterns and to ``beta``, so that the result does not
-        depend on the unit of the data. Weights that are given, as a module or as a tensor ``init``, are in that unit:
-        if their bases grow with different powers of it, as ``"l1"`` and ``"dot"`` do, the result depends on it.
+        With ``similarity="auto"`` the score is linear in its weights, and learning them is a small regression that is
+        solved in seconds, without epochs or a learning rate: see :mod:`ahop_layers.memory.solve`. The widths, the units
+        of dimensions and the inverse temperature :attr:`beta` are set as well; :meth:`add` keeps all of them. If a
+        simple score such as L1 is better on held-out queries, it is the result.
 
-        A tenth of the pairs, at most 512, is held out; for a variant, 512 further queries. The memory keeps the
-        parameters with the smallest of about ten losses on them. ``fit`` warns if none of these is smaller than the
-        loss at the start, before or after the bias and ``beta`` are set.
+        All other similarities, kernels and priors are trained by gradients. The loss is the negative log-likelihood of
+        the pattern that a query was made from, as in the paper. It uses the softmax of the scores for every separation,
+        because the logarithm of a sparse weight can be infinite. A bias of zero is first initialized to its
+        least-squares estimate, and the inverse temperature to the one of the smallest loss. Steps are relative to the
+        scale of the patterns and to ``beta``, so that the result does not depend on the unit of the data. Weights that
+        are given, as a module or as a tensor ``init``, are in that unit: if their bases grow with different powers of
+        it, as ``"l1"`` and ``"dot"`` do, the result depends on it. A tenth of the pairs, at most 512, is held out; for
+        a damage, 512 further queries. The memory keeps the parameters with the smallest of about ten losses on them.
+        Training warns if none of these is smaller than the loss at the start, before or after the bias and ``beta`` are
+        set.
 
         Args:
-            data: a variant, from which every epoch draws ``batch`` queries; or pairs ``(index (n,), query (n, d))``,
-                tensors or NumPy arrays, which every epoch splits into shuffled batches. K-Hop needs no data.
-            epochs: number of epochs.
-            lr: maximum learning rate of Adam. It rises for a tenth of the steps, then falls to zero.
-            batch: number of queries per step.
-            progress: show a progress bar if tqdm is installed.
+            damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
+                ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.variants`). Or
+                pairs ``(index (n,), query (n, d))`` of queries and the patterns they belong to, tensors or NumPy
+                arrays. None assumes that any share of the values, from none to most, may be replaced or missing.
+            epochs: number of epochs of the training, by default 200. Each draws ``batch`` queries of a damage, or
+                splits the pairs into shuffled batches.
+            lr: maximum learning rate of Adam, by default 0.05. It rises for a tenth of the steps, then falls to zero.
+            batch: number of queries per step, by default 512.
+            progress: show a progress bar while training, if tqdm is installed.
             seed: seed of all random numbers.
-            by: ``"label"`` maximizes the likelihood of the class of a query instead of its pattern, for a memory with
-                labels. Pairs are then ``(label (n,), query (n, d))``. A query that a variant draws from a stored
-                pattern is scored without that pattern, unless it is the only one of its class.
+            by: ``"label"`` learns to find the class of a query instead of its ``"pattern"``; pairs are then
+                ``(label (n,), query (n, d))``. A query that was made of a stored pattern is scored without that
+                pattern, unless it is the only one of its class. None means by label if the memory has labels.
 
         Returns:
-            The loss of every step.
+            With ``similarity="auto"`` a report, which prints as a table: the accuracy of simple scores and of the
+            learned one on held-out queries. Otherwise the loss of every step.
 
         Raises:
-            AHopError: the memory has no trainable parameters, the patterns are float16 (squared gradients underflow),
-                an argument is invalid, or the loss is not finite. The parameters are then unchanged.
+            AHopError: the memory has no trainable parameters, the patterns are float16 and training would let squared
+                gradients underflow, an argument is invalid, or the loss is not finite. The parameters are then
+                unchanged.
 
         >>> import torch, ahop_layers as ah
-        >>> patterns = torch.rand(50, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
-        >>> memory = ah.AssociativeMemory.preset("A-Hop", patterns, debias=True)
-        >>> losses = memory.fit(ah.variants.Mixed(0.3, 0.1, 0.5), epochs=100, batch=64, progress=False)
-        >>> bool(losses[-10:].mean() < losses[:10].mean())
+        >>> patterns = torch.rand(200, 24, generator=torch.Generator().manual_seed(1))
+        >>> memory = ah.AssociativeMemory(patterns)
+        >>> report = memory.fit(ah.variants.Replaced((0.0, 0.8)))
+        >>> accuracy = dict(report.rows)
+        >>> accuracy["learned"] > accuracy["L1"]
         True
         """
+        by = (
+            ("label" if self.labels is not None and self.objective != "separation" else "pattern") if by is None else by
+        )
+        check_choice("by", by, ("pattern", "label"))
+        if isinstance(damage, (tuple, list)):
+            given = tuple(from_numpy(each, self.patterns.device) for each in damage)
+            damage = given if any(isinstance(each, Tensor) for each in given) else as_damage(damage)
+        elif damage is not None:
+            damage = as_damage(damage)
+        elif self.objective != "separation":
+            damage = questions.Anything()
+        if isinstance(self.similarity, AutoSimilarity) and self.modulation is None and self.prior is None:
+            trained = {"epochs": epochs, "lr": lr, "batch": batch}
+            unused = [f"{name}={value!r}" for name, value in trained.items() if value is not None]
+            if unused:
+                raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(unused)}")
+            return self._solve(self.similarity, damage, by, seed)
+        sizes = 200 if epochs is None else epochs, 512 if batch is None else batch
+        return self._train(damage, by, *sizes, 0.05 if lr is None else lr, progress, seed)
+
+    @torch.no_grad()
+    def _solve(self, similarity: AutoSimilarity, damage: Any, by: str, seed: int) -> Report:
+        """Learn the similarity by solving a regression."""
+        generator = seeded_generator(self.patterns.device, seed)
+        origins, labels, classes = all_rows(self.patterns, self.shard), None, None
+        if by == "label":
+            classes = self._given_classes()
+            labels = all_rows(classes.of_pattern, self.shard)
+        count = max(CANDIDATES, MINED // self.patterns.shape[1])
+        kept = torch.randperm(self._count, generator=generator, device=self.patterns.device)[:count]
+        if isinstance(damage, Variant):
+            stored, own = origins[kept], None if labels is None else labels[kept]
+            asked = questions.draw(damage, stored, own, generator)
+        else:
+            if self.shard is not None:
+                self.shard.check_equal("data", *(torch.as_tensor(each) for each in damage))
+            rows = origins
+            if classes is not None:
+                damage, rows = labeled_data(damage, classes, self.patterns, self.shard) or (damage, rows)
+            asked = questions.given(check_pairs(damage[0], damage[1], rows), by == "label", generator)
+            if by == "pattern":  # the patterns that queries belong to are among those that are kept
+                kept = torch.unique(torch.cat([asked.origin, kept]))
+                asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
+            stored, own = origins[kept], None if labels is None else labels[kept]
+        learned = learn(stored, own, asked, generator)
+        similarity.set_(learned)
+        if self._fits_beta:
+            self.beta.fill_(1 / learned.temperature)
+        return learned.report
+
+    def _train(self, data: Any, by: str, epochs: int, batch: int, lr: float, progress: bool, seed: int) -> Tensor:
+        """Train all parameters by gradients: those of the similarity and the kernel, and the prior."""
         if torch.is_inference_mode_enabled():
             raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
         if self.patterns.dtype == torch.float16:
             raise AHopError("fit needs patterns of another dtype, got torch.float16: call memory.float() before")
-        check_choice("by", by, ("pattern", "label"))
         if by == "label" and self.objective == "separation":
             raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
-        if isinstance(data, (tuple, list)):
-            data = tuple(from_numpy(each, self.patterns.device) for each in data)
         if self.shard is not None and isinstance(data, tuple):
             self.shard.check_equal("data", *(torch.as_tensor(each) for each in data))
         origins: Rows = all_rows(self.patterns, self.shard)
@@ -291,10 +369,16 @@ class AssociativeMemory(ScoredPatterns):
 
         def read(weights: Tensor) -> Tensor:
             shard, weights = self.shard, weights.to(self.patterns.dtype)
-            if shard is None:
-                output = weights @ self.patterns
-            else:
-                output = shard.total(weights[..., shard.start : shard.stop] @ self.patterns)
+            if shard is not None:
+                weights = weights[..., shard.start : shard.stop]
+            known = None
+            if self._unknown:  # each value is averaged over the patterns that know it
+                known = weights @ (~self.patterns.isnan()).to(weights.dtype)
+            output = weights @ (self.patterns.nan_to_num(0.0) if self._unknown else self.patterns)
+            if shard is not None:
+                output, known = shard.total(output), None if known is None else shard.total(known)
+            if known is not None:
+                output = output / known
             return output.sign() + (output == 0) if self.activation == "sign" else output  # the sign of 0 is 1
 
         def follow(weights: Tensor) -> Tensor:

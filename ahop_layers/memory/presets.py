@@ -7,9 +7,11 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity, dot_product, negative_distance
 from ahop_layers.errors import AHopError, check_choice, check_finite_rows, check_patterns
+from ahop_layers.memory.auto import AutoSimilarity
 from ahop_layers.memory.estimates import scale_of
 from ahop_layers.memory.kernel import KernelModulation
 from ahop_layers.memory.table import AdaptiveTableSimilarity
+from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
@@ -46,14 +48,25 @@ def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
     return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
 
 
-_FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
+FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
+"""The similarities without parameters, by the base that each sums up."""
+
+
+def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
+    """Scores of a fixed similarity from the known values: ``d / m`` times the sum over m of d dimensions."""
+    base = next(name for name, fixed in FIXED.items() if fixed is similarity)
+    weight = query.new_zeros(1, query.shape[-1])
+    weight[0, -1] = 1.0
+    return adaptive_similarity(query, key, weight, (base,), missing=True)
 
 
 def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **options: Any) -> Similarity:
     """Create the named similarity for ``patterns (N, d)``; ``table`` and ``options`` are those of ``"adaptive"``."""
-    check_choice("similarity", name, (*_FIXED, "adaptive"))
+    check_choice("similarity", name, ("auto", *FIXED, "adaptive"))
+    if name == "auto":
+        return AutoSimilarity(patterns)
     if name != "adaptive":
-        return _FIXED[name]
+        return FIXED[name]
     if table:
         low, high = patterns.aminmax()
         options["key_range"] = torch.maximum(-low, high)

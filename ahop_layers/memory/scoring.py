@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ahop_layers.association import Similarity, dot_product
 from ahop_layers.errors import AHopError, check_callable, check_choice, check_finite_rows, check_sizes
 from ahop_layers.memory.arranged import arranged_patterns
+from ahop_layers.memory.auto import AutoSimilarity
 from ahop_layers.memory.labels import class_logsumexp
-from ahop_layers.memory.presets import named_similarity
+from ahop_layers.memory.presets import FIXED, known_scores, named_similarity
 from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, top_k
 from ahop_layers.memory.shards import all_rows
 from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
@@ -26,6 +27,11 @@ BLOCK_SCORES = 2**23
 
 GPU_BLOCK_ELEMENTS = 2**26
 """Number of elements of the patterns that a GPU scores at once: one million patterns with 64 dimensions."""
+
+
+def _filled(rows: Tensor, center: Tensor) -> Tensor:
+    """Replaces NaN in ``rows (L, d)`` by the values of ``center (d,)``."""
+    return torch.where(rows.isnan(), center, rows)
 
 
 def block_size(dim: int, queries: int, device: str) -> int:
@@ -58,15 +64,20 @@ class ScoredPatterns(PatternStore):
         check_callable(similarity=self.similarity)
         if modulation is not None:
             check_callable(modulation=modulation)
-        if isinstance(self.similarity, AdaptiveSimilarity):
-            self.similarity.fix_norms_(self.patterns)  # not per block of patterns
         self.modulation = modulation
+        if self._unknown:
+            self._check_missing("patterns")
+        if isinstance(self.similarity, AdaptiveSimilarity) and not self.patterns.is_meta:
+            self.similarity.fix_norms_(self.patterns)  # not per block of patterns
+            if not isinstance(self.similarity, AutoSimilarity):
+                self.similarity.fix_widths_(self.patterns)
 
     def scores(self, x: Array) -> Array:
         """Score ``x (..., d)`` against all patterns: ``(..., N)``.
 
         Here and in the other methods, queries are converted to the dtype of the patterns. NumPy arrays are accepted,
-        and the result is then a NumPy array.
+        and the result is then a NumPy array. NaN in a query or a pattern is an unknown value, and a pair is scored by
+        the values that both know: see :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf.
 
         >>> import torch, ahop_layers as ah
         >>> ah.AssociativeMemory(torch.eye(3)).scores(torch.tensor([1.0, 2.0, 3.0]))
@@ -139,10 +150,13 @@ class ScoredPatterns(PatternStore):
     def _search_shortlist(self, rows: Tensor, k: int, m: int) -> tuple[Tensor, Tensor]:
         """Returns the ``k`` largest scores out of the patterns with the ``m`` largest approximate scores."""
         sample = all_rows(self.patterns, self.shard)[sample_index(self._count, rows.device)]
-        linear = linear_scores(self.similarity, self._modulated, rows, sample)
+        center = sample.nanmean(0).nan_to_num(0.0)  # in place of unknown values, for the first stage alone
+        known, patterns = (_filled(each, center) for each in (rows, sample)), self.patterns
+        linear = linear_scores(self.similarity, self._modulated, *known)
         own = min(m, len(self.patterns))
         if self._index is None:
-            first, indices = first_stage(linear, self.patterns, self._own_prior(), own)
+            patterns = _filled(patterns, center) if self._unknown else patterns
+            first, indices = first_stage(linear, patterns, self._own_prior(), own)
         else:
             self._index.check(self.patterns)
             first, indices = self._index.shortlist(linear, own)
@@ -163,9 +177,9 @@ class ScoredPatterns(PatternStore):
             key = self._modulated(self.patterns[places.flatten()])
             key = key.reshape(*places.shape, key.shape[-1])
             if isinstance(self.similarity, AdaptiveSimilarity):
-                parts.append(self.similarity(queries[:, None], key).squeeze(1))
+                parts.append(self._compare(queries[:, None], key).squeeze(1))
             else:
-                parts += [self.similarity(query[None], each) for query, each in zip(queries, key, strict=True)]
+                parts += [self._compare(query[None], each) for query, each in zip(queries, key, strict=True)]
         scores = torch.cat(parts) if parts else rows.new_empty(indices.shape)
         prior = self._own_prior()
         return scores if prior is None else scores + prior[indices]
@@ -253,7 +267,14 @@ class ScoredPatterns(PatternStore):
 
     def _rows(self, x: Array) -> Tensor:
         """Returns the queries ``x (..., d)`` as a matrix with the dtype of the patterns, or raises."""
-        return as_queries(x, self.patterns).reshape(-1, self.patterns.shape[1])
+        rows = as_queries(x, self.patterns).reshape(-1, self.patterns.shape[1])
+        if not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any()):
+            self._check_missing("queries x")
+            unknown = rows.isnan().all(-1)
+            if unknown.any():
+                row = int(unknown.nonzero()[0])
+                raise AHopError(f"queries x must have a known value in each row, got NaN only in row {row}")
+        return rows
 
     def _all_rows(self, x: Array) -> tuple[Tensor, slice]:
         """Returns the queries that this rank scores as a matrix, those of all ranks, and the place of ``x`` in them."""
@@ -276,23 +297,45 @@ class ScoredPatterns(PatternStore):
 
     def _block_size(self, queries: int) -> int:
         # Other similarities may need several times the memory of a block.
-        large = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.is_single()
+        adaptive = self.similarity if isinstance(self.similarity, AdaptiveSimilarity) else None
+        large = adaptive is not None and (adaptive.is_single() or isinstance(adaptive, AutoSimilarity))
         return block_size(self.patterns.shape[1], queries, self.patterns.device.type if large else "cpu")
 
     def _score_blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the scores of ``rows (L, d)`` for one block of patterns at a time."""
         size, copies = self._block_size(len(rows)), None
-        prior = self._own_prior()
+        prior, missing = self._own_prior(), self._is_missing(rows)
         if isinstance(self.similarity, AdaptiveSimilarity) and self.modulation is None:
             copies = arranged_patterns(self.similarity, self.patterns)
         for start, block in zip(range(0, len(self.patterns), size), torch.split(self.patterns, size), strict=True):
             key = self._modulated(block)
-            if copies is None:
-                scores = self.similarity(rows, key)
-            else:
-                end = start + size
-                scores = self.similarity(rows, key, [None if copy is None else copy[start:end] for copy in copies])
+            arranged = None
+            if copies is not None:
+                arranged = [None if copy is None else copy[start : start + size] for copy in copies]
+            scores = self._compare(rows, key, arranged, missing)
             yield scores if prior is None else scores + prior[start : start + len(block)]
+
+    def _is_missing(self, rows: Tensor) -> bool:
+        """Returns whether queries or patterns have unknown values. A branch on queries would break a compiled graph."""
+        return self._unknown or (not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any()))
+
+    def _compare(self, query: Tensor, key: Tensor, arranged: Any = None, missing: bool | None = None) -> Tensor:
+        """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
+        missing = self._is_missing(query) if missing is None else missing
+        if isinstance(self.similarity, AdaptiveSimilarity):
+            options: Any = {"missing": True} if missing else {}
+            scores: Tensor = self.similarity(query, key, arranged, **options)
+        elif missing:
+            scores = known_scores(self.similarity, query, key)
+        else:
+            scores = self.similarity(query, key)
+        return scores
+
+    def _check_missing(self, name: str) -> None:
+        adaptive = isinstance(self.similarity, AdaptiveSimilarity) and not hasattr(self.similarity, "table")
+        normalized = adaptive and any(entry.normalize for entry in self.similarity.blocks)
+        if self.modulation is not None or normalized or not (adaptive or self.similarity in FIXED.values()):
+            raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
     def _logit_blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the scores as :meth:`_score_blocks`, multiplied by the inverse temperature."""

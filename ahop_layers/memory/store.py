@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.errors import AHopError, check_finite_rows, check_numbers, check_patterns, describe
+from ahop_layers.errors import AHopError, check_numbers, check_patterns, describe, has_unknown
 from ahop_layers.memory.estimates import scale_of
 from ahop_layers.memory.labels import Classes, as_labels, classes_of
 from ahop_layers.memory.search import check_width, from_numpy
@@ -26,6 +26,7 @@ class PatternStore(Associator):
     beta: Tensor
     labels: Tensor | None
     shard: Shard | None = None
+    _unknown: bool  # whether a pattern holds NaN
     _classes: Classes | None = None  # of all ranks, if sharded
 
     def __init__(self, patterns: Any, labels: Any, prior: bool, check: bool, beta: float | None) -> None:
@@ -34,8 +35,7 @@ class PatternStore(Associator):
             check_numbers("a positive number", beta=beta)
         patterns = from_numpy(patterns)
         check_patterns(patterns)
-        if check:
-            check_finite_rows(patterns=patterns)
+        self._unknown = has_unknown(patterns=patterns) if check else False
         self.register_buffer("patterns", patterns.detach())
         wide = accumulation_dtype(patterns.dtype)
         temperature = torch.tensor(1.0 if beta is None else float(beta), dtype=wide, device=patterns.device)
@@ -130,12 +130,13 @@ class PatternStore(Associator):
 
         Args:
             patterns: ``(n, d)``, a tensor or a NumPy array.
-            check: raise if a pattern holds NaN or infinity. False skips the check.
+            check: raise if a pattern holds infinity, or no known value. False skips the check, and promises that there
+                is no NaN.
             labels: the class of each new pattern, integers ``(n,)``. Required if and only if the memory has labels.
 
         Raises:
-            AHopError: the patterns do not match those stored, or hold NaN or infinity. Labels are missing, or are
-                given to a memory without labels. The memory is sharded.
+            AHopError: the patterns do not match those stored, or hold infinity. Labels are missing, or are given to a
+                memory without labels. The memory is sharded.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
@@ -147,14 +148,15 @@ class PatternStore(Associator):
         check_patterns(patterns)
         check_width("patterns", patterns, self.patterns)
         before, added = len(self.patterns), patterns.detach().to(self.patterns)
-        if check:
-            check_finite_rows(patterns=added)
+        unknown = has_unknown(patterns=added) if check else False
+        if unknown:
+            self._check_missing("patterns")
         if (labels is None) != (self.labels is None):
             expected = "not be given: the memory has none" if self.labels is None else "be given: the memory has labels"
             raise AHopError(f"labels must {expected}, got {'none' if labels is None else 'labels'}")
         if self.labels is not None:
             self.labels = torch.cat([self.labels, as_labels(labels, len(patterns), self.labels.device)])
-        self.patterns = torch.cat([self.patterns, added])
+        self.patterns, self._unknown = torch.cat([self.patterns, added]), self._unknown or unknown
         if self.prior is not None:
             self._set_prior(torch.cat([self.prior.detach(), self.prior.detach().mean().expand(len(patterns))]))
         return torch.arange(before, len(self.patterns), device=self.patterns.device)
@@ -187,6 +189,9 @@ class PatternStore(Associator):
         if self.prior is not None:
             self._set_prior(self.prior.detach()[keep])
 
+    def _check_missing(self, name: str) -> None:
+        """Raises if the similarity cannot score pairs with missing values."""
+
     @property
     def _count(self) -> int:
         """The number of patterns, of all ranks together."""
@@ -213,8 +218,8 @@ class PatternStore(Associator):
             state_dict, strict, assign: as for ``nn.Module``.
 
         Raises:
-            AHopError: the state dict holds no pattern, NaN or infinity in a pattern, a prior or labels of another
-                length, or the memory has labels and the state dict has none.
+            AHopError: the state dict holds no pattern, infinity in a pattern, a prior or labels of another length, or
+                the memory has labels and the state dict has none.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
@@ -240,7 +245,10 @@ class PatternStore(Associator):
         if isinstance(stored, Tensor) and stored.ndim == 2 and stored.shape[1] == self.patterns.shape[1]:
             if len(stored) == 0:
                 raise AHopError(f"{prefix}patterns must hold at least one pattern, got {describe(stored)}")
-            check_finite_rows(**{f"{prefix}patterns": stored})
+            unknown = has_unknown(**{f"{prefix}patterns": stored})
+            if unknown:
+                self._check_missing(f"{prefix}patterns")
+            self._unknown = unknown
             if self.prior is not None and isinstance(prior, Tensor) and prior.shape != stored.shape[:1]:
                 raise AHopError(f"{prefix}prior must be (N,) = {describe(stored[:, 0])}, got {describe(prior)}")
             self._load_labels(state_dict, prefix + "labels", len(stored))

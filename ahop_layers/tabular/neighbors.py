@@ -102,7 +102,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         patterns = torch.from_numpy((features - center) * rate)
         form = {"bases": bases, "init": bases[0], "blocks": self.blocks}
         memory = AssociativeMemory.preset("A-Hop", patterns.float().to(device), labels=target, **form)
-        history = memory.fit(
+        history: Any = memory.fit(
             Mixed() if self.variant is None else self.variant,  # Mixed() leaves rows unchanged
             epochs=int(self.epochs),
             lr=self.learning_rate,

@@ -14,36 +14,39 @@ as a step function, are stretched to d ranks.
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot, pad
 
-from ahop_layers.errors import AHopError, check_patterns, describe
+from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity import BaseArgument
+from ahop_layers.widths import differences, units, width
 
 Base = str | tuple[str, float]
-"""``"l1"``, ``"dis"``, ``"dot"``, ``("near", q)`` or ``("clip", q)``, where q is a quantile of :func:`width_of`."""
+"""A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""
 
-Damage = Callable[[Tensor, torch.Generator], Tensor]
-"""Returns damaged copies of patterns ``(n, d)``; all randomness comes from the generator."""
+BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
+OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
+"""Bases that are added if they pay: they need a sort of their own."""
 
-BASES: tuple[Base, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
 BINS = 14
 QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 512, 1024, 2**16
-"""Number of queries of the fit, more for few dimensions; as many are held out, half for the choice, half reported."""
+"""Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
 
-CANDIDATES = 256
+CANDIDATES = 128
 """Number of patterns that a query is compared with: some right ones, the hardest wrong ones, and random ones."""
 
-MAX_RIGHT, RANDOM = 32, 64
+MAX_RIGHT, RANDOM = 16, 32
 MINED = 2**21
 """Number of elements of the patterns out of which candidates are taken, to bound the time for large memories."""
 
-SAMPLE = 2**17
-"""Number of differences between stored patterns that determine widths."""
+HARD = (0.05, 0.2, 0.5)
+"""Quantiles of saturating bases whose sums, beside L1 and the dot product, find the hardest wrong patterns."""
 
 STEPS = 80
 PENALTY, MEAN_PENALTY = 1e-3, 1e-6
@@ -51,9 +54,6 @@ PENALTY, MEAN_PENALTY = 1e-3, 1e-6
 
 CLIPS = (0.05, 0.2, 0.5)
 """Quantiles at which the differences of clipped L1 are clipped."""
-
-OPTIONAL: tuple[Base, ...] = ("dot",)
-"""Bases that are added if they pay: they need a sort of their own."""
 
 TRIAL, GAIN = 256, 0.95
 """Units of each dimension, and optional bases, must lower the loss of so many queries to this fraction."""
@@ -68,54 +68,73 @@ _NUMPY = importlib.util.find_spec("numpy") is not None
 
 
 class Report(NamedTuple):
-    """Held-out accuracy of the baselines and of the learned similarity, and the choice that was made.
+    """Accuracy on held-out queries of simple scores and of the learned one.
 
-    Accuracy is that among the candidates of each query. ``rows`` has names and accuracies.
+    A query is compared with the candidates of the fit, so that the accuracy among all patterns can be lower.
+
+    Attributes:
+        rows: names of scores and their accuracies. A score with a parameter has the best one of the whole range.
+        chosen: the score that :meth:`~ahop_layers.AssociativeMemory.fit` chose.
+        queries: number of held-out queries.
+        seconds: duration of the fit.
+
+    >>> print(Report((("L1", 0.5), ("learned", 0.9)), "learned", 256, 1.25))
+    accuracy on 256 held-out queries
+    L1           0.500
+    learned      0.900
+    fitted in 1.2 s
     """
 
     rows: tuple[tuple[str, float], ...]
     chosen: str
+    queries: int
     seconds: float
 
     def __str__(self) -> str:
         lines = [f"{name:<12} {accuracy:.3f}" for name, accuracy in self.rows]
         if self.chosen != "learned":
-            lines.append(f"Learning does not pay here: {self.chosen} is as good.")
-        return "\n".join([*lines, f"fitted in {self.seconds:.1f} s"])
+            lines.append(f"learning does not pay here: {self.chosen} is as good and was chosen")
+        return "\n".join([f"accuracy on {self.queries} held-out queries", *lines, f"fitted in {self.seconds:.1f} s"])
 
 
 class Learned(NamedTuple):
-    """A score ``sum over bases of weights[base] . sort(base(|query - pattern| / scale))``, best dimension first.
+    """A score ``sum over bases of weights[base] . sort(base(query / units, pattern / units))``, best dimension first.
 
     Attributes:
-        bases: the bases, each ``"l1"``, ``"dis"`` or ``("near", q)``.
-        widths: the width of each base ``(n_bases,)``; 1 for a base without one.
-        scale: the unit of each dimension ``(d,)``, or None if all have the unit 1.
+        bases: the bases.
+        widths: the width of each base, 1 for a base without one.
+        units: the unit of each dimension ``(d,)``, or None if all are 1.
         weights: the weight of each rank of the sorted, not cumulated, similarities ``(n_bases, d)``.
         temperature: the scores divided by it are logits.
         report: held-out accuracy.
     """
 
     bases: tuple[Base, ...]
-    widths: Tensor
-    scale: Tensor | None
+    widths: tuple[float, ...]
+    units: Tensor | None
     weights: Tensor
     temperature: float
     report: Report
 
-    @torch.no_grad()
-    def scores(self, query: Tensor, patterns: Tensor) -> Tensor:
-        """Scores ``query (L, d)`` against ``patterns (N, d)``: ``(L, N)``; -inf without a common known dimension."""
-        query, patterns = (x if self.scale is None else x / self.scale for x in (query, patterns))
-        rows = []
-        for part in torch.split(query, _step(query, patterns.numel())):
-            values, known = sorted_similarities(part[:, None], patterns, self.bases, self.widths.tolist())
-            if known is not None:
-                ranks = torch.arange(1, query.shape[1] + 1, device=query.device)
-                values = (stretch(value, known, ranks) for value in values)
-            score = torch.stack([x @ weight for x, weight in zip(values, self.weights, strict=True)]).sum(0)
-            rows.append(score if known is None else score.masked_fill(known == 0, -torch.inf))
-        return torch.cat(rows)
+
+class Questions(NamedTuple):
+    """What a similarity is learned from: queries and what belongs to them.
+
+    Attributes:
+        query: ``(n, d)``; NaN is unknown.
+        origin: the pattern that each query was made of ``(n,)``, or -1.
+        label: the class that each query belongs to ``(n,)``; None if the pattern itself is to be found.
+        fitted: the number of queries of the fit, the first ones. The others are held out.
+    """
+
+    query: Tensor
+    origin: Tensor
+    label: Tensor | None
+    fitted: int
+
+    def part(self, rows: slice) -> "Questions":
+        """Returns some of the queries."""
+        return Questions(self.query[rows], self.origin[rows], None if self.label is None else self.label[rows], 0)
 
 
 class Problem(NamedTuple):
@@ -171,44 +190,6 @@ def bin_edges(d: int, bins: int = BINS) -> list[int]:
     return sorted({round(d ** (i / (bins - 1))) for i in range(bins)}) if bins > 1 else [d]
 
 
-def width_of(patterns: Tensor, quantile: float, generator: torch.Generator) -> float:
-    """Returns a quantile of the nonzero absolute differences between stored patterns; 1 if there are none.
-
-    It is interpolated linearly between distinct differences, from 0 on: with discrete values, small quantiles are below
-    the smallest difference.
-    """
-    return _quantile(_pair_differences(patterns, generator).flatten(), quantile)
-
-
-def _pair_differences(patterns: Tensor, generator: torch.Generator) -> Tensor:
-    """Absolute differences of random pairs of patterns ``(pairs, d)``."""
-    count = max(64, SAMPLE // patterns.shape[1])
-    first, second = torch.randint(len(patterns), (2, count), generator=generator, device=patterns.device)
-    return (patterns[first] - patterns[second]).abs_()
-
-
-def _quantile(differences: Tensor, quantile: float) -> float:
-    values, counts = torch.unique(differences[differences > 0], return_counts=True)
-    if not len(values):
-        return 1.0
-    share = counts.cumsum(0).double() / counts.sum()
-    at = int(torch.searchsorted(share, quantile).clamp(max=len(values) - 1))
-    low, start = (values[at - 1].item(), share[at - 1].item()) if at else (0.0, 0.0)
-    return float(low + (values[at].item() - low) * (quantile - start) / (share[at].item() - start))
-
-
-def dimension_scale(patterns: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns the unit of each dimension ``(d,)``: the median absolute difference between stored patterns.
-
-    Where more than half of the differences are 0 it is their mean. A constant dimension has the median unit.
-    """
-    differences = _pair_differences(patterns, generator)
-    median, mean = differences.nanmedian(0).values, differences.nanmean(0)
-    scale = torch.where(median > 0, median, mean)
-    varies = scale > 0
-    return torch.where(varies, scale, scale[varies].median() if varies.any() else 1.0)
-
-
 def sorted_similarities(
     query: Tensor, key: Tensor, bases: Sequence[Base], widths: Sequence[float]
 ) -> tuple[Iterator[Tensor], Tensor | None]:
@@ -222,7 +203,7 @@ def sorted_similarities(
 
     def values() -> Iterator[Tensor]:
         ascending = _sort_(difference)
-        for base, width in zip(bases, widths, strict=True):
+        for base, unit in zip(bases, widths, strict=True):
             if base == "dot":
                 yield -_sort_(-query * key)
             elif base == "l1":
@@ -230,17 +211,19 @@ def sorted_similarities(
             elif base == "dis":
                 yield -ascending.square()
             else:
-                yield (ascending / -width).exp_() if base[0] == "near" else -ascending.clamp(max=width)
+                yield (ascending / -unit).exp_() if base[0] == "near" else -ascending.clamp(max=unit)
 
     return values(), known
 
 
 def _sort_(values: Tensor) -> Tensor:
     """Sorts in ascending order, NaN last; overwrites ``values`` on a CPU."""
-    if _NUMPY and values.device.type == "cpu":
-        values.numpy().sort(axis=-1)  # about 15 times faster than PyTorch
-        return values
-    return values.sort(-1).values
+    if not (_NUMPY and values.device.type == "cpu"):
+        return values.sort(-1).values
+    parts = torch.tensor_split(values.flatten(0, -2), torch.get_num_threads())
+    with ThreadPoolExecutor(len(parts)) as pool:  # NumPy is about 15 times faster than PyTorch
+        list(pool.map(lambda part: part.numpy().sort(axis=-1), parts))
+    return values
 
 
 def stretch(values: Tensor, known: Tensor, edges: Tensor) -> Tensor:
@@ -285,12 +268,16 @@ def _step(query: Tensor, elements: int) -> int:
 
 
 class Queries(NamedTuple):
-    """Damaged copies ``(L, d)`` of patterns, their candidates ``(L, C)``, log weights and right ones: see Problem."""
+    """Queries ``(L, d)``, their candidates ``(L, C)``, log weights and right ones, see Problem.
+
+    ``usable`` says which of all queries have a right candidate: the others are left out.
+    """
 
     query: Tensor
     candidates: Tensor
     offset: Tensor
     right: int
+    usable: Tensor
 
     def problem(self, patterns: Tensor, bases: Sequence[Base], widths: Sequence[float], edges: list[int]) -> Problem:
         """Computes the features of the candidates."""
@@ -299,39 +286,36 @@ class Queries(NamedTuple):
 
     def part(self, rows: slice) -> "Queries":
         """Returns some of the queries."""
-        return Queries(self.query[rows], self.candidates[rows], self.offset[rows], self.right)
+        return self._replace(query=self.query[rows], candidates=self.candidates[rows], offset=self.offset[rows])
 
 
 def find_candidates(
-    query: Tensor,
-    index: Tensor,
-    patterns: Tensor,
-    labels: Tensor | None,
-    clips: Sequence[float],
-    generator: torch.Generator,
+    asked: Questions, patterns: Tensor, labels: Tensor | None, clips: Sequence[float], generator: torch.Generator
 ) -> Queries:
-    """Takes candidates for ``query (L, d)``, damaged copies of the patterns ``index (L,)``.
+    """Takes candidates for queries out of ``patterns (N, d)`` of the classes ``labels (N,)``.
 
-    The hardest wrong patterns are those with the smallest L1 distance, or the smallest distance clipped at one of
-    ``clips``. With labels, all patterns of the class are right except the one that the query was made of, unless it is
-    the only one.
+    The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values are
+    those of the mean pattern. With labels, all patterns of the class are right except the one that the query was made
+    of, unless it is the only one.
     """
     rows = []
     largest = 1 if labels is None else min(MAX_RIGHT, int(torch.unique(labels, return_counts=True)[1].max()))
     wrong = max(0, min(CANDIDATES, len(patterns)) - largest)
     random = min(RANDOM, wrong // 2)
-    place, step = torch.arange(len(patterns), device=patterns.device), _step(query, patterns.numel())
-    for part, at in zip(torch.split(query, step), torch.split(index, step), strict=True):
-        own = place == at[:, None]
-        same = own if labels is None else labels == labels[at][:, None]
+    place, step = torch.arange(len(patterns), device=patterns.device), _step(patterns, 4 * len(patterns))
+    center = patterns.nanmean(0).nan_to_num(0.0)
+    complete = torch.where(patterns.isnan(), center, patterns)
+    gaps = patterns.isnan().any()
+    for start in range(0, len(asked.query), step):
+        part = asked.part(slice(start, start + step))
+        own = place == part.origin[:, None]
+        same = own if labels is None or part.label is None else labels == part.label[:, None]
         right = torch.where((same & ~own).any(1, keepdim=True), same & ~own, same)
-        difference = (part[:, None] - patterns).abs_()
-        known = (~difference.isnan()).to(query.dtype).mean(-1)
-        distances = [difference.nansum(-1), *(difference.clamp(max=clip).nansum(-1) for clip in clips)]
-        dot = part.nan_to_num(0.0) @ patterns.nan_to_num(0.0).mT
-        near = torch.stack([dot, *(-distance for distance in distances)]) / known.clamp(min=1e-9)
-        near = (near - near.mean(-1, keepdim=True)) / near.std(-1, correction=0, keepdim=True).clamp(min=1e-30)
-        near = near.amax(0).masked_fill(known == 0, -torch.inf)
+        near = _closeness(torch.where(part.query.isnan(), center, part.query), complete, clips)
+        unknown = part.query.isnan()
+        if gaps or unknown.all(-1).any():  # pairs without a common dimension
+            common = (~unknown).to(near) @ (~patterns.isnan()).to(near).mT
+            near = near.masked_fill(common == 0, -torch.inf)
         first = near.masked_fill(~right, -torch.inf).topk(largest)
         near = near.masked_fill(same, -torch.inf)
         hard = near.topk(wrong - random)
@@ -343,7 +327,24 @@ def find_candidates(
         rows.append((torch.cat([first.indices, hard.indices, others.indices], 1), torch.cat(offset, 1)))
     candidates, weights = (torch.cat(each) for each in zip(*rows, strict=True))
     usable = (weights[:, :largest] > -torch.inf).any(1)  # a query without a known value has no right candidate
-    return Queries(query[usable], candidates[usable], weights[usable], largest)
+    return Queries(asked.query[usable], candidates[usable], weights[usable], largest, usable)
+
+
+def _closeness(query: Tensor, patterns: Tensor, clips: Sequence[float]) -> Tensor:
+    """Returns the largest of several standardized similarities, without missing values: ``(L, N)``."""
+    ones = query.new_zeros(1, query.shape[1])
+    ones[0, -1] = 1.0
+    scores = [query @ patterns.mT]
+    scores += [
+        adaptive_similarity(query, patterns, ones, (name,), widths=ones.new_tensor([clip]))
+        for name, clip in (("l1", 1.0), *(("near", clip) for clip in clips))
+    ]
+    best: Tensor | None = None
+    for score in scores:
+        deviation = score.std(-1, correction=0, keepdim=True).clamp(min=1e-30)
+        score = (score - score.mean(-1, keepdim=True)) / deviation
+        best = score if best is None else torch.maximum(best, score)
+    return query.new_zeros(len(query), len(patterns)) if best is None else best
 
 
 def solve(problem: Problem, start: Tensor, smooth: bool, penalty: Tensor) -> Tensor:
@@ -410,17 +411,10 @@ def expand(weight: Tensor, edges: list[int]) -> Tensor:
     return (weight[0] / ends[-1] + (weight[1:] / widths[:, None]).repeat_interleave(widths, 0)).mT.contiguous()
 
 
-def pool_weights(weights: Tensor, edges: list[int]) -> Tensor:
-    """Pools weights of ranks ``(n_bases, d)`` into weights of features ``(1 + bins, n_bases)``."""
-    parts = torch.split(weights, torch.tensor(edges).diff(prepend=torch.zeros(1, dtype=torch.long)).tolist(), -1)
-    sums = torch.stack([part.sum(-1) for part in parts])
-    return torch.cat([torch.zeros_like(sums[:1]), sums])
-
-
 class _Setting(NamedTuple):
-    """Patterns and queries in units of ``scale``, and bases: first the ``learned`` ones, then those of baselines."""
+    """Patterns and queries in ``units``, and bases: first the ``learned`` ones, then those of baselines."""
 
-    scale: Tensor | None
+    units: Tensor | None
     patterns: Tensor
     bases: list[Base]
     widths: list[float]
@@ -434,29 +428,24 @@ class _Setting(NamedTuple):
 
 
 def _prepare(
-    scale: Tensor | None,
+    unit: Tensor | None,
     patterns: Tensor,
     labels: Tensor | None,
-    index: Tensor,
-    query: Tensor,
-    bases: Sequence[Base],
+    asked: Questions,
+    bases: Sequence[BaseArgument],
     generator: torch.Generator,
 ) -> _Setting:
-    if scale is not None:
-        patterns, query = patterns / scale, query / scale
-    differences = _pair_differences(patterns, generator).flatten()
+    if unit is not None:
+        patterns, asked = patterns / unit, asked._replace(query=asked.query / unit)
+    sample = differences(patterns)
     distinct: dict[tuple[str, float], Base] = {}
     for base in bases:  # discrete values may give several quantiles the same width
-        distinct.setdefault((_kind(base), 1.0 if isinstance(base, str) else _quantile(differences, base[1])), base)
-    clips = [_quantile(differences, q) for q in CLIPS]
-    fixed: list[tuple[Base, float]] = [
-        ("dis", 1.0),
-        *((("clip", q), clip) for q, clip in zip(CLIPS, clips, strict=True)),
-    ]
-    queries = find_candidates(query, index, patterns, labels, clips, generator)
+        distinct.setdefault((_kind(base), 1.0 if isinstance(base, str) else width(sample, base[1])), base)
+    fixed: list[tuple[Base, float]] = [("dis", 1.0), *((("clip", q), width(sample, q)) for q in CLIPS)]
+    queries = find_candidates(asked, patterns, labels, [width(sample, q) for q in HARD], generator)
     all_bases = [*distinct.values(), *(base for base, _ in fixed)]
-    widths = [*(width for _, width in distinct), *(width for _, width in fixed)]
-    return _Setting(scale, patterns, all_bases, widths, len(distinct), queries)
+    widths = [*(value for _, value in distinct), *(value for _, value in fixed)]
+    return _Setting(unit, patterns, all_bases, widths, len(distinct), queries)
 
 
 def _trial_loss(setting: _Setting, edges: list[int]) -> float:
@@ -492,7 +481,7 @@ def _solutions(problem: Problem, starts: list[Tensor], learned: int) -> list[Ten
 def _cosine(setting: _Setting, rows: slice) -> Tensor:
     """Whether the candidate with the largest cosine similarity is right, with 0 for missing values: bool ``(L,)``."""
     part = setting.queries.part(rows)
-    unit = 1.0 if setting.scale is None else setting.scale
+    unit = 1.0 if setting.units is None else setting.units
     query, keys = (normalize((x * unit).nan_to_num(0.0), dim=-1) for x in (part.query, setting.patterns))
     score = (query @ keys.mT).gather(1, part.candidates)
     return correct(score, Problem(score, part.offset, part.right))
@@ -502,95 +491,67 @@ def _cosine(setting: _Setting, rows: slice) -> Tensor:
 def learn(
     patterns: Tensor,
     labels: Tensor | None,
-    damage: Damage,
-    *,
-    bases: Sequence[Base] = BASES,
+    asked: Questions,
     generator: torch.Generator,
-    start: Tensor | None = None,
+    bases: Sequence[BaseArgument] = BASES,
     bins: int = BINS,
 ) -> Learned:
-    """Learns a similarity that finds the pattern, or the class, of a damaged copy of a stored pattern.
+    """Learns a similarity that finds the pattern, or the class, that a query belongs to.
 
-    The result is never much worse than a fixed score: if L1, trimmed L1, Euclid or one saturating base is better than
-    the learned weights by more than a standard error on held-out queries, it is the result.
+    The result is never much worse than a fixed score: if L1, trimmed L1, Euclid, the dot product or one saturating base
+    is better than the learned weights by more than a standard error on held-out queries, it is the result.
 
     Args:
         patterns: ``(N, d)``; NaN is a missing value.
         labels: class of each pattern ``(N,)``; None to find the pattern itself. With labels, a pattern does not answer
-            for its own copies, so that the accuracy is that of unseen patterns.
-        damage: damages patterns.
-        bases: bases of the similarity, each monotone in the absolute difference.
+            for queries that were made of it, so that the accuracy is that of unseen patterns.
+        asked: queries, and what belongs to them.
         generator: random generator on the device of the patterns.
-        start: present weights of the ranks ``(n_bases, d)``, which are one of the starts.
+        bases: bases of the similarity.
         bins: number of rank bins; with 1 the weights do not depend on ranks.
-
-    Raises:
-        AHopError: an argument is invalid, or ``damage`` changes the shape.
-
-    >>> patterns = torch.rand(200, 16, generator=torch.Generator().manual_seed(0))
-    >>> def damage(x, generator):
-    ...     wrong = torch.rand(x.shape, generator=generator) < 0.3
-    ...     return torch.where(wrong, torch.rand(x.shape, generator=generator), x)
-    >>> learned = learn(patterns, None, damage, generator=torch.Generator().manual_seed(0))
-    >>> learned.scores(patterns[:5], patterns).argmax(-1)
-    tensor([0, 1, 2, 3, 4])
     """
     began = time.perf_counter()
-    check_patterns(patterns)
-    if labels is not None and labels.shape != patterns.shape[:1]:
-        raise AHopError(f"labels must be (N,) with N = {len(patterns)}, got {describe(labels)}")
-    if start is not None and start.shape != (len(bases), patterns.shape[1]):
-        raise AHopError(f"start must be (n_bases, d) = {(len(bases), patterns.shape[1])}, got {describe(start)}")
-    kept = torch.randperm(len(patterns), generator=generator, device=patterns.device)
-    kept = kept[: max(CANDIDATES, MINED // patterns.shape[1])]
-    stored, labels = patterns[kept], None if labels is None else labels[kept]
-    count = 2 * max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // stored.shape[1]))
-    index = torch.randint(len(stored), (count,), generator=generator, device=stored.device)
-    query = damage(stored[index], generator)
-    if query.shape != (count, stored.shape[1]):
-        raise AHopError(f"damage must keep the shape {(count, stored.shape[1])}, got {describe(query)}")
     wide = accumulation_dtype(patterns.dtype)
-    stored, query = stored.to(wide), query.to(wide)
+    patterns, asked = patterns.to(wide), asked._replace(query=asked.query.to(wide))
+    edges = bin_edges(patterns.shape[1], bins)
 
-    edges = bin_edges(stored.shape[1], bins)
-
-    def prepare(scale: Tensor | None, bases: Sequence[Base], count: int | None = None) -> _Setting:
-        return _prepare(scale, stored, labels, index[:count], query[:count], bases, generator)
+    def prepare(unit: Tensor | None, bases: Sequence[BaseArgument], part: Questions) -> _Setting:
+        return _prepare(unit, patterns, labels, part, bases, generator)
 
     # Units of each dimension and products cost time in every search, so they have to pay.
-    loss = _trial_loss(prepare(None, bases, TRIAL), edges)
-    own = dimension_scale(stored, generator)
-    own_loss = _trial_loss(prepare(own, bases, TRIAL), edges)
-    scale, loss = (own, own_loss) if own_loss < GAIN * loss else (None, loss)
+    trial = asked.part(slice(0, min(TRIAL, asked.fitted)))
+    loss = _trial_loss(prepare(None, bases, trial), edges)
+    own = units(differences(patterns))
+    own_loss = _trial_loss(prepare(own, bases, trial), edges)
+    unit, loss = (own, own_loss) if own_loss < GAIN * loss else (None, loss)
     more = (*bases, *(base for base in OPTIONAL if base not in bases))
-    if _trial_loss(prepare(scale, more, TRIAL), edges) < GAIN * loss:
-        bases, start = more, None if start is None else pad(start, (0, 0, 0, len(more) - len(start)))
-    setting = prepare(scale, bases)
-    half, n = len(setting.queries.query) // 2, setting.learned
+    if _trial_loss(prepare(unit, more, trial), edges) < GAIN * loss:
+        bases = more
+    setting = prepare(unit, bases, asked)
+    n, fitted = setting.learned, int(setting.queries.usable[: asked.fitted].sum())
     starts = [weight for each in fixed_weights(setting.bases[:n], edges).values() for weight in each]
-    if start is not None:
-        own_rows = [list(bases).index(base) for base in setting.bases[:n]]
-        starts.append(pool_weights(start[own_rows].to(stored), edges))
-    solved = _solutions(setting.problem(slice(0, half), edges), starts, n)
+    solved = _solutions(setting.problem(slice(0, fitted), edges), starts, n)
 
-    held = setting.problem(slice(half, None), edges, learned=False)
+    rest = slice(fitted, None) if fitted < len(setting.queries.query) else slice(0, None)
+    held = setting.problem(rest, edges, learned=False)
     scores = fixed_weights(setting.bases, edges)
     scores["learned"] = [pad(weight, (0, len(setting.bases) - n)) for weight in solved]
     right = {name: torch.stack([held.correct(weight) for weight in each]) for name, each in scores.items()}
     chosen, best, rows = _choose(right)
-    rows["cosine"] = _cosine(setting, slice(half, None))[1::2].double().mean().item()
-    weight = scores[chosen][best].to(stored)
+    rows = {"cosine": _cosine(setting, rest)[1::2].double().mean().item(), **rows}
+    weight = scores[chosen][best].to(patterns)
     if not weight.any():  # constant patterns say nothing about weights
-        weight = pad(starts[0].to(stored), (0, len(setting.bases) - n))
+        weight = pad(starts[0].to(patterns), (0, len(setting.bases) - n))
     calibrated, _ = with_temperature(held, weight.flatten())
     used = [j for j in range(len(setting.bases)) if weight[:, j].any()]
+    queries = len(held.offset) // 2
     return Learned(
         bases=tuple(setting.bases[j] for j in used),
-        widths=stored.new_tensor([setting.widths[j] for j in used]),
-        scale=scale,
+        widths=tuple(setting.widths[j] for j in used),
+        units=unit,
         weights=expand(weight[:, used], edges),
         temperature=(weight.norm() / calibrated.norm()).item(),
-        report=Report(tuple(rows.items()), chosen, time.perf_counter() - began),
+        report=Report(tuple(rows.items()), chosen, queries, time.perf_counter() - began),
     )
 
 

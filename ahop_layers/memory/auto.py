@@ -1,0 +1,113 @@
+"""The default similarity of a memory: robust before it is fitted, and solved instead of trained."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.memory.solve import BASES, OPTIONAL, Learned
+from ahop_layers.ops import adaptive_similarity
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity import AdaptiveSimilarity
+
+FIXED = ("dis",)
+"""Further bases, which a fit uses alone if they are best."""
+
+SAMPLE_QUERIES, SAMPLE_KEYS, SAMPLE_ELEMENTS = 32, 256, 2**22
+"""Bounds of the sample of patterns that determines the temperature before a fit."""
+
+MARGIN = 10.0
+"""By how much the logit of a stored pattern exceeds those of the others together, if it is asked for itself."""
+
+
+class AutoSimilarity(AdaptiveSimilarity):
+    """Counts how many values agree, until :meth:`~ahop_layers.AssociativeMemory.fit` learns how to weigh them.
+
+    Before a fit, the score is the mean of saturating bases of several widths, without ranks: a wrong value costs the
+    same however wrong it is. The widths come from the patterns, so the scale of the data does not matter.
+
+    Args:
+        patterns: ``(N, d)``.
+
+    >>> import ahop_layers as ah
+    >>> patterns = torch.rand(50, 16)
+    >>> ah.AssociativeMemory(patterns).similarity
+    AutoSimilarity(16, bases=near 0.02, near 0.05, near 0.1, near 0.2, near 0.5)
+    """
+
+    _used: Sequence[int] = ()
+
+    def __init__(self, patterns: Tensor) -> None:
+        options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
+        super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *FIXED), "uniform", **options)
+        if not patterns.is_meta:
+            self.fix_widths_(patterns)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Resets the score to that before a fit; widths stay, because they come from the patterns."""
+        self.beta.fill_(1.0)
+        self.w.zero_()
+        near = [index for index, name in enumerate(self.names) if name == "near"]
+        self.w[near, -1] = 1 / len(near)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Finds the bases whose weights are not all 0: only these are computed."""
+        weight = self.w.detach()
+        self._used = [] if weight.is_meta else weight.any(-1).nonzero().flatten().tolist()
+
+    @torch.no_grad()
+    def set_(self, learned: Learned) -> None:
+        """Takes over what was learned."""
+        self.w.zero_()
+        self.units = None if learned.units is None else learned.units.to(self.w)
+        for base, width, folded in zip(learned.bases, learned.widths, learned.weights, strict=True):
+            row = self.bases.index(base)
+            self.w[row] = folded - torch.cat([folded[1:], folded.new_zeros(1)])  # the inverse of fold
+            if self.widths is not None:
+                self.widths[row] = width
+        self._refresh()
+
+    def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
+        used = self._used or list(range(len(self.names)))
+        names = [self.names[row] for row in used]
+        widths = None if self.widths is None else self.widths[used]
+        return adaptive_similarity(query, key, self.footprint_weight()[used], names, widths=widths, missing=missing)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._refresh()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """Moves or converts the similarity; its weights and widths stay in at least float32."""
+        before = self.w.detach(), self.widths, self.units
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        wide = accumulation_dtype(self.w.dtype)
+        if self.w.dtype != wide:
+            place: Any = {"device": self.w.device, "dtype": wide}
+            self.w, self.beta = (nn.Parameter(each.to(**place)) for each in (before[0], self.beta.detach()))
+            self.widths, self.units = (None if each is None else each.to(**place) for each in before[1:])
+        return self
+
+    def extra_repr(self) -> str:
+        """The dimension and the bases in use, for ``repr``."""
+        names = self.base_names()
+        return f"{self.dim}, bases={', '.join(names[row] for row in self._used)}"
+
+
+@torch.no_grad()
+def first_inverse_temperature(similarity: AutoSimilarity, patterns: Tensor) -> float:
+    """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
+    if patterns.is_meta:
+        return 1.0
+    keys = patterns[torch.arange(min(SAMPLE_KEYS, len(patterns))) * len(patterns) // min(SAMPLE_KEYS, len(patterns))]
+    keys = keys[~keys.isnan().all(-1)]
+    queries = keys[: max(8, min(SAMPLE_QUERIES, SAMPLE_ELEMENTS // keys.numel()))] if len(keys) else keys
+    scores = similarity(queries, keys, missing=bool(keys.isnan().any())).to(accumulation_dtype(patterns.dtype))
+    own = scores.diagonal()[:, None].clone()
+    gap = (own - scores.fill_diagonal_(-torch.inf)).amin(-1)
+    gap = gap[(gap > 0) & gap.isfinite()]
+    return (MARGIN + math.log(len(patterns))) / gap.median().item() if len(gap) else 1.0
