@@ -81,6 +81,44 @@ def test_against_plain_pytorch(case, dtype, poisoned_memory):
     check_against_reference(query, key, weight, bases)
 
 
+NEAR = {"near": ("near",), "l1-near-dot-near-dis": ("l1", "near", "dot", "near", "dis"), "eight": ("near",) * 8}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("d", "n"), [*((d, d) for d in (1, 3, 31, 64, 100, 256, 1000)), (64, 8), (36, 12)])
+@pytest.mark.parametrize("bases", NEAR.values(), ids=NEAR)
+def test_near(d, n, bases, dtype, poisoned_memory):
+    query, key, weight = problem(2, 3, 17, 37, d, len(bases), dtype, n)
+    widths = torch.linspace(0.2, 2.0, len(bases), device="cuda")
+    assert gpu.serves(query, bases, n)
+    theirs = folded_similarity(query, key, weight.to(dtype), bases, widths.to(dtype))
+    exact = folded_similarity(*(tensor.double() for tensor in (query, key, weight)), bases, widths.double())
+    error = (gpu.score(query, key, weight, bases, widths=widths).double() - exact).norm()
+    assert error <= 2 * (theirs.double() - exact).norm() + 4 * torch.finfo(dtype).eps * exact.norm()
+
+
+@on_gpu
+def test_near_propagates_nan_and_saturates_at_infinity():
+    query, key, weight = problem(1, 1, 3, 37, 100, 1)
+    query[0, 0, 1, 5], query[0, 0, 2, 5] = float("nan"), float("inf")
+    scores, exact = gpu.score(query, key, weight, ("near",)), folded_similarity(query, key, weight, ("near",))
+    torch.testing.assert_close(scores, exact, equal_nan=True)
+
+
+@on_gpu
+def test_gradients_of_near_through_the_public_function():
+    query, key, weight = (tensor.requires_grad_() for tensor in problem(1, 1, 9, 11, 16))
+    widths = torch.tensor([1.0, 0.5], device="cuda")
+    options = {"bases": ("l1", "near"), "widths": widths}
+    ours, exact = (
+        ah.adaptive_similarity(query, key, weight, **options, backend=name) for name in ("auto", "reference")
+    )
+    torch.testing.assert_close(ours, exact)
+    grads = (torch.autograd.grad(scores.sum(), (query, key, weight)) for scores in (ours, exact))
+    torch.testing.assert_close(*grads)
+
+
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [4, 8, 16])
@@ -336,7 +374,7 @@ print(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="runs on the GPU itself in test_portable_kernels_on_the_gpu")
-@pytest.mark.parametrize(("cases", "count"), [("L2-S3-d6-n1", 1), pytest.param("test", 5, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("cases", "count"), [("n1 or near", 3), pytest.param("test", 7, marks=pytest.mark.full)])
 def test_portable_kernels_in_the_interpreter(cases, count):
     """Triton chooses the interpreter at import, so this test needs its own process."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -391,7 +429,10 @@ def test_ptx_assembles(d, n, dtype, tmp_path):
     half = n == d and dtype != "f32"
     forward, backward = (choose_layout(n, d // n, alone=x, shared=y) for x, y in ((96, 64), (32, 32)))
     bodies = {
-        ptx_kernels.score(forward, n, BOTH, dtype, half and forward.chunk % 2 == 0): ptx_kernels.SCORE_CONSTRAINTS,
+        ptx_kernels.score(forward, n, bases, dtype, half and forward.chunk % 2 == 0): ptx_kernels.SCORE_CONSTRAINTS
+        for bases in ((BOTH, ("l1", "near", "near")) if n == d else (BOTH,))
+    }
+    bodies |= {
         ptx_backward.score_backward(
             backward, n, ("l1", "dot"), dtype, 2, half, True
         ): ptx_backward.BACKWARD_CONSTRAINTS,

@@ -51,7 +51,7 @@ def places(layout, warps=1):
     return member * layout.chunk, first, thread // layout.lanes
 
 
-def prepare(layout, query, key, weight, dtype):
+def prepare(layout, query, key, weight, dtype, widths=None):
     """Pads the inputs as a launch does."""
     n = weight.shape[-1]
     plan = Plan(None, dtype, layout, 16, 0, {})
@@ -59,7 +59,7 @@ def prepare(layout, query, key, weight, dtype):
         gpu._rows(tensor, plan, n, fill)[0, 0]
         for tensor, fill in ((query[None, None], gpu.PAD_QUERY), (key[None, None], gpu.PAD_KEY))
     )
-    return plan, query, key, gpu._weights(weight[None], plan)[0]
+    return plan, query, key, gpu._weights(weight[None], plan, widths)[0]
 
 
 LAYOUTS = {
@@ -128,6 +128,35 @@ def test_two_packed_keys(d, dtype, weights):
         [*addresses, q + 2 * first, row, w + 4 * position, *results, 4 * count, ROWS, stores, stores],
     )
     assert error(torch.from_numpy(memory.get(out, (ROWS, count))), exact) < (1e-6 if weights == "constant" else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "packed"), [(1, torch.float32, 0), (12, torch.float32, 0), (97, torch.bfloat16, 1)], ids=str
+)
+def test_one_sort_for_all_bases_of_the_absolute_difference(d, dtype, packed):
+    bases, widths = ("l1", "near", "dot", "near", "dis"), torch.tensor([0.0, 0.3, 0.0, 2.0, 0.0])
+    layout = choose_layout(d, 1, alone=96, shared=64, step=1 + packed)
+    count = (1 + packed) * layout.pairs
+    query, key, weight = torch.randn(ROWS, d).to(dtype), torch.randn(count, d).to(dtype), torch.randn(len(bases), d)
+    exact = folded_similarity(*(tensor.double() for tensor in (query, key, weight)), bases, widths.double())
+    _, query, key, weight = prepare(layout, query, key, weight, dtype, widths)
+    memory = Memory()
+    item = query.element_size()
+    row = item * layout.dims
+    q, k, w = memory.put(bits(query)), memory.put(bits(key)), memory.put(bits(weight))
+    out = memory.put(np.zeros((ROWS, count), np.float32))
+    position, first, pair = places(layout)
+    stores = np.arange(WARP) % layout.lanes == 0
+    sides = [(1 + packed) * pair + side for side in (0, packed)]
+    body = ptx_kernels.score(layout, d, bases, NAMES[dtype], bool(packed))
+    Emulator(memory).run(
+        body,
+        [*(k + row * side + item * first for side in sides), q + item * first, row, w + 4 * position,
+         *(out + 4 * side for side in sides), 4 * count, ROWS, stores, stores],
+    )  # fmt: skip
+    assert error(torch.from_numpy(memory.get(out, (ROWS, count))), exact) < (2e-2 if packed else 1e-6)
+    two = ptx_kernels.score(layout, d, ("l1", "dot"), NAMES[dtype], bool(packed))
+    assert body.count("min.NaN") == two.count("min.NaN")
 
 
 @pytest.mark.parametrize(("n", "size", "layout", "dtype"), LAYOUTS.values(), ids=LAYOUTS)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import product
+from math import e, log2
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from ahop_layers.ops.gpu.plan import PTX_NAMES, Plan, backward_plan, runs_ptx, s
 from ahop_layers.ops.gpu.ptx import WARP
 
 MAX_DIMENSIONS = 1024
-IMPLEMENTED_BASES = ("dis", "dot", "l1")
-"""Kernels treat a base other than ``dis`` and ``dot`` as ``l1``, so :func:`serves` rejects bases not listed here."""
+MAX_BASES = 8
+IMPLEMENTED_BASES = ("dis", "dot", "l1", "near")
+"""Kernels treat a base that they do not know as ``l1``, so :func:`serves` rejects bases not listed here."""
 
 PROGRAMS_PER_SLOT = 8
 """Maximum number of programs in a backward launch per concurrently running warp."""
@@ -46,7 +48,7 @@ def detail() -> str:
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
     """Returns whether this kernel supports the tensor, implements the bases and can hold the blocks."""
-    if missing or "near" in bases:
+    if missing or len(bases) > MAX_BASES:
         return False
     device = "cpu" if _interpreted() else "cuda"
     largest = MAX_DIMENSIONS if blocks == query.shape[-1] else 2 * MAX_DIMENSIONS
@@ -69,13 +71,17 @@ def score(
         return out
     heads = query.shape[0] * query.shape[1]
     plan = score_plan(query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), out.dtype)
+    if "near" not in bases:
+        widths = None
+    elif widths is None:
+        widths = weight.new_ones(len(bases))
     few = heads * key.shape[-2] < 32 * WARP and query.shape[-2] > key.shape[-2]
     if few or plan.rows > 1:
         # Few keys leave lanes idle, and tiles that own queries store adjacent scores. All bases are symmetric, so
         # queries and keys can be swapped.
-        _launch_score(key, query, weight, out.mT, plan)
+        _launch_score(key, query, weight, out.mT, plan, widths)
     else:
-        _launch_score(query, key, weight, out, plan)
+        _launch_score(query, key, weight, out, plan, widths)
     return out
 
 
@@ -89,8 +95,8 @@ def score_backward(
     widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
-    if query.numel() * key.numel() == 0:
-        return chunked.score_backward(grad, query, key, weight, bases, need)
+    if query.numel() * key.numel() == 0 or "near" in bases:
+        return chunked.score_backward(grad, query, key, weight, bases, need, widths)
     plan = backward_plan(
         query.device, query.dtype, query.shape[-1], weight.shape[-1], tuple(bases), not need[2], grad.dtype
     )
@@ -162,18 +168,25 @@ def aligned(tensor: Tensor, alignment: int) -> Tensor:
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _weights(weight: Tensor, plan: Plan) -> Tensor:
-    """Returns weights ``(H, n_bases, blocks)``; weights of padding blocks, which sort last, are 0."""
+def _weights(weight: Tensor, plan: Plan, widths: Tensor | None = None) -> Tensor:
+    """Returns weights ``(H, n_bases, blocks)``; weights of padding blocks, which sort last, are 0.
+
+    With ``widths`` the kernel reads as many further rows. They hold the rate of each ``near``, which is
+    ``exp(-x / width) = 2 ** (rate * x)``.
+    """
+    if widths is not None:
+        weight = _weights(weight, plan)
+        return torch.cat((weight, (-log2(e) / widths)[:, None].expand_as(weight)), 1)
     added = plan.layout.blocks - weight.shape[-1]
     if added:
         return torch.nn.functional.pad(weight, (0, added))
     return aligned(weight, 16) if weight.stride(1) == weight.shape[-1] else weight.contiguous()
 
 
-def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan: Plan) -> None:
+def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan: Plan, widths: Tensor | None) -> None:
     n_blocks, d = weight.shape[-1], query.shape[-1]
     query, key = _rows(query, plan, n_blocks, PAD_QUERY), _rows(key, plan, n_blocks, PAD_KEY)
-    weight = _weights(weight, plan)
+    weight = _weights(weight, plan, widths)
     (n, heads, length, _), count = query.shape, key.shape[-2]
     strides = (*query.stride()[:3], *key.stride()[:3], weight.stride(0), *out.stride())
     tiles = -(-count // plan.keys)

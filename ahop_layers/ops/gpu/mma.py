@@ -34,7 +34,7 @@ def serves(n: int, size: int, bases: Sequence[str]) -> bool:
     """Returns whether these kernels process ``n`` blocks of ``size`` dimensions."""
     chunks, rest = divmod(size, CHUNK)
     whole = rest == 0 and chunks & (chunks - 1) == 0 and n * chunks > 1
-    return whole and n <= MAX_BLOCKS and n * size <= MAX_DIMENSIONS and "l1" not in bases
+    return whole and n <= MAX_BLOCKS and n * size <= MAX_DIMENSIONS and set(bases) <= {"dis", "dot"}
 
 
 class Tile:

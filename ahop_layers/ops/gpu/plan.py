@@ -52,7 +52,7 @@ def score_plan(
 ) -> Plan:
     """Returns the plan of the forward pass; ``out`` is the dtype of the scores."""
     kernels = _kernels()
-    if not runs_ptx(device):
+    if not runs_ptx(device) or ("near" in bases and n < d):
         return _portable_plan(kernels.score_portable, dtype, d, n, bases)
     if dtype != torch.float32 and mma.serves(n, d // n, bases):
         warps = MMA_WARPS[0]

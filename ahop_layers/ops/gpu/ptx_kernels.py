@@ -1,7 +1,8 @@
 """PTX body of the forward kernel for NVIDIA GPUs.
 
 The kernels sort *dissimilarities* of blocks, the negatives of base similarities, in ascending order. The score is the
-negative dot product of the sorted dissimilarities and the weights.
+negative dot product of the sorted dissimilarities and the weights. Bases of single dimensions that have the same order,
+that of the absolute differences, share one sort.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,9 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
     keep = [p.op("setp.ne.u32", flag, 0, kind="pred") for flag in (valid, valid2)]
     lane = p.op("mov.u32", "%laneid")
     looped = n > MAX_UNROLLED
-    flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane) if n >= MIN_SKIPPED else None
+    skips = n >= MIN_SKIPPED and "near" not in bases
+    flat = FlatWeights(p, layout, n, len(bases), arguments["weight"], lane) if skips else None
+    sorts = _sorts(layout, bases, packed)
     if packed:
         both = zip(*(_load_words(p, layout, arguments[name]) for name in ("key", "key2")), strict=True)
         keys = [p.op("prmt.b32", a, b, pick) for a, b in both for pick in ("0x5410", "0x7632")]
@@ -45,25 +48,28 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
     for total in scores:
         p.do("mov.b32", total, 0)
     query = arguments["query"]
-    weight = p.op("mov.b64", arguments["weight"], kind="b64")
     # Wide blocks need few registers for values and keep the query in registers for all bases.
     row = load_dimensions(p, layout, query, dtype) if layout.block_size > 1 and not looped else None
 
-    def compare(index: int) -> None:
+    def compare(base: str) -> None:
         if packed:
-            _packed_dissimilarities(p, bases[index], _load_words(p, layout, query), keys, dtype, values)
+            _packed_dissimilarities(p, base, _load_words(p, layout, query), keys, dtype, values)
         else:
-            dissimilarities(
-                p, layout, bases[index], row or load_dimensions(p, layout, query, dtype), keys, values, lane
-            )
+            dissimilarities(p, layout, base, row or load_dimensions(p, layout, query, dtype), keys, values, lane)
+
+    def weigh(ordered: list[str], base: str, members: list[int]) -> None:
+        for index in members:
+            weights, rates = (4 * layout.blocks * (index + after) for after in (0, len(bases)))
+            factors = p.load_words(arguments["weight"], layout.chunk, weights)
+            change = bases[index] if bases[index] != base else None
+            rate = p.load_words(arguments["weight"], 1, rates)[0] if change == "near" else ""
+            _weigh(p, change, ordered, factors, rate, scores, dtype if packed else None)
 
     def add_score(left: str, indices: range) -> None:
-        p.switch(left, [partial(compare, index) for index in indices])
+        p.switch(left, [partial(compare, sorts[index][0]) for index in indices])
         kind = Values(f"NaN.{dtype}x2" if packed else "NaN.f32")
         ordered = [value for (value,) in sort(p, [(value,) for value in values], layout, kind, lane)]
-        weigh = partial(_weigh, p, values=ordered, weight=weight, totals=scores, packed=dtype if packed else None)
-        p.switch(left, [partial(weigh, bases[index]) for index in indices])
-        p.do("add.s64", weight, weight, 4 * layout.blocks)
+        p.switch(left, [partial(weigh, ordered, *sorts[index]) for index in indices])
 
     def add_flat_score(flat: FlatWeights) -> None:
         queries = row or load_dimensions(p, layout, query, dtype)
@@ -82,7 +88,7 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
                 p.do("add.f32", total, total, p.shuffle(total, distance))
 
     def add_sorted_score() -> None:
-        p.for_each_base(len(bases), looped, add_score)
+        p.for_each_base(len(sorts), looped, add_score)
 
     if flat:
         p.either(flat.holds, partial(add_flat_score, flat), add_sorted_score)
@@ -97,6 +103,15 @@ def score(layout: Layout, n: int, bases: tuple[str, ...], dtype: str, packed: bo
     p.repeat("ROW", rows, (query, arguments["query_stride"]))
     p.do("mov.b32", "$0", 0)
     return p.text()
+
+
+def _sorts(layout: Layout, bases: Sequence[str], packed: bool) -> list[tuple[str, list[int]]]:
+    """Returns the base whose dissimilarities each sort orders, and the indices of the bases that share it."""
+    shared = [index for index, base in enumerate(bases) if base != "dot"]
+    if layout.block_size > 1 or (len(shared) < 2 and "near" not in bases and not packed):
+        shared = []
+    alone = [(base, [index]) for index, base in enumerate(bases) if index not in shared]
+    return [("l1", shared), *alone] if shared else alone
 
 
 def distances(first: int, end: int) -> list[int]:
@@ -215,7 +230,7 @@ def _dissimilarity(p: Program, base: str, query: str, key: str, earlier: str | N
 def _packed_dissimilarities(
     p: Program, base: str, words: Sequence[str], keys: Sequence[str], dtype: str, results: Sequence[str]
 ) -> None:
-    """Computes dissimilarities of a query, two dimensions per word, to two packed keys (``dis``: not yet squared)."""
+    """Computes dissimilarities ``dot`` or ``l1`` of a query, two dimensions per word, to two packed keys."""
     queries = [p.op("prmt.b32", word, word, pick) for word in words for pick in ("0x1010", "0x3232")]
     for x, k, result in zip(queries, keys, results, strict=True):
         if base == "dot":
@@ -225,15 +240,25 @@ def _packed_dissimilarities(
 
 
 def _weigh(
-    p: Program, base: str, values: Sequence[str], weight: str, totals: Sequence[str], packed: str | None
+    p: Program,
+    base: str | None,
+    values: Sequence[str],
+    weights: Sequence[str],
+    rate: str,
+    totals: Sequence[str],
+    packed: str | None,
 ) -> None:
-    """Adds ``weights . values`` of each key. Two partial sums hide latency and round better than one."""
+    """Adds ``weights . values`` of each key; ``base`` turns absolute differences into its dissimilarities first.
+
+    Two partial sums hide latency and round better than one.
+    """
     sums = [["0f00000000"] * 2 for _ in totals]
-    weights = p.load_words(weight, len(values))
     for position, (value, factor) in enumerate(zip(values, weights, strict=True)):
         for chains, each in zip(sums, p.unpack(value, packed) if packed else (value,), strict=True):
-            if base == "dis" and packed:
+            if base == "dis":
                 each = p.op("mul.f32", each, each)
+            elif base == "near":
+                each = p.op("neg.f32", p.op("ex2.approx.ftz.f32", p.op("mul.f32", each, rate)))
             chains[position % 2] = p.op("fma.rn.f32", each, factor, chains[position % 2])
     for total, chains in zip(totals, sums, strict=True):
         p.do("add.f32", total, total, p.op("add.f32", *chains))

@@ -182,12 +182,14 @@ def score_mma(
 
 
 @triton.jit
-def _dissimilarity(BASES: tl.constexpr, INDEX: tl.constexpr, query, key):
-    """Returns the dissimilarity of one base: the squared or absolute difference, or the negative product."""
+def _dissimilarity(BASES: tl.constexpr, INDEX: tl.constexpr, query, key, rate=None):
+    """Returns the dissimilarity of one base, the negative of its similarity; ``rate`` points to that of ``near``."""
     if BASES[INDEX] == "dot":
         value = -query * key
     elif BASES[INDEX] == "dis":
         value = (query - key) * (query - key)
+    elif BASES[INDEX] == "near":
+        value = -tl.exp2(tl.abs(query - key) * tl.load(rate))
     else:
         value = tl.abs(query - key)
     return value
@@ -238,7 +240,8 @@ def score_portable(
         queries = tl.load(query + n * qn + h * qh + row * ql + i, mask=inside, other=0.0).to(tl.float32)
         score = tl.zeros([KEYS], tl.float32)
         for index in tl.static_range(len(BASES)):
-            values = tl.sum(_dissimilarity(BASES, index, queries, keys), axis=2)
+            rate = weight + h * wh + (len(BASES) + index) * blocks
+            values = tl.sum(tl.where(inside, _dissimilarity(BASES, index, queries, keys, rate), 0.0), axis=2)
             # A sort can lose a NaN, so the scores of pairs with a NaN are set to NaN afterwards.
             missing = tl.max((values != values).to(tl.int32), axis=1)
             ordered = tl.sort(tl.where((j < blocks)[None, :], values, float("inf")), dim=1)
