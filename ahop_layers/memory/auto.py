@@ -101,11 +101,11 @@ class AutoSimilarity(AdaptiveSimilarity):
 @torch.no_grad()
 def first_inverse_temperature(similarity: AutoSimilarity, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
-    if patterns.is_meta:
+    size = min(SAMPLE_KEYS, len(patterns))
+    if patterns.is_meta or size < 2:
         return 1.0
-    keys = patterns[torch.arange(min(SAMPLE_KEYS, len(patterns))) * len(patterns) // min(SAMPLE_KEYS, len(patterns))]
-    keys = keys[~keys.isnan().all(-1)]
-    queries = keys[: max(8, min(SAMPLE_QUERIES, SAMPLE_ELEMENTS // keys.numel()))] if len(keys) else keys
+    keys = patterns[torch.arange(size, device=patterns.device) * len(patterns) // size]
+    queries = keys[: max(8, min(SAMPLE_QUERIES, SAMPLE_ELEMENTS // keys.numel()))]
     scores = similarity(queries, keys, missing=bool(keys.isnan().any())).to(accumulation_dtype(patterns.dtype))
     own = scores.diagonal()[:, None].clone()
     gap = (own - scores.fill_diagonal_(-torch.inf)).amin(-1)
