@@ -27,7 +27,7 @@ from ahop_layers.errors import (
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, pair_values
 from ahop_layers.separation import Separation
-from ahop_layers.widths import differences, width
+from ahop_layers.widths import differences, quantiles
 
 INITS = ("dot", "dis", "l1", "uniform")
 """Built-in values of ``init``; the name of a registered base is one as well."""
@@ -425,8 +425,9 @@ class AdaptiveSimilarity(nn.Module):
         self._check_rows(key, key)
         if self.widths is not None:
             sample = differences(key if self.units is None else key / self.units)
-            found = [1.0 if isinstance(base, str) else width(sample, base[1]) for base in self.bases]
-            self.widths.copy_(torch.tensor(found, dtype=torch.float64))
+            rows = [row for row, base in enumerate(self.bases) if not isinstance(base, str)]
+            found = quantiles(sample, [self.bases[row][1] for row in rows])  # type: ignore[misc]
+            self.widths[rows] = torch.tensor(found, dtype=torch.float64).to(self.widths)
         return self
 
     def unbiased(self, query: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Widths of saturating bases and units of dimensions, from the differences between stored patterns."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,22 +27,24 @@ def differences(patterns: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def width(values: Tensor, quantile: float) -> float:
-    """Returns a quantile of those ``values`` that are larger than 0, or 1 if there are none.
+def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
+    """Returns quantiles of those ``values`` that are larger than 0, or 1 for each if there are none.
 
-    It is interpolated linearly between distinct values, from 0 on: of discrete data, small quantiles are below the
+    They are interpolated linearly between distinct values, from 0 on: of discrete data, small quantiles are below the
     smallest difference.
 
-    >>> width(torch.tensor([0.0, 2.0, 2.0, 4.0, 4.0]), 0.25), width(torch.zeros(3), 0.5)
-    (1.0, 1.0)
+    >>> quantiles(torch.tensor([0.0, 2.0, 2.0, 4.0, 4.0]), [0.25, 1.0]), quantiles(torch.zeros(3), [0.5])
+    ([1.0, 4.0], [1.0])
     """
     distinct, counts = torch.unique(values[values > 0], return_counts=True)  # NaN is not larger
     if not len(distinct):
-        return 1.0
-    share = counts.cumsum(0).double() / counts.sum()
-    at = int(torch.searchsorted(share, quantile).clamp(max=len(distinct) - 1))
-    low, start = (distinct[at - 1].item(), share[at - 1].item()) if at else (0.0, 0.0)
-    return float(low + (distinct[at].item() - low) * (quantile - start) / (share[at].item() - start))
+        return [1.0] * len(shares)
+    reached = counts.cumsum(0).double() / counts.sum()
+    place = torch.searchsorted(reached, reached.new_tensor(shares)).clamp(max=len(distinct) - 1)
+    low, start = (torch.cat([each.new_zeros(1), each])[place].double() for each in (distinct, reached))
+    rest = (reached.new_tensor(shares) - start) / (reached[place] - start)
+    found: list[float] = (low + (distinct[place].double() - low) * rest).tolist()
+    return found
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from torch.nn.functional import normalize, one_hot, pad
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import BaseArgument
-from ahop_layers.widths import differences, units, width
+from ahop_layers.widths import differences, quantiles, units
 
 Base = str | tuple[str, float]
 """A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""
@@ -437,15 +437,17 @@ def _prepare(
 ) -> _Setting:
     if unit is not None:
         patterns, asked = patterns / unit, asked._replace(query=asked.query / unit)
-    sample = differences(patterns)
-    distinct: dict[tuple[str, float], Base] = {}
-    for base in bases:  # discrete values may give several quantiles the same width
-        distinct.setdefault((_kind(base), 1.0 if isinstance(base, str) else width(sample, base[1])), base)
-    fixed: list[tuple[Base, float]] = [("dis", 1.0), *((("clip", q), width(sample, q)) for q in CLIPS)]
-    queries = find_candidates(asked, patterns, labels, [width(sample, q) for q in HARD], generator)
-    all_bases = [*distinct.values(), *(base for base, _ in fixed)]
-    widths = [*(value for _, value in distinct), *(value for _, value in fixed)]
-    return _Setting(unit, patterns, all_bases, widths, len(distinct), queries)
+    named = [*bases, "dis", *(("clip", q) for q in CLIPS), *(("hard", q) for q in HARD)]
+    given = [(row, base[1]) for row, base in enumerate(named) if not isinstance(base, str)]
+    widths = dict.fromkeys(range(len(named)), 1.0)
+    found = quantiles(differences(patterns), [q for _, q in given])
+    widths.update(zip((row for row, _ in given), found, strict=True))
+    distinct: dict[tuple[str, float], int] = {}
+    for row in range(len(bases)):  # discrete values may give several quantiles the same width
+        distinct.setdefault((_kind(named[row]), widths[row]), row)
+    rows = [*distinct.values(), *range(len(bases), len(named) - len(HARD))]
+    queries = find_candidates(asked, patterns, labels, found[-len(HARD) :], generator)
+    return _Setting(unit, patterns, [named[row] for row in rows], [widths[row] for row in rows], len(distinct), queries)
 
 
 def _trial_loss(setting: _Setting, edges: list[int]) -> float:
