@@ -42,7 +42,7 @@ def test_class_scores_are_the_log_sum_exp_of_a_class(block, scale, monkeypatch):
 
 @pytest.mark.parametrize("value", [-float("inf"), float("inf")])
 def test_infinite_scores(value):
-    memory = AssociativeMemory(torch.eye(4), labels=[0, 0, 1, 1], prior=True)
+    memory = AssociativeMemory(torch.eye(4), "dot", labels=[0, 0, 1, 1], prior=True)
     with torch.no_grad():
         memory.prior[:2] = value
     assert memory.class_scores(torch.zeros(4)).tolist() == pytest.approx([value, np.log(2)])
@@ -51,7 +51,7 @@ def test_infinite_scores(value):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_summed_in_float32(dtype):
-    memory = AssociativeMemory(torch.zeros(4097, 8, dtype=dtype), labels=torch.arange(4097) % 2)
+    memory = AssociativeMemory(torch.zeros(4097, 8, dtype=dtype), "dot", labels=torch.arange(4097) % 2)
     scores = memory.class_scores(torch.zeros(8, dtype=dtype))
     assert scores.dtype == dtype
     assert torch.equal(scores, torch.tensor([2049.0, 2048.0]).log().to(dtype))
@@ -73,7 +73,7 @@ def test_labels_are_copied_to_int64(labels, recwarn):
 
 
 def test_classes_of_half_precision_are_compared_in_float32():
-    memory = AssociativeMemory(torch.eye(3).half() * 100, labels=[4, 5, 6], beta=1e3)
+    memory = AssociativeMemory(torch.eye(3).half() * 100, "dot", labels=[4, 5, 6], beta=1e3)
     x = torch.tensor([[50.0, 100.0, 75.0]])
     assert memory.class_scores(x).dtype == torch.float16
     assert memory.classify(x) == 5
@@ -110,11 +110,11 @@ def test_inference_mode_keeps_later_gradients():
 
 
 def test_a_checkpoint_without_labels_loads_into_a_memory_without_labels():
-    memory = AssociativeMemory(torch.eye(3))
+    memory = AssociativeMemory(torch.eye(3), "dot")
     assert set(memory.state_dict()) == {"patterns", "beta"}
     memory.load_state_dict({"patterns": torch.ones(2, 3), "beta": torch.tensor(2.0)})
     assert memory.labels is None
-    labeled = AssociativeMemory(torch.eye(3), labels=[0, 1, 1])
+    labeled = AssociativeMemory(torch.eye(3), "dot", labels=[0, 1, 1])
     with pytest.raises(RuntimeError, match=r'Unexpected key.* "labels"'):
         memory.load_state_dict(labeled.state_dict())
     assert len(memory.patterns) == 2
@@ -207,8 +207,9 @@ SHAPE, KIND = r"labels must be \(N,\) = \(6,\)", r"labels must be integers \(N,\
         (lambda m, p: m.fit(([0.5], p[:1]), by="label"), "labels of data must be integers .* got torch.float32"),
         (lambda m, p: m.fit((torch.zeros(0).long(), p[:0]), by="label"), "data must be index .* n >= 1"),
         (lambda m, p: m.fit((torch.zeros(2).long(), p[:2, :3]), by="label"), "data must be index .* with d = 4"),
-        (lambda m, p: m.fit(None, by="label"), "data must be a variant or a pair .* got NoneType"),
-        (lambda m, p: m.fit(([0], None), by="label"), "query must be a tensor, got NoneType"),
+        (lambda m, p: m.fit(5, by="label"), "damage must be a variant, a function or a list of these, got 5"),
+        (lambda m, p: m.fit(([0], None), by="label"), "damage must be a variant, a function or a list of these, got"),
+        (lambda m, p: m.fit((torch.tensor([0]), None), by="label"), "query must be a tensor, got NoneType"),
         (
             lambda m, p: AssociativeMemory.preset("K-Hop", p, labels=range(6)).fit(by="label"),
             "by='label' needs a memory with objective='retrieval'",

@@ -126,7 +126,7 @@ def test_attention_energies_fall(name, beta):
 
 
 def test_learned_entmax_has_an_energy():
-    memory = AssociativeMemory(uniform(40, 6) * 2, separation="entmax").double()
+    memory = AssociativeMemory(uniform(40, 6) * 2, "dot", separation="entmax").double()
     torch.nn.init.constant_(memory.separation.alpha_logit, -0.7)
     assert falls(memory, adversarial_states(memory.patterns))
 
@@ -447,27 +447,72 @@ def test_bad_indices_are_named():
             memory.fit((torch.tensor(index), query), epochs=1, progress=False)
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float64), (-float("inf"), torch.bfloat16)])
-def test_non_finite_patterns_are_refused_with_their_row(value, dtype, monkeypatch):
+PRESET = AssociativeMemory.preset
+MAKES = [AssociativeMemory, partial(PRESET, "A-Hop"), partial(PRESET, "D-Hop", degree=5)]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("inf"), torch.float64), (-float("inf"), torch.bfloat16)])
+def test_infinite_patterns_are_refused_with_their_row(value, dtype, monkeypatch):
     monkeypatch.setattr(errors, "FINITE_BLOCK", 4 * 7)  # seven rows per block
     memory, patterns = AssociativeMemory(uniform(40, 4, dtype)), uniform(40, 4, dtype)
     patterns[[23, 31], [2, 0]] = value
-    preset = AssociativeMemory.preset
-    makes = [AssociativeMemory, partial(preset, "A-Hop"), partial(preset, "D-Hop", degree=5)]
-    for make in (memory.add, *makes, partial(preset, "A-Hop", table=True)):
-        with pytest.raises(AHopError, match="patterns must be finite, got NaN or infinity in row 23"):
+    for make in (memory.add, *MAKES, partial(PRESET, "A-Hop", table=True)):
+        with pytest.raises(AHopError, match=r"patterns must .*finite, got (NaN or )?infinity in row 23$"):
             make(patterns)
     assert len(memory.patterns) == 40
-    for make in makes:
+    for make in MAKES:
         assert make(patterns, check=False).patterns.isfinite().logical_not().sum() == 2
     assert len(memory.add(patterns, check=False)) == 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_nan_is_stored_unless_a_row_has_no_other_value(dtype, monkeypatch):
+    monkeypatch.setattr(errors, "FINITE_BLOCK", 4 * 7)  # seven rows per block
+    memory, patterns = AssociativeMemory(uniform(40, 4, dtype)), uniform(40, 4, dtype)
+    patterns[[23, 31], [2, 0]] = torch.nan
+    assert len(memory.add(patterns)) == 40
+    for similarity in ("auto", "dot", "dis", "l1", "adaptive"):
+        stored = AssociativeMemory(patterns, similarity)
+        assert stored.patterns.isnan().sum() == 2
+        assert not stored.scores(patterns[20:25]).isnan().any()
+    patterns[[24, 30]] = torch.nan
+    for make in (memory.add, AssociativeMemory):
+        with pytest.raises(AHopError, match="patterns must have a known value in each row, got NaN only in row 24"):
+            make(patterns)
+    assert len(memory.patterns) == 80
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"similarity": lambda query, key: query @ key.T},
+        {"similarity": "dot", "modulation": KernelModulation(4)},
+        {"similarity": AdaptiveTableSimilarity(4)},
+        {"similarity": AdaptiveSimilarity(4, blocks=Blocks(2, normalize=True))},
+    ],
+    ids=["function", "kernel", "table", "normalized"],
+)
+def test_nan_is_refused_where_a_similarity_has_no_unknown_values(keywords):
+    patterns = uniform(6, 4, torch.float32)
+    memory, broken = AssociativeMemory(patterns, **keywords), patterns.clone()
+    broken[2, 1] = torch.nan
+    message = "must not hold NaN for this similarity, got NaN: similarity='auto' allows it"
+    for call in (memory.add, partial(AssociativeMemory, **keywords)):
+        with pytest.raises(AHopError, match=f"patterns {message}"):
+            call(broken)
+    for call in (memory.search, memory.scores, memory.recall, memory.retrieve):
+        with pytest.raises(AHopError, match=f"queries x {message}"):
+            call(broken)
+    with pytest.raises(AHopError, match=f"patterns {message}"):
+        memory.load_state_dict(memory.state_dict() | {"patterns": broken})
+    assert torch.equal(memory.patterns, patterns)
 
 
 def test_added_patterns_take_the_dtype_of_the_memory_and_must_not_overflow_it():
     memory = AssociativeMemory(uniform(5, 3, torch.float16))
     memory.add(uniform(2, 3))
     assert memory.patterns.dtype == torch.float16
-    with pytest.raises(AHopError, match="patterns must be finite, got NaN or infinity in row 1"):
+    with pytest.raises(AHopError, match="patterns must not be infinite, got infinity in row 1"):
         memory.add(torch.tensor([[1.0, 2.0, 3.0], [1.0, 1e5, 3.0]]))
 
 
@@ -489,7 +534,7 @@ def test_a_fit_of_non_finite_values_or_with_a_bad_argument_keeps_the_bias():
     patterns = uniform(5, 3, torch.float32)
     memory, broken = AssociativeMemory.preset("A-Hop", patterns, debias=True), patterns.clone()
     broken[4, 1] = float("inf")
-    with pytest.raises(AHopError, match="query must be finite, got NaN or infinity in row 4"):
+    with pytest.raises(AHopError, match="query must not be infinite, got infinity in row 4"):
         memory.fit((torch.arange(5), broken), progress=False)
     with pytest.raises(AHopError, match="lr must be a positive number, got 0"):
         memory.fit(Biased(0.5), lr=0, progress=False)
@@ -518,7 +563,7 @@ def test_loading_keeps_the_prior_of_an_optimizer_and_the_tensor_of_the_caller():
     memory.scores(uniform(2, 3))[:, 0].sum().backward()
     optimizer.step()
     assert memory.prior[0] == -2
-    AssociativeMemory(uniform(1, 3).expand(5, 3), prior=True).load_state_dict(memory.state_dict())
+    AssociativeMemory(uniform(1, 3).expand(5, 3), "dot", prior=True).load_state_dict(memory.state_dict())
 
 
 def test_a_frozen_bias_and_a_scalar_bias_are_not_initialized():
@@ -530,7 +575,7 @@ def test_a_frozen_bias_and_a_scalar_bias_are_not_initialized():
     memory.similarity.bias.requires_grad_(False)
     memory.fit(Biased(0.5), epochs=2, progress=False)
     assert not memory.similarity.bias.any()
-    memory, plain = AssociativeMemory(patterns, shifted, prior=True), AssociativeMemory(patterns)
+    memory, plain = AssociativeMemory(patterns, shifted, prior=True), AssociativeMemory(patterns, "dot")
     torch.testing.assert_close(memory.retrieve(patterns, steps=2), plain.retrieve(patterns, steps=2))
     assert len(memory.fit(Biased(0.5), epochs=2, progress=False)) == 2
     assert shifted.bias == 1
@@ -546,11 +591,12 @@ def test_distances_are_accurate_far_from_the_origin():
 
 def broken_state_dicts(memory):
     good = memory.state_dict()
-    nan = good["patterns"].clone()
-    nan[1, 0] = float("nan")
+    infinite, unknown = good["patterns"].clone(), good["patterns"].clone()
+    infinite[1, 0], unknown[1] = float("inf"), float("nan")
     for kind, message, change in (
         (AHopError, "patterns must hold at least one pattern", {"patterns": good["patterns"][:0]}),
-        (AHopError, "patterns must be finite, got NaN or infinity in row 1", {"patterns": nan}),
+        (AHopError, "patterns must not be infinite, got infinity in row 1", {"patterns": infinite}),
+        (AHopError, "patterns must have a known value in each row, got NaN only in row 1", {"patterns": unknown}),
         (AHopError, r"prior must be \(N,\) = \(20,\), got \(3,\)", {"prior": torch.zeros(3)}),
         (AHopError, r"labels must be \(N,\) = \(20,\)", {"labels": torch.zeros(3).long()}),
         (AHopError, "labels must be integers .* got torch.float32", {"labels": torch.zeros(20)}),
@@ -626,8 +672,8 @@ def test_a_table_adds_to_the_footprints_and_resets_to_zero():
 def test_half_precision_memories_have_an_inverse_temperature_beyond_float16():
     patterns = torch.nn.functional.normalize(torch.randn(50, 32), dim=-1) * 0.01
     labels = torch.arange(50) % 5
-    plain = AssociativeMemory(patterns, labels=labels, beta=2e5)
-    for memory in (AssociativeMemory(patterns.half(), labels=labels, beta=2e5), copy.deepcopy(plain).half()):
+    plain = AssociativeMemory(patterns, "dot", labels=labels, beta=2e5)
+    for memory in (AssociativeMemory(patterns.half(), "dot", labels=labels, beta=2e5), copy.deepcopy(plain).half()):
         assert memory.beta == 2e5
         assert memory.double().beta.dtype == torch.float64
         memory.half()
@@ -651,7 +697,7 @@ def test_beta_is_within_the_range_of_the_dtype(beta):
 def test_numpy_arrays_are_accepted_everywhere(make):
     patterns, labels = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
     memory = make(patterns, labels=labels, prior=True)
-    memory.fit((np.arange(20), patterns), epochs=np.int64(2), batch=np.int32(8), progress=False)
+    memory.fit((np.arange(20), patterns), by="pattern", epochs=np.int64(2), batch=np.int32(8), progress=False)
     memory.fit((labels, patterns), by="label", epochs=2, progress=False)
     for shortlist in (None, np.int64(8)):
         assert memory.search(patterns, np.int64(3), shortlist)[1].shape == (20, 3)
@@ -712,7 +758,7 @@ def fit(p, data, **keywords):
     [
         (lambda p: AssociativeMemory(None), "patterns must be a tensor, got NoneType"),
         (lambda p: AssociativeMemory(p[0]), r"patterns must be \(N, d\) with N, d >= 1, got \(4,\)"),
-        (lambda p: AssociativeMemory(p, "cosine"), "similarity must be one of dot, dis, l1, adaptive, got"),
+        (lambda p: AssociativeMemory(p, "cosine"), "similarity must be one of auto, dot, dis, l1, adaptive, got"),
         (lambda p: AssociativeMemory(p, 5), "similarity must be a module or a function, got 5"),
         (lambda p: AssociativeMemory(p, separation=5), "separation must be a module or a function, got 5"),
         (lambda p: AssociativeMemory(p, modulation=5), "modulation must be a module or a function, got 5"),
@@ -728,11 +774,13 @@ def fit(p, data, **keywords):
         (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be .* at least 1, got 0"),
         (lambda p: AssociativeMemory(p).add(None), "patterns must be a tensor, got NoneType"),
         (lambda p: AssociativeMemory(p).add(p[:, :3]), r"patterns must be \(..., d\) with the d = 4 of"),
-        (lambda p: AssociativeMemory(p).fit(NOISY), "must have trainable parameters, got none"),
-        (lambda p: fit(p, None), "data must be a variant or a pair .*, got NoneType"),
+        (lambda p: AssociativeMemory(p, "dot").fit(NOISY), "must have trainable parameters, got none"),
+        (lambda p: fit(p, 5), "damage must be a variant, a function or a list of these, got 5"),
+        (lambda p: fit(p, (p, p, p)), "data must be a variant or a pair .*, got tuple"),
         (lambda p: fit(p, (torch.zeros(2).long(), p)), r"got \(2,\) and \(6, 4\)"),
         (lambda p: fit(p, ("a", p)), "index must be integers .* got str"),
-        (lambda p: fit(p, ([0], None)), "query must be a tensor, got NoneType"),
+        (lambda p: fit(p, ([0], None)), "damage must be a variant, a function or a list of these, got"),
+        (lambda p: fit(p, (torch.tensor([0]), None)), "query must be a tensor, got NoneType"),
         (lambda p: fit(p, ([0], p[:1].to("meta"))), "one device, got query"),
         (lambda p: fit(p, NOISY, epochs=0), "epochs must be .* at least 1, got 0"),
         (lambda p: fit(p, NOISY, batch=2.5), "batch must be .* got 2.5"),

@@ -47,13 +47,14 @@ def test_equal_scores_are_ordered_by_index(block):
     """Integers make all scores exact and most of them equal."""
     x = torch.randint(-1, 2, (40, 8)).float()
     x[0] = 0  # all scores are equal
-    check_equals_sort(AssociativeMemory(torch.randint(-1, 2, (61, 8)).float()), x, 1, 2, 5, 30, 61)
+    check_equals_sort(AssociativeMemory(torch.randint(-1, 2, (61, 8)).float(), "dot"), x, 1, 2, 5, 30, 61)
 
 
 def test_distinct_scores_are_ranked_by_one_topk(monkeypatch):
     """Only scores that equal the k-th largest need the slower ranking by index."""
     monkeypatch.setattr(search_module, "_first_of_block", lambda *args: pytest.fail("ranked by index"))
-    check_equals_sort(AssociativeMemory(torch.randn(300, 8).double()), torch.randn(3, 8).double(), 2, 10, 299, 300)
+    memory = AssociativeMemory(torch.randn(300, 8).double(), "dot")
+    check_equals_sort(memory, torch.randn(3, 8).double(), 2, 10, 299, 300)
 
 
 @pytest.mark.parametrize("queries", [0, 1, 2, 200, 256, 10**6])
@@ -68,7 +69,7 @@ def test_blocks_bound_the_scores_and_are_large_on_a_gpu(queries):
     assert queries > 2 or scoring.block_size(64, queries, "cuda") == 2**20
 
 
-@pytest.mark.parametrize("similarity", ["dot", "dis", "l1", "adaptive"])
+@pytest.mark.parametrize("similarity", ["auto", "dot", "dis", "l1", "adaptive"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_queries_take_the_dtype_of_the_patterns(similarity, stored):
     memory = AssociativeMemory(torch.randn(30, 8).to(stored), similarity)
@@ -113,13 +114,15 @@ def test_any_layout_of_a_numpy_array(kind, recwarn):
 def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(block, bad, value):
     patterns = torch.randint(0, 3, (61, 8)).float() + 1
     patterns[bad] = value
-    check_equals_sort(AssociativeMemory(patterns, check=False), torch.ones(2, 8), 1, 2, 3, 4, 61)
+    check_equals_sort(AssociativeMemory(patterns, "dot", check=False), torch.ones(2, 8), 1, 2, 3, 4, 61)
 
 
 @pytest.mark.slow
-def test_search_and_classification_compile_to_one_graph():
+@pytest.mark.parametrize("similarity", ["auto", "dot"])
+def test_search_and_classification_compile_to_one_graph(similarity):
     patterns = torch.randint(-1, 2, (40, 4)).double()  # many equal scores
-    memory, x = AssociativeMemory(patterns, labels=torch.arange(40) % 3), torch.randint(-1, 2, (5, 4)).double()
+    memory = AssociativeMemory(patterns, similarity, labels=torch.arange(40) % 3)
+    x = torch.randint(-1, 2, (5, 4)).double()
 
     def found(x):
         return *memory.search(x, 3), memory.recall(x), memory.class_scores(x)

@@ -62,10 +62,10 @@ def answers(memory: ah.AssociativeMemory, x: torch.Tensor) -> dict[str, torch.Te
 
 # Pairs in float64: in float32 a rounding error can swap two ranks that are nearly tied, and Adam amplifies that.
 FITS = {
-    "variant": ("A-Hop", {"data": Mixed(0.5), "epochs": 4}),
-    "pairs": ("double", {"data": PAIRS, "epochs": 2, "batch": 128}),
-    "label variant": ("A-Hop", {"data": Noisy(0.1), "epochs": 4, "by": "label"}),
-    "label pairs": ("double", {"data": (LABELS[PAIRS[0]], PAIRS[1]), "epochs": 2, "batch": 128, "by": "label"}),
+    "variant": ("A-Hop", {"damage": Mixed(0.5), "epochs": 4, "by": "pattern"}),
+    "pairs": ("double", {"damage": PAIRS, "epochs": 2, "batch": 128, "by": "pattern"}),
+    "label variant": ("A-Hop", {"damage": Noisy(0.1), "epochs": 4, "by": "label"}),
+    "label pairs": ("double", {"damage": (LABELS[PAIRS[0]], PAIRS[1]), "epochs": 2, "batch": 128, "by": "label"}),
     "separation": ("K-Hop", {"epochs": 10, "batch": 32}),
 }
 

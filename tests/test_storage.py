@@ -44,7 +44,7 @@ def with_safetensors_model(memory: ah.AssociativeMemory, other: ah.AssociativeMe
 @pytest.fixture(scope="module")
 def fitted() -> ah.AssociativeMemory:
     memory = make(61)
-    memory.fit(ah.variants.Mixed(0.3), epochs=3, batch=256, progress=False)
+    memory.fit(ah.variants.Mixed(0.3), epochs=3, batch=256, progress=False, by="pattern")
     return memory
 
 

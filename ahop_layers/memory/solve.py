@@ -38,10 +38,10 @@ BINS = 14
 QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 512, 1024, 2**16
 """Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
 
-CANDIDATES = 128
+CANDIDATES = 256
 """Number of patterns that a query is compared with: some right ones, the hardest wrong ones, and random ones."""
 
-MAX_RIGHT, RANDOM = 16, 32
+MAX_RIGHT, RANDOM = 32, 64
 MINED = 2**21
 """Number of elements of the patterns out of which candidates are taken, to bound the time for large memories."""
 
@@ -148,12 +148,17 @@ class Problem(NamedTuple):
     offset: Tensor
     right: int
 
-    def scaled(self) -> tuple["Problem", Tensor]:
-        """Returns the problem with centered features of unit deviation, and their deviations ``(f,)``."""
+    def scaled(self, bases: int) -> tuple["Problem", Tensor]:
+        """Returns the problem with centered features of about unit deviation, and their deviations ``(f,)``.
+
+        A deviation is at least a hundredth of the largest one of its base: weights of nearly constant features would
+        be so large that a score loses its precision.
+        """
         size = self.features.abs().amax((0, 1))
         features = self.features - self.features.mean(1, keepdim=True)
         deviation = features.square().mean((0, 1)).sqrt()
-        deviation = torch.where(deviation > 1e-6 * size, deviation, torch.inf)  # constant up to rounding
+        floor = 0.01 * deviation.view(-1, bases).amax(0).repeat(len(deviation) // bases)
+        deviation = torch.where(deviation > 1e-6 * size, torch.maximum(deviation, floor), torch.inf)  # or constant
         return self._replace(features=features / deviation), deviation
 
     def objective(self, weight: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
@@ -452,7 +457,7 @@ def _prepare(
 
 def _trial_loss(setting: _Setting, edges: list[int]) -> float:
     """Returns the log-likelihood loss of every second query after a solution for the others: does a setting suit?"""
-    problem, _ = setting.problem(slice(None), edges).scaled()
+    problem, _ = setting.problem(slice(None), edges).scaled(setting.learned)
     fitted, held = (Problem(problem.features[i::2], problem.offset[i::2], problem.right) for i in range(2))
     penalty = _penalty(problem, setting.learned)
     weight, _ = with_temperature(fitted, (penalty == MEAN_PENALTY).to(penalty))
@@ -468,7 +473,7 @@ def _penalty(problem: Problem, learned: int) -> Tensor:
 
 def _solutions(problem: Problem, starts: list[Tensor], learned: int) -> list[Tensor]:
     """Solves from the best of several starts ``(1 + bins, n_bases)``; returns weights of the same shape."""
-    problem, deviation = problem.scaled()
+    problem, deviation = problem.scaled(learned)
     penalty = _penalty(problem, learned)
     equal = (penalty == MEAN_PENALTY).to(penalty)
     unit = deviation.masked_fill(deviation.isinf(), 0.0)
