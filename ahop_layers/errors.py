@@ -188,16 +188,18 @@ def check_finite_rows(**matrices: Tensor) -> None:
 
 def has_unknown(**matrices: Tensor) -> bool:
     """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value."""
-    unknown = [matrix for matrix in matrices.values() if _first_row(matrix, torch.isnan) is not None]
+    unknown = False
     for name, matrix in matrices.items():
+        if _first_row(matrix, lambda block: ~block.isfinite()) is None:
+            continue
         row = _first_row(matrix, torch.isinf)
         if row is not None:
             raise AHopError(f"{name} must not be infinite, got infinity in row {row}")
-        if any(matrix is each for each in unknown):
-            row = _first_row(matrix, lambda block: block.isnan().all(-1, keepdim=True))
-            if row is not None:
-                raise AHopError(f"{name} must have a known value in each row, got NaN only in row {row}")
-    return bool(unknown)
+        row = _first_row(matrix, lambda block: block.isnan().all(-1, keepdim=True))
+        if row is not None:
+            raise AHopError(f"{name} must have a known value in each row, got NaN only in row {row}")
+        unknown = True
+    return unknown
 
 
 def _first_row(matrix: Tensor, found: Callable[[Tensor], Tensor]) -> int | None:

@@ -297,8 +297,6 @@ class AssociativeMemory(ScoredPatterns):
 
     def _train(self, data: Any, by: str, epochs: int, batch: int, lr: float, progress: bool, seed: int) -> Tensor:
         """Train all parameters by gradients: those of the similarity and the kernel, and the prior."""
-        if torch.is_inference_mode_enabled():
-            raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
         if self.patterns.dtype == torch.float16:
             raise AHopError("fit needs patterns of another dtype, got torch.float16: call memory.float() before")
         if by == "label" and self.objective == "separation":
