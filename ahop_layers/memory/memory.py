@@ -148,7 +148,7 @@ class AssociativeMemory(ScoredPatterns):
             AHopError: ``x`` or ``steps`` is invalid.
 
         >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(4) * 10)
+        >>> memory = ah.AssociativeMemory(torch.eye(4) * 10, "dot")
         >>> memory.retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
         tensor([10.,  0.,  0.,  0.])
         """

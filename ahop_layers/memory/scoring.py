@@ -80,7 +80,7 @@ class ScoredPatterns(PatternStore):
         the values that both know: see :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf.
 
         >>> import torch, ahop_layers as ah
-        >>> ah.AssociativeMemory(torch.eye(3)).scores(torch.tensor([1.0, 2.0, 3.0]))
+        >>> ah.AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
         """
         rows, own = self._all_rows(x)
@@ -91,7 +91,7 @@ class ScoredPatterns(PatternStore):
         """Find the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
 
         >>> import torch, ahop_layers as ah
-        >>> ah.AssociativeMemory(torch.eye(3)).recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
+        >>> ah.AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
         tensor([2, 0])
         """
         return self.search(x)[1].reshape(x.shape[:-1])
@@ -117,7 +117,7 @@ class ScoredPatterns(PatternStore):
                 an integer of at least ``k``.
 
         >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(4))
+        >>> memory = ah.AssociativeMemory(torch.eye(4), "dot")
         >>> scores, indices = memory.search(torch.tensor([[0.5, 2.0, 0.0, 1.0], [1.0, 1.0, 1.0, 3.0]]), k=2)
         >>> scores
         tensor([[2., 1.],
@@ -228,7 +228,7 @@ class ScoredPatterns(PatternStore):
             AHopError: the memory has no labels, or ``x`` does not match the patterns.
 
         >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7])
         >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
         """
@@ -250,7 +250,7 @@ class ScoredPatterns(PatternStore):
             AHopError: the memory has no labels, or ``x`` does not match the patterns.
 
         >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=[4, 7, 7])
+        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7])
         >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
         tensor([4, 7])
         """

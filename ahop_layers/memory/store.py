@@ -80,7 +80,7 @@ class PatternStore(Associator):
         >>> import tempfile, torch, ahop_layers as ah
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=0, world_size=1)
-        ...     memory = ah.AssociativeMemory(torch.eye(3)).shard_()
+        ...     memory = ah.AssociativeMemory(torch.eye(3), "dot").shard_()
         ...     memory.recall(torch.tensor([1.0, 3.0, 2.0]))
         ...     torch.distributed.destroy_process_group()
         tensor(1)
@@ -168,7 +168,7 @@ class PatternStore(Associator):
             AHopError: ``index`` is invalid, no pattern would be left, or the memory is sharded.
 
         >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3))
+        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot")
         >>> memory.remove([0, 2])
         >>> memory.patterns
         tensor([[0., 1., 0.]])
