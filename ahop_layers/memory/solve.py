@@ -14,6 +14,7 @@ as a step function, are stretched to d ranks.
 import importlib.util
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -41,21 +42,25 @@ QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 512, 1024, 2**16
 CANDIDATES = 256
 """Number of patterns that a query is compared with: some right ones, the hardest wrong ones, and random ones."""
 
-MAX_RIGHT, RANDOM = 32, 64
+RIGHT, RANDOM = 8, 4
+"""At most one in so many candidates is right, and one in so many of the others is random."""
+
 MINED = 2**21
 """Number of elements of the patterns out of which candidates are taken, to bound the time for large memories."""
 
 HARD = (0.05, 0.2, 0.5)
 """Quantiles of saturating bases whose sums, beside L1 and the dot product, find the hardest wrong patterns."""
 
-STEPS = 80
+STEPS, HISTORY, HALVINGS, TOLERANCE = 80, 20, 20, 1e-6
+"""Number of steps of L-BFGS, of those it remembers, and of trials of a step; relative change at which it stops."""
+
 PENALTY, MEAN_PENALTY = 1e-3, 1e-6
 """Penalties of the weights of rank bins and of the means over all ranks."""
 
 CLIPS = (0.05, 0.2, 0.5)
 """Quantiles at which the differences of clipped L1 are clipped."""
 
-TRIAL, GAIN = 256, 0.95
+TRIAL, TRIAL_CANDIDATES, GAIN = 256, 96, 0.95
 """Units of each dimension, and optional bases, must lower the loss of so many queries to this fraction."""
 
 AVAILABLE = ("L1", "trimmed L1", "Euclid", "dot product", "near")
@@ -295,18 +300,25 @@ class Queries(NamedTuple):
 
 
 def find_candidates(
-    asked: Questions, patterns: Tensor, labels: Tensor | None, clips: Sequence[float], generator: torch.Generator
+    asked: Questions,
+    patterns: Tensor,
+    labels: Tensor | None,
+    clips: Sequence[float],
+    generator: torch.Generator,
+    count: int,
 ) -> Queries:
-    """Takes candidates for queries out of ``patterns (N, d)`` of the classes ``labels (N,)``.
+    """Takes ``count`` candidates for each query out of ``patterns (N, d)`` of the classes ``labels (N,)``.
 
     The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values are
     those of the mean pattern. With labels, all patterns of the class are right except the one that the query was made
     of, unless it is the only one.
     """
     rows = []
-    largest = 1 if labels is None else min(MAX_RIGHT, int(torch.unique(labels, return_counts=True)[1].max()))
-    wrong = max(0, min(CANDIDATES, len(patterns)) - largest)
-    random = min(RANDOM, wrong // 2)
+    largest = 1
+    if labels is not None:
+        largest = min(count // RIGHT, int(torch.unique(labels, return_counts=True)[1].max()))
+    wrong = max(0, min(count, len(patterns)) - largest)
+    random = wrong // RANDOM
     place, step = torch.arange(len(patterns), device=patterns.device), _step(patterns, 4 * len(patterns))
     center = patterns.nanmean(0).nan_to_num(0.0)
     complete = torch.where(patterns.isnan(), center, patterns)
@@ -353,19 +365,55 @@ def _closeness(query: Tensor, patterns: Tensor, clips: Sequence[float]) -> Tenso
 
 
 def solve(problem: Problem, start: Tensor, smooth: bool, penalty: Tensor) -> Tensor:
-    """Minimizes the objective plus ``penalty . weight**2`` by L-BFGS from ``start (f,)``, on scaled features."""
-    weight = start.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([weight], max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe")
+    """Minimizes the objective plus ``penalty . weight**2`` by L-BFGS from ``start (f,)``, on scaled features.
 
-    @torch.no_grad()
-    def closure() -> Tensor:
+    Steps are halved until the loss falls. The optimizer of PyTorch would do as well, but imports its compiler, which
+    takes longer than a fit.
+    """
+
+    def loss(weight: Tensor) -> tuple[float, Tensor]:
         value, gradient = problem.objective(weight, smooth)
-        weight.grad = gradient + 2 * penalty * weight
-        return value + penalty @ weight.square()
+        return (value + penalty @ weight.square()).item(), gradient + 2 * penalty * weight
 
-    with torch.enable_grad():
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return weight.detach()
+    weight, (value, gradient) = start, loss(start)
+    changes: deque[tuple[Tensor, Tensor, float]] = deque(maxlen=HISTORY)
+    for _ in range(STEPS):
+        direction = _newton_direction(gradient, changes)
+        slope = (gradient @ direction).item()
+        if not slope < 0:  # at the minimum, or lost to rounding
+            break
+        size = 1.0 if changes else min(1.0, 1 / gradient.norm().item())
+        for _ in range(HALVINGS):
+            moved = weight + size * direction
+            lower, turned = loss(moved)
+            if lower <= value + 1e-4 * size * slope:
+                break
+            size /= 2
+        else:
+            break
+        step, turn = moved - weight, turned - gradient
+        product = (step @ turn).item()
+        if product > 1e-10 * turn.square().sum().item():
+            changes.append((step, turn, product))
+        done = value - lower <= TOLERANCE * abs(value)
+        weight, value, gradient = moved, lower, turned
+        if done:
+            break
+    return weight
+
+
+def _newton_direction(gradient: Tensor, changes: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
+    """Returns the direction of L-BFGS from the last changes of weight and gradient, and the products of both."""
+    direction, shares = -gradient, []
+    for step, turn, product in reversed(changes):
+        shares.append((step @ direction) / product)
+        direction = direction - shares[-1] * turn
+    if changes:
+        _, turn, product = changes[-1]
+        direction = direction * (product / turn.square().sum())
+    for (step, turn, product), share in zip(changes, reversed(shares), strict=True):
+        direction = direction + (share - (turn @ direction) / product) * step
+    return direction
 
 
 def with_temperature(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
@@ -439,6 +487,7 @@ def _prepare(
     asked: Questions,
     bases: Sequence[BaseArgument],
     generator: torch.Generator,
+    candidates: int,
 ) -> _Setting:
     if unit is not None:
         patterns, asked = patterns / unit, asked._replace(query=asked.query / unit)
@@ -451,7 +500,7 @@ def _prepare(
     for row in range(len(bases)):  # discrete values may give several quantiles the same width
         distinct.setdefault((_kind(named[row]), widths[row]), row)
     rows = [*distinct.values(), *range(len(bases), len(named) - len(HARD))]
-    queries = find_candidates(asked, patterns, labels, found[-len(HARD) :], generator)
+    queries = find_candidates(asked, patterns, labels, found[-len(HARD) :], generator, candidates)
     return _Setting(unit, patterns, [named[row] for row in rows], [widths[row] for row in rows], len(distinct), queries)
 
 
@@ -522,19 +571,22 @@ def learn(
     patterns, asked = patterns.to(wide), asked._replace(query=asked.query.to(wide))
     edges = bin_edges(patterns.shape[1], bins)
 
-    def prepare(unit: Tensor | None, bases: Sequence[BaseArgument], part: Questions) -> _Setting:
-        return _prepare(unit, patterns, labels, part, bases, generator)
+    def prepare(unit: Tensor | None, bases: Sequence[BaseArgument], part: Questions, candidates: int) -> _Setting:
+        return _prepare(unit, patterns, labels, part, bases, generator, candidates)
+
+    def try_out(unit: Tensor | None, bases: Sequence[BaseArgument]) -> float:
+        return _trial_loss(
+            prepare(unit, bases, asked.part(slice(0, min(TRIAL, asked.fitted))), TRIAL_CANDIDATES), edges
+        )
 
     # Units of each dimension and products cost time in every search, so they have to pay.
-    trial = asked.part(slice(0, min(TRIAL, asked.fitted)))
-    loss = _trial_loss(prepare(None, bases, trial), edges)
-    own = units(differences(patterns))
-    own_loss = _trial_loss(prepare(own, bases, trial), edges)
+    own, loss = units(differences(patterns)), try_out(None, bases)
+    own_loss = try_out(own, bases)
     unit, loss = (own, own_loss) if own_loss < GAIN * loss else (None, loss)
     more = (*bases, *(base for base in OPTIONAL if base not in bases))
-    if _trial_loss(prepare(unit, more, trial), edges) < GAIN * loss:
+    if try_out(unit, more) < GAIN * loss:
         bases = more
-    setting = prepare(unit, bases, asked)
+    setting = prepare(unit, bases, asked, CANDIDATES)
     n, fitted = setting.learned, int(setting.queries.usable[: asked.fitted].sum())
     starts = [weight for each in fixed_weights(setting.bases[:n], edges).values() for weight in each]
     solved = _solutions(setting.problem(slice(0, fitted), edges), starts, n)
