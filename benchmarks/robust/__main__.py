@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import ahop_layers as ah
+from ahop_layers.memory import questions
+from ahop_layers.memory.auto import AutoSimilarity
+from ahop_layers.memory.solve import learn
+from ahop_layers.variants import as_damage
 from benchmarks import pairs
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
 from benchmarks.harness.report import bold_best_in_columns, group, table
@@ -156,6 +160,14 @@ def distances(query: Tensor, stored: Tensor, clips: Tensor) -> dict[str, Tensor]
     return {name: torch.cat(each, 1) for name, each in parts.items()}
 
 
+def learn_without_ranks(memory: ah.AssociativeMemory, task: Task, seed: int) -> None:
+    """Fits a memory with weights of the bases that do not depend on ranks."""
+    generator = torch.Generator(task.stored.device).manual_seed(seed)
+    asked = questions.draw(as_damage(task.draw), task.stored, task.labels, generator)
+    learned = learn(task.stored, task.labels, asked, generator, bins=1)
+    cast(AutoSimilarity, memory.similarity).set_(learned)
+
+
 def measure(task: Task, generator: torch.Generator, seed: int) -> dict[str, dict[float, float]]:
     """Returns the accuracy of each method at each level, and the seconds of the fit as the level -1."""
     asked = {}
@@ -171,9 +183,11 @@ def measure(task: Task, generator: torch.Generator, seed: int) -> dict[str, dict
     found["fitted"] = {-1.0: time.perf_counter() - began}
     found["fitted"] |= {level: task.accuracy(memory.recall(query)) for level, query in asked.items()}
     if task.labels is not None:
-        found["fitted, classify"] = {
+        found["fitted, by class"] = {
             level: (memory.classify(query) == task.target).double().mean().item() for level, query in asked.items()
         }
+    learn_without_ranks(memory, task, seed)
+    found["fitted, not sorted"] = {level: task.accuracy(memory.recall(query)) for level, query in asked.items()}
 
     scaled = task.stored / task.unit
     first, second = torch.randint(len(scaled), (2, 256), generator=generator, device=scaled.device)
@@ -196,18 +210,39 @@ def measure(task: Task, generator: torch.Generator, seed: int) -> dict[str, dict
     return found
 
 
+NAMES = {
+    "faces16": "faces of 16 x 16 pixels, person",
+    "faces32": "faces of 32 x 32 pixels, person",
+    "mnist": "MNIST digits, class",
+    "digits": "scikit-learn's digits, pattern",
+    "embeddings": "unit-norm embeddings, 70 % erased, pattern",
+    "sensors": "48 sensors in different units, pattern",
+}
+"""Data set -> what it is, and what is to be found."""
+
+METHODS = ("cosine", "Euclid", "L1", "clipped L1", "trimmed L1", "exp(-|d|/w)", "not fitted", "fitted, not sorted",
+           "fitted", "fitted, by class")  # fmt: skip
+
+
 def report(rows: Sequence[Row]) -> str:
     """Mean accuracy over the splits: for each data set a table with a line for each method."""
     texts = []
     for (name,), here in group(rows, "data").items():
         levels = sorted({float(row["level"]) for row in here if float(row["level"]) >= 0})
+        own = {method: mine for (method,), mine in group(here, "method").items()}
         body = []
-        for (method,), own in group(here, "method").items():
-            cells = [mean(float(row["value"]) for row in own if float(row["level"]) == level) for level in levels]
+        for method in (each for each in METHODS if each in own):
+            cells = [
+                mean(float(row["value"]) for row in own[method] if float(row["level"]) == level) for level in levels
+            ]
             body.append([method, *(f"{cell:.3f}" for cell in cells)])
         seconds = mean(float(row["value"]) for row in here if float(row["level"]) < 0)
+        splits = len({row["split"] for row in here})
         body = bold_best_in_columns(body, dict.fromkeys(range(1, len(levels) + 1), max))
-        texts.append(f"{name}: fitted in {seconds:.1f} s\n\n" + table(["level", *levels], body))
+        title = (
+            f"{NAMES[name].capitalize()}: accuracy by the level of damage, {splits} splits; fitted in {seconds:.1f} s."
+        )
+        texts.append(title + "\n\n" + table(["level", *levels], body))
     return "\n\n".join(texts)
 
 
