@@ -32,6 +32,9 @@ SIXTEEN = [  # comparators of S16 in footprint.c, whose rows are named a to p
 ]
 BLOCKS = ((1, 2), (1, 7), (2, 4), (3, 21), (7, 49), (8, 64), (33, 66), (16, 784), (64, 1024), (1, 1024), (5, 2500))
 SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9), (70, 2, 1, 1))
+SMALL = ((1, 1, 1, 33), (2, 3, 5, 3), (1, 2, 9, 2), (20, 2, 1, 1))
+SHARED = ("near", "l1", "dot", "near", "dis")
+WIDTHS = (0.3, 1.0, 1.0, 2.0, 1.0)
 
 
 def instruction_sets():
@@ -101,6 +104,28 @@ def check(query, key, weight, bases):
     assert scores.dtype == chunked.accumulation_dtype(query.dtype)
     assert_as_good(scores, chunked.score(query, key, weight, bases), chunked.score(*double, bases))
     check_grads(separated_grad(query, key, bases, weight.shape[-1]).to(scores.dtype), query, key, weight, bases)
+
+
+def check_scores(query, key, weight, bases, missing=False):
+    """Compares scores of saturating bases and of missing values, where NaN and infinity are those of the reference."""
+    dtype = chunked.accumulation_dtype(query.dtype)
+    widths = torch.tensor(WIDTHS[: len(bases)], dtype=dtype)
+    double = [tensor.double() for tensor in (query, key, weight)]
+    got = cpu.score(query, key, weight.to(dtype), bases, widths=widths, missing=missing)
+    low = chunked.score(query, key, weight.to(dtype), bases, widths=widths, missing=missing)
+    exact = chunked.score(*double, bases, widths=widths.double(), missing=missing)
+    special = ~exact.isfinite()
+    assert got.dtype == dtype
+    torch.testing.assert_close(got[special], exact[special].to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert_as_good(*(scores.masked_fill(special, 0.0) for scores in (got, low, exact)))
+
+
+def forget(share, *tensors):
+    """Sets a share of all values to NaN, and all values of the last vector."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        tensor[torch.rand(tensor.shape, generator=generator) < share] = torch.nan
+        tensor[-1, -1, -1] = torch.nan
 
 
 @pytest.mark.parametrize("d", [*range(1, 36), 47, 64, 65, 100, 127, 128, 129, 255, 300, 513, 784, 1000, 1024])
@@ -231,7 +256,7 @@ def test_only_the_needed_gradients(shape, n):
 
 @pytest.mark.parametrize("scale", [1, 0], ids=["random weights", "zero weights"])
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (5, 5), (33, 33), (70, 70), (1, 5), (11, 33), (10, 70)])
-@pytest.mark.parametrize("base", ALL)
+@pytest.mark.parametrize("base", [*ALL, "near"])
 def test_nan_stays_in_its_pairs(base, n, d, scale):
     query, key, weight = inputs(1, 1, 4, 70, d, (base,), blocks=n)
     weight *= scale
@@ -247,7 +272,7 @@ def test_nan_stays_in_its_pairs(base, n, d, scale):
 
 @pytest.mark.parametrize("constant", [None, 0.0, 0.5])
 @pytest.mark.parametrize("n", [18, 6, 1])
-@pytest.mark.parametrize("base", ALL)
+@pytest.mark.parametrize("base", [*ALL, "near"])
 def test_infinity_as_in_the_reference(base, n, constant):
     query, key, weight = (each.abs() for each in inputs(1, 1, 3, 20, 18, (base,), blocks=n))  # 1e30 does not cancel
     if constant is not None:
@@ -372,6 +397,84 @@ def test_limits():
         assert not cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_exponential_is_exact_to_two_ulp(n, dtype):
+    """From 1 at distance 0 to 0 at infinity. The distance in units of the width is rounded as well."""
+    far = -torch.tensor(torch.finfo(dtype).tiny, dtype=torch.float64).log()
+    distance = torch.cat([torch.linspace(0, far - 1, 5000), 10.0 ** torch.arange(-30, 1)]).to(dtype)
+    key = torch.cat([distance, torch.tensor([2 * far, 1e30, torch.inf], dtype=dtype)]).reshape(1, 1, -1, 1)
+    query, keys = torch.zeros(1, 1, 1, n, dtype=dtype), key.expand(-1, -1, -1, n)
+    for weight in (torch.ones(1, 1, n, dtype=dtype), torch.ones(1, 1, n, dtype=dtype).cumsum(-1)):
+        scores = cpu.score(query, keys, weight, ("near",))
+        got, exact = scores.flatten().double(), (-key.flatten().double()).exp() * weight.sum()
+        assert ((got - exact).abs() <= (2 + key.flatten()) * torch.finfo(dtype).eps * exact)[:-3].all()
+        assert got[0] == weight.sum()
+        assert torch.equal(got[-3:], torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bases", [("near",), SHARED, ("dis", "l1"), ("near", "dot")], ids="-".join)
+@pytest.mark.parametrize(("n", "d"), [*((d, d) for d in (1, 3, 16, 31, 33, 64, 100, 257)), (1, 2), (3, 21), (33, 66)])
+def test_bases_of_the_distance_share_a_sort(n, d, bases):
+    for shape, dtype in product(SMALL, (torch.float32, torch.float64)):
+        check_scores(*inputs(*shape, d, bases, dtype, blocks=n), bases)
+
+
+@pytest.mark.parametrize("n", [12, 4])
+def test_near_with_constant_weights_and_half_precision(n):
+    query, key, weight = inputs(2, 3, 5, 30, 12, SHARED, blocks=n)
+    weight[0, ::2], weight[1], weight[2, 3] = 0.5, -0.7, 0.0
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        check_scores(query.to(dtype), key.to(dtype), weight, SHARED)
+
+
+@pytest.mark.parametrize("bases", [*((base,) for base in (*ALL, "near")), SHARED], ids="-".join)
+@pytest.mark.parametrize("d", [1, 3, 31, 33, 64, 100, 257])
+def test_missing_values(d, bases):
+    for shape, dtype in product(SMALL, (torch.float32, torch.float64)):
+        query, key, weight = inputs(*shape, d, bases, dtype)
+        forget(0.3, query, key)
+        check_scores(query, key, weight, bases, missing=True)
+        query, key, weight = inputs(*shape, d, bases, dtype)
+        forget(0.3, query)  # all lanes know the same dimensions
+        check_scores(query, key, weight, bases, missing=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_missing_values_in_half_precision(dtype):
+    query, key, weight = inputs(2, 2, 3, 37, 20, SHARED)
+    forget(0.3, query, key)
+    check_scores(query.to(dtype), key.to(dtype), weight, SHARED, missing=True)
+
+
+@pytest.mark.parametrize("base", [*ALL, "near"])
+def test_infinity_beside_missing_values(base):
+    query, key, weight = (each.abs() for each in inputs(1, 1, 4, 40, 18, (base,)))  # 1e10 does not cancel
+    forget(0.2, query, key)
+    query[0, 0, 0, 3], query[0, 0, 1, 4] = torch.inf, 0.0
+    key[0, 0, 5, 3], key[0, 0, 6, 2:5], key[0, 0, 7], key[0, 0, 8] = torch.inf, -torch.inf, 1e10, torch.inf
+    check_scores(query, key, weight, (base,), missing=True)
+
+
+def test_known_values_are_scored_as_without_missing_ones():
+    query, key, weight = inputs(2, 2, 9, 50, 33, SHARED)
+    expected = cpu.score(query, key, weight, SHARED)
+    assert torch.equal(cpu.score(query, key, weight, SHARED, missing=True), expected)
+
+
+def test_near_and_missing_values_are_served():
+    query = torch.empty(1, 1, 1, 12)
+    assert cpu.serves(query, SHARED, 4)
+    assert cpu.serves(query, SHARED, 12, missing=True)
+    assert not cpu.serves(query, SHARED, 4, missing=True)
+
+
+def test_gradients_of_near():
+    tensors = *inputs(2, 2, 3, 9, 12, SHARED, blocks=4), SHARED, EVERY, torch.tensor(WIDTHS)
+    grad = torch.randn(2, 2, 3, 9)
+    assert all(map(torch.equal, cpu.score_backward(grad, *tensors), chunked.score_backward(grad, *tensors)))
+
+
 THREADED = [((1, 1, 130, 300, 20), 20, 5), ((3, 4, 9, 30, 33), 33, 11), ((700, 2, 1, 1, 33), 33, 3)]
 
 
@@ -384,6 +487,16 @@ def test_threads_change_no_bit():
             for count in (2, 3, 8):
                 torch.set_num_threads(count)
                 assert all(map(torch.equal, results(grad, *case), expected)), (shape, n, count)
+
+
+def test_threads_and_slices_change_no_bit_of_missing_values(monkeypatch):
+    query, key, weight = inputs(3, 4, 9, 300, 33, SHARED)
+    forget(0.3, query, key)
+    torch.set_num_threads(1)
+    expected = cpu.score(query, key, weight, SHARED, missing=True)
+    torch.set_num_threads(3)
+    monkeypatch.setattr(cpu, "SLICE_NS", 0)
+    assert torch.equal(cpu.score(query, key, weight, SHARED, missing=True), expected)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError
+from ahop_layers.ops import chunked
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
@@ -25,7 +26,7 @@ MAX_BLOCKS = 1024
 MAX_DIMENSIONS = 16384
 """Bounds the scratch memory, which grows with d."""
 
-BASE_CODES = {"dis": 0, "dot": 1, "l1": 2}
+BASE_CODES = {"dis": 0, "dot": 1, "l1": 2, "near": 3}
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 = range(11)
 SORTS = {2: SORT2, 4: SORT4, 8: SORT8, 16: SORT16}
@@ -40,11 +41,11 @@ The unit is a sorted similarity; summing 8 dimensions takes about as long.
 SLICE_NS = 100_000_000
 """A call into the library returns after about this time, to be continued, so that Python can handle signals."""
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Equal to that of footprint.c; increase both with every change of the interface."""
 
-CALL = struct.Struct("9P24q")
-"""``call_t`` of footprint.c: 9 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired."""
+CALL = struct.Struct("10P25q")
+"""``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing."""
 
 FAILED, DONE, MORE = range(-1, 2)
 
@@ -129,8 +130,11 @@ def detail() -> str:
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-    """Returns whether this kernel supports the tensor and the number of blocks, and implements the bases."""
-    if missing:
+    """Returns whether this kernel supports the tensor and the number of blocks, and implements the bases.
+
+    Values can be missing if every dimension is a block.
+    """
+    if missing and blocks < query.shape[-1]:
         return False
     fits = query.shape[-1] <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS
     supported = query.device.type == "cpu" and query.dtype in DTYPE_CODES
@@ -148,7 +152,7 @@ def score(
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
-    _run("ahop_forward", (query, key, weight, scores), bases)
+    _run("ahop_forward", (query, key, weight, scores), bases, widths=widths, missing=missing)
     return scores.to(dtype or scores.dtype)
 
 
@@ -161,7 +165,12 @@ def score_backward(
     need: Need,
     widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
+    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
+
+    Those of ``"near"`` are left to plain PyTorch.
+    """
+    if "near" in bases:
+        return chunked.score_backward(grad, query, key, weight, bases, need, widths)
     dtype = accumulation_dtype(query.dtype)
     grad = grad.to(dtype)
     grads = [
@@ -176,7 +185,14 @@ def score_backward(
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
 
 
-def _run(function: str, inputs: Sequence[Tensor], bases: Sequence[str], grads: Sequence[Tensor] = ()) -> None:
+def _run(
+    function: str,
+    inputs: Sequence[Tensor],
+    bases: Sequence[str],
+    grads: Sequence[Tensor] = (),
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> None:
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     query, key, weight, scores = inputs
     if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):
@@ -186,22 +202,24 @@ def _run(function: str, inputs: Sequence[Tensor], bases: Sequence[str], grads: S
         raise RuntimeError(library)
     (length, d), blocks = query.shape[-2:], weight.shape[-1]
     paired = length == key.shape[-2] == 1
-    weight = weight.contiguous()
+    weight, widths = weight.contiguous(), None if widths is None else widths.contiguous()
     pair_grads, weight_grads = list(grads[:2]), grads[2:]
     if length > key.shape[-2]:  # every base is symmetric in query and key
         query, key, scores = key, query, scores.transpose(-1, -2)
         pair_grads.reverse()
     elif paired:
         query, key, scores = query.transpose(0, 2), key.transpose(0, 2), scores.transpose(0, 3)
-    pointers = [tensor.data_ptr() for tensor in (query, key, weight, scores, *pair_grads, *weight_grads)]
-    pointers += [0] * (7 - len(pointers))
+    pointers = [tensor.data_ptr() for tensor in (query, key, weight)]
+    pointers += [0 if widths is None else widths.data_ptr()]
+    pointers += [tensor.data_ptr() for tensor in (scores, *pair_grads, *weight_grads)]
+    pointers += [0] * (8 - len(pointers))
     need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
     threads = torch.get_num_threads() if scores.numel() * (blocks + d // 8) * len(bases) >= SERIAL_WORK else 1
     call = CALL.pack(
         *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_network(blocks))),
         *(*scores.shape, d, blocks, len(bases)),
         *(*query.stride(), *key.stride(), *scores.stride()),
-        *(DTYPE_CODES[query.dtype], need, threads, SLICE_NS, paired),
+        *(DTYPE_CODES[query.dtype], need, threads, SLICE_NS, paired, missing),
     )
     entry, state = getattr(library, function), ctypes.c_void_p()
     instruction_set = next(iter(instruction_sets().values()))

@@ -11,7 +11,11 @@
  * base do not depend on the rank, its similarities are summed over all dimensions and not sorted.
  *
  * Similarities are sorted in ascending order: -(q-k)^2 and -|q-k| as their negatives, with the sign moved into the
- * weight, and q*k with the weights reversed.
+ * weight, and q*k with the weights reversed. Bases that are monotone in |q-k| share one sort of it if every dimension is
+ * a block: exp(-|q-k|/width) and -(q-k)^2 are then computed from the sorted column.
+ *
+ * A dimension that is unknown, NaN in the query or in the key, enters as infinity, so it is sorted behind the m known
+ * ones of its lane. Lanes differ in m, and each weighs its column with the row of m in a table of stretched weights.
  *
  * footprint_impl.h holds the code of one instruction set and element type; this file includes it for each of them. */
 #include <fenv.h>
@@ -28,16 +32,17 @@
 #include <arm_neon.h>
 #endif
 
-enum { ABI_VERSION = 2 }; /* equal to that of cpu.py; increase both with every change of the interface */
+enum { ABI_VERSION = 3 }; /* equal to that of cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE, MORE };
-enum { DIS, DOT, L1 };
+enum { DIS, DOT, L1, NEAR, BOUNDED_NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
 enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, SPREAD = 13 };
 enum { RUN = 64 }; /* sums are added up in runs of this length, which limits the growth of rounding errors */
-/* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values. */
-enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED };
+/* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values; with
+ * unknown ones last. */
+enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED, UNKNOWN_LAST };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
 enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 256 << 10 }; /* if blocks are wider than a dimension */
 /* Approximate limit of similarities per task. A call returns to Python only between two tasks, so tasks are short. */
@@ -54,6 +59,7 @@ static const step_t NOTHING[] = {{END, 0, 0, 0, 0, 0}}; /* sorts a single row */
 /* Mirrored field by field in cpu.py. Strides count elements; `scores` is the output or the incoming gradient. */
 typedef struct {
     const void *query, *key, *weight;
+    const void *widths; /* one for each base, of which NEAR uses its own; NULL if all are 1 */
     void *scores, *query_grad, *key_grad, *weight_grad;
     const int32_t *bases;
     const step_t *network;
@@ -64,6 +70,7 @@ typedef struct {
     int64_t dtype, need, threads;
     int64_t slice;  /* nanoseconds after which a call returns, so that Python can handle signals */
     int64_t paired; /* key s is scored against query s only: `length` is 1, the third stride separates queries */
+    int64_t missing; /* NaN is an unknown value; `blocks` equals d, and there is no backward pass */
 } call_t;
 
 /* How a call is split into tasks, and how many of them have run. The split depends on the shape alone, so sums are

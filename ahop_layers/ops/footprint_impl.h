@@ -6,11 +6,20 @@
 #define INT int64_t
 #define HUGE_T DBL_MAX
 #define LARGE_T 1e150
+#define MANTISSA 52
+#define BIAS 1023
+#define POWER /* 2^f for |f| <= 1/2, relative error 1e-17 */                                          \
+    1, 0.693147180559945309, 0.240226506959100982, 0.0555041086648215943, 0.00961812910760688853,     \
+    0.00133335581464169353, 0.000154035304417360502, 1.52527338298361184e-5, 1.32154425879216897e-6,  \
+    1.01780624458457735e-7, 7.0725859492692237e-9, 4.45496059818651839e-10
 #else
 #define T float
 #define INT int32_t
 #define HUGE_T FLT_MAX
 #define LARGE_T 1e16f
+#define MANTISSA 23
+#define BIAS 127
+#define POWER 1, 0.693146977f, 0.240222421f, 0.0555073384f, 0.00967151343f, 0.00132647047f /* error 1.1e-7 */
 #endif
 
 #define V FN(vector)
@@ -19,6 +28,9 @@
 typedef T V __attribute__((vector_size(BYTES), may_alias));
 typedef INT I __attribute__((vector_size(BYTES), may_alias));
 typedef INT WORD __attribute__((may_alias));
+typedef struct {
+    T scale, limit; /* exp(-x / width) is 2^(scale * x), and 0 from x = limit on */
+} FN(width);
 #define LANES ((int)(BYTES / sizeof(T)))
 #define QUERIES (REGISTERS / 8) /* the sums of a tile take half of the registers */
 
@@ -178,6 +190,13 @@ typedef struct {
     int64_t *ranks;      /* ranks that the weights of a base distinguish: 0 if all are zero, 1 if all are equal */
     const step_t *network;
     T *numbers, *weights;
+    FN(width) *widths, width; /* of each base, and of the current one */
+    /* For missing values, else NULL: the known dimensions of each lane; the weights of lanes that know m dimensions,
+     * [m][base][rank], and whether FN(stretch) has computed them; sums of the first weights, [base][0 to d]. */
+    I *known;
+    T *stretched;
+    char *is_stretched;
+    double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
     /* For FN(add_products), else NULL: `values` of DIS, followed by those of DOT; keys minus `origin`, which has d
@@ -234,43 +253,80 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
     return special;
 }
 
-/* Load the weights of head h in ascending order of similarity, and count the ranks that they distinguish. Those of DIS
- * are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
+/* Load the weights of head h in ascending order of what is sorted, and count the ranks that they distinguish. Those of
+ * DIS are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
 static void FN(load_weights)(const call_t *call, int64_t h, T dis, const FN(buffers) *at)
 {
     const int64_t blocks = call->blocks;
     for (int64_t b = 0; b < call->n_bases; b++) {
         const T *folded = (const T *)call->weight + (h * call->n_bases + b) * blocks;
+        const int32_t base = call->bases[b];
+        const T sign = base == NEAR ? 1 : base == DIS ? -dis : -1;
+        const T scale = (T)-1.44269504088896340736 / (call->widths ? ((const T *)call->widths)[b] : 1);
         int equal = folded[0] - folded[0] == 0; /* finite */
         for (int64_t i = 0; i < blocks; i++) {
-            at->weights[b * blocks + i] = call->bases[b] == DOT ? folded[blocks - 1 - i]
-                                                                : -folded[i] * (call->bases[b] == DIS ? dis : 1);
+            const int reversed = base == DOT || (base == NEAR && blocks < call->d);
+            at->weights[b * blocks + i] = reversed ? folded[blocks - 1 - i] : sign * folded[i];
             equal &= folded[i] == folded[0];
         }
         at->ranks[b] = !equal ? blocks : folded[0] != 0;
+        at->widths[b].scale = scale > 0 ? -scale : scale;
+        at->widths[b].limit = -BIAS / at->widths[b].scale;
     }
 }
 
+INLINE int FN(any)(I mask)
+{
+    uint64_t words[BYTES / 8], any = 0;
+    memcpy(words, &mask, BYTES);
+    for (int i = 0; i < BYTES / 8; i++)
+        any |= words[i];
+    return any != 0;
+}
+
+/* Compute exp(-x / width) in place for a few rows x >= 0: 2^e is 2^(e - n) from a polynomial times 2^n, where n is the
+ * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; that of 0
+ * is n = -BIAS. The rows advance together, because each waits for the previous step. */
+INLINE void FN(near)(V *x, int64_t rows, FN(width) width, int bounded)
+{
+    const T magic = (T)3 * ((INT)1 << (MANTISSA - 1)) + BIAS, power[] = {POWER};
+    const int degree = sizeof power / sizeof *power - 1;
+    V rounded[2 * ABREAST], sum[2 * ABREAST];
+    if (!bounded)
+        UNROLL for (int j = 0; j < rows; j++) x[j] = MIN((V){0} + width.limit, x[j]);
+    UNROLL for (int j = 0; j < rows; j++) rounded[j] = x[j] * width.scale + magic;
+    UNROLL for (int j = 0; j < rows; j++) x[j] = x[j] * width.scale - (rounded[j] - magic);
+    UNROLL for (int j = 0; j < rows; j++) sum[j] = x[j] * power[degree] + power[degree - 1];
+    UNROLL for (int i = degree - 2; i >= 0; i--)
+        UNROLL for (int j = 0; j < rows; j++) sum[j] = sum[j] * x[j] + power[i];
+    UNROLL for (int j = 0; j < rows; j++) x[j] = sum[j] * (V)((I)rounded[j] << MANTISSA);
+}
+
 /* Compute the similarity of two rows. */
-INLINE V FN(compare)(int32_t base, V q, V k)
+INLINE V FN(compare)(int32_t base, FN(width) width, V q, V k)
 {
     if (base == DIS)
         return (q - k) * (q - k);
-    if (base == L1)
-        return MAX(q - k, k - q);
-    return q * k;
+    if (base == DOT)
+        return q * k;
+    V distance = MAX(q - k, k - q);
+    if (base == NEAR)
+        FN(near)(&distance, 1, width, 0);
+    return distance;
 }
 
 /* Prepare a similarity for the network. A tagged similarity carries its block in the lowest bits through the sort, and
  * `exact` keeps its value. A tagged infinity would be a NaN, so infinities and NaN are clamped where they occur. */
-INLINE V FN(enter)(int mode, V value, I tag, I mask, V *exact, V *sum)
+INLINE V FN(enter)(int mode, V value, I known, I tag, I mask, V *exact, V *sum)
 {
-    const V huge = (V){0} + HUGE_T;
-    if (mode == NAN_ASIDE) {
-        const I number = value == value;
+    const V huge = (V){0} + HUGE_T, last = (V){0} + (T)__builtin_inf();
+    if (mode == NAN_ASIDE || mode == UNKNOWN_LAST) {
+        const I number = (value == value) | ~known;
         *sum = (V)((I)*sum | ~number);
         value = (V)((I)value & number);
     }
+    if (mode == UNKNOWN_LAST)
+        value = (V)(((I)value & known) | ((I)last & ~known));
     if (mode == TAGGED || mode == BOUNDED)
         *exact = value;
     if (mode == BOUNDED)
@@ -280,59 +336,72 @@ INLINE V FN(enter)(int mode, V value, I tag, I mask, V *exact, V *sum)
     return value;
 }
 
-#define SIMILARITY(i) FN(enter)(mode, FN(compare)(base, query[i], keys[i]), tags[i], masks, values + i, sums)
+/* Returns the lanes where both values are known. */
+INLINE I FN(both)(V q, V k) { return (q == q) & (k == k); }
 
-/* Fill the columns of one query with similarities of single dimensions. Full runs of 32 rows are sorted while they are
- * in registers, which is the first step of the network. Returns the step to continue with. */
+#define SIMILARITY(i)                                                                                      \
+    FN(enter)(mode, FN(compare)(base, at->width, negated ? -query[i] : query[i], keys[i]),                 \
+              mode == UNKNOWN_LAST ? FN(both)(query[i], keys[i]) : ~(I){0}, tags[i], masks, values + i, &sum)
+
+/* Fill the columns of one query with similarities of single dimensions. With UNKNOWN_LAST, q*k enters as its negative,
+ * so that the order of all bases is descending in similarity. Full runs of 32 rows are sorted while they are in
+ * registers, which is the first step of the network. Returns the step to continue with. */
 INLINE const step_t *FN(fill_by)(int32_t base, int mode, const FN(buffers) *at, INT mask, int64_t vectors)
 {
     const int64_t d = at->d, pitch = at->pitch, rank_pitch = at->blocks + 1, height = at->height;
     const int64_t step = at->query_pitch;
-    const int64_t whole = mode == PLAIN || mode == TAGGED ? d / 32 : 0; /* other modes are rare, and the code is long */
+    const int64_t whole = mode == NAN_ASIDE || mode == BOUNDED ? 0 : d / 32; /* rare modes, and the code is long */
+    const int aside = mode == NAN_ASIDE || mode == UNKNOWN_LAST, negated = mode == UNKNOWN_LAST && base == DOT;
     const I masks = (I){0} + mask, *tags = at->tags;
     for (int64_t run = 0; run < whole; run++, tags += 32) {
         const V *query = at->query + 32 * run, *keys = at->keys + 32 * run;
         V *x = at->x + 32 * run, *values = at->values + 32 * run, *sums = at->sums;
         for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++) {
-            V r[32];
+            V r[32], sum = {0};
             UNROLL for (int i = 0; i < 16; i++) r[i] = SIMILARITY(i);
             APPLY(S16, ROWS16)
             UNROLL for (int i = 16; i < 32; i++) r[i] = SIMILARITY(i);
             APPLY(S16, NEXT16)
             MERGE_32
             UNROLL for (int i = 0; i < 32; i++) x[i] = r[i];
+            if (aside)
+                *sums += sum;
         }
     }
     for (int64_t i = 32 * whole; i < d; i++, tags++) {
         const V *query = at->query + i, *keys = at->keys + i;
         V *x = at->x + i, *values = at->values + i, *sums = at->sums;
-        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++)
+        for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++) {
+            V sum = {0};
             *x = SIMILARITY(0);
+            if (aside)
+                *sums += sum;
+        }
     }
     return at->network + (whole > 0);
 }
 
-#define FILL(base, mode) case 4 * base + mode: return FN(fill_by)(base, mode, at, mask, vectors);
+#define FILL(base, mode) case 8 * base + mode: return FN(fill_by)(base, mode, at, mask, vectors);
 #define FILLS(base) FILL(base, PLAIN) FILL(base, NAN_ASIDE) FILL(base, TAGGED) FILL(base, BOUNDED)
 
 static const step_t *FN(fill)(int32_t base, int mode, const FN(buffers) *at, INT mask, int64_t vectors)
 {
-    switch (4 * base + mode) { FILLS(DIS) FILLS(DOT) FILLS(L1) }
+    switch (8 * base + mode) { FILLS(DIS) FILLS(DOT) FILLS(L1) FILL(DOT, UNKNOWN_LAST) FILL(L1, UNKNOWN_LAST) }
     return at->network;
 }
 
 /* Sum the similarities of dimensions `start` to `end` in registers, for `queries` rows by `columns` columns. */
-INLINE void FN(sum_run)(int32_t base, const V *query, const V *keys, int64_t pitch, int64_t start, int64_t end,
-                        int64_t queries, int64_t columns, V *sum)
+INLINE void FN(sum_run)(int32_t base, FN(width) near, const V *query, const V *keys, int64_t pitch, int64_t start,
+                        int64_t end, int64_t queries, int64_t columns, V *sum)
 {
     UNROLL for (int r = 0; r < queries; r++)
         UNROLL for (int j = 0; j < columns; j++)
-            sum[r * ABREAST + j] = FN(compare)(base, query[r * pitch + start], keys[j * pitch + start]);
+            sum[r * ABREAST + j] = FN(compare)(base, near, query[r * pitch + start], keys[j * pitch + start]);
     for (int64_t i = start + 1; i < end; i++)
         UNROLL for (int j = 0; j < columns; j++) {
             const V k = keys[j * pitch + i];
             UNROLL for (int r = 0; r < queries; r++)
-                sum[r * ABREAST + j] += FN(compare)(base, query[r * pitch + i], k);
+                sum[r * ABREAST + j] += FN(compare)(base, near, query[r * pitch + i], k);
         }
 }
 
@@ -340,8 +409,8 @@ INLINE void FN(sum_run)(int32_t base, const V *query, const V *keys, int64_t pit
     UNROLL for (int r = 0; r < queries; r++)                                    \
         UNROLL for (int j = 0; j < columns; j++) {                              \
             V *exact = values + (r * vectors + j) * rank_pitch + block;         \
-            x[(r * vectors + j) * height + block] = FN(enter)(mode, sum[r * ABREAST + j], tag, masks, exact, \
-                                                              sums + r * vectors + j); \
+            x[(r * vectors + j) * height + block] = FN(enter)(mode, sum[r * ABREAST + j], ~(I){0}, tag, masks, \
+                                                              exact, sums + r * vectors + j); \
         }                                                                       \
     break;
 
@@ -357,10 +426,10 @@ INLINE void FN(sum_tile)(int32_t base, int mode, const FN(buffers) *at, INT mask
     for (; block < end; block++, query += width, keys += width) {
         const I tag = (I){0} + (INT)block;
         V sum[QUERIES * ABREAST];
-        FN(sum_run)(base, query, keys, pitch, 0, least(RUN, width), queries, columns, sum);
+        FN(sum_run)(base, at->width, query, keys, pitch, 0, least(RUN, width), queries, columns, sum);
         for (int64_t i = RUN; i < width; i += RUN) {
             V run[QUERIES * ABREAST];
-            FN(sum_run)(base, query, keys, pitch, i, least(i + RUN, width), queries, columns, run);
+            FN(sum_run)(base, at->width, query, keys, pitch, i, least(i + RUN, width), queries, columns, run);
             UNROLL for (int r = 0; r < queries; r++)
                 UNROLL for (int j = 0; j < columns; j++) sum[r * ABREAST + j] += run[r * ABREAST + j];
         }
@@ -383,6 +452,7 @@ static void FN(fill_blocks)(int32_t base, int mode, const FN(buffers) *at, INT m
         case DIS: TILES(FN(sum_tile), DIS, mode, at, mask, vectors, block, end) break;
         case DOT: TILES(FN(sum_tile), DOT, mode, at, mask, vectors, block, end) break;
         case L1: TILES(FN(sum_tile), L1, mode, at, mask, vectors, block, end) break;
+        case NEAR: TILES(FN(sum_tile), NEAR, mode, at, mask, vectors, block, end) break;
         }
     }
 }
@@ -468,10 +538,17 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     buffers->query = take(&arena, queries);
     buffers->numbers = take(&arena, d * (int64_t)sizeof(T));
     buffers->weights = take(&arena, weights * (int64_t)sizeof(T));
+    buffers->widths = take(&arena, call->n_bases * (int64_t)sizeof(FN(width)));
     buffers->ranks = take(&arena, call->n_bases * (int64_t)sizeof(int64_t));
     buffers->sums = take(&arena, rows * vectors * BYTES);
     buffers->tags = take(&arena, blocks * BYTES); /* used by the backward pass only */
     buffers->values = take(&arena, most((blocks + 1) * columns, 2 * rows * vectors) * BYTES);
+    if (call->missing) {
+        buffers->known = take(&arena, vectors * BYTES);
+        buffers->stretched = take(&arena, (d + 1) * weights * (int64_t)sizeof(T)); /* few of its pages are used */
+        buffers->is_stretched = take(&arena, d + 1);
+        buffers->integrals = take(&arena, call->n_bases * (d + 1) * (int64_t)sizeof(double));
+    }
     if (backward) {
         buffers->grad = take(&arena, rows * vectors * BYTES);
         buffers->ordered = take(&arena, (blocks + 1) * ABREAST * BYTES);
@@ -489,28 +566,52 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     return arena.used;
 }
 
-/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped. */
-INLINE void FN(weigh)(const FN(buffers) *at, const T *weights, int neighbors, int64_t first, int64_t columns)
+/* Compute similarities of a few columns from |q-k|, in place. Those of other bases have been sorted as they are. */
+INLINE void FN(from_distance)(int32_t base, FN(width) width, int64_t columns, V *x)
 {
+    if (base == NEAR || base == BOUNDED_NEAR)
+        FN(near)(x, columns, width, base == BOUNDED_NEAR);
+    if (base == DIS)
+        UNROLL for (int j = 0; j < columns; j++) x[j] *= x[j];
+}
+
+/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped; with `keep`, the
+ * rows remain sorted. */
+INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int neighbors, int keep, int64_t first,
+                      int64_t columns)
+{
+    const FN(width) near = at->width;
     const int64_t blocks = at->blocks, height = at->height;
-    const V *x = at->x + first * height;
-    V *sums = at->sums + first;
+    V *x = at->x + first * height, *sums = at->sums + first, low[2 * ABREAST], *high = low + columns;
     for (int64_t i = 0; i < blocks;) {
         const int64_t end = least(i - i % RUN + RUN + neighbors, blocks);
         V sum[ABREAST] = {{0}};
         if (neighbors && i == 0) {
-            UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[i] * x[j * height + i];
+            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height];
+            FN(from_distance)(base, near, columns, low);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[0] * low[j];
             i++;
         }
-        for (; neighbors && i + 1 < end; i += 2)
+        for (; i + 1 < end; i += 2) {
             UNROLL for (int j = 0; j < columns; j++) {
-                V low = x[j * height + i], high = x[j * height + i + 1];
-                CE(low, high)
-                sum[j] += weights[i] * low;
-                sum[j] += weights[i + 1] * high;
+                low[j] = x[j * height + i];
+                high[j] = x[j * height + i + 1];
+                if (neighbors)
+                    CE(low[j], high[j])
+                if (keep) {
+                    x[j * height + i] = low[j];
+                    x[j * height + i + 1] = high[j];
+                }
             }
-        for (; i < end; i++)
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * x[j * height + i];
+            FN(from_distance)(base, near, 2 * columns, low);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i + 1] * high[j];
+        }
+        for (; i < end; i++) {
+            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height + i];
+            FN(from_distance)(base, near, columns, low);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
+        }
         UNROLL for (int j = 0; j < columns; j++) sums[j] += sum[j];
     }
 }
@@ -540,9 +641,144 @@ static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, con
     case 16: SORT_AND_WEIGH(16, APPLY(S16, ROWS16))
     default:
         if (FN(sort)(network, at->x, at->blocks, height, vectors, 1))
-            ACROSS(FN(weigh), at, weights, 1)
+            ACROSS(FN(weigh), L1, at, weights, 1, 0)
         else
-            ACROSS(FN(weigh), at, weights, 0)
+            ACROSS(FN(weigh), L1, at, weights, 0, 0)
+    }
+}
+
+/* Compute the weights of lanes that know m dimensions: the integral of the weights over m intervals of equal length. */
+static void FN(stretch)(const call_t *call, const FN(buffers) *at, int64_t m)
+{
+    const int64_t d = at->d;
+    for (int64_t b = 0; b < call->n_bases; b++) {
+        const double *integrals = at->integrals + b * (d + 1);
+        T *to = at->stretched + (m * call->n_bases + b) * d;
+        double last = 0;
+        for (int64_t i = 0; i < m; i++) {
+            const double place = (double)((i + 1) * d) / (double)m;
+            const int64_t rank = least((int64_t)place, d - 1);
+            const double next = integrals[rank] + (place - (double)rank) * (integrals[rank + 1] - integrals[rank]);
+            to[i] = (T)(next - last);
+            last = next;
+        }
+        memset(to + m, 0, (size_t)(d - m) * sizeof(T));
+    }
+    at->is_stretched[m] = 1;
+}
+
+/* Add up the weights of each base in descending order of similarity. */
+static void FN(integrate)(const call_t *call, const FN(buffers) *at)
+{
+    const int64_t d = at->d;
+    for (int64_t b = 0; b < call->n_bases; b++) {
+        const T *weights = at->weights + b * d;
+        double *integrals = at->integrals + b * (d + 1);
+        integrals[0] = 0;
+        for (int64_t i = 0; i < d; i++)
+            integrals[i + 1] = integrals[i] + (call->bases[b] == DOT ? -weights[d - 1 - i] : weights[i]);
+    }
+    memset(at->is_stretched, 0, (size_t)d + 1);
+}
+
+/* Count the known dimensions of each lane for one query. */
+static void FN(count_known)(const call_t *call, const FN(buffers) *at, int64_t vectors)
+{
+    for (int64_t v = 0; v < vectors; v++) {
+        const V *query = at->query + v * at->query_pitch, *keys = at->keys + v * at->pitch;
+        I known = {0};
+        for (int64_t i = 0; i < at->d; i++)
+            known -= FN(both)(query[i], keys[i]);
+        at->known[v] = known;
+        for (int lane = 0; lane < LANES; lane++)
+            if (!at->is_stretched[known[lane]])
+                FN(stretch)(call, at, known[lane]);
+    }
+}
+
+/* Add the first m rows of each lane, times their weights, to the sums of a column. */
+INLINE void FN(weigh_known)(int32_t base, const FN(buffers) *at, const T *stretched, int64_t pitch, int64_t v)
+{
+    const I known = at->known[v];
+    const V *x = at->x + v * at->height;
+    const T *weights[LANES];
+    int64_t largest = 0, equal = 1;
+    UNROLL for (int lane = 0; lane < LANES; lane++) {
+        weights[lane] = stretched + known[lane] * pitch;
+        largest = most(largest, known[lane]);
+        equal &= known[lane] == known[0];
+    }
+    for (int64_t i = 0; i < largest;) {
+        const int64_t end = least(i + RUN, largest);
+        V sum = {0};
+        for (; equal && i < end; i++) {
+            V value = x[i];
+            FN(from_distance)(base, at->width, 1, &value);
+            sum += weights[0][i] * value;
+        }
+        for (; i < end; i++) {
+            V value = x[i], weight = {0};
+            FN(from_distance)(base, at->width, 1, &value);
+            UNROLL for (int lane = 0; lane < LANES; lane++) weight[lane] = weights[lane][i];
+            sum += weight * (V)((I)value & (known > (I){0} + (INT)i));
+        }
+        at->sums[v] += sum;
+    }
+}
+
+#define WEIGH(base)                                                             \
+    {                                                                           \
+        if (mode == UNKNOWN_LAST)                                               \
+            for (int64_t v = 0; v < vectors; v++)                               \
+                FN(weigh_known)(base, at, at->stretched + b * at->d, call->n_bases * at->d, v); \
+        else if (neighbors)                                                     \
+            ACROSS(FN(weigh), base, at, weights, 1, 1)                          \
+        else                                                                    \
+            ACROSS(FN(weigh), base, at, weights, 0, 0)                          \
+    }
+
+/* Returns whether all sorted |q-k| are below the limit, in their last two rows, which the sort may not have ordered. */
+static int FN(is_bounded)(const FN(buffers) *at, int64_t vectors)
+{
+    I above = {0};
+    for (int64_t v = 0; v < vectors; v++)
+        for (int64_t i = most(0, at->d - 2); i < at->d; i++)
+            above |= ~(at->x[v * at->height + i] < (V){0} + at->width.limit);
+    return !FN(any)(above);
+}
+
+static void FN(weigh_shared)(const call_t *call, const FN(buffers) *at, int mode, int neighbors, int64_t b,
+                             int64_t vectors)
+{
+    const T *weights = at->weights + b * at->d;
+    if (call->bases[b] == DIS)
+        WEIGH(DIS)
+    else if (call->bases[b] != NEAR)
+        WEIGH(L1)
+    else if (FN(is_bounded)(at, vectors))
+        WEIGH(BOUNDED_NEAR)
+    else
+        WEIGH(NEAR)
+}
+
+/* Sort |q-k| of single dimensions, or q*k if `dot`, once for all bases that need it. */
+static void FN(forward_shared)(const call_t *call, const FN(buffers) *at, int dot, int mode, int64_t rows,
+                               int64_t vectors)
+{
+    for (int64_t row = 0; row < rows; row++) {
+        FN(buffers) one = FN(only_row)(at, row, vectors);
+        if (mode == UNKNOWN_LAST)
+            FN(count_known)(call, &one, vectors);
+        const step_t *network = FN(fill)(dot ? DOT : L1, mode, &one, 0, vectors);
+        int neighbors = FN(sort)(network, one.x, at->d, at->height, vectors, mode != UNKNOWN_LAST);
+        for (int64_t b = 0; b < call->n_bases; b++)
+            if ((call->bases[b] == DOT) == dot && (mode != PLAIN || at->ranks[b] == at->d)) {
+                one.width = at->widths[b];
+                FN(weigh_shared)(call, &one, mode, neighbors, b, vectors);
+                neighbors = 0;
+            }
+        for (int64_t v = 0; mode == UNKNOWN_LAST && v < vectors; v++)
+            one.sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
     }
 }
 
@@ -550,12 +786,19 @@ static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, con
  * turn infinity and NaN into NaN. */
 static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors, int special)
 {
-    const int mode = special ? NAN_ASIDE : PLAIN;
+    const int mode = !special ? PLAIN : call->missing ? UNKNOWN_LAST : NAN_ASIDE;
+    int64_t sorted[2] = {0}, near = 0; /* bases that need sorted |q-k| and q*k of single dimensions */
     memset(at->sums, 0, (size_t)(rows * vectors * BYTES));
+    for (int64_t b = 0; b < call->n_bases; b++)
+        if (at->blocks == at->d && (special || at->ranks[b] == at->d)) {
+            sorted[call->bases[b] == DOT]++;
+            near |= call->bases[b] == NEAR;
+        }
+    const int share = near || sorted[0] > 1;
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int64_t ranks = special ? at->blocks : at->ranks[b];
         const T *weights = at->weights + b * at->blocks;
-        if (!ranks)
+        if (!ranks || (ranks == at->d && (mode == UNKNOWN_LAST || (share && call->bases[b] != DOT))))
             continue;
         if (ranks == at->d) {
             for (int64_t row = 0; row < rows; row++) {
@@ -564,13 +807,17 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
             }
             continue;
         }
-        const FN(buffers) all = ranks == 1 ? FN(one_block)(at) : *at;
+        FN(buffers) all = ranks == 1 ? FN(one_block)(at) : *at;
+        all.width = at->widths[b];
         FN(fill_blocks)(call->bases[b], mode, &all, 0, rows, vectors);
         for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
             const FN(buffers) some = FN(from_column)(&all, c);
             FN(sort_and_weigh)(all.network, &some, weights, least(MAX_VECTORS, rows * vectors - c));
         }
     }
+    for (int dot = 0; dot < 2; dot++)
+        if (sorted[dot] && (mode == UNKNOWN_LAST || (share && !dot)))
+            FN(forward_shared)(call, at, dot, mode, rows, vectors);
 }
 
 static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
@@ -584,6 +831,8 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(buffers) at;
     FN(layout)(plan, scratch, 0, &at);
     FN(load_weights)(call, h, 1, &at);
+    if (call->missing)
+        FN(integrate)(call, &at);
     for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
         const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
         T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
@@ -676,15 +925,6 @@ static void FN(reorder)(WORD *words, T *values, T *ordered, const T *weights, IN
         words[j * LANES] = moved;
         values[(moved & mask) * LANES] = weights[j];
     }
-}
-
-INLINE int FN(any)(I mask)
-{
-    uint64_t words[BYTES / 8], any = 0;
-    memcpy(words, &mask, BYTES);
-    for (int i = 0; i < BYTES / 8; i++)
-        any |= words[i];
-    return any != 0;
 }
 
 /* Move weights to blocks and sort the values of one column. */
@@ -1245,6 +1485,9 @@ static int FN(backward)(plan_t *plan)
 #undef MIN_NUMBER
 #undef HUGE_T
 #undef LARGE_T
+#undef MANTISSA
+#undef BIAS
+#undef POWER
 #undef INT
 #undef T
 #undef DOUBLE
