@@ -56,6 +56,18 @@ def _numerics() -> Iterator[None]:
 
 
 @pytest.fixture
+def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solve fits of a memory from few queries, candidates and steps."""
+    from ahop_layers.memory import questions, solve
+
+    sizes = {"QUERIES": 128, "MOST_QUERIES": 128, "TRIAL": 64, "TRIAL_CANDIDATES": 32, "CANDIDATES": 64, "STEPS": 30}
+    for name, value in sizes.items():
+        for module in (solve, questions):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill uninitialized memory with NaN, so that an element a kernel does not write shows up."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

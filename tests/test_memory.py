@@ -404,8 +404,9 @@ def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter(monkeypatch)
     patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
     memory, x = AssociativeMemory.preset("A-Hop", patterns), query[:5]
     before = memory.scores(x)
-    with pytest.warns(UserWarning, match="fit did not improve the loss of the held-out queries"):
+    with pytest.warns(UserWarning, match="fit did not improve the loss of the held-out queries") as warned:
         memory.fit((index, query), epochs=5, batch=64, progress=False, lr=100.0)
+    assert warned[0].filename == __file__  # the line that called fit
     torch.testing.assert_close(memory.scores(x), before)
     monkeypatch.setattr(memory_module, "estimate_bias", lambda bias, *_: bias.data.fill_(10.0))
     memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True, beta=4.0)

@@ -3,15 +3,29 @@
 import pytest
 import torch
 
-from ahop_layers.errors import AHopError
-from benchmarks.robust import solve
-from benchmarks.robust.solve import Learned, Problem, Report, bin_edges, expand, features, learn
+import ahop_layers as ah
+from ahop_layers.memory import questions
+from ahop_layers.memory.auto import AutoSimilarity
+from ahop_layers.memory.solve import (
+    AVAILABLE,
+    Learned,
+    Problem,
+    Questions,
+    Report,
+    bin_edges,
+    expand,
+    features,
+    find_candidates,
+    learn,
+)
+from ahop_layers.variants import as_damage
+from ahop_layers.widths import differences, quantiles, units
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.usefixtures("small_fit")
 
-REPORT = Report((), "learned", 0.0)
 BASES = ("l1", "dis", "dot", ("near", 0.2))
-WIDTHS = [1.0, 1.0, 1.0, 0.3]
+WIDTHS = (1.0, 1.0, 1.0, 0.3)
+REPORT = Report((), "learned", 0, 0.0)
 
 
 def random_generator(seed=0):
@@ -26,43 +40,71 @@ def replaced(share, low=0.0, high=1.0):
     return damage
 
 
-def accuracy(learned, patterns, damage, seed=7):
-    query = damage(patterns, random_generator(seed))
-    return (learned.scores(query, patterns).argmax(1) == torch.arange(len(patterns))).double().mean().item()
+def learned_from(patterns, damage, labels=None, seed=0):
+    generator = random_generator(seed)
+    return learn(patterns, labels, questions.draw(as_damage(damage), patterns, labels, generator), generator)
 
 
-@pytest.mark.parametrize("d", [1, 2, 7, 64, 784])
-@pytest.mark.parametrize("bins", [1, 2, 14])
-def test_bins_cover_all_ranks_once(d, bins):
-    edges = bin_edges(d, bins)
-    assert edges == sorted({1, *edges, d} - ({1} if bins == 1 else set()) | {d})
+def similarity_of(learned, patterns):
+    similarity = AutoSimilarity(patterns)
+    similarity.set_(learned)
+    return similarity
+
+
+def accuracy(memory, damage, seed=7):
+    query = damage(memory.patterns, random_generator(seed))
+    return (memory.recall(query) == torch.arange(len(memory.patterns))).double().mean().item()
+
+
+def test_bins_cover_all_ranks_once():
+    for d in (1, 2, 7, 64, 784):
+        assert bin_edges(d, 1) == [d]
+        for bins in (2, 14):
+            edges = bin_edges(d, bins)
+            assert edges == sorted({1, *edges, d})
+
+
+def unknown(x, share, seed):
+    return x.masked_fill(torch.rand(x.shape, generator=random_generator(seed)) < share, torch.nan)
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_weights_of_bins_and_of_ranks_give_the_same_scores(missing):
+@pytest.mark.parametrize("unit", [None, torch.linspace(0.5, 2.0, 11)], ids=["plain", "units"])
+def test_weights_of_bins_and_of_ranks_give_the_same_scores(missing, unit):
     query, patterns = torch.rand(5, 11, generator=random_generator()), torch.rand(9, 11, generator=random_generator(1))
     if missing:
-        query[torch.rand(query.shape, generator=random_generator(2)) < 0.4] = torch.nan
-        patterns[torch.rand(patterns.shape, generator=random_generator(3)) < 0.2] = torch.nan
+        query, patterns = unknown(query, 0.4, 2), unknown(patterns, 0.2, 3)
     edges = bin_edges(11, 4)
     weight = torch.randn(1 + len(edges), len(BASES), generator=random_generator(4))
-    binned = features(query, patterns.expand(5, 9, 11), BASES, WIDTHS, edges).transpose(-1, -2).flatten(-2)
-    learned = Learned(BASES, torch.tensor(WIDTHS), None, expand(weight, edges), 1.0, REPORT)
-    torch.testing.assert_close(learned.scores(query, patterns), binned @ weight.flatten(), rtol=1e-4, atol=1e-4)
+    rows, keys = (x if unit is None else x / unit for x in (query, patterns))
+    binned = features(rows, keys.expand(5, 9, 11), BASES, WIDTHS, edges).transpose(-1, -2).flatten(-2)
+    learned = Learned(BASES, WIDTHS, unit, expand(weight, edges), 1.0, REPORT)
+    scores = similarity_of(learned, patterns)(query, patterns, missing=missing)
+    torch.testing.assert_close(scores, binned @ weight.flatten(), rtol=1e-4, atol=1e-4)
 
 
 def test_missing_values_stretch_the_known_ones_to_all_ranks():
-    u = torch.randn(1, 6, generator=random_generator())
-    learned = Learned(("l1",), torch.ones(1), None, u, 1.0, REPORT)
-    nan = torch.nan
+    u, nan = torch.randn(1, 6, generator=random_generator()), torch.nan
     query, pattern = torch.tensor([[3.0, nan, 1.0, 2.0, nan, 0.5]]), torch.zeros(1, 6)
     pattern[0, 3] = nan
+    learned = Learned(("l1",), (1.0,), None, u, 1.0, REPORT)
     # Three known differences, .5, 1 and 3: each takes the weights of two of six ranks.
     expected = -(0.5 * u[0, :2].sum() + 1.0 * u[0, 2:4].sum() + 3.0 * u[0, 4:].sum())
-    torch.testing.assert_close(learned.scores(query, pattern), expected.reshape(1, 1))
-    constant = learned._replace(weights=torch.ones(1, 6))
-    torch.testing.assert_close(constant.scores(query, pattern), torch.tensor([[-4.5 * 6 / 3]]))
-    assert learned.scores(torch.full((1, 6), nan), pattern).item() == -torch.inf
+    similarity = similarity_of(learned, pattern)
+    torch.testing.assert_close(similarity(query, pattern, missing=True), expected.reshape(1, 1))
+    constant = similarity_of(learned._replace(weights=torch.ones(1, 6)), pattern)
+    torch.testing.assert_close(constant(query, pattern, missing=True), torch.tensor([[-4.5 * 6 / 3]]))
+    assert similarity(torch.full((1, 6), nan), pattern, missing=True).item() == -torch.inf
+
+
+def test_a_later_solution_replaces_all_of_an_earlier_one():
+    patterns = torch.rand(9, 6, generator=random_generator())
+    first = Learned(BASES, WIDTHS, torch.full((6,), 2.0), torch.rand(4, 6), 1.0, REPORT)
+    second = Learned(("dis",), (1.0,), None, torch.ones(1, 6), 1.0, REPORT)
+    similarity = similarity_of(first, patterns)
+    similarity.set_(second)
+    torch.testing.assert_close(similarity(patterns, patterns), -torch.cdist(patterns, patterns).square())
+    assert similarity.extra_repr() == "6, bases=dis"
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -83,91 +125,134 @@ def test_gradient_is_that_of_autograd(smooth):
 
 def test_width_is_a_quantile_of_nonzero_differences():
     patterns = torch.rand(400, 8, generator=random_generator())
-    width = solve.width_of(patterns, 0.5, random_generator())
-    assert abs(width - (1 - 0.5**0.5)) < 0.02  # the median difference of two uniform values
-    half = solve.width_of(patterns * 0.5, 0.5, random_generator())
-    assert half == pytest.approx(0.5 * width)
-    assert solve.width_of(torch.ones(5, 8), 0.5, random_generator()) == 1.0
-    assert 0 < solve.width_of((patterns > 0.5).float(), 0.05, random_generator()) < 0.1
+
+    def widths(x, *shares):
+        return quantiles(differences(x), shares)
+
+    (median,) = widths(patterns, 0.5)
+    assert abs(median - (1 - 0.5**0.5)) < 0.02  # the median difference of two uniform values
+    assert widths(patterns * 0.5, 0.5) == pytest.approx([0.5 * median])
+    assert widths(torch.ones(5, 8), 0.5, 0.1) == [1.0, 1.0]
+    low, high = widths((patterns > 0.5).float(), 0.05, 0.5)
+    assert 0 < low < 0.1 < high < 1
+    some = differences(patterns).flatten()
+    for share, found in zip((0.02, 0.9), widths(patterns, 0.02, 0.9), strict=True):
+        assert (some[some > 0] <= found).double().mean().item() == pytest.approx(share, abs=1e-4)
+    scales = 10 ** torch.linspace(-3, 3, 8)
+    own = units(differences(patterns * scales))
+    torch.testing.assert_close(own / scales, torch.full((8,), median), rtol=0.1, atol=0)
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    for name, value in {"QUERIES": 128, "MOST_QUERIES": 128, "TRIAL": 64, "CANDIDATES": 64, "STEPS": 30}.items():
-        monkeypatch.setattr(solve, name, value)
+def test_candidates_are_right_patterns_and_wrong_ones():
+    patterns = torch.rand(40, 6, generator=random_generator())
+    labels = torch.arange(40) % 4
+    origin = torch.tensor([0, 5, 39])
+    for of, query_labels in ((None, None), (labels, labels[origin])):
+        asked = Questions(patterns[origin] + 0.01, origin, query_labels, 3)
+        found = find_candidates(asked, patterns, of, [0.1, 0.2], random_generator(), 30)
+        used = found.offset > -torch.inf
+        for row, place in enumerate(origin.tolist()):
+            rows = found.candidates[row]
+            right, wrong = rows[: found.right][used[row, : found.right]], rows[found.right :][used[row, found.right :]]
+            if of is None:
+                assert right.tolist() == [place]
+                assert place not in wrong.tolist()
+            else:
+                assert place not in rows[used[row]].tolist()  # a pattern does not answer for its own query
+                assert (labels[right] == labels[place]).all()
+                assert not (labels[wrong] == labels[place]).any()
+            assert len(rows[used[row]].unique()) == used[row].sum()
+    asked = Questions(torch.full((1, 6), torch.nan), torch.tensor([0]), None, 1)
+    assert not find_candidates(asked, patterns, None, [0.1], random_generator(), 30).usable.any()
 
 
+@pytest.mark.slow
 def test_learned_similarity_beats_l1_at_any_scale_and_is_deterministic():
     patterns = torch.rand(150, 24, generator=random_generator())
     found = []
     for scale in (1e-3, 1e3):
-        learned = learn(patterns * scale, None, replaced(0.95, 0.0, scale), generator=random_generator())
-        found.append(accuracy(learned, patterns * scale, replaced(0.95, 0.0, scale)))
-        rows = dict(learned.report.rows)
+        memory, damage = ah.AssociativeMemory(patterns * scale), replaced(0.95, 0.0, scale)
+        rows = dict(memory.fit(damage).rows)
+        found.append(accuracy(memory, damage))
         assert rows["learned"] > rows["L1"] + 0.05
     assert max(found) - min(found) < 0.03
-    again = learn(patterns, None, replaced(0.95), generator=random_generator())
-    same = learn(patterns, None, replaced(0.95), generator=random_generator())
+    again, same = (learned_from(patterns, replaced(0.95)) for _ in range(2))
     torch.testing.assert_close(again[1:5], same[1:5], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_dimensions_in_different_units_get_units_of_their_own():
-    units = 10 ** torch.linspace(-3, 3, 20)
+    scales = 10 ** torch.linspace(-3, 3, 20)
     patterns = torch.rand(150, 20, generator=random_generator())
 
     def damage(unit):
         wrong = replaced(0.6, 0.0, unit)
         return lambda x, generator: wrong(x + 0.03 * unit * torch.randn(x.shape, generator=generator), generator)
 
-    learned = learn(patterns * units, None, damage(units), generator=random_generator())
-    assert learned.scale is not None
-    assert accuracy(learned, patterns * units, damage(units)) > 0.8
-    assert learn(patterns, None, damage(torch.ones(20)), generator=random_generator()).scale is None
+    memory = ah.AssociativeMemory(patterns * scales)
+    before = accuracy(memory, damage(scales))
+    memory.fit(damage(scales))
+    assert memory.similarity.units is not None
+    assert accuracy(memory, damage(scales)) > max(0.8, before)
+    assert learned_from(patterns, damage(torch.ones(20))).units is None
 
 
+@pytest.mark.slow
 def test_labels_leave_the_own_pattern_out():
     generator = random_generator()
     centers = torch.rand(8, 32, generator=generator)
     labels = torch.arange(8).repeat_interleave(12)
     patterns = (centers[labels] + 0.02 * torch.randn(96, 32, generator=generator)).clamp(0, 1)
-    learned = learn(patterns, labels, replaced(0.9), generator=generator)
+    memory = ah.AssociativeMemory(patterns, labels=labels * 10)
+    memory.fit(replaced(0.9))
     fresh = replaced(0.5)((centers[labels] + 0.02 * torch.randn(96, 32, generator=generator)).clamp(0, 1), generator)
-    found = labels[learned.scores(fresh, patterns).argmax(1)]
-    assert (found == labels).double().mean() > 0.95
+    for found in (memory.classify(fresh), memory.labels[memory.recall(fresh)]):
+        assert (found == 10 * labels).double().mean() > 0.95
 
 
+@pytest.mark.slow
 def test_missing_values_are_learned_with():
-    patterns = torch.rand(120, 24, generator=random_generator())
-    patterns[torch.rand(patterns.shape, generator=random_generator(1)) < 0.1] = torch.nan
+    patterns = unknown(torch.rand(120, 24, generator=random_generator()), 0.1, 1)
 
     def damage(x, generator):
         gone = torch.rand(x.shape, generator=generator) < 0.6
         noise = 0.02 * torch.randn(x.shape, generator=generator)
         return torch.where(gone, torch.nan, x + noise)
 
-    learned = learn(patterns, None, damage, generator=random_generator())
-    assert learned.weights.isfinite().all()
-    assert accuracy(learned, patterns, damage) > 0.9
+    memory = ah.AssociativeMemory(patterns)
+    memory.fit(damage)
+    assert memory.similarity.w.isfinite().all()
+    assert accuracy(memory, damage) > 0.9
 
 
 @pytest.mark.parametrize("patterns", [torch.ones(1, 4), torch.ones(5, 4), torch.zeros(3, 1)])
 def test_single_and_constant_patterns(patterns):
-    learned = learn(patterns, None, lambda x, generator: x, generator=random_generator())
+    learned = learned_from(patterns, lambda x: x)
     assert learned.bases
-    assert learned.scores(patterns, patterns).isfinite().all()
+    assert similarity_of(learned, patterns)(patterns, patterns).isfinite().all()
+
+
+def test_a_fixed_score_is_the_result_where_learning_does_not_pay(monkeypatch):
+    """A solution that is always wrong leaves the best of the fixed scores."""
+    monkeypatch.setattr(
+        "ahop_layers.memory.solve.solve", lambda problem, start, smooth, penalty: -torch.ones_like(start)
+    )
+    patterns = torch.rand(60, 16, generator=random_generator())
+    memory = ah.AssociativeMemory(patterns)
+    report = memory.fit(ah.variants.Noisy(0.01))
+    rows = dict(report.rows)
+    assert report.chosen in AVAILABLE
+    assert rows["learned"] < 0.1 < 0.9 < rows[report.chosen]
+    assert f"{report.chosen} is as good and was chosen" in str(report)
+    assert accuracy(memory, lambda x, generator: x + 0.05 * torch.randn(x.shape, generator=generator)) > 0.95
 
 
 def test_report_names_every_baseline_and_says_if_learning_does_not_pay():
     rows = (("L1", 0.5), ("learned", 0.4))
-    assert "L1 is as good" in str(Report(rows, "L1", 1.0))
-    assert "does not pay" not in str(Report(rows, "learned", 1.0))
-
-
-def test_invalid_arguments():
-    patterns = torch.rand(10, 4)
-    with pytest.raises(AHopError, match="labels must be"):
-        learn(patterns, torch.zeros(3), replaced(0.5), generator=random_generator())
-    with pytest.raises(AHopError, match="damage must keep"):
-        learn(patterns, None, lambda x, generator: x[:, :2], generator=random_generator())
-    with pytest.raises(AHopError, match="start must be"):
-        learn(patterns, None, replaced(0.5), generator=random_generator(), start=torch.ones(1, 4))
+    assert "L1 is as good" in str(Report(rows, "L1", 5, 1.0))
+    assert "does not pay" not in str(Report(rows, "learned", 5, 1.0))
+    learned = learned_from(torch.rand(30, 6, generator=random_generator()), replaced(0.5))
+    names = [name for name, _ in learned.report.rows]
+    assert set(names) >= {"cosine", "L1", "trimmed L1", "Euclid", "near", "clipped L1", "learned"}
+    assert names[-1] == "learned"
+    assert learned.report.queries == 64
