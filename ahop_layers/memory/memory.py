@@ -30,7 +30,7 @@ from ahop_layers.memory.presets import preset_arguments
 from ahop_layers.memory.scoring import ScoredPatterns
 from ahop_layers.memory.search import Array, as_given, as_queries, from_numpy
 from ahop_layers.memory.shards import Rows, all_rows
-from ahop_layers.memory.solve import CANDIDATES, MINED, Report, learn
+from ahop_layers.memory.solve import CANDIDATES, MINED, MOST_MINED, Report, learn
 from ahop_layers.memory.store import unchanged_on_error
 from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
@@ -273,7 +273,7 @@ class AssociativeMemory(ScoredPatterns):
         if by == "label":
             classes = self._given_classes()
             labels = all_rows(classes.of_pattern, self.shard)
-        count = max(CANDIDATES, MINED // self.patterns.shape[1])
+        count = max(CANDIDATES, min(MOST_MINED, MINED // self.patterns.shape[1]))
         kept = torch.randperm(self._count, generator=generator, device=self.patterns.device)[:count]
         if isinstance(damage, Variant):
             stored, own = origins[kept], None if labels is None else labels[kept]

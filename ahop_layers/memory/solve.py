@@ -45,8 +45,8 @@ CANDIDATES = 256
 RIGHT, RANDOM = 8, 4
 """At most one in so many candidates is right, and one in so many of the others is random."""
 
-MINED = 2**21
-"""Number of elements of the patterns out of which candidates are taken, to bound the time for large memories."""
+MINED, MOST_MINED = 2**21, 2**12
+"""Numbers of elements, and of patterns, out of which candidates are taken, to bound the time for large memories."""
 
 HARD = (0.05, 0.2, 0.5)
 """Quantiles of saturating bases whose sums, beside L1 and the dot product, find the hardest wrong patterns."""
