@@ -289,12 +289,15 @@ class AdaptiveSimilarity(nn.Module):
         self._check_rows(query, key)
         if missing and any(entry.normalize for entry in self.blocks):
             raise AHopError("missing values need blocks that are not normalized, got normalized ones")
-        query = self.unbiased(query)
-        if self.units is not None:
-            query, key = query / self.units, key / self.units
+        query, key = self._in_units(self.unbiased(query), key)
         keys = [None] * len(self.blocks) if arranged is None else arranged
         scores = [self._score(index, query, key, keys[index], missing) for index in range(len(self.blocks))]
         return reduce(torch.add, scores)
+
+    def _in_units(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.units is None:
+            return query, key
+        return (query / self.units).to(query.dtype), (key / self.units).to(key.dtype)
 
     def is_single(self) -> bool:
         """Returns whether :meth:`prepared` has all that a score depends on: one resolution, built-in bases, no widths.
@@ -377,9 +380,7 @@ class AdaptiveSimilarity(nn.Module):
         if base not in self.bases:
             raise AHopError(f"base must be one of {', '.join(map(str, self.bases))}, got {base!r}")
         self._check_rows(query, key)
-        query = self.unbiased(query)
-        if self.units is not None:
-            query, key = query / self.units, key / self.units
+        query, key = self._in_units(self.unbiased(query), key)
         query, key, numbers = self._arranged(resolution, query, key)
         at = self.bases.index(base)
         values = pair_values(query, key, self.names[at], None if self.widths is None else self.widths[at])

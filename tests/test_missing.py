@@ -35,7 +35,7 @@ def make(similarity, patterns, **keywords):
             for index, parameter in enumerate(memory.similarity.parameters()):
                 parameter.copy_(random(*parameter.shape, seed=10 + index) / parameter.shape[-1])
         if similarity == "auto":
-            memory.similarity._refresh()
+            memory.similarity.refresh()
     return memory
 
 

@@ -48,14 +48,22 @@ class AutoSimilarity(AdaptiveSimilarity):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Resets the score to that before a fit; widths stay, because they come from the patterns."""
+        self.units = None
         self.beta.fill_(1.0)
         self.w.zero_()
         near = [index for index, name in enumerate(self.names) if name == "near"]
         self.w[near, -1] = 1 / len(near)
-        self._refresh()
+        self.refresh()
 
-    def _refresh(self) -> None:
-        """Finds the bases whose weights are not all 0: only these are computed."""
+    def refresh(self) -> None:
+        """Finds the bases whose weights are not all 0: only these are computed.
+
+        >>> similarity = AutoSimilarity(torch.rand(5, 4))
+        >>> _ = similarity.w.data.fill_(1.0)
+        >>> similarity.refresh()
+        >>> similarity
+        AutoSimilarity(4, bases=l1, near 0.02, near 0.05, near 0.1, near 0.2, near 0.5, dot, dis)
+        """
         weight = self.w.detach()
         self._used = [] if weight.is_meta else weight.any(-1).nonzero().flatten().tolist()
 
@@ -69,7 +77,7 @@ class AutoSimilarity(AdaptiveSimilarity):
             self.w[row] = folded - torch.cat([folded[1:], folded.new_zeros(1)])  # the inverse of fold
             if self.widths is not None:
                 self.widths[row] = width
-        self._refresh()
+        self.refresh()
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         used = self._used or list(range(len(self.names)))
@@ -79,7 +87,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self._refresh()
+        self.refresh()
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Moves or converts the similarity; its weights and widths stay in at least float32."""

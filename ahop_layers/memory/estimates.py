@@ -31,13 +31,14 @@ def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: in
         return
     index, query = sample_pairs(data, patterns, 8 * batch, generator) if isinstance(data, Variant) else data
     wide = accumulation_dtype(query.dtype)
-    origin, query = patterns[index].to(wide), query.to(wide)
-    mean = origin.mean(0)
+    query = query.to(wide)
+    origin = torch.where(query.isnan(), torch.nan, patterns[index].to(wide))  # known values alone
+    mean = origin.nanmean(0)
     deviation = origin - mean
-    total = deviation.square().sum()
-    varies = total > 1e-6 * origin.square().sum()  # more than the rounding of the mean
-    slope = torch.where(varies, (deviation * query).sum() / total, 1.0)
-    bias.copy_(query.mean(0) - slope * mean)
+    total = deviation.square().nansum()
+    varies = total > 1e-6 * origin.square().nansum()  # more than the rounding of the mean
+    slope = torch.where(varies, (deviation * query).nansum() / total, 1.0)
+    bias.copy_((query.nanmean(0) - slope * mean).nan_to_num(0.0))
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def scale_of(patterns: Tensor) -> float:
     """
     rows = patterns[:: max(1, patterns.numel() // 2**21)]
     values = rows.to(accumulation_dtype(rows.dtype))
-    scale = (3 * (values - values.mean(0)).square().mean()).sqrt().item()
+    scale = (3 * (values - values.nanmean(0)).square().nanmean()).sqrt().item()
     return scale if scale > 0 else 1.0
 
 

@@ -217,7 +217,8 @@ class AssociativeMemory(ScoredPatterns):
             damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
                 ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.variants`). Or
                 pairs ``(index (n,), query (n, d))`` of queries and the patterns they belong to, tensors or NumPy
-                arrays. None assumes that any share of the values, from none to most, may be replaced or missing.
+                arrays. None, for ``similarity="auto"``, assumes that any share of the values, from none to most, may be
+                replaced or missing, and that the others may have a little noise. K-Hop needs no damage.
             epochs: number of epochs of the training, by default 200. Each draws ``batch`` queries of a damage, or
                 splits the pairs into shuffled batches.
             lr: maximum learning rate of Adam, by default 0.05. It rises for a tenth of the steps, then falls to zero.
@@ -245,6 +246,8 @@ class AssociativeMemory(ScoredPatterns):
         >>> accuracy["learned"] > accuracy["L1"]
         True
         """
+        if torch.is_inference_mode_enabled():
+            raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
         by = (
             ("label" if self.labels is not None and self.objective != "separation" else "pattern") if by is None else by
         )
@@ -252,16 +255,18 @@ class AssociativeMemory(ScoredPatterns):
         if isinstance(damage, (tuple, list)):
             given = tuple(from_numpy(each, self.patterns.device) for each in damage)
             damage = given if any(isinstance(each, Tensor) for each in given) else as_damage(damage)
+            if isinstance(damage, tuple) and len(damage) != 2:
+                raise AHopError(
+                    f"data must be a variant or a pair (index, query), got {type(damage).__name__} of {len(damage)}"
+                )
         elif damage is not None:
             damage = as_damage(damage)
-        elif self.objective != "separation":
-            damage = questions.Anything()
         if isinstance(self.similarity, AutoSimilarity) and self.modulation is None and self.prior is None:
             trained = {"epochs": epochs, "lr": lr, "batch": batch}
             unused = [f"{name}={value!r}" for name, value in trained.items() if value is not None]
             if unused:
                 raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(unused)}")
-            return self._solve(self.similarity, damage, by, seed)
+            return self._solve(self.similarity, questions.Anything() if damage is None else damage, by, seed)
         sizes = 200 if epochs is None else epochs, 512 if batch is None else batch
         return self._train(damage, by, *sizes, 0.05 if lr is None else lr, progress, seed)
 
@@ -289,6 +294,7 @@ class AssociativeMemory(ScoredPatterns):
                 kept = torch.unique(torch.cat([asked.origin, kept]))
                 asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
             stored, own = origins[kept], None if labels is None else labels[kept]
+            asked = questions.with_intact(asked, stored, own, generator)
         learned = learn(stored, own, asked, generator)
         similarity.set_(learned)
         if self._fits_beta:
@@ -338,7 +344,7 @@ class AssociativeMemory(ScoredPatterns):
             warnings.warn(
                 f"fit did not improve the loss of the held-out queries: expected less than {first:.4g}, got"
                 f" {fitted.best:.4g}. Use more epochs, more pairs or another lr",
-                stacklevel=2,
+                stacklevel=3,
             )
         return fitted.losses
 
@@ -367,6 +373,7 @@ class AssociativeMemory(ScoredPatterns):
 
         def read(weights: Tensor) -> Tensor:
             shard, weights = self.shard, weights.to(self.patterns.dtype)
+            every = weights
             if shard is not None:
                 weights = weights[..., shard.start : shard.stop]
             known = None
@@ -376,7 +383,8 @@ class AssociativeMemory(ScoredPatterns):
             if shard is not None:
                 output, known = shard.total(output), None if known is None else shard.total(known)
             if known is not None:
-                output = output / known
+                total = every.sum(-1, keepdim=True)
+                output = output * torch.where(known != 0, total / known, torch.nan)
             return output.sign() + (output == 0) if self.activation == "sign" else output  # the sign of 0 is 1
 
         def follow(weights: Tensor) -> Tensor:

@@ -3,12 +3,16 @@
 import torch
 from torch import Generator, Tensor
 
+from ahop_layers.errors import AHopError
 from ahop_layers.memory.batches import Pairs
 from ahop_layers.memory.solve import MOST_QUERIES, QUERIES, QUERY_ELEMENTS, Questions
 from ahop_layers.variants import Missing, Replaced, Variant
 
 MOST = 0.9
 """The largest share of values that is replaced or missing if no damage is given."""
+
+SPARED = 8
+"""One in so many queries is damaged in part only."""
 
 FEW_PAIRS = 96
 """Fewer pairs are all used for the fit and for the report."""
@@ -17,34 +21,53 @@ FEW_PAIRS = 96
 class Anything(Variant):
     """Replaces a share of the values of every second query, and removes a share of those of the others.
 
-    The share is between none and most of the values.
+    The share is between none and most of the values. The values that are left of half of the queries have noise of up
+    to a tenth of the deviation of their dimension.
 
     >>> query = Anything().bind(torch.rand(5, 10)).corrupt(torch.rand(4, 10))
     >>> query.isnan().any(-1)[::2].any(), query.isfinite().any(-1).all()
     (tensor(False), tensor(True))
     """
 
-    def __init__(self) -> None:
-        self.replaced: Variant = Replaced((0.0, MOST))
+    def __init__(self, replaced: Variant | None = None, deviation: Tensor | float = 0.0) -> None:
+        self.replaced = Replaced((0.0, MOST)) if replaced is None else replaced
+        self.deviation = deviation
 
     def bind(self, patterns: Tensor) -> Variant:
-        """Takes the range of values from the patterns."""
-        bound = Anything()
-        bound.replaced = self.replaced.bind(patterns)
-        return bound
+        """Takes the range and the deviation of values from the patterns."""
+        center = patterns.nanmean(0)
+        deviation = (patterns - center).square().nanmean(0).sqrt().nan_to_num(0.0)
+        return Anything(self.replaced.bind(patterns), deviation)
 
     def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Damages each row of ``origin (n, d)``."""
-        query = self.replaced.corrupt(origin, generator)
-        query[1::2] = Missing((0.0, MOST)).corrupt(origin[1::2], generator)
+        size = torch.rand(len(origin), 1, generator=generator, device=origin.device)
+        noise = torch.empty_like(origin).normal_(generator=generator) * (self.deviation * (size - 0.5).clamp(min=0) / 5)
+        noisy = origin + noise.to(origin.dtype)
+        query = self.replaced.corrupt(noisy, generator)
+        query[1::2] = Missing((0.0, MOST)).corrupt(noisy[1::2], generator)
         return query
 
 
 def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
-    """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``, as many for the fit as held out."""
+    """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``, as many for the fit as held out.
+
+    One in SPARED of them is damaged in part, between not at all and fully: a similarity that was learned from strong
+    noise alone can fail without noise.
+
+    Raises:
+        AHopError: the damage returns infinity, or no query with a known value.
+    """
     count = max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
     origin = torch.randint(len(patterns), (2 * count,), generator=generator, device=patterns.device)
-    query = damage.bind(patterns).corrupt(patterns[origin], generator)
+    intact = patterns[origin]
+    query = damage.bind(patterns).corrupt(intact, generator)
+    if query.isinf().any() or query.isnan().all():
+        got = "infinity" if query.isinf().any() else "NaN only"
+        raise AHopError(f"damage must return finite values, and NaN where a value is unknown, got {got}")
+    share = torch.rand(len(query), 1, generator=generator, device=query.device).mul_(2).sub_(1).clamp_(min=0)
+    share[torch.rand(len(query), generator=generator, device=query.device) * SPARED > 1] = 1.0
+    query = torch.where(share < 1, intact + share.to(query.dtype) * (query - intact), query)
     return Questions(query, origin, None if labels is None else labels[origin], count)
 
 
@@ -60,3 +83,12 @@ def given(pairs: Pairs, by_label: bool, generator: Generator) -> Questions:
     if by_label:
         return Questions(query, torch.full_like(target, -1), target, fitted)
     return Questions(query, target, None, fitted)
+
+
+def with_intact(asked: Questions, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
+    """Adds copies of ``patterns (N, d)`` of the classes ``labels (N,)`` to the queries of a fit, without damage."""
+    count = max(32, asked.fitted // SPARED)
+    origin = torch.randint(len(patterns), (count,), generator=generator, device=patterns.device)
+    label = None if labels is None or asked.label is None else torch.cat([labels[origin], asked.label])
+    query = torch.cat([patterns[origin], asked.query.to(patterns.dtype)])
+    return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted)

@@ -630,6 +630,6 @@ def _choose(right: dict[str, Tensor]) -> tuple[str, int, dict[str, float]]:
     for name in AVAILABLE:
         if name in right:
             more = right[name][best[name], ::2].double() - learned
-            margin = more.mean().item() - more.std().item() / math.sqrt(len(more))
+            margin = more.mean().item() - more.std(correction=0).item() / math.sqrt(len(more))
             chosen, gain = (name, margin) if margin > gain else (chosen, gain)
     return chosen, best[chosen], rows

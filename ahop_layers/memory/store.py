@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.errors import AHopError, check_numbers, check_patterns, describe, has_unknown
+from ahop_layers.memory.auto import AutoSimilarity
 from ahop_layers.memory.estimates import scale_of
 from ahop_layers.memory.labels import Classes, as_labels, classes_of
 from ahop_layers.memory.search import check_width, from_numpy
@@ -228,11 +229,12 @@ class PatternStore(Associator):
         >>> len(memory.patterns)
         2
         """
-        before = self.shard, self.patterns, self.labels, self._classes
+        before, unknown = (self.shard, self.patterns, self.labels, self._classes), self._unknown
         with unchanged_on_error(self, self.patterns):
             try:
                 return super().load_state_dict(state_dict, strict, assign)
             except Exception:
+                self._unknown = unknown
                 if self.shard is not None:
                     self.shard, self.patterns, self.labels, self._classes = before
                 raise
@@ -290,10 +292,14 @@ def unchanged_on_error(module: nn.Module, constant: Tensor) -> Iterator[None]:
     owners: list[dict[str, Any]] = [*(part._parameters for part in module.modules())]
     owners += [part._buffers for part in module.modules()]
     before = [
-        (owner, name, tensor, tensor if tensor is constant or is_lazy(tensor) else tensor.detach().clone())
+        (
+            owner,
+            name,
+            tensor,
+            tensor if tensor is None or tensor is constant or is_lazy(tensor) else tensor.detach().clone(),
+        )
         for owner in owners
         for name, tensor in owner.items()
-        if tensor is not None
     ]
     try:
         yield
@@ -301,4 +307,7 @@ def unchanged_on_error(module: nn.Module, constant: Tensor) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, tensor, value in before:
                 owner[name] = tensor if tensor is value else tensor.copy_(value)
+        for part in module.modules():
+            if isinstance(part, AutoSimilarity):
+                part.refresh()
         raise
