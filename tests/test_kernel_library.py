@@ -169,8 +169,8 @@ def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path, flags, reason)
 @pytest.mark.slow
 @built
 def test_a_library_of_the_same_sources_is_copied_not_compiled(tmp_path):
-    if "source" not in json.loads(LIBRARY.with_suffix(".json").read_text()):
-        pytest.skip("the library was built without a record of its sources")
+    if "source" not in json.loads(LIBRARY.with_suffix(".json").read_text()) or os.environ.get("CC"):
+        pytest.skip("the library was built without a record of its sources, or perhaps by another compiler")
     command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
     environment = {**os.environ, "AHOP_CFLAGS": "", "PATH": str(tmp_path)}  # without a compiler
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
