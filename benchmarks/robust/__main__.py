@@ -151,7 +151,7 @@ def distances(query: Tensor, stored: Tensor, clips: Tensor) -> dict[str, Tensor]
             "Euclid": -difference.square().nansum(-1)[None] / known,
             "clipped L1": torch.stack([-difference.clamp(max=clip).nansum(-1) / known for clip in clips]),
             "trimmed L1": -torch.stack([total.gather(-1, at[..., None])[..., 0] for at in place]) / known,
-            "exp(-|d|/w)": torch.stack([(difference / -clip).exp().nansum(-1) / known for clip in clips]),
+            "exp(-d/w)": torch.stack([(difference / -clip).exp().nansum(-1) / known for clip in clips]),
         }
         first, second = (x.nan_to_num(0.0) for x in (part, stored))
         scores["cosine"] = (normalize(first, dim=-1) @ normalize(second, dim=-1).mT)[None]
@@ -220,7 +220,7 @@ NAMES = {
 }
 """Data set -> what it is, and what is to be found."""
 
-METHODS = ("cosine", "Euclid", "L1", "clipped L1", "trimmed L1", "exp(-|d|/w)", "not fitted", "fitted, not sorted",
+METHODS = ("cosine", "Euclid", "L1", "clipped L1", "trimmed L1", "exp(-d/w)", "not fitted", "fitted, not sorted",
            "fitted", "fitted, by class")  # fmt: skip
 
 
@@ -239,9 +239,8 @@ def report(rows: Sequence[Row]) -> str:
         seconds = mean(float(row["value"]) for row in here if float(row["level"]) < 0)
         splits = len({row["split"] for row in here})
         body = bold_best_in_columns(body, dict.fromkeys(range(1, len(levels) + 1), max))
-        title = (
-            f"{NAMES[name].capitalize()}: accuracy by the level of damage, {splits} splits; fitted in {seconds:.1f} s."
-        )
+        title = NAMES[name][:1].upper() + NAMES[name][1:]
+        title += f": accuracy by the level of damage, {splits} splits; fitted in {seconds:.1f} s."
         texts.append(title + "\n\n" + table(["level", *levels], body))
     return "\n\n".join(texts)
 
