@@ -463,7 +463,7 @@ def _check_bases(bases: Sequence[BaseArgument]) -> tuple[BaseArgument, ...]:
     if not isinstance(given, (tuple, list)):
         raise AHopError(f"bases must be a tuple or list of base names, got {bases!r}")
     pairs = [base for base in given if isinstance(base, (tuple, list))]
-    names = check_bases([base[0] if base in pairs and len(base) == 2 else base for base in given])
+    names = check_bases(tuple(base[0] if base in pairs and len(base) == 2 else base for base in given))
     for base in pairs:
         if not BASES[base[0]].saturates:
             raise AHopError(f"a quantile is for a base that saturates, such as ('near', 0.1), got {base!r}")

@@ -230,7 +230,7 @@ def test_a_registered_base_sums_over_blocks():
 
 def test_a_forced_kernel_that_does_not_serve_raises(monkeypatch):
     monkeypatch.setattr(cpu, "unavailable", lambda: None)
-    monkeypatch.setattr(cpu, "serves", lambda query, bases, blocks: blocks == query.shape[-1])
+    monkeypatch.setattr(cpu, "serves", lambda query, bases, blocks, missing: blocks == query.shape[-1])
     with pytest.raises(ah.AHopError, match=r"backend='cpu' does not support .* with d = 12, 4 blocks and bases"):
         ah.adaptive_similarity(*problem(), backend="cpu")
 

@@ -323,8 +323,8 @@ class ScoredPatterns(PatternStore):
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
         missing = self._is_missing(query) if missing is None else missing
         if isinstance(self.similarity, AdaptiveSimilarity):
-            options: Any = {"missing": True} if missing else {}
-            scores: Tensor = self.similarity(query, key, arranged, **options)
+            options: dict[str, Any] = {"arranged": arranged, "missing": missing or None}
+            scores: Tensor = self.similarity(query, key, **{name: each for name, each in options.items() if each})
         elif missing:
             scores = known_scores(self.similarity, query, key)
         else:
