@@ -25,7 +25,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import BASES, block_sums, check_bases, pair_values
+from ahop_layers.ops.reference import BASES, block_sums, check_bases, pair_values, unfold
 from ahop_layers.separation import Separation
 from ahop_layers.widths import differences, quantiles
 
@@ -162,6 +162,19 @@ class AdaptiveSimilarity(nn.Module):
         w, beta = (getattr(self, name) for name in self.parameter_names()[resolution])
         weight: Tensor = beta.unsqueeze(-1) * w
         return weight
+
+    @torch.no_grad()
+    def set_ranks_(self, weights: Sequence[Tensor]) -> None:
+        """Sets the weights of sorted similarities, which are not cumulated: ``([H,] n_bases, n)`` for each resolution.
+
+        >>> similarity = AdaptiveSimilarity(3, bases=("l1",), init="l1")
+        >>> similarity.set_ranks_([torch.tensor([[1.0, 1.0, 0.0]])])
+        >>> similarity(torch.zeros(1, 3), torch.tensor([[1.0, 2.0, 9.0]]))
+        tensor([[-3.]], grad_fn=<AdaptiveSimilarityBackward>)
+        """
+        for (w, beta), folded in zip(self.parameter_names(), weights, strict=True):
+            getattr(self, w).copy_(unfold(folded))
+            getattr(self, beta).fill_(1.0)
 
     def _check_init(self) -> None:
         if isinstance(self.init, (Tensor, list, tuple)):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ahop_layers.memory.solve import BASES, OPTIONAL, Learned
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.ops.reference import accumulation_dtype, unfold
 from ahop_layers.similarity import AdaptiveSimilarity
 
 FIXED = ("dis",)
@@ -74,7 +74,7 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.units = None if learned.units is None else learned.units.to(self.w)
         for base, width, folded in zip(learned.bases, learned.widths, learned.weights, strict=True):
             row = self.bases.index(base)
-            self.w[row] = folded - torch.cat([folded[1:], folded.new_zeros(1)])  # the inverse of fold
+            self.w[row] = unfold(folded)
             if self.widths is not None:
                 self.widths[row] = width
         self.refresh()

@@ -20,6 +20,7 @@ from ahop_layers.memory.batches import (
     seeded_generator,
     separation_batches,
 )
+from ahop_layers.memory.candidates import CANDIDATES, MINED, MOST_MINED
 from ahop_layers.memory.energy import choose_energy
 from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias, scale_of
 from ahop_layers.memory.fit import Fitted, mean_loss, minimize
@@ -30,11 +31,12 @@ from ahop_layers.memory.presets import preset_arguments
 from ahop_layers.memory.scoring import ScoredPatterns
 from ahop_layers.memory.search import Array, as_given, as_queries, from_numpy
 from ahop_layers.memory.shards import Rows, all_rows
-from ahop_layers.memory.solve import CANDIDATES, MINED, MOST_MINED, Report, learn
+from ahop_layers.memory.solve import Report, learn, solve_weights
 from ahop_layers.memory.store import unchanged_on_error
 from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
+from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.variants import Variant, as_damage
 
 
@@ -261,20 +263,30 @@ class AssociativeMemory(ScoredPatterns):
                 )
         elif damage is not None:
             damage = as_damage(damage)
-        if isinstance(self.similarity, AutoSimilarity) and self.modulation is None and self.prior is None:
-            trained = {"epochs": epochs, "lr": lr, "batch": batch}
-            unused = [f"{name}={value!r}" for name, value in trained.items() if value is not None]
-            if unused:
-                raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(unused)}")
-            return self._solve(self.similarity, questions.Anything() if damage is None else damage, by, seed)
+        options = {"epochs": epochs, "lr": lr, "batch": batch}
+        trained = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        linear = self._linear_similarity()
+        if trained and isinstance(linear, AutoSimilarity):
+            raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(trained)}")
+        if linear is not None and not trained:
+            return self._solve(linear, questions.Anything() if damage is None else damage, by, seed)
         sizes = 200 if epochs is None else epochs, 512 if batch is None else batch
         return self._train(damage, by, *sizes, 0.05 if lr is None else lr, progress, seed)
 
+    def _linear_similarity(self) -> AdaptiveSimilarity | None:
+        """Returns the similarity if the scores are linear in its weights, and all of them may be learned."""
+        similarity = self.similarity
+        if not isinstance(similarity, AdaptiveSimilarity) or similarity.num_heads is not None:
+            return None
+        fixed = not all(each.requires_grad for each in self.parameters())
+        own = type(similarity).forward is AdaptiveSimilarity.forward
+        return None if fixed or not own or self.modulation is not None else similarity
+
     @torch.no_grad()
-    def _solve(self, similarity: AutoSimilarity, damage: Any, by: str, seed: int) -> Report:
-        """Learn the similarity by solving a regression."""
+    def _solve(self, similarity: AdaptiveSimilarity, damage: Any, by: str, seed: int) -> Report:
+        """Learn the similarity by solving a regression, and estimate its bias and the prior."""
         generator = seeded_generator(self.patterns.device, seed)
-        origins, labels, classes = all_rows(self.patterns, self.shard), None, None
+        origins, labels, classes, log_prior = all_rows(self.patterns, self.shard), None, None, None
         if by == "label":
             classes = self._given_classes()
             labels = all_rows(classes.of_pattern, self.shard)
@@ -282,24 +294,44 @@ class AssociativeMemory(ScoredPatterns):
         kept = torch.randperm(self._count, generator=generator, device=self.patterns.device)[:count]
         if isinstance(damage, Variant):
             stored, own = origins[kept], None if labels is None else labels[kept]
-            asked = questions.draw(damage, stored, own, generator)
+            damage = damage.bind(stored)
+            more = 1 if isinstance(similarity, AutoSimilarity) else 2  # a given similarity has fewer features
+            asked = questions.draw(damage, stored, own, generator, more)
         else:
             if self.shard is not None:
                 self.shard.check_equal("data", *(torch.as_tensor(each) for each in damage))
-            rows = origins
             if classes is not None:
-                damage, rows = labeled_data(damage, classes, self.patterns, self.shard) or (damage, rows)
-            asked = questions.given(check_pairs(damage[0], damage[1], rows), by == "label", generator)
+                damage, origins = labeled_data(damage, classes, self.patterns, self.shard) or (damage, origins)
+            damage = check_pairs(damage[0], damage[1], origins)
+            asked = questions.given(damage, by == "label", generator)
             if by == "pattern":  # the patterns that queries belong to are among those that are kept
                 kept = torch.unique(torch.cat([asked.origin, kept]))
                 asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
-            stored, own = origins[kept], None if labels is None else labels[kept]
+            if self.prior is not None:
+                place = torch.arange(self._count, device=kept.device)
+                log_prior = questions.log_frequency(damage[0], place if labels is None else labels[place])
+                asked = asked._replace(log_prior=log_prior[kept])
+            stored, own = all_rows(self.patterns, self.shard)[kept], None if labels is None else labels[kept]
             asked = questions.with_intact(asked, stored, own, generator)
-        learned = learn(stored, own, asked, generator)
-        similarity.set_(learned)
-        if self._fits_beta:
-            self.beta.fill_(1 / learned.temperature)
-        return learned.report
+        with unchanged_on_error(self, self.patterns):
+            bias = self._bias()
+            if bias is not None:
+                estimate_bias(bias, damage, origins, questions.MOST_QUERIES, generator)
+            if isinstance(similarity, AutoSimilarity):
+                learned = learn(stored, own, asked, generator)
+                similarity.set_(learned)
+                temperature, report = learned.temperature, learned.report
+            else:
+                weights, temperature, report = solve_weights(similarity, stored, own, asked, generator)
+                if weights is not None:
+                    similarity.set_ranks_(weights)
+            if self._fits_beta:
+                self.beta.fill_(1 / temperature)
+            if self.prior is not None:
+                self.prior.zero_()
+                if log_prior is not None:
+                    self.prior.copy_(log_prior / self.beta)
+        return report
 
     def _train(self, data: Any, by: str, epochs: int, batch: int, lr: float, progress: bool, seed: int) -> Tensor:
         """Train all parameters by gradients: those of the similarity and the kernel, and the prior."""

@@ -1,12 +1,16 @@
 """The queries from which a similarity is solved: damaged copies of stored patterns, or given pairs."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Generator, Tensor
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.batches import Pairs
-from ahop_layers.memory.solve import MOST_QUERIES, QUERIES, QUERY_ELEMENTS, Questions
 from ahop_layers.variants import Missing, Replaced, Variant
+
+QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 512, 1024, 2**16
+"""Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
 
 MOST = 0.9
 """The largest share of values that is replaced or missing if no damage is given."""
@@ -16,6 +20,29 @@ SPARED = 8
 
 FEW_PAIRS = 96
 """Fewer pairs are all used for the fit and for the report."""
+
+
+class Questions(NamedTuple):
+    """What a similarity is learned from: queries and what belongs to them.
+
+    Attributes:
+        query: ``(n, d)``; NaN is unknown.
+        origin: the pattern that each query was made of ``(n,)``, or -1.
+        label: the class that each query belongs to ``(n,)``; None if the pattern itself is to be found.
+        fitted: the number of queries of the fit, the first ones. The others are held out.
+        log_prior: a number that is added to the logits of each pattern ``(N,)``, or None.
+    """
+
+    query: Tensor
+    origin: Tensor
+    label: Tensor | None
+    fitted: int
+    log_prior: Tensor | None = None
+
+    def part(self, rows: slice) -> "Questions":
+        """Returns some of the queries."""
+        label = None if self.label is None else self.label[rows]
+        return Questions(self.query[rows], self.origin[rows], label, 0, self.log_prior)
 
 
 class Anything(Variant):
@@ -49,8 +76,10 @@ class Anything(Variant):
         return query
 
 
-def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
+def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator, more: int = 1) -> Questions:
     """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``, as many for the fit as held out.
+
+    There are ``more`` times as many as for the default similarity.
 
     One in SPARED of them is damaged in part, between not at all and fully: a similarity that was learned from strong
     noise alone can fail without noise.
@@ -58,7 +87,7 @@ def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Ge
     Raises:
         AHopError: the damage returns infinity, or no query with a known value.
     """
-    count = max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
+    count = more * max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
     origin = torch.randint(len(patterns), (2 * count,), generator=generator, device=patterns.device)
     intact = patterns[origin]
     query = damage.bind(patterns).corrupt(intact, generator)
@@ -91,4 +120,19 @@ def with_intact(asked: Questions, patterns: Tensor, labels: Tensor | None, gener
     origin = torch.randint(len(patterns), (count,), generator=generator, device=patterns.device)
     label = None if labels is None or asked.label is None else torch.cat([labels[origin], asked.label])
     query = torch.cat([patterns[origin], asked.query.to(patterns.dtype)])
-    return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted)
+    return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted, asked.log_prior)
+
+
+def log_frequency(target: Tensor, group: Tensor) -> Tensor:
+    """Returns how often each pattern was asked for, relative to the mean, as a smoothed logarithm ``(N,)``.
+
+    Args:
+        target: the group that each query belongs to ``(n,)``.
+        group: the group of each pattern ``(N,)``: its class, or itself. The patterns of a group share its frequency.
+
+    >>> log_frequency(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])).exp()
+    tensor([1.8000, 0.6000, 0.6000])
+    """
+    size = torch.bincount(group)
+    frequency = (torch.bincount(target, minlength=len(size)) + 1) / size.clamp(min=1)
+    return (frequency[group] / frequency[group].mean()).log()

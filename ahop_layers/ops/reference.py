@@ -264,6 +264,11 @@ def fold(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return weight.flip(-1).cumsum(-1, dtype=dtype).flip(-1)
 
 
+def unfold(folded: Tensor) -> Tensor:
+    """Returns the weight whose :func:`fold` is ``folded``."""
+    return folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
+
+
 def folded_similarity(
     query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], widths: Tensor | None = None
 ) -> Tensor:

@@ -1,0 +1,108 @@
+"""The patterns that the queries of a fit are compared with: right ones, the hardest wrong ones, and random ones."""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ahop_layers.memory.questions import Questions
+from ahop_layers.memory.ranks import rows_at_once
+from ahop_layers.ops import adaptive_similarity
+from ahop_layers.widths import differences, quantiles
+
+CANDIDATES = 256
+"""Number of patterns that a query is compared with: some right ones, the hardest wrong ones, and random ones."""
+
+RIGHT, RANDOM = 8, 4
+"""At most one in so many candidates is right, and one in so many of the others is random."""
+
+MINED, MOST_MINED = 2**21, 2**12
+"""Numbers of elements, and of patterns, out of which candidates are taken, to bound the time for large memories."""
+
+HARD = (0.05, 0.2, 0.5)
+"""Quantiles of saturating bases whose sums, beside L1 and the dot product, find the hardest wrong patterns."""
+
+
+class Queries(NamedTuple):
+    """Queries ``(L, d)``, their candidates ``(L, C)``, log weights and right ones, see Problem.
+
+    ``usable`` says which of all queries have a right candidate: the others are left out.
+    """
+
+    query: Tensor
+    candidates: Tensor
+    offset: Tensor
+    right: int
+    usable: Tensor
+
+    def part(self, rows: slice) -> "Queries":
+        """Returns some of the queries."""
+        return self._replace(query=self.query[rows], candidates=self.candidates[rows], offset=self.offset[rows])
+
+
+def find_candidates(
+    asked: Questions,
+    patterns: Tensor,
+    labels: Tensor | None,
+    generator: torch.Generator,
+    count: int = CANDIDATES,
+) -> Queries:
+    """Takes ``count`` candidates for each query out of ``patterns (N, d)`` of the classes ``labels (N,)``.
+
+    The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values are
+    those of the mean pattern. With labels, all patterns of the class are right except the one that the query was made
+    of, unless it is the only one.
+    """
+    rows = []
+    largest = 1
+    if labels is not None:
+        largest = min(count // RIGHT, int(torch.unique(labels, return_counts=True)[1].max()))
+    wrong = max(0, min(count, len(patterns)) - largest)
+    random = wrong // RANDOM
+    place, step = torch.arange(len(patterns), device=patterns.device), rows_at_once(patterns, 4 * len(patterns))
+    center = patterns.nanmean(0).nan_to_num(0.0)
+    complete = torch.where(patterns.isnan(), center, patterns)
+    gaps, clips = patterns.isnan().any(), quantiles(differences(patterns), HARD)
+    for start in range(0, len(asked.query), step):
+        part = asked.part(slice(start, start + step))
+        own = place == part.origin[:, None]
+        same = own if labels is None or part.label is None else labels == part.label[:, None]
+        right = torch.where((same & ~own).any(1, keepdim=True), same & ~own, same)
+        near = _closeness(torch.where(part.query.isnan(), center, part.query), complete, clips)
+        unknown = part.query.isnan()
+        if gaps or unknown.all(-1).any():  # pairs without a common dimension
+            common = (~unknown).to(near) @ (~patterns.isnan()).to(near).mT
+            near = near.masked_fill(common == 0, -torch.inf)
+        first = near.masked_fill(~right, -torch.inf).topk(largest)
+        near = near.masked_fill(same, -torch.inf)
+        hard = near.topk(wrong - random)
+        keys = torch.rand(near.shape, generator=generator, device=near.device).masked_fill(near == -torch.inf, -1.0)
+        others = keys.scatter(1, hard.indices, -1.0).topk(random)
+        represented = ((~same).sum(1, keepdim=True) - hard.indices.shape[1]).clamp(min=1) / max(1, random)
+        offset = [torch.where(found.values == -torch.inf, -torch.inf, 0.0) for found in (first, hard)]
+        offset.append(torch.where(others.values < 0, -torch.inf, represented.log()))
+        rows.append((torch.cat([first.indices, hard.indices, others.indices], 1), torch.cat(offset, 1)))
+    candidates, weights = (torch.cat(each) for each in zip(*rows, strict=True))
+    weights = weights if asked.log_prior is None else weights + asked.log_prior.to(weights)[candidates]
+    usable = (weights[:, :largest] > -torch.inf).any(1)  # a query without a known value has no right candidate
+    return Queries(asked.query[usable], candidates[usable], weights[usable], largest, usable)
+
+
+def _closeness(query: Tensor, patterns: Tensor, clips: Sequence[float]) -> Tensor:
+    """Returns the largest of several standardized similarities, without missing values: ``(L, N)``."""
+    ones = query.new_zeros(1, query.shape[1])
+    ones[0, -1] = 1.0
+    scores = [query @ patterns.mT]
+    scores += [
+        adaptive_similarity(query, patterns, ones, (name,), widths=ones.new_tensor([clip]))
+        for name, clip in (("l1", 1.0), *(("near", clip) for clip in clips))
+    ]
+    return reduce(torch.maximum, map(_standardized, scores))
+
+
+def _standardized(score: Tensor) -> Tensor:
+    """Scales the scores of each query to mean 0 and deviation 1: ``(L, N)``."""
+    deviation = score.std(-1, correction=0, keepdim=True).clamp(min=1e-30)
+    return (score - score.mean(-1, keepdim=True)) / deviation

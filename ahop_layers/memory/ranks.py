@@ -1,0 +1,169 @@
+"""Features of queries and patterns in which a score is linear: means of sorted similarities over bins of ranks."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from ahop_layers.similarity import AdaptiveSimilarity
+
+Base = str | tuple[str, float]
+"""A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""
+
+BINS = 14
+"""Number of rank bins from the largest similarity on."""
+
+BLOCK = {"cpu": 2**19}
+"""Number of differences that are held at once: on a CPU they stay in the cache. GPUs take 2**26."""
+
+_NUMPY = importlib.util.find_spec("numpy") is not None
+
+
+def bin_edges(n: int, bins: int = BINS, both_ends: bool = False) -> list[int]:
+    """Returns the last rank of each bin, up to ``n``; one bin means that ranks do not matter.
+
+    Widths grow geometrically from the first rank on, or from ``both_ends`` to the middle.
+
+    >>> bin_edges(64, 5), bin_edges(64, 5, both_ends=True)
+    ([1, 3, 8, 23, 64], [1, 2, 6, 13, 32, 51, 58, 62, 63, 64])
+    """
+    if both_ends:
+        half = bin_edges((n + 1) // 2, bins)
+        return sorted({*half, *(n - edge for edge in half if edge < n), n})
+    return sorted({round(n ** (i / (bins - 1))) for i in range(bins)}) if bins > 1 else [n]
+
+
+def pools(edges: list[int]) -> Tensor:
+    """Returns the weights of ranks that give the mean over all ranks, and the mean of each bin: ``(1 + bins, n)``.
+
+    Weights of features times this matrix are weights of ranks.
+
+    >>> torch.tensor([[4.0, 1.0, 6.0]]) @ pools([1, 4])
+    tensor([[2., 3., 3., 3.]])
+    """
+    ends = torch.tensor(edges)
+    bins = one_hot(torch.searchsorted(ends, torch.arange(1, edges[-1] + 1)), len(edges)).mT.float()
+    rows = torch.cat([torch.ones(1, edges[-1]), bins])
+    return rows / rows.sum(-1, keepdim=True)
+
+
+def sorted_similarities(
+    query: Tensor, key: Tensor, bases: Sequence[Base], widths: Sequence[float]
+) -> tuple[Iterator[Tensor], Tensor | None]:
+    """Similarities of each base in descending order, and the number of known dimensions, None if all are known.
+
+    Unknown values come last and are NaN. All bases except ``dot`` share one sort.
+    """
+    difference = (query - key).abs_()
+    missing = difference.isnan()
+    known = difference.shape[-1] - missing.sum(-1) if missing.any() else None
+
+    def values() -> Iterator[Tensor]:
+        ascending = _sort_(difference)
+        for base, unit in zip(bases, widths, strict=True):
+            if base == "dot":
+                yield -_sort_(-query * key)
+            elif base == "l1":
+                yield -ascending
+            elif base == "dis":
+                yield -ascending.square()
+            else:
+                yield (ascending / -unit).exp_() if base[0] == "near" else -ascending.clamp(max=unit)
+
+    return values(), known
+
+
+def _sort_(values: Tensor) -> Tensor:
+    """Sorts in ascending order, NaN last; overwrites ``values`` on a CPU."""
+    if not (_NUMPY and values.device.type == "cpu"):
+        return values.sort(-1).values
+    parts = torch.tensor_split(values.flatten(0, -2), torch.get_num_threads())
+    with ThreadPoolExecutor(len(parts)) as pool:  # NumPy is about 15 times faster than PyTorch
+        list(pool.map(lambda part: part.numpy().sort(axis=-1), parts))
+    return values
+
+
+def stretch(values: Tensor, known: Tensor, edges: Tensor) -> Tensor:
+    """Averages values over bins of ranks, after the first ``known (...)`` of d were stretched to d ranks.
+
+    Args:
+        values: ``(..., d)``; those after the first ``known`` are ignored.
+        known: number of values, ``(...)``.
+        edges: last rank of each bin ``(b,)``.
+
+    Returns:
+        ``(..., b)``, 0 if no value is known.
+    """
+    d = values.shape[-1]
+    total = pad(values.nan_to_num(0.0).cumsum(-1), (1, 0))
+    place = edges.to(values.dtype) * (known[..., None] / d)
+    low = place.floor().long().clamp(max=d - 1)
+    start = total.gather(-1, low)
+    reached = start + (place - low) * (total.gather(-1, low + 1) - start)
+    widths = edges.diff(prepend=edges.new_zeros(1))
+    return reached.diff(prepend=torch.zeros_like(reached[..., :1])) * (d / known.clamp(min=1)[..., None]) / widths
+
+
+def features(
+    query: Tensor,
+    patterns: Tensor,
+    candidates: Tensor,
+    bases: Sequence[Base],
+    widths: Sequence[float],
+    edges: list[int],
+) -> Tensor:
+    """Mean similarity of queries and their candidates over all ranks, then in each bin of ranks.
+
+    ``(L, d), (N, d), (L, C) -> (L, C, f)``; the features of the first base are the first.
+    """
+    rows, pool = [], pools(edges).to(query)
+    for part, key in pairs(query, patterns, candidates):
+        values, known = sorted_similarities(part[:, None], key, bases, widths)
+        rows.append(torch.cat([_pooled(x, known, pool, edges) for x in values], -1))
+    return torch.cat(rows)
+
+
+def block_features(
+    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: AdaptiveSimilarity, edges: list[list[int]]
+) -> Tensor:
+    """As :func:`features`, for a similarity: those of the bases of the first resolution are the first.
+
+    ``edges`` are those of each resolution. The features of a pair without a common known block are NaN.
+    """
+    rows, pool = [], [pools(each).to(query) for each in edges]
+    for part, key in pairs(query, patterns, candidates):
+        columns = []
+        for (index, ends), base in product(enumerate(edges), similarity.bases):
+            values = similarity.block_similarities(part[:, None], key, base, index).squeeze(1)
+            known = values.shape[-1] - values.isnan().sum(-1)
+            complete = bool((known == values.shape[-1]).all())
+            pooled = _pooled(-_sort_(-values), None if complete else known, pool[index], ends)
+            columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
+        rows.append(torch.cat(columns, -1))
+    return torch.cat(rows)
+
+
+def pairs(query: Tensor, patterns: Tensor, candidates: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields some queries ``(l, d)`` and their candidates ``(l, C, d)`` at a time."""
+    step = rows_at_once(query, candidates.shape[1] * patterns.shape[1])
+    for part, places in zip(torch.split(query, step), torch.split(candidates, step), strict=True):
+        yield part, patterns[places]
+
+
+def _pooled(values: Tensor, known: Tensor | None, pool: Tensor, edges: list[int]) -> Tensor:
+    """Averages sorted values over all ranks and over bins: ``(..., n) -> (..., 1 + bins)``."""
+    if known is None:
+        return values @ pool.mT
+    ends = torch.tensor(edges, device=values.device)
+    binned = stretch(values, known, ends)
+    share = (ends.diff(prepend=ends.new_zeros(1)) / ends[-1]).to(values.dtype)
+    return torch.cat([(binned @ share)[..., None], binned], -1)
+
+
+def rows_at_once(query: Tensor, elements: int) -> int:
+    """Returns the number of queries whose ``elements`` differences each are held at once."""
+    return max(1, BLOCK.get(query.device.type, 2**26) // elements)

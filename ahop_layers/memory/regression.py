@@ -1,0 +1,173 @@
+"""Softmax regression: the weights of linear scores with which right candidates beat wrong ones, found by L-BFGS."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+STEPS, HISTORY, HALVINGS, TOLERANCE = 80, 20, 20, 1e-6
+"""Number of steps of L-BFGS, of those it remembers, and of trials of a step; relative change at which it stops."""
+
+PENALTY, MEAN_PENALTY, ENOUGH = 1e-3, 1e-6, 512
+"""Penalties of the weights of rank bins and of the means over all ranks, for so many queries or more."""
+
+
+class Problem(NamedTuple):
+    """Candidates of queries: features ``(L, C, f)``, log weights ``(L, C)``; the first ``right`` candidates are right.
+
+    A log weight is -inf for a candidate that takes no part, and the log of the number of patterns that a random one
+    represents. ``sizes`` are the numbers of features of each base: its mean over all ranks, then its bins of ranks.
+    """
+
+    features: Tensor
+    offset: Tensor
+    right: int
+    sizes: list[int]
+
+    def rows(self, rows: slice) -> "Problem":
+        """Returns some of the queries."""
+        return self._replace(features=self.features[rows].contiguous(), offset=self.offset[rows])
+
+    def scaled(self) -> tuple["Problem", Tensor]:
+        """Returns the problem with centered features of about unit deviation, and their deviations ``(f,)``.
+
+        A deviation is at least a hundredth of the largest one of its base: weights of nearly constant features would
+        be so large that a score loses its precision.
+        """
+        size = self.features.abs().amax((0, 1))
+        features = self.features - self.features.mean(1, keepdim=True)
+        deviation = features.square().mean((0, 1)).sqrt()
+        floor = torch.cat([0.01 * each.amax().expand(len(each)) for each in torch.split(deviation, self.sizes)])
+        deviation = torch.where(deviation > 1e-6 * size, torch.maximum(deviation, floor), torch.inf)  # or constant
+        return self._replace(features=features / deviation), deviation
+
+    def means(self) -> Tensor:
+        """Returns a vector ``(f,)`` that is 1 for the mean of each base, and 0 for its bins."""
+        means = torch.zeros_like(self.features[0, 0])
+        means[[sum(self.sizes[:base]) for base in range(len(self.sizes))]] = 1.0
+        return means
+
+    def penalty(self) -> Tensor:
+        """Returns the penalty of the weight of each feature ``(f,)``: the fewer queries, the larger."""
+        return max(1.0, ENOUGH / len(self.offset)) * torch.where(self.means() > 0, MEAN_PENALTY, PENALTY)
+
+    def objective(self, weight: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss and its gradient: the negative log-likelihood, or the expected error if ``smooth``."""
+        flat = self.features.flatten(0, 1)
+        score = (flat @ weight).view(self.offset.shape) + self.offset
+        total, right = score.logsumexp(1, keepdim=True), score[:, : self.right].logsumexp(1, keepdim=True)
+        slope = (score - total).exp_()
+        slope[:, : self.right] -= (score[:, : self.right] - right).exp_()
+        log_p = right - total
+        if smooth:
+            slope *= log_p.exp()
+            log_p = log_p.expm1()
+        return -log_p.mean(), slope.flatten() @ flat / len(score)
+
+    def scores(self, weight: Tensor) -> Tensor:
+        """Returns the scores of the candidates ``(L, C)`` with weights of features ``(f,)``."""
+        return self.features @ weight.to(self.features)
+
+    def correct(self, weights: Sequence[Tensor]) -> Tensor:
+        """Returns whether the best candidate of each query is right, for each of several weights: ``(weights, L)``."""
+        return torch.stack([self.is_right(self.scores(weight.flatten())) for weight in weights])
+
+    def is_right(self, score: Tensor) -> Tensor:
+        """Returns whether a right candidate has a larger ``score (L, C)`` than all wrong ones: bool ``(L,)``."""
+        score = score.masked_fill(self.offset == -torch.inf, -torch.inf)
+        wrong = pad(score[:, self.right :], (0, 1), value=-torch.inf)
+        return score[:, : self.right].amax(1) > wrong.amax(1)
+
+    def temperature(self, score: Tensor) -> tuple[float, float]:
+        """Returns the number to divide ``score (L, C)`` by for the smallest log-likelihood loss, and this loss.
+
+        It is relative to the deviation of the scores, so that the result does not depend on their scale.
+        """
+        deviation = score.std(1, correction=0).mean()
+        unit = deviation if deviation > 0 else torch.ones_like(deviation)
+        losses = {}
+        for factor in (2 ** (k / 2) for k in range(-4, 15)):
+            logits = factor / unit * score + self.offset
+            losses[factor] = (logits.logsumexp(1) - logits[:, : self.right].logsumexp(1)).mean().item()
+        best = min(losses, key=losses.__getitem__)
+        return unit.item() / best, losses[best]
+
+
+def solve(problem: Problem, start: Tensor, smooth: bool, penalty: Tensor) -> Tensor:
+    """Minimizes the objective plus ``penalty . weight**2`` by L-BFGS from ``start (f,)``, on scaled features.
+
+    Steps are halved until the loss falls. The optimizer of PyTorch would do as well, but imports its compiler, which
+    takes longer than a fit.
+    """
+
+    def loss(weight: Tensor) -> tuple[float, Tensor]:
+        value, gradient = problem.objective(weight, smooth)
+        return (value + penalty @ weight.square()).item(), gradient + 2 * penalty * weight
+
+    weight, (value, gradient) = start, loss(start)
+    changes: deque[tuple[Tensor, Tensor, float]] = deque(maxlen=HISTORY)
+    for _ in range(STEPS):
+        direction = _newton_direction(gradient, changes)
+        slope = (gradient @ direction).item()
+        if not slope < 0:  # at the minimum, or lost to rounding
+            break
+        size = 1.0 if changes else min(1.0, 1 / gradient.norm().item())
+        for _ in range(HALVINGS):
+            moved = weight + size * direction
+            lower, turned = loss(moved)
+            if lower <= value + 1e-4 * size * slope:
+                break
+            size /= 2
+        else:
+            break
+        step, turn = moved - weight, turned - gradient
+        product = (step @ turn).item()
+        if product > 1e-10 * turn.square().sum().item():
+            changes.append((step, turn, product))
+        done = value - lower <= TOLERANCE * abs(value)
+        weight, value, gradient = moved, lower, turned
+        if done:
+            break
+    return weight
+
+
+def _newton_direction(gradient: Tensor, changes: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
+    """Returns the direction of L-BFGS from the last changes of weight and gradient, and the products of both."""
+    direction, shares = -gradient, []
+    for step, turn, product in reversed(changes):
+        shares.append((step @ direction) / product)
+        direction = direction - shares[-1] * turn
+    if changes:
+        _, turn, product = changes[-1]
+        direction = direction * (product / turn.square().sum())
+    for (step, turn, product), share in zip(changes, reversed(shares), strict=True):
+        direction = direction + (share - (turn @ direction) / product) * step
+    return direction
+
+
+def calibrated(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
+    """Returns ``weight (f,)`` divided by the temperature of its scores, and the log-likelihood loss."""
+    temperature, loss = problem.temperature(problem.scores(weight))
+    return weight / temperature, loss
+
+
+def solutions(problem: Problem, starts: Sequence[Tensor]) -> list[Tensor]:
+    """Solves from the best of several starts ``(f,)``: for the expected accuracy, and for the likelihood alone."""
+    problem, deviation = problem.scaled()
+    unit = deviation.masked_fill(deviation.isinf(), 0.0)
+    scaled = [problem.means(), *(unit * start.to(unit) for start in starts)]
+    some = problem.rows(slice(None, None, 4))
+    first = min((calibrated(some, weight) for weight in scaled), key=lambda pair: pair[1])[0]
+    likely = solve(problem, first, False, problem.penalty())
+    return [weight / deviation for weight in (solve(problem, likely, True, problem.penalty()), likely)]
+
+
+def trial_loss(problem: Problem) -> float:
+    """Returns the log-likelihood loss of every second query after a solution for the others: do the features suit?"""
+    problem, _ = problem.scaled()
+    fitted, held = (problem.rows(slice(start, None, 2)) for start in range(2))
+    weight, _ = calibrated(fitted, problem.means())
+    return held.objective(solve(fitted, weight, False, fitted.penalty()), False)[0].item()
