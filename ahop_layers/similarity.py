@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ahop_layers.blocks import Blocks, arrange, gather_index, normalize, resolutions, restore, stored_norm
+from ahop_layers.blocks import (
+    Blocks,
+    arrange,
+    gather_index,
+    known_constant,
+    normalize,
+    resolutions,
+    restore,
+    stored_norm,
+)
 from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
@@ -24,7 +33,7 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
-from ahop_layers.ops import adaptive_similarity
+from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, pair_values
 from ahop_layers.separation import Separation
 from ahop_layers.widths import differences, quantiles
@@ -281,14 +290,14 @@ class AdaptiveSimilarity(nn.Module):
             key: ``(..., [H,] S, d)``.
             arranged: the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not change need not
                 be arranged in each call; None arranges them.
-            missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN.
+            missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN. Blocks are
+                then normalized by the values that both sides know. A pair without a known block in one of the
+                resolutions has the score -inf.
 
         Raises:
-            AHopError: a shape, dtype or device is invalid, or values are missing and blocks are normalized.
+            AHopError: a shape, dtype or device is invalid.
         """
         self._check_rows(query, key)
-        if missing and any(entry.normalize for entry in self.blocks):
-            raise AHopError("missing values need blocks that are not normalized, got normalized ones")
         query, key = self._in_units(self.unbiased(query), key)
         keys = [None] * len(self.blocks) if arranged is None else arranged
         scores = [self._score(index, query, key, keys[index], missing) for index in range(len(self.blocks))]
@@ -330,22 +339,27 @@ class AdaptiveSimilarity(nn.Module):
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
-        query, key, numbers = self._arranged(index, query, key, arranged)
-        weight = self.footprint_weight(index)
-        return adaptive_similarity(query, key, weight, self.names, numbers, widths=self.widths, missing=missing)
+        weight, constant = self.footprint_weight(index), None
+        if missing and self.blocks[index].normalize:
+            constant = known_constant(key, weight.shape[-1], getattr(self, f"norm_{index}"), self.gathers()[index])
+        query, key, numbers = self._arranged(index, query, key, arranged, missing)
+        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing, constant=constant)
 
     def _arranged(
-        self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None
+        self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None, missing: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
 
-        The third result is None, or the block of each dimension if the rows are not arranged.
+        Where values are missing, blocks are normalized pair by pair, and padding would count as known. The third
+        result is None, or the block of each dimension if the rows are not arranged.
         """
         gather, entry = self.gathers()[index], self.blocks[index]
         padded = None if gather is None or len(gather) == self.dim else gather
+        if missing and padded is not None:
+            return query, key, getattr(self, f"blocks_{index}")
         if gather is not None:
             query, key = arrange(query, gather), arrange(key, gather) if arranged is None else arranged
-        if entry.normalize:
+        if entry.normalize and not missing:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
             n, real = (
                 getattr(self, self.parameter_names()[index][0]).shape[-1],
