@@ -531,7 +531,8 @@ def test_gradients_of_known_values_are_finite(similarity):
 def test_other_similarities_are_trained_with_unknown_values(stored, keywords):
     patterns = unknown(random(30, 8, dtype=torch.float32), stored)
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, **keywords)
-    losses = memory.fit(ah.variants.Missing((0.0, 0.6 - 2 * stored)), epochs=20, batch=64, progress=False)
+    most = 0.2 if stored and "blocks" in keywords else 0.6  # a query without a block of its pattern has no finite loss
+    losses = memory.fit(ah.variants.Missing((0.0, most)), epochs=20, batch=64, progress=False)
     assert losses.isfinite().all()
     assert losses[-5:].mean() < losses[:5].mean()
 
