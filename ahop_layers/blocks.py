@@ -200,35 +200,75 @@ def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, real: Tensor | N
     query_norms, key_norms = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (queries, keys))
     # Unlike the root of a mean, vector_norm has the gradient 0 where all values are 0.
     own = torch.linalg.vector_norm(key_norms, dim=(-3, -2, -1), keepdim=True) / max(1, n * key.shape[-2]) ** 0.5
-    constant = torch.where(norm > 0, norm.to(own.dtype), own)
-    constant = torch.where(constant > 0, EPSILON * constant, 1.0)  # 0 if the keys have no contrast at all
+    constant = _constant(norm, own)
     return (
         (queries / (query_norms + constant)).flatten(-2).to(query.dtype),
         (keys / (key_norms + constant)).flatten(-2).to(key.dtype),
     )
 
 
+def _constant(norm: Tensor, own: Tensor) -> Tensor:
+    """Returns what is added to norms, from the norm of the stored blocks or, if it is 0, that of the keys."""
+    constant = torch.where(norm > 0, norm.to(own.dtype), own)
+    return torch.where(constant > 0, EPSILON * constant, 1.0)  # 0 if the keys have no contrast at all
+
+
+def known_constant(key: Tensor, n: int, norm: Tensor, gather: Tensor | None) -> Tensor:
+    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: ``(..., 1, 1, 1)``.
+
+    ``norm`` is that of :func:`normalize`, and ``gather`` the index of :func:`gather_index`.
+    """
+    norms, present = _known_norms(key, n, gather)
+    count = present.sum((-2, -1)).clamp(min=1).to(norms.dtype)
+    own = torch.linalg.vector_norm(norms, dim=(-2, -1)) / count.sqrt()
+    return _constant(norm, own[..., None, None, None])
+
+
 def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
     """Returns the root mean square norm of all blocks of ``key (..., S, d)`` after centering, a scalar.
 
-    ``gather`` is the index of :func:`gather_index`. Rows are processed in slices to bound memory.
+    ``gather`` is the index of :func:`gather_index`. Rows are processed in slices to bound memory. The norm of a block
+    with unknown values, NaN, is estimated from those known; see :func:`ahop_layers.ops.reference.missing_similarity`.
     """
     total = torch.zeros((), dtype=torch.float64, device=key.device)
+    count = torch.zeros((), dtype=torch.int64, device=key.device)
     rows = key.reshape(-1, key.shape[-1])
     for part in torch.split(rows, max(1, SLICE_ELEMENTS // key.shape[-1])):
-        arranged = part if gather is None else arrange(part, gather)
-        real = None if gather is None else gather < key.shape[-1]
-        total += _center(arranged, n, real).square().sum(dtype=torch.float64)
-    return (total / max(1, rows.shape[0] * n)).sqrt()
+        if part.isnan().any():
+            norms, present = _known_norms(part, n, gather)
+            total += norms.square().sum(dtype=torch.float64)
+            count += present.sum()
+        else:
+            arranged = part if gather is None else arrange(part, gather)
+            real = None if gather is None else gather < key.shape[-1]
+            total += _center(arranged, n, real).square().sum(dtype=torch.float64)
+            count += len(part) * n
+    return (total / count.clamp(min=1)).sqrt()
+
+
+def _known_norms(key: Tensor, n: int, gather: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the norm of each block of ``key (..., d)`` after centering, and whether it is known: ``(..., n)`` each.
+
+    A norm is 0 where it is not known.
+    """
+    rows = key if gather is None else arrange(key, gather)
+    real = rows.new_ones(rows.shape[-1], dtype=torch.bool) if gather is None else gather < key.shape[-1]
+    known = real & ~rows.isnan()
+    sizes, counts = (torch.unflatten(each, -1, (n, -1)).sum(-1) for each in (real, known))
+    present = counts >= sizes.clamp(max=2)
+    centered = _center(rows.masked_fill(~known, 0.0), n, known)
+    share = counts.clamp(min=1).to(centered.dtype) / sizes
+    norms = torch.linalg.vector_norm(centered, dim=-1) / share.sqrt()
+    return norms.masked_fill(~present, 0.0), present
 
 
 def _center(rows: Tensor, n: int, real: Tensor | None) -> Tensor:
     """Subtracts from each block the mean of its dimensions: ``(..., n * width) -> (..., n, width)``.
 
-    Padding stays zero and does not count.
+    ``real (..., n * width)`` is False where a value is zero and does not count, such as padding.
     """
     blocks = torch.unflatten(rows.to(accumulation_dtype(rows.dtype)), -1, (n, -1))
     if real is None:
         return blocks - blocks.mean(-1, keepdim=True)
-    real = torch.unflatten(real, 0, (n, -1))
-    return (blocks - blocks.sum(-1, keepdim=True) / real.sum(-1, keepdim=True)) * real
+    real = torch.unflatten(real, -1, (n, -1))
+    return (blocks - blocks.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp(min=1)) * real

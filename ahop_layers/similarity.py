@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ahop_layers.blocks import Blocks, arrange, gather_index, normalize, resolutions, restore, stored_norm
+from ahop_layers.blocks import (
+    Blocks,
+    arrange,
+    gather_index,
+    known_constant,
+    normalize,
+    resolutions,
+    restore,
+    stored_norm,
+)
 from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
@@ -24,8 +33,8 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
-from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import BASES, block_sums, check_bases, pair_values, unfold
+from ahop_layers.ops.operators import score_pairs
+from ahop_layers.ops.reference import BASES, block_sums, check_bases, known_blocks, pair_values, unfold
 from ahop_layers.separation import Separation
 from ahop_layers.widths import differences, quantiles
 
@@ -294,14 +303,14 @@ class AdaptiveSimilarity(nn.Module):
             key: ``(..., [H,] S, d)``.
             arranged: the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not change need not
                 be arranged in each call; None arranges them.
-            missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN.
+            missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN. Blocks are
+                then normalized by the values that both sides know. A pair without a known block in one of the
+                resolutions has the score -inf.
 
         Raises:
-            AHopError: a shape, dtype or device is invalid, or values are missing and blocks are normalized.
+            AHopError: a shape, dtype or device is invalid.
         """
         self._check_rows(query, key)
-        if missing and any(entry.normalize for entry in self.blocks):
-            raise AHopError("missing values need blocks that are not normalized, got normalized ones")
         query, key = self._in_units(self.unbiased(query), key)
         keys = [None] * len(self.blocks) if arranged is None else arranged
         scores = [self._score(index, query, key, keys[index], missing) for index in range(len(self.blocks))]
@@ -343,22 +352,32 @@ class AdaptiveSimilarity(nn.Module):
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
-        query, key, numbers = self._arranged(index, query, key, arranged)
-        weight = self.footprint_weight(index)
-        return adaptive_similarity(query, key, weight, self.names, numbers, widths=self.widths, missing=missing)
+        weight, constant = self.footprint_weight(index), self._known_constant(index, key) if missing else None
+        query, key, numbers = self._arranged(index, query, key, arranged, missing)
+        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing, constant=constant)
+
+    def _known_constant(self, index: int, key: Tensor) -> Tensor | None:
+        """Returns the constant of normalized blocks of partly unknown values; None if blocks are not normalized."""
+        norm = getattr(self, f"norm_{index}", None)
+        if norm is None:
+            return None
+        return known_constant(key, self.blocks[index].count(self.dim), norm, self.gathers()[index])
 
     def _arranged(
-        self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None
+        self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None, missing: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
 
-        The third result is None, or the block of each dimension if the rows are not arranged.
+        Where values are missing, blocks are normalized pair by pair, and padding would count as known. The third
+        result is None, or the block of each dimension if the rows are not arranged.
         """
         gather, entry = self.gathers()[index], self.blocks[index]
         padded = None if gather is None or len(gather) == self.dim else gather
+        if missing and padded is not None:
+            return query, key, getattr(self, f"blocks_{index}")
         if gather is not None:
             query, key = arrange(query, gather), arrange(key, gather) if arranged is None else arranged
-        if entry.normalize:
+        if entry.normalize and not missing:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
             n, real = (
                 getattr(self, self.parameter_names()[index][0]).shape[-1],
@@ -372,7 +391,7 @@ class AdaptiveSimilarity(nn.Module):
         return query, key, getattr(self, f"blocks_{index}")
 
     def block_similarities(self, query: Tensor, key: Tensor, base: BaseArgument, resolution: int = 0) -> Tensor:
-        """Computes the similarity of every block before sorting, to inspect a few pairs.
+        """Computes the similarity of every block before sorting, to inspect a few pairs. NaN is an unknown value.
 
         Args:
             query: ``(..., [H,] L, d)``.
@@ -381,7 +400,7 @@ class AdaptiveSimilarity(nn.Module):
             resolution: index of the resolution.
 
         Returns:
-            ``(..., [H,] L, S, n)``, computed from a tensor of size L x S x d.
+            ``(..., [H,] L, S, n)``, computed from a tensor of size L x S x d; NaN for a block without a known value.
 
         Raises:
             AHopError: an argument is invalid.
@@ -394,10 +413,18 @@ class AdaptiveSimilarity(nn.Module):
             raise AHopError(f"base must be one of {', '.join(map(str, self.bases))}, got {base!r}")
         self._check_rows(query, key)
         query, key = self._in_units(self.unbiased(query), key)
-        query, key, numbers = self._arranged(resolution, query, key)
-        at = self.bases.index(base)
-        values = pair_values(query, key, self.names[at], None if self.widths is None else self.widths[at])
-        return block_sums(values, self.blocks[resolution].count(self.dim), numbers)
+        at, n = self.bases.index(base), self.blocks[resolution].count(self.dim)
+        width, missing = (
+            None if self.widths is None else self.widths[at],
+            bool(query.isnan().any() or key.isnan().any()),
+        )
+        constant = self._known_constant(resolution, key) if missing else None
+        query, key, numbers = self._arranged(resolution, query, key, missing=missing)
+        if not missing:
+            return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
+        widths = None if width is None else width[None]
+        (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths, constant)
+        return values.masked_fill(~known, torch.nan)
 
     def _check_rows(self, query: Tensor, key: Tensor) -> None:
         check_pair(query, key)
@@ -430,14 +457,15 @@ class AdaptiveSimilarity(nn.Module):
     def fix_widths_(self, key: Tensor) -> "AdaptiveSimilarity":
         """Sets the widths of the bases ``("near", q)`` to quantiles of the differences between ``key (..., S, d)``.
 
-        Differences are in :attr:`units`, if there are any. Equal keys, or a single one, give the width 1.
+        Widths that are set already stay. Differences are in :attr:`units`, if there are any. Equal keys, or a single
+        one, give the width 1.
 
         >>> similarity = AdaptiveSimilarity(1, bases=("l1", ("near", 0.5)), init="l1")
         >>> similarity.fix_widths_(torch.tensor([[0.0], [4.0]])).widths
         tensor([1., 2.])
         """
         self._check_rows(key, key)
-        if self.widths is not None:
+        if self.widths is not None and bool((self.widths == 1).all()):
             sample = differences(key if self.units is None else key / self.units)
             rows = [row for row, base in enumerate(self.bases) if not isinstance(base, str)]
             found = quantiles(sample, [self.bases[row][1] for row in rows])  # type: ignore[misc]

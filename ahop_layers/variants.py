@@ -271,7 +271,7 @@ class Replaced(_Drawn):
         """Takes the range from the patterns, unless it was given."""
         if self.low is not None:
             return self
-        low, high = _range(patterns.flatten(0, -2))
+        low, high = known_range(patterns.flatten(0, -2))
         return replace(self, low=low, high=high)
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
@@ -453,7 +453,7 @@ class DroppedChannels(_Drawn):
         return torch.where(chosen, draw.level(self.value), origin)
 
 
-def _range(rows: Tensor) -> tuple[Tensor, Tensor]:
+def known_range(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest known value of each column, NaN for a column without any: ``(d,)`` each."""
     low = torch.full_like(rows[0], math.inf)
     high = -low

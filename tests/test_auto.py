@@ -322,12 +322,16 @@ def test_added_patterns_are_found_without_another_fit():
     assert torch.equal(memory.similarity.w, weight)
 
 
-@pytest.mark.filterwarnings("ignore:fit did not improve")
-def test_with_a_prior_the_default_is_trained_by_gradients():
+def test_a_prior_is_the_frequency_of_patterns_and_damage_leaves_it_even():
     memory = ah.AssociativeMemory(PATTERNS, prior=True)
-    losses = memory.fit(Replaced(0.3), epochs=3, batch=32, progress=False)
-    assert losses.shape == (3,)
-    assert losses.isfinite().all()
+    index = torch.cat([torch.arange(80), torch.full((160,), 7)])
+    memory.fit((index, Noisy(0.1).corrupt(PATTERNS[index])))
+    logits = memory.beta * memory.prior.detach()
+    torch.testing.assert_close(logits[7] - logits[8], torch.tensor(162 / 2).log())
+    assert torch.equal(logits[8:].min(), logits[8:].max())
+    memory.fit(Replaced(0.3))
+    assert not memory.prior.any()
+    assert finds_itself(memory)
 
 
 def test_inference_mode_and_no_grad():

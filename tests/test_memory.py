@@ -488,10 +488,9 @@ def test_nan_is_stored_unless_a_row_has_no_other_value(dtype, monkeypatch):
     [
         {"similarity": lambda query, key: query @ key.T},
         {"similarity": "dot", "modulation": KernelModulation(4)},
-        {"similarity": AdaptiveTableSimilarity(4)},
-        {"similarity": AdaptiveSimilarity(4, blocks=Blocks(2, normalize=True))},
+        {"similarity": torch.nn.Bilinear(4, 4, 1)},
     ],
-    ids=["function", "kernel", "table", "normalized"],
+    ids=["function", "kernel", "module"],
 )
 def test_nan_is_refused_where_a_similarity_has_no_unknown_values(keywords):
     patterns = uniform(6, 4, torch.float32)

@@ -1,16 +1,28 @@
 """Memories with unknown values: NaN in queries and in stored patterns."""
 
 import copy
+import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.memory import scoring
-from ahop_layers.ops import reference
+from ahop_layers.memory import AdaptiveTableSimilarity, TableSimilarity, scoring
+from ahop_layers.ops import chunked, reference
 
-SIMILARITIES = ["auto", "dot", "dis", "l1", "adaptive"]
+SIMILARITIES = ["auto", "dot", "dis", "l1", "adaptive", "normalized", "table"]
+BASES = ("dis", "dot", "l1", ("near", 0.3))
+UNEQUAL = torch.tensor([0, 1, 0, 2, 0, 1])
+BLOCKS = {
+    "equal": 2,
+    "unequal": UNEQUAL,
+    "normalized": ah.Blocks(2, normalize=True),
+    "normalized permuted": ah.Blocks(torch.tensor([0, 1, 0, 1, 0, 1]), normalize=True),
+    "normalized unequal": ah.Blocks(UNEQUAL, normalize=True),
+    "several": [ah.Blocks(UNEQUAL, normalize=True), None, ah.Blocks(2, normalize=True)],
+}
 LABELS = torch.arange(40) % 5 * 3 - 4
 BY_LABEL = ("class_scores", "classify")
 METHODS = ("scores", "recall", "retrieve", *BY_LABEL)
@@ -21,15 +33,21 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 
 def unknown(x, share, seed=1):
-    """Makes a share of the values unknown, but not the first of a row."""
+    """Makes a share of the values unknown, but not the first two of a row: a normalized block needs two."""
     gone = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) < share
-    gone[..., 0] = False
+    gone[..., :2] = False
     return x.masked_fill(gone, torch.nan)
 
 
 def make(similarity, patterns, **keywords):
     """A memory with labels whose weights, if there are any, depend on ranks."""
-    memory = ah.AssociativeMemory(patterns, similarity, labels=LABELS[: len(patterns)], **keywords)
+    given, dim = similarity, patterns.shape[1]
+    if similarity == "normalized":
+        given = ah.AdaptiveSimilarity(dim, blocks=ah.Blocks(torch.arange(dim) // 3, normalize=True))
+    elif similarity == "table":
+        given = AdaptiveTableSimilarity(dim, key_range=1.5, knots=(7, 5))
+    given = given if isinstance(given, str) else given.to(torch.as_tensor(patterns).dtype)
+    memory = ah.AssociativeMemory(patterns, given, labels=LABELS[: len(patterns)], **keywords)
     if isinstance(memory.similarity, ah.AdaptiveSimilarity):
         with torch.no_grad():
             for index, parameter in enumerate(memory.similarity.parameters()):
@@ -39,9 +57,72 @@ def make(similarity, patterns, **keywords):
     return memory
 
 
+def value(base, query, key, width):
+    """Similarities of one base by dimension."""
+    difference = np.abs(query - key)
+    return {"dis": -(difference**2), "dot": query * key, "l1": -difference, "near": np.exp(-difference / width)}[base]
+
+
+def stretched(values, u):
+    """Known similarities times the integrals of u, a step function, over equal parts of all ranks."""
+    n, m = len(u), len(values)
+    ends = [r * n / m for r in range(m + 1)]
+    overlap = [[max(0.0, min(ends[r + 1], j + 1) - max(ends[r], j)) for j in range(n)] for r in range(m)]
+    return float(np.sort(values)[::-1] @ np.array(overlap) @ u)
+
+
+def pair_score(query, key, folded, similarity, numbers, constant):
+    """The score of one pair in one resolution: blocks of known dimensions, normalized if there is a constant."""
+    widths = [1.0] * len(similarity.names) if similarity.widths is None else similarity.widths.tolist()
+    known, blocks = ~np.isnan(query + key), []
+    for block in range(numbers.max() + 1):
+        inside = numbers == block
+        width, m = inside.sum(), (inside & known).sum()
+        if m < (1 if constant is None else min(2, width)):
+            continue
+        pair = [each[inside & known] for each in (query, key)]
+        if constant is not None:
+            pair = [each - each.mean() for each in pair]
+            pair = [each / (np.linalg.norm(each) * math.sqrt(width / m) + constant) for each in pair]
+        each_base = zip(similarity.names, widths, strict=True)
+        blocks.append([value(base, *pair, unit).sum() * width / m for base, unit in each_base])
+    if not blocks:
+        return -math.inf
+    return sum(stretched(values, u) for values, u in zip(np.array(blocks).T, folded, strict=True))
+
+
+def table_score(table, query, key):
+    """The table of one pair, interpolated bilinearly at each known dimension."""
+    values, reach, scores = table.table.detach().double().numpy(), table.reach.item(), []
+    for each in np.stack([query / (2 * reach), key / reach], -1)[~np.isnan(query + key)]:
+        place = (each + 1) * (np.array(table.knots) - 1) / 2
+        i, j = np.clip(np.floor(place).astype(int), 0, np.array(table.knots) - 2)
+        row, column = place - (i, j)
+        scores.append(np.array([1 - row, row]) @ values[i : i + 2, j : j + 2] @ np.array([1 - column, column]))
+    return len(query) * float(np.mean(scores)) if scores else -math.inf
+
+
+def by_pairs(similarity, query, key):
+    """Scores ``(L, S)`` by a loop over pairs in float64, which states the definition."""
+    query = query.double() if similarity.bias is None else query.double() - similarity.bias.detach().double()
+    query, key, scores = query.numpy(), key.double().numpy(), np.zeros((len(query), len(key)))
+    for index, entry in enumerate(getattr(similarity, "blocks", ())):
+        folded = reference.fold(similarity.footprint_weight(index).detach().double()).numpy()
+        constant = 1e-3 * getattr(similarity, f"norm_{index}").item() if entry.normalize else None
+        numbers = entry.numbers(similarity.dim).numpy()
+        for i, j in np.ndindex(*scores.shape):
+            scores[i, j] += pair_score(query[i], key[j], folded, similarity, numbers, constant)
+    table = similarity if isinstance(similarity, TableSimilarity) else getattr(similarity, "table", None)
+    for i, j in np.ndindex(*scores.shape) if table is not None else ():
+        scores[i, j] += table_score(table, query[i], key[j])
+    return torch.from_numpy(scores)
+
+
 def by_hand(memory, query):
-    """Scores ``(L, N)`` from the formula of the reference in float64."""
+    """Scores ``(L, N)`` from the formula in float64."""
     similarity, patterns = memory.similarity, memory.patterns.double()
+    if hasattr(similarity, "table") or hasattr(similarity, "norm_0"):
+        return by_pairs(similarity, query, patterns)
     if isinstance(similarity, ah.AdaptiveSimilarity):
         folded = reference.fold(similarity.footprint_weight().detach().double())
         widths = None if similarity.widths is None else similarity.widths.double()
@@ -74,6 +155,171 @@ def test_results_are_those_of_the_known_values(similarity, asked, stored, monkey
     monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 9 * 7)  # NaN in some blocks alone
     monkeypatch.setattr(scoring, "QUERY_ROWS", 3)
     check(memory, query)
+
+
+def randomized(similarity):
+    for index, parameter in enumerate(similarity.parameters()):
+        parameter.data.copy_(random(*parameter.shape, seed=10 + index))
+    return similarity.double()
+
+
+def masked_rows(count, seed):
+    """Rows of six dimensions with all combinations of NaN, of which ``count`` are chosen."""
+    masks = torch.tensor(list(itertools.product([False, True], repeat=6)))
+    chosen = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[:count]
+    return random(count, 6, seed=seed).masked_fill(masks[chosen], torch.nan)
+
+
+@pytest.mark.parametrize("bases", [BASES, ("dis", "dot")], ids=["near", "zero at zero"])
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_follow_the_definition_for_all_combinations_of_known_dimensions(blocks, bases, monkeypatch):
+    query, key = torch.cat([masked_rows(64, 1), random(1, 6)]), torch.cat([masked_rows(3, 2), random(1, 6, seed=3)])
+    similarity = randomized(ah.AdaptiveSimilarity(6, bases=bases, debias=True, blocks=blocks))
+    similarity.fix_norms_(key).fix_widths_(key)
+    expected = by_pairs(similarity, query, key)
+    with torch.no_grad():
+        torch.testing.assert_close(similarity(query, key, missing=True), expected)
+        batch = similarity(query.reshape(5, 13, 6), key, missing=True)
+        torch.testing.assert_close(batch, expected.reshape(5, 13, 4))
+        order = torch.randperm(4)
+        torch.testing.assert_close(similarity(query, key[order], missing=True), expected[:, order])
+        monkeypatch.setattr(chunked, "SCRATCH_BYTES", 20000)
+        torch.testing.assert_close(similarity(query, key, missing=True), expected)
+    torch.testing.assert_close(similarity(query, key, missing=True).detach(), expected)  # on the path with gradients
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("fixed", [True, False])
+def test_blocks_without_nan_have_the_scores_of_complete_values(blocks, fixed):
+    similarity = randomized(ah.AdaptiveSimilarity(6, 2, bases=BASES, blocks=blocks))
+    query, key = random(3, 2, 4, 6), random(3, 2, 5, 6, seed=2)
+    if fixed:
+        similarity.fix_norms_(key)
+    grads = []
+    for missing in (False, True):
+        inputs = [each.clone().requires_grad_() for each in (query, key)]
+        scores = similarity(*inputs, missing=missing)
+        grads.append((scores, *torch.autograd.grad((scores * scores.detach().cos()).sum(), inputs)))
+        with torch.no_grad():
+            torch.testing.assert_close(similarity(query, key, missing=missing), scores)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("blocks", ["normalized", "normalized unequal"])
+def test_gradients_of_normalized_blocks_are_right(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(6, bases=("dis", "dot"), blocks=BLOCKS[blocks]))
+    query, key = masked_rows(12, 1), masked_rows(4, 2)
+    query[0] = 1.0  # no contrast
+    similarity.fix_norms_(key)
+    known = [~each.isnan() for each in (query, key)]
+
+    def scores(*values):
+        pair = [torch.full_like(each, torch.nan) for each in (query, key)]
+        pair = [each.masked_scatter(mask, part) for each, mask, part in zip(pair, known, values, strict=True)]
+        found = similarity(*pair, missing=True)
+        return found[found.isfinite()]
+
+    values = [each[mask].requires_grad_() for each, mask in zip((query, key), known, strict=True)]
+    assert all(each.isfinite().all() for each in torch.autograd.grad(scores(*values).sum(), values))
+    values[0].data[:6] += random(6, seed=5)  # the norm of a block without contrast has no derivative
+    assert torch.autograd.gradcheck(scores, values)
+
+
+@pytest.mark.parametrize("blocks", ["normalized", "normalized unequal"])
+def test_the_norm_of_stored_blocks_is_that_of_their_known_dimensions(blocks):
+    entry, patterns = BLOCKS[blocks], masked_rows(40, 1)
+    squares, numbers = [], entry.numbers(6)
+    for row, block in itertools.product(patterns, range(int(numbers.max()) + 1)):
+        part = row[numbers == block]
+        known = part[~part.isnan()]
+        if len(known) >= min(2, len(part)):
+            squares.append((known - known.mean()).square().mean() * len(part))
+    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(patterns)
+    torch.testing.assert_close(similarity.norm_0, torch.stack(squares).mean().sqrt())
+    flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(0 * patterns + 1)
+    assert flat.norm_0 == 0
+
+
+def test_normalized_blocks_are_correlations_of_the_known_dimensions():
+    """An offset or a positive factor of a block changes nothing, and neither does the number of known dimensions."""
+    similarity = ah.AdaptiveSimilarity(8, blocks=ah.Blocks(2, normalize=True)).double()
+    pattern = random(8)
+    similarity.fix_norms_(random(50, 8, seed=2))
+    query = torch.stack([pattern, 3 * pattern + 5, pattern, -pattern])
+    query[2:, 1] = query[2:, 6:] = torch.nan
+    expected = torch.tensor([[2.0], [2.0], [2.0], [-2.0]]).double()
+    torch.testing.assert_close(similarity(query, pattern[None], missing=True), expected, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("make_table", [TableSimilarity, AdaptiveTableSimilarity])
+def test_tables_follow_the_definition_for_all_combinations_of_known_dimensions(make_table):
+    query, key = masked_rows(64, 1), torch.cat([masked_rows(3, 2), random(1, 6, seed=3)])
+    similarity = randomized(make_table(6, debias=True, knots=(5, 4)))
+    expected = by_pairs(similarity, query, key)
+    torch.testing.assert_close(similarity(query, key, missing=True).detach(), expected)
+    known = ~query.isnan()
+    similarity(query.requires_grad_(), key, missing=True)[known.all(-1)].sum().backward()
+    assert query.grad[known].isfinite().all()
+    assert similarity.bias.grad.isfinite().all()
+    query, key = random(4, 6), random(5, 6, seed=2)
+    scores, complete = similarity(query, key, missing=True), similarity(query, key)
+    assert make_table is AdaptiveTableSimilarity or torch.equal(scores, complete)
+    torch.testing.assert_close(scores, complete)
+
+
+def test_tables_count_common_dimensions_beyond_the_integers_of_half_precision():
+    similarity = TableSimilarity(1001).bfloat16()
+    query, key = torch.ones(1, 1001).bfloat16(), torch.ones(2, 1001).bfloat16()
+    query[0, ::2] = torch.nan
+    scores = similarity(query, key, missing=True)
+    assert scores.dtype == torch.bfloat16
+    torch.testing.assert_close(scores.float(), torch.full((1, 2), 1001.0), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_presets_accept_unknown_values(table):
+    patterns = unknown(random(40, 6), 0.3)
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, table=table, blocks=ah.Blocks(2, normalize=True))
+    if table:
+        assert memory.similarity.table.reach == patterns.nan_to_num(0.0).abs().max().float()
+        memory.similarity.table.table.data.copy_(random(41, 9))
+    memory.similarity.double()
+    query = unknown(random(5, 6, seed=2), 0.3, 3)
+    expected = by_pairs(memory.similarity, query, patterns)
+    torch.testing.assert_close(memory.scores(query), expected)
+    assert torch.equal(ah.AssociativeMemory.preset("U-Hop", patterns).recall(patterns), torch.arange(40))
+    with pytest.raises(ah.AHopError, match="patterns must not hold NaN for this similarity"):
+        ah.AssociativeMemory.preset("K-Hop", patterns)
+
+
+def test_a_table_alone_is_a_similarity_of_a_memory():
+    patterns, query = unknown(random(40, 6), 0.3), unknown(random(5, 6, seed=2), 0.3, 3)
+    memory = ah.AssociativeMemory(patterns, randomized(TableSimilarity(6, knots=(5, 4))))
+    expected = by_pairs(memory.similarity, query, patterns)
+    torch.testing.assert_close(memory.scores(query).detach(), expected)
+    assert torch.equal(memory.search(query, 3, shortlist=40)[1], expected.topk(3).indices)
+    assert memory.search(query, 3, shortlist=20)[1].shape == (5, 3)
+
+
+@pytest.mark.parametrize("similarity", ["normalized", "table"])
+def test_scores_without_nan_are_unchanged_bit_for_bit(similarity):
+    patterns, query = random(40, 6, dtype=torch.float32), random(7, 6, seed=2, dtype=torch.float32)
+    memory = make(similarity, patterns)
+    assert torch.equal(memory.scores(query), memory.similarity(query, patterns))
+
+
+@pytest.mark.parametrize("shortlist", [None, 15])
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_queries_are_read_for_unknown_values_once(similarity, shortlist, monkeypatch):
+    """On a GPU each reading is a synchronization."""
+    calls, has_nan = [], scoring._has_nan
+    memory = make(similarity, random(40, 6))
+    monkeypatch.setattr(scoring, "_has_nan", lambda rows: calls.append(len(rows)) or has_nan(rows))
+    for query in (random(7, 6, seed=2), unknown(random(7, 6, seed=2), 0.3)):
+        memory.search(query, 3, shortlist)
+    memory.scores(query)
+    memory.classify(query)
+    assert calls == [7] * 4
 
 
 @pytest.mark.parametrize("base", ["dot", "dis", "l1"])
@@ -182,16 +428,27 @@ def test_rows_without_nan_do_not_depend_on_the_others(similarity):
         assert torch.equal(mixed_found[1][1::2], found[1][1::2])
 
 
-@pytest.mark.parametrize("similarity", ["auto", "dot", "dis", "l1"])
+@pytest.mark.parametrize("similarity", ["auto", "dot", "dis", "l1", "correlation"])
 def test_a_shortlist_finds_the_best_of_the_known_values(similarity):
     patterns = unknown(random(400, 16), 0.1)
     patterns = patterns / patterns.nan_to_num(0.0).norm(dim=-1, keepdim=True)
     query = unknown(patterns[:50], 0.2, 3)
-    memory = ah.AssociativeMemory(patterns, similarity)
+    correlation = ah.AdaptiveSimilarity(16, blocks=ah.Blocks(4, normalize=True)).double()
+    memory = ah.AssociativeMemory(patterns, correlation if similarity == "correlation" else similarity)
     scores, found = memory.search(query, 1, shortlist=150)
     exact, best = memory.search(query)
     assert (found == best).double().mean() > 0.9
     torch.testing.assert_close(scores[found == best], exact[found == best])
+
+
+def test_an_index_has_no_unknown_values_but_its_queries_may():
+    patterns = random(400, 16)
+    with pytest.raises(ah.AHopError, match="build_index needs patterns without unknown values, got NaN"):
+        ah.AssociativeMemory(unknown(patterns, 0.1)).build_index()
+    pytest.importorskip("faiss")
+    memory, query = ah.AssociativeMemory(patterns, "dis"), unknown(patterns[:50], 0.2, 3)
+    memory.build_index("Flat")
+    assert (memory.search(query, shortlist=150)[1][:, 0] == torch.arange(50)).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
@@ -257,8 +514,9 @@ def test_other_dtypes(similarity, dtype):
     assert memory.retrieve(query).isfinite().all()
 
 
-def test_gradients_of_known_values_are_finite():
-    memory = make("adaptive", unknown(random(40, 6), 0.2))
+@pytest.mark.parametrize("similarity", ["adaptive", "normalized", "table"])
+def test_gradients_of_known_values_are_finite(similarity):
+    memory = make(similarity, unknown(random(40, 6), 0.2))
     query = unknown(random(4, 6, seed=2), 0.3, 3).requires_grad_()
     (memory(query).square().sum() + memory.class_scores(query).sum()).backward()
     known = ~query.detach().isnan()
@@ -268,11 +526,13 @@ def test_gradients_of_known_values_are_finite():
 
 
 @pytest.mark.parametrize("stored", [0.0, 0.2])
+@pytest.mark.parametrize("keywords", [{}, {"table": True}, {"blocks": ah.Blocks(2, normalize=True)}], ids=str)
 @pytest.mark.filterwarnings("ignore:fit did not improve")
-def test_other_similarities_are_trained_with_unknown_values(stored):
+def test_other_similarities_are_trained_with_unknown_values(stored, keywords):
     patterns = unknown(random(30, 8, dtype=torch.float32), stored)
-    memory = ah.AssociativeMemory(patterns, "adaptive")
-    losses = memory.fit(ah.variants.Missing((0.0, 0.6)), epochs=20, batch=64, progress=False)
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, **keywords)
+    most = 0.2 if stored and "blocks" in keywords else 0.6  # a query without a block of its pattern has no finite loss
+    losses = memory.fit(ah.variants.Missing((0.0, most)), epochs=20, batch=64, progress=False)
     assert losses.isfinite().all()
     assert losses[-5:].mean() < losses[:5].mean()
 

@@ -67,12 +67,15 @@ FITS = {
     "label variant": ("A-Hop", {"damage": Noisy(0.1), "epochs": 4, "by": "label"}),
     "label pairs": ("double", {"damage": (LABELS[PAIRS[0]], PAIRS[1]), "epochs": 2, "batch": 128, "by": "label"}),
     "separation": ("K-Hop", {"epochs": 10, "batch": 32}),
+    "solved": ("double", {"damage": Mixed(0.5), "by": "pattern"}),
+    "solved pairs": ("double", {"damage": (LABELS[PAIRS[0]], PAIRS[1]), "by": "label"}),
 }
 
 
 def fitted(name: str, memory: ah.AssociativeMemory) -> dict[str, torch.Tensor]:
     """Returns the losses, parameters and beta after a fit of a memory."""
     losses = memory.fit(**FITS[name][1], progress=False)
+    losses = losses if isinstance(losses, torch.Tensor) else torch.tensor([accuracy for _, accuracy in losses.rows])
     return {"losses": losses, "beta": memory.beta, **{key: p.detach() for key, p in memory.named_parameters()}}
 
 

@@ -213,7 +213,7 @@ def test_errors_of_an_index_and_its_removal():
     x = memory.patterns[:5].clone()
     with pytest.raises(ah.AHopError, match=r"the index must find at least k = 200 patterns .* set its nprobe"):
         memory.search(x, 200, shortlist=400)
-    x[1, 2] = torch.nan
+    x[1, 2] = torch.inf
     with pytest.raises(ah.AHopError, match="queries x must be finite, got NaN or infinity in row 1"):
         memory.search(x, 200, shortlist=400)
     assert memory.build_index(None) is None

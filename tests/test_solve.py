@@ -6,18 +6,11 @@ import torch
 import ahop_layers as ah
 from ahop_layers.memory import questions
 from ahop_layers.memory.auto import AutoSimilarity
-from ahop_layers.memory.solve import (
-    AVAILABLE,
-    Learned,
-    Problem,
-    Questions,
-    Report,
-    bin_edges,
-    expand,
-    features,
-    find_candidates,
-    learn,
-)
+from ahop_layers.memory.candidates import find_candidates
+from ahop_layers.memory.questions import Questions
+from ahop_layers.memory.ranks import bin_edges, block_features, features, pools
+from ahop_layers.memory.regression import Problem
+from ahop_layers.memory.solve import AVAILABLE, Learned, Report, learn
 from ahop_layers.variants import as_damage
 from ahop_layers.widths import differences, quantiles, units
 
@@ -60,8 +53,10 @@ def test_bins_cover_all_ranks_once():
     for d in (1, 2, 7, 64, 784):
         assert bin_edges(d, 1) == [d]
         for bins in (2, 14):
-            edges = bin_edges(d, bins)
+            edges, both = bin_edges(d, bins), bin_edges(d, bins, both_ends=True)
             assert edges == sorted({1, *edges, d})
+            assert both == sorted({1, *both, d})
+            assert set(both) == {d - edge for edge in both if edge < d} | {d}  # the same bins from either end
 
 
 def unknown(x, share, seed):
@@ -75,12 +70,34 @@ def test_weights_of_bins_and_of_ranks_give_the_same_scores(missing, unit):
     if missing:
         query, patterns = unknown(query, 0.4, 2), unknown(patterns, 0.2, 3)
     edges = bin_edges(11, 4)
-    weight = torch.randn(1 + len(edges), len(BASES), generator=random_generator(4))
+    weight = torch.randn(len(BASES), 1 + len(edges), generator=random_generator(4))
     rows, keys = (x if unit is None else x / unit for x in (query, patterns))
-    binned = features(rows, keys.expand(5, 9, 11), BASES, WIDTHS, edges).transpose(-1, -2).flatten(-2)
-    learned = Learned(BASES, WIDTHS, unit, expand(weight, edges), 1.0, REPORT)
+    binned = features(rows, keys, torch.arange(9).expand(5, 9), BASES, WIDTHS, edges)
+    learned = Learned(BASES, WIDTHS, unit, weight @ pools(edges), 1.0, REPORT)
     scores = similarity_of(learned, patterns)(query, patterns, missing=missing)
     torch.testing.assert_close(scores, binned @ weight.flatten(), rtol=1e-4, atol=1e-4)
+
+
+BLOCKS = [None, 4, torch.tensor([0, 1, 1, 2, 0, 2, 2, 0, 1, 1, 2, 0]), ah.Blocks(3, normalize=True), [None, 3]]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("blocks", BLOCKS, ids=["none", "4", "named", "normalized", "two"])
+def test_features_of_a_similarity_give_its_scores(blocks, missing):
+    query, patterns = torch.rand(5, 12, generator=random_generator()), torch.rand(9, 12, generator=random_generator(1))
+    if missing:
+        query, patterns = unknown(query, 0.4, 2), unknown(patterns, 0.2, 3)
+    bases = ("dot", "l1", ("near", 0.3))
+    similarity = ah.AdaptiveSimilarity(12, bases=bases, init="l1", debias=True, blocks=blocks)
+    torch.nn.init.normal_(similarity.bias, generator=random_generator(5))
+    similarity.fix_norms_(patterns).fix_widths_(patterns)
+    edges = [bin_edges(entry.count(12), 3, both_ends=True) for entry in similarity.blocks]
+    weights = [torch.randn(3, 1 + len(ends), generator=random_generator(4)) for ends in edges]
+    binned = block_features(query, patterns, torch.arange(9).expand(5, 9), similarity, edges)
+    similarity.set_ranks_([weight @ pools(ends) for weight, ends in zip(weights, edges, strict=True)])
+    expected = binned @ torch.cat([weight.flatten() for weight in weights])
+    scores = similarity(query, patterns, missing=missing)
+    torch.testing.assert_close(scores, expected.nan_to_num(-torch.inf), rtol=1e-4, atol=1e-4)
 
 
 def test_missing_values_stretch_the_known_ones_to_all_ranks():
@@ -113,7 +130,7 @@ def test_gradient_is_that_of_autograd(smooth):
     offset = torch.zeros(6, 8, dtype=torch.float64)
     offset[0, 1] = offset[2, 7] = -torch.inf
     offset[:, 6] = 1.5
-    problem = Problem(values, offset, right=3)
+    problem = Problem(values, offset, right=3, sizes=[5])
     weight = torch.randn(5, dtype=torch.float64, generator=random_generator(1)).requires_grad_()
     log_p = torch.log_softmax(values @ weight + offset, 1)[:, :3].logsumexp(1)
     loss = (1 - log_p.exp()).mean() if smooth else -log_p.mean()
@@ -149,7 +166,7 @@ def test_candidates_are_right_patterns_and_wrong_ones():
     origin = torch.tensor([0, 5, 39])
     for of, query_labels in ((None, None), (labels, labels[origin])):
         asked = Questions(patterns[origin] + 0.01, origin, query_labels, 3)
-        found = find_candidates(asked, patterns, of, [0.1, 0.2], random_generator(), 30)
+        found = find_candidates(asked, patterns, of, random_generator(), 30)
         used = found.offset > -torch.inf
         for row, place in enumerate(origin.tolist()):
             rows = found.candidates[row]
@@ -163,7 +180,7 @@ def test_candidates_are_right_patterns_and_wrong_ones():
                 assert not (labels[wrong] == labels[place]).any()
             assert len(rows[used[row]].unique()) == used[row].sum()
     asked = Questions(torch.full((1, 6), torch.nan), torch.tensor([0]), None, 1)
-    assert not find_candidates(asked, patterns, None, [0.1], random_generator(), 30).usable.any()
+    assert not find_candidates(asked, patterns, None, random_generator(), 30).usable.any()
 
 
 @pytest.mark.slow
@@ -235,7 +252,7 @@ def test_single_and_constant_patterns(patterns):
 def test_a_fixed_score_is_the_result_where_learning_does_not_pay(monkeypatch):
     """A solution that is always wrong leaves the best of the fixed scores."""
     monkeypatch.setattr(
-        "ahop_layers.memory.solve.solve", lambda problem, start, smooth, penalty: -torch.ones_like(start)
+        "ahop_layers.memory.regression.solve", lambda problem, start, smooth, penalty: -torch.ones_like(start)
     )
     patterns = torch.rand(60, 16, generator=random_generator())
     memory = ah.AssociativeMemory(patterns)
@@ -256,3 +273,65 @@ def test_report_names_every_baseline_and_says_if_learning_does_not_pay():
     assert set(names) >= {"cosine", "L1", "trimmed L1", "Euclid", "near", "clipped L1", "learned"}
     assert names[-1] == "learned"
     assert learned.report.queries == 64
+
+
+def mixed_accuracy(memory, variant):
+    index, query = variant.sample(memory.patterns, 600, random_generator(9))
+    return (memory.recall(query) == index).double().mean().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keywords", [{}, {"bases": ("l1", ("near", 0.1)), "init": "l1"}, {"blocks": [None, 8]}])
+def test_weights_of_a_network_are_solved(keywords):
+    """Solved weights are about as good as trained ones, with every bias, base and block."""
+    patterns = torch.rand(300, 32, generator=random_generator()) * 2 - 1
+    variant = ah.variants.Mixed(0.4, 0.1, 0.5, seed=1)
+    memory, trained = (ah.AssociativeMemory.preset("A-Hop", patterns, debias=True, **keywords) for _ in range(2))
+    before = mixed_accuracy(memory, variant)
+    report = memory.fit(variant)
+    assert dict(report.rows)["learned"] >= dict(report.rows)["start"] - 0.01
+    found = mixed_accuracy(memory, variant)
+    assert found > before + 0.1
+    if not keywords:
+        trained.fit(variant, epochs=150, batch=128, progress=False)
+        assert found > mixed_accuracy(trained, variant) - 0.03
+    assert memory.retrieve(patterns + memory.similarity.bias.detach()).sub(patterns).abs().max() < 0.1
+
+
+def test_weights_that_are_better_than_the_solution_stay(monkeypatch):
+    monkeypatch.setattr("ahop_layers.memory.regression.solve", lambda problem, start, *rest: -torch.ones_like(start))
+    patterns = torch.rand(60, 16, generator=random_generator())
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, init="dis")
+    before = memory.similarity.w.detach().clone(), memory.similarity.beta.detach().clone()
+    report = memory.fit(ah.variants.Noisy(0.01))
+    assert report.chosen == "start"
+    assert torch.equal(memory.similarity.w, before[0])
+    assert torch.equal(memory.similarity.beta, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_weights_of_other_dtypes_are_solved(dtype):
+    patterns = torch.rand(60, 16, generator=random_generator()).to(dtype)
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("l1", "dot"), init="l1")
+    memory.fit(ah.variants.Replaced((0.0, 0.6)))
+    assert memory.similarity.w.dtype == dtype
+    assert (memory.recall(patterns) == torch.arange(60)).all()
+    assert memory.retrieve(patterns).sub(patterns).abs().max() < 0.05
+
+
+def test_frozen_weights_and_networks_that_are_not_linear_are_trained():
+    patterns = torch.rand(60, 16, generator=random_generator())
+    for name, keywords in (("K2-Hop", {}), ("A-Hop", {"table": True})):
+        losses = ah.AssociativeMemory.preset(name, patterns, **keywords).fit(ah.variants.Noisy(0.01), epochs=2)
+        assert losses.shape == (2,)
+    memory = ah.AssociativeMemory.preset("A-Hop", patterns)
+    memory.similarity.w.requires_grad_(False)
+    before = memory.similarity.w.clone()
+    memory.fit(ah.variants.Noisy(0.01), epochs=2)
+    assert torch.equal(memory.similarity.w, before)
+
+
+def test_widths_that_a_user_set_stay():
+    similarity = ah.AdaptiveSimilarity(6, bases=("l1", ("near", 0.1)), init="l1")
+    similarity.widths[1] = 0.25
+    assert ah.AssociativeMemory(torch.rand(9, 6), similarity).similarity.widths[1] == 0.25

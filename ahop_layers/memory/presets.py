@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.association import Similarity, dot_product, negative_distance
-from ahop_layers.errors import AHopError, check_choice, check_finite_rows, check_patterns
+from ahop_layers.errors import AHopError, check_choice, check_patterns, has_unknown
 from ahop_layers.memory.auto import AutoSimilarity
 from ahop_layers.memory.estimates import scale_of
 from ahop_layers.memory.kernel import KernelModulation
@@ -16,6 +16,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.training import base_units
+from ahop_layers.variants import known_range
 
 
 class Preset(NamedTuple):
@@ -68,8 +69,9 @@ def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **opti
     if name != "adaptive":
         return FIXED[name]
     if table:
-        low, high = patterns.aminmax()
-        options["key_range"] = torch.maximum(-low, high)
+        low, high = known_range(patterns)
+        reach = torch.maximum(-low, high)
+        options["key_range"] = reach[~reach.isnan()].max()
     similarity = (AdaptiveTableSimilarity if table else AdaptiveSimilarity)(patterns.shape[1], **options).to(patterns)
     if similarity.init == "uniform":  # bases of different degrees have the same shares of the scores at any scale
         units = base_units(similarity, scale_of(patterns))
@@ -95,8 +97,8 @@ def preset_arguments(
     """
     check_choice("name", name, tuple(PRESETS))
     check_patterns(patterns)
-    if check:
-        check_finite_rows(patterns=patterns)
+    if check and keywords.get("table"):  # which depends on the range of the patterns
+        has_unknown(patterns=patterns)
     row = PRESETS[name]
     unknown = [key for key in keywords if key not in row.keywords]
     if unknown:
@@ -113,5 +115,5 @@ def preset_arguments(
         "labels": labels,
         "prior": prior,
         "beta": beta,
-        "check": False,  # checked above, because a table depends on the range of the patterns
+        "check": check,
     }

@@ -127,6 +127,7 @@ def features(
     return torch.cat(rows)
 
 
+@torch.no_grad()
 def block_features(
     query: Tensor, patterns: Tensor, candidates: Tensor, similarity: AdaptiveSimilarity, edges: list[list[int]]
 ) -> Tensor:

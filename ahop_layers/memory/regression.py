@@ -52,7 +52,8 @@ class Problem(NamedTuple):
 
     def penalty(self) -> Tensor:
         """Returns the penalty of the weight of each feature ``(f,)``: the fewer queries, the larger."""
-        return max(1.0, ENOUGH / len(self.offset)) * torch.where(self.means() > 0, MEAN_PENALTY, PENALTY)
+        means = self.means()
+        return max(1.0, ENOUGH / len(self.offset)) * (MEAN_PENALTY * means + PENALTY * (1 - means))
 
     def objective(self, weight: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
         """Returns the mean loss and its gradient: the negative log-likelihood, or the expected error if ``smooth``."""

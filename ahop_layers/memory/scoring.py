@@ -16,6 +16,7 @@ from ahop_layers.memory.search import QUERY_ROWS, Array, as_given, as_queries, t
 from ahop_layers.memory.shards import all_rows
 from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
 from ahop_layers.memory.store import PatternStore
+from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import AdaptiveSimilarity
 
@@ -27,6 +28,11 @@ BLOCK_SCORES = 2**23
 
 GPU_BLOCK_ELEMENTS = 2**26
 """Number of elements of the patterns that a GPU scores at once: one million patterns with 64 dimensions."""
+
+
+def _has_nan(rows: Tensor) -> bool:
+    """Returns whether queries have unknown values. A branch on queries would break a compiled graph."""
+    return not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any())
 
 
 def _filled(rows: Tensor, center: Tensor) -> Tensor:
@@ -83,8 +89,8 @@ class ScoredPatterns(PatternStore):
         >>> ah.AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
         """
-        rows, own = self._all_rows(x)
-        return as_given(x, self._all_scores(rows)[own].reshape(*x.shape[:-1], self._count))
+        rows, own, missing = self._queries(x)
+        return as_given(x, self._all_scores(rows, missing)[own].reshape(*x.shape[:-1], self._count))
 
     @torch.no_grad()
     def recall(self, x: Array) -> Array:
@@ -135,41 +141,45 @@ class ScoredPatterns(PatternStore):
                 raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
             shortlist = int(shortlist)
         k = int(k)  # PyTorch does not accept all integers of NumPy
-        rows, own = self._all_rows(x)
-        found = zip(*(self._search(chunk, k, shortlist) for chunk in torch.split(rows, QUERY_ROWS)), strict=True)
+        rows, own, missing = self._queries(x)
+        chunks = torch.split(rows, QUERY_ROWS)
+        found = zip(*(self._search(chunk, k, shortlist, missing) for chunk in chunks), strict=True)
         scores, indices = (torch.cat(each)[own].reshape(*x.shape[:-1], k) for each in found)
         return as_given(x, scores), as_given(x, indices)
 
-    def _search(self, rows: Tensor, k: int, m: int | None) -> tuple[Tensor, Tensor]:
+    def _search(self, rows: Tensor, k: int, m: int | None, missing: bool) -> tuple[Tensor, Tensor]:
         """Returns the ``k`` largest scores of queries ``rows (L, d)`` and their indices, ``(L, k)`` each."""
         if m is not None and m < self._count:
-            return self._search_shortlist(rows, k, m)
-        scores, indices = top_k(self._score_blocks(rows), min(k, len(self.patterns)))
+            return self._search_shortlist(rows, k, m, missing)
+        scores, indices = top_k(self._score_blocks(rows, missing), min(k, len(self.patterns)))
         return (scores, indices) if self.shard is None else self.shard.best(scores, indices, k)
 
-    def _search_shortlist(self, rows: Tensor, k: int, m: int) -> tuple[Tensor, Tensor]:
+    def _search_shortlist(self, rows: Tensor, k: int, m: int, missing: bool) -> tuple[Tensor, Tensor]:
         """Returns the ``k`` largest scores out of the patterns with the ``m`` largest approximate scores."""
         sample = all_rows(self.patterns, self.shard)[sample_index(self._count, rows.device)]
-        center = sample.nanmean(0).nan_to_num(0.0)  # in place of unknown values, for the first stage alone
-        known, patterns = (_filled(each, center) for each in (rows, sample)), self.patterns
-        linear = linear_scores(self.similarity, self._modulated, *known)
+        filled, patterns = rows, self.patterns
+        if missing:  # the first stage replaces unknown values by the mean of their dimension
+            center = sample.nanmean(0).nan_to_num(0.0)
+            filled, sample = _filled(rows, center), _filled(sample, center)
+            if self._unknown and self._index is None:
+                patterns = _filled(patterns, center)
+        linear = linear_scores(self.similarity, self._modulated, filled, sample)
         own = min(m, len(self.patterns))
         if self._index is None:
-            patterns = _filled(patterns, center) if self._unknown else patterns
             first, indices = first_stage(linear, patterns, self._own_prior(), own)
         else:
             self._index.check(self.patterns)
             first, indices = self._index.shortlist(linear, own)
-        scores = self._score_pairs(rows, indices).masked_fill(first == -torch.inf, -torch.inf)
+        scores = self._score_pairs(rows, indices, missing).masked_fill(first == -torch.inf, -torch.inf)
         if self.shard is not None:
             first, scores, indices = self.shard.candidates(first, scores, indices, m=m)
         scores, indices = best_of_shortlist(first, scores, indices, m, k)
-        if self._index is not None and (scores == -torch.inf).any():
-            check_finite_rows(**{"queries x": rows})
+        if self._index is not None and ((first > -torch.inf).sum(-1) < k).any():
+            check_finite_rows(**{"queries x": filled})
             raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
         return scores, indices
 
-    def _score_pairs(self, rows: Tensor, indices: Tensor) -> Tensor:
+    def _score_pairs(self, rows: Tensor, indices: Tensor, missing: bool) -> Tensor:
         """Scores each query ``rows (L, d)`` against its own patterns ``indices (L, m)``: ``(L, m)``."""
         size = max(1, BLOCK_ELEMENTS // (indices.shape[1] * rows.shape[1]))
         parts = []
@@ -177,9 +187,9 @@ class ScoredPatterns(PatternStore):
             key = self._modulated(self.patterns[places.flatten()])
             key = key.reshape(*places.shape, key.shape[-1])
             if isinstance(self.similarity, AdaptiveSimilarity):
-                parts.append(self._compare(queries[:, None], key).squeeze(1))
+                parts.append(self._compare(queries[:, None], key, missing).squeeze(1))
             else:
-                parts += [self._compare(query[None], each) for query, each in zip(queries, key, strict=True)]
+                parts += [self._compare(query[None], each, missing) for query, each in zip(queries, key, strict=True)]
         scores = torch.cat(parts) if parts else rows.new_empty(indices.shape)
         prior = self._own_prior()
         return scores if prior is None else scores + prior[indices]
@@ -198,8 +208,8 @@ class ScoredPatterns(PatternStore):
             metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
 
         Raises:
-            AHopError: FAISS is not installed (extra ``search``), an argument is invalid, or the patterns were created
-                in inference mode.
+            AHopError: FAISS is not installed (extra ``search``), an argument is invalid, a pattern holds NaN, or the
+                patterns were created in inference mode.
 
         >>> import torch, ahop_layers as ah
         >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
@@ -212,6 +222,8 @@ class ScoredPatterns(PatternStore):
             return None
         if self.patterns.is_inference():  # without a version counter, changes could not be noticed
             raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
+        if self._unknown:
+            raise AHopError("build_index needs patterns without unknown values, got NaN: shortlists work without it")
         metric = metric or ("dot" if self.similarity is dot_product else "dis")
         check_choice("metric", metric, ("dis", "dot"))
         self._index = Index(self.patterns, description, metric)
@@ -236,10 +248,10 @@ class ScoredPatterns(PatternStore):
 
     def _class_scores(self, x: Array) -> Tensor:
         """Compute the :meth:`class_scores` in the accumulation dtype, because they can exceed float16."""
-        rows, own = self._all_rows(x)
+        rows, own, missing = self._queries(x)
         classes = self._given_classes()
         chunks = torch.split(rows, QUERY_ROWS)
-        scores = [class_logsumexp(self._logit_blocks(chunk), classes, self.shard) for chunk in chunks]
+        scores = [class_logsumexp(self._logit_blocks(chunk, missing), classes, self.shard) for chunk in chunks]
         return torch.cat(scores)[own].reshape(*x.shape[:-1], len(classes.labels))
 
     @torch.no_grad()
@@ -267,32 +279,43 @@ class ScoredPatterns(PatternStore):
 
     def _rows(self, x: Array) -> Tensor:
         """Returns the queries ``x (..., d)`` as a matrix with the dtype of the patterns, or raises."""
+        return self._own_queries(x)[0]
+
+    def _own_queries(self, x: Array) -> tuple[Tensor, bool]:
+        """Returns the :meth:`_rows` of ``x``, and whether they or the patterns have unknown values."""
         rows = as_queries(x, self.patterns).reshape(-1, self.patterns.shape[1])
-        if not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any()):
+        missing = _has_nan(rows)
+        if missing:
             self._check_missing("queries x")
             unknown = rows.isnan().all(-1)
             if unknown.any():
                 row = int(unknown.nonzero()[0])
                 raise AHopError(f"queries x must have a known value in each row, got NaN only in row {row}")
-        return rows
+        return rows, missing or self._unknown
 
     def _all_rows(self, x: Array) -> tuple[Tensor, slice]:
         """Returns the queries that this rank scores as a matrix, those of all ranks, and the place of ``x`` in them."""
+        return self._queries(x)[:2]
+
+    def _queries(self, x: Array) -> tuple[Tensor, slice, bool]:
+        """Returns the :meth:`_all_rows` of ``x``, and whether they or the patterns have unknown values."""
         if self.shard is None:
-            return self._rows(x), slice(None)
+            rows, missing = self._own_queries(x)
+            return rows, slice(None), missing
         try:
-            rows = self._rows(x)
-        except AHopError as error:
-            return self.shard.queries(self.patterns[:0], error)
-        return self.shard.queries(rows)
+            rows, error = self._rows(x), None
+        except AHopError as raised:
+            rows, error = self.patterns[:0], raised
+        rows, own = self.shard.queries(rows, error)
+        return rows, own, self._unknown or _has_nan(rows)  # also those of other ranks
 
     def _chunks(self, rows: Tensor) -> Sequence[Tensor]:
         """Splits queries ``rows (L, d)`` so that the scores of each part for all patterns fit in memory."""
         return torch.split(rows, max(1, BLOCK_SCORES // self._count))
 
-    def _all_scores(self, rows: Tensor) -> Tensor:
+    def _all_scores(self, rows: Tensor, missing: bool | None = None) -> Tensor:
         """Scores ``rows (L, d)`` against the patterns of all ranks: ``(L, N)``."""
-        scores = torch.cat(list(self._score_blocks(rows)), -1)
+        scores = torch.cat(list(self._score_blocks(rows, missing)), -1)
         return scores if self.shard is None else self.shard.columns(scores)
 
     def _block_size(self, queries: int) -> int:
@@ -301,10 +324,13 @@ class ScoredPatterns(PatternStore):
         large = adaptive is not None and (adaptive.is_single() or isinstance(adaptive, AutoSimilarity))
         return block_size(self.patterns.shape[1], queries, self.patterns.device.type if large else "cpu")
 
-    def _score_blocks(self, rows: Tensor) -> Iterator[Tensor]:
-        """Yield the scores of ``rows (L, d)`` for one block of patterns at a time."""
-        size, copies = self._block_size(len(rows)), None
-        prior, missing = self._own_prior(), self._is_missing(rows)
+    def _score_blocks(self, rows: Tensor, missing: bool | None = None) -> Iterator[Tensor]:
+        """Yield the scores of ``rows (L, d)`` for one block of patterns at a time.
+
+        ``missing`` says whether queries or patterns have unknown values; None reads the queries for NaN.
+        """
+        size, copies, prior = self._block_size(len(rows)), None, self._own_prior()
+        missing = self._unknown or _has_nan(rows) if missing is None else missing
         if isinstance(self.similarity, AdaptiveSimilarity) and self.modulation is None:
             copies = arranged_patterns(self.similarity, self.patterns)
         for start, block in zip(range(0, len(self.patterns), size), torch.split(self.patterns, size), strict=True):
@@ -312,19 +338,16 @@ class ScoredPatterns(PatternStore):
             arranged = None
             if copies is not None:
                 arranged = [None if copy is None else copy[start : start + size] for copy in copies]
-            scores = self._compare(rows, key, arranged, missing)
+            scores = self._compare(rows, key, missing, arranged)
             yield scores if prior is None else scores + prior[start : start + len(block)]
 
-    def _is_missing(self, rows: Tensor) -> bool:
-        """Returns whether queries or patterns have unknown values. A branch on queries would break a compiled graph."""
-        return self._unknown or (not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any()))
-
-    def _compare(self, query: Tensor, key: Tensor, arranged: Any = None, missing: bool | None = None) -> Tensor:
+    def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
-        missing = self._is_missing(query) if missing is None else missing
         if isinstance(self.similarity, AdaptiveSimilarity):
             options: dict[str, Any] = {"arranged": arranged, "missing": missing or None}
             scores: Tensor = self.similarity(query, key, **{name: each for name, each in options.items() if each})
+        elif missing and isinstance(self.similarity, TableSimilarity):
+            scores = self.similarity(query, key, missing=True)
         elif missing:
             scores = known_scores(self.similarity, query, key)
         else:
@@ -332,14 +355,13 @@ class ScoredPatterns(PatternStore):
         return scores
 
     def _check_missing(self, name: str) -> None:
-        adaptive = isinstance(self.similarity, AdaptiveSimilarity) and not hasattr(self.similarity, "table")
-        normalized = adaptive and any(entry.normalize for entry in self.similarity.blocks)
-        if self.modulation is not None or normalized or not (adaptive or self.similarity in FIXED.values()):
+        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, TableSimilarity))
+        if self.modulation is not None or not (adaptive or self.similarity in FIXED.values()):
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
-    def _logit_blocks(self, rows: Tensor) -> Iterator[Tensor]:
+    def _logit_blocks(self, rows: Tensor, missing: bool | None = None) -> Iterator[Tensor]:
         """Yield the scores as :meth:`_score_blocks`, multiplied by the inverse temperature."""
-        return map(self._logits, self._score_blocks(rows))
+        return map(self._logits, self._score_blocks(rows, missing))
 
     def _logits(self, scores: Tensor) -> Tensor:
         """Multiply scores by the inverse temperature, in the accumulation dtype, because the product can be large."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import AdaptiveSimilarity, BlocksArgument, Init, without_bias
 
 
@@ -70,20 +71,36 @@ class TableSimilarity(nn.Module):
         products = 2 * self.reach**2 * torch.outer(rows, columns).to(self.table)
         self.table.copy_(products if self.init == "dot" else torch.zeros_like(products))
 
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``."""
+    def forward(self, query: Tensor, key: Tensor, missing: bool = False) -> Tensor:
+        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``.
+
+        If ``missing``, NaN is an unknown value: the score is ``d / m`` times the sum over the m of d dimensions that
+        both know, and -inf if there is none.
+        """
         table, reach = self.table.to(query.dtype), self.reach.to(query.dtype)
-        queries = _interpolation(without_bias(query, self.bias) / (2 * reach), self.knots[0]) @ table
-        keys = _interpolation(key / reach, self.knots[1])
-        return queries.flatten(-2) @ keys.flatten(-2).mT
+        queries = _interpolation(without_bias(query, self.bias) / (2 * reach), self.knots[0], missing) @ table
+        keys = _interpolation(key / reach, self.knots[1], missing)
+        scores = queries.flatten(-2) @ keys.flatten(-2).mT
+        if not missing:
+            return scores
+        wide = accumulation_dtype(scores.dtype)  # half precision cannot count all dimensions
+        common = (~query.isnan()).to(wide) @ (~key.isnan()).to(wide).mT
+        scaled = scores * (self.dim / common.clamp(min=1))
+        return scaled.masked_fill(common == 0, -torch.inf).to(scores.dtype)
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""
         return f"{self.dim}, {self.reach:.4g}, knots={self.knots}, init={self.init!r}, debias={self.bias is not None}"
 
 
-def _interpolation(values: Tensor, count: int) -> Tensor:
-    """Linear interpolation weights of values for ``count`` knots from -1 to 1: ``(..., d) -> (..., d, count)``."""
+def _interpolation(values: Tensor, count: int, missing: bool) -> Tensor:
+    """Linear interpolation weights of values for ``count`` knots from -1 to 1: ``(..., d) -> (..., d, count)``.
+
+    If ``missing``, the weights of NaN are 0.
+    """
+    if missing:
+        unknown = values.isnan()
+        return _interpolation(values.masked_fill(unknown, 0.0), count, False).masked_fill(unknown.unsqueeze(-1), 0.0)
     place = ((values + 1) * ((count - 1) / 2)).unsqueeze(-1)
     inside = place.clamp(0, count - 1)
     knots = torch.arange(count, dtype=values.dtype, device=values.device)
@@ -134,7 +151,5 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
     ) -> Tensor:
         """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``; see :class:`AdaptiveSimilarity`."""
-        if missing:
-            raise AHopError("missing values need a similarity without a table, got one with a table")
-        learned: Tensor = self.table(self.unbiased(query), key)
-        return super().forward(query, key, arranged) + learned
+        learned: Tensor = self.table(self.unbiased(query), key, missing)
+        return super().forward(query, key, arranged, missing) + learned

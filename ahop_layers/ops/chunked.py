@@ -27,6 +27,9 @@ SCRATCH_BYTES = 40 * 2**20
 MISSING_COPIES = 3
 """How many times as much memory a pair takes where values can be unknown: weights then differ between pairs."""
 
+NORMALIZED_COPIES = 5
+"""The same where blocks are normalized: their values then differ between pairs as well."""
+
 Need = tuple[bool, bool, bool]
 
 
@@ -53,19 +56,25 @@ def score(
     dtype: torch.dtype | None = None,
     widths: Tensor | None = None,
     missing: bool = False,
+    blocks: Tensor | None = None,
+    constant: Tensor | None = None,
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``.
 
-    If ``missing``, NaN is an unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`.
+    If ``missing``, NaN is an unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks``
+    and ``constant``, here ``(N, H, 1, 1, 1)``, are for this case alone.
     """
-    compute = missing_similarity if missing else folded_similarity
+    copies = 1 if not missing else MISSING_COPIES if constant is None else NORMALIZED_COPIES
     wide = accumulation_dtype(query.dtype)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
     with torch.autocast(query.device.type, enabled=False):  # which would multiply by the weights in half precision
-        for n, h, rows, columns in _tiles(query, key, weight.shape[-1], MISSING_COPIES if missing else 1):
-            pair = query[n, h, rows].to(wide), key[n, h, columns].to(wide)
-            tile = compute(*pair, weight[h], bases, widths=widths)
-            scores[n, h, rows, columns] = tile
+        for n, h, rows, columns in _tiles(query, key, weight.shape[-1], copies):
+            tile = query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases
+            if missing:
+                own = None if constant is None else constant[n, h]
+                scores[n, h, rows, columns] = missing_similarity(*tile, blocks, widths, own)
+            else:
+                scores[n, h, rows, columns] = folded_similarity(*tile, widths)
     return scores
 
 

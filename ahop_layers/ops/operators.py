@@ -27,7 +27,7 @@ from ahop_layers.errors import (
     describe,
     divisors,
 )
-from ahop_layers.ops import reference
+from ahop_layers.ops import chunked, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold
 
@@ -83,6 +83,25 @@ def adaptive_similarity(
     >>> torch.allclose(scores, query @ key.mT, atol=1e-5)
     True
     """
+    return score_pairs(query, key, weight, bases, blocks, widths, missing, backend)
+
+
+def score_pairs(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    blocks: int | Tensor | None,
+    widths: Tensor | None,
+    missing: bool,
+    backend: str = "auto",
+    constant: Tensor | None = None,
+) -> Tensor:
+    """The scores of :func:`adaptive_similarity`; with ``missing``, a ``constant`` normalizes blocks.
+
+    The constant is that of :func:`ahop_layers.ops.reference.missing_similarity`. That function runs in tiles of bounded
+    memory unless a gradient is recorded.
+    """
     names = check_bases(bases)
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names, any_width=isinstance(blocks, Tensor))
@@ -91,6 +110,7 @@ def adaptive_similarity(
     check_choice("backend", backend, ("auto", *BACKENDS))
     custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
     custom += [] if numbers is None else ["a tensor of blocks"]
+    custom += [] if constant is None else ["the normalization of blocks with missing values"]
     widths = _check_widths(widths, names, query)
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
     custom += ["the gradient of scores with missing values"] if missing and tracked else []
@@ -102,16 +122,24 @@ def adaptive_similarity(
         query, key = query.to(cast), key.to(cast)
     elif query.dtype != key.dtype:
         raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
-    wide, autocast = accumulation_dtype(query.dtype), cast is not None
+    dtype, wide, autocast = query.dtype, accumulation_dtype(query.dtype), cast is not None
     if custom or backend == "reference" or is_transformed():
         with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
-            compute = reference.missing_similarity if missing else reference.adaptive_similarity
-            weight = fold(weight.to(wide)) if missing else weight.to(wide)
-            scores = compute(query.to(wide), key.to(wide), weight, names, numbers, widths)
+            query, key, weight = (each.to(wide) for each in (query, key, weight))
+            if not missing:
+                scores = reference.adaptive_similarity(query, key, weight, names, numbers, widths)
+            elif tracked or backend == "reference" or is_transformed() or is_mapped() or torch.compiler.is_compiling():
+                scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
+            else:
+                parts = _canonical(query, key, fold(weight), batch)
+                if constant is not None:
+                    constant = constant.to(wide).expand(*batch, 1, 1, 1).reshape(*parts[0].shape[:2], 1, 1, 1)
+                scores = chunked.score(*parts, names, wide, widths, missing, numbers, constant)
+                scores = scores.reshape(*batch, *scores.shape[-2:])
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
         scores = _canonical_score(query, key, weight, batch, (",".join(names), backend, autocast, widths, missing))
-    return scores.to(wide if autocast else query.dtype)
+    return scores.to(wide if autocast else dtype)
 
 
 def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:
@@ -231,7 +259,15 @@ def _check_widths(widths: Tensor | None, names: Sequence[str], query: Tensor) ->
 def _canonical_score(
     query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], options: tuple[Any, ...]
 ) -> Tensor:
-    """Reshapes the batch dimensions to (N, H), without a copy where possible, and calls the operator."""
+    """Reshapes the batch dimensions to (N, H) and calls the operator."""
+    query, key, weight = _canonical(query, key, weight, batch)
+    score: Any = _Score.apply if is_plain_call(query, key, weight) else torch.ops.ahop.score.default
+    scores: Tensor = score(query, key, weight, *options)
+    return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
+
+
+def _canonical(query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Reshapes the batch dimensions to (N, H), without a copy where possible."""
     # With shared weights, a single batch dimension becomes N: as H it would need a weight gradient per entry.
     heads = batch[-1] if weight.ndim == 3 or len(batch) > 1 else 1
     outer = prod(batch[:-1]) if len(batch) and heads == batch[-1] else prod(batch)
@@ -239,10 +275,7 @@ def _canonical_score(
         query, key = (
             each.expand(*batch, *each.shape[-2:]).reshape(outer, heads, *each.shape[-2:]) for each in (query, key)
         )
-    weight = weight.expand(heads, *weight.shape[-2:])
-    score: Any = _Score.apply if is_plain_call(query, key, weight) else torch.ops.ahop.score.default
-    scores: Tensor = score(query, key, weight, *options)
-    return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
+    return query, key, weight.expand(heads, *weight.shape[-2:])
 
 
 def check_call(weight: Tensor, bases: str, backend: str, **inputs: Tensor) -> tuple[str, ...]:

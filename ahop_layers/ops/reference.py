@@ -125,9 +125,13 @@ def block_sums(values: Tensor, n: int, blocks: Tensor | None = None) -> Tensor:
 
 def pair_values(query: Tensor, key: Tensor, base: str, width: Tensor | None = None) -> Tensor:
     """Similarities per dimension of every pair: ``(..., L, d), (..., S, d) -> (..., L, S, d)``."""
+    return _values(query.unsqueeze(-2), key.unsqueeze(-3), base, width)
+
+
+def _values(query: Tensor, key: Tensor, base: str, width: Tensor | None) -> Tensor:
     if width is not None and BASES[base].saturates:
         query, key = query / width, key / width
-    return BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
+    return BASES[base].value(query, key)
 
 
 def sorted_similarities(
@@ -214,6 +218,47 @@ def adaptive_similarity(
     return torch.stack(scores).sum(0)
 
 
+def known_blocks(
+    query: Tensor,
+    key: Tensor,
+    bases: Sequence[str],
+    n: int,
+    blocks: Tensor | None = None,
+    widths: Tensor | None = None,
+    constant: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Similarities of blocks for each base, and which blocks are known, ``(..., L, S, n)`` each; NaN is unknown.
+
+    The sum of a block is divided by the known share of its dimensions, and a block without any is missing.
+
+    With a ``constant``, a scalar or ``(..., 1, 1, 1)``, blocks are normalized first. For a block of w dimensions, of
+    which a pair knows v, ``x`` becomes ``(x - mean) / (sqrt(w / v) * norm + constant)``, with the mean of the v values
+    and the norm of their deviations: ``sqrt(w / v)`` estimates the norm of the whole block, so that ``dot`` is the
+    correlation of the v values. A block with fewer than two known dimensions is missing, unless it has only one.
+    """
+    known = ~(query.isnan().unsqueeze(-2) | key.isnan().unsqueeze(-3))
+    sizes = block_sums(torch.ones_like(query[..., :1, :].unsqueeze(-2)), n, blocks)
+    counts = block_sums(known.to(query.dtype), n, blocks)
+    present = counts >= (1 if constant is None else sizes.clamp(max=2))
+    share = (counts / sizes).clamp(min=torch.finfo(query.dtype).tiny)
+    query, key = (each.masked_fill(each.isnan(), 0.0) for each in (query, key))
+    pair = query.unsqueeze(-2), key.unsqueeze(-3)
+    if constant is not None:
+        d = query.shape[-1]
+        numbers = torch.arange(d, device=query.device) // (d // n) if blocks is None else blocks.long()
+
+        def normalized(rows: Tensor) -> Tensor:
+            mean = block_sums(rows * known, n, blocks) / counts.clamp(min=1)
+            deviation = (rows - mean[..., numbers]).masked_fill(~known, 0.0)
+            square = block_sums(deviation.square(), n, blocks) / share
+            norm = square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()  # with the gradient 0 at 0
+            return deviation / (norm + constant)[..., numbers]
+
+        pair = normalized(pair[0]), normalized(pair[1])
+    values = (_values(*pair, base, _at(widths, index)).masked_fill(~known, 0.0) for index, base in enumerate(bases))
+    return [block_sums(each, n, blocks) / share for each in values], present
+
+
 def missing_similarity(
     query: Tensor,
     key: Tensor,
@@ -221,32 +266,26 @@ def missing_similarity(
     bases: Sequence[str],
     blocks: Tensor | None = None,
     widths: Tensor | None = None,
+    constant: Tensor | None = None,
 ) -> Tensor:
     """Scores from folded weights, where NaN in the query or in the key is an unknown value.
 
-    The sum of a block is divided by the known share of its dimensions, and a block without any is missing. With
-    ``q_1 >= ... >= q_m`` the similarities of the m known blocks and u the folded weight, as a function that is constant
-    on ``(j - 1, j]``, a base contributes
+    With ``q_1 >= ... >= q_m`` the similarities of the m :func:`known_blocks` and u the folded weight, as a function
+    that is constant on ``(j - 1, j]``, a base contributes
 
         sum over r of  q_r * integral of u from (r - 1) n / m to r n / m
 
     A constant u gives ``n / m`` times the sum. Without a known block the score is -inf.
     """
     n = folded.shape[-1]
-    known = ~(query.isnan().unsqueeze(-2) | key.isnan().unsqueeze(-3))
-    share = block_sums(known.to(query.dtype), n, blocks)
-    share = share / block_sums(torch.ones_like(query[..., :1, :].unsqueeze(-2)), n, blocks)
-    present = share > 0
+    blocked, present = known_blocks(query, key, bases, n, blocks, widths, constant)
     count = present.sum(-1, keepdim=True)
-    query, key = (each.masked_fill(each.isnan(), 0.0) for each in (query, key))
     ranks = torch.arange(n + 1, device=query.device)
     place = (n * ranks / count.clamp(min=1).to(folded.dtype)).clamp(max=n)
     rank = (place.ceil().long() - 1).clamp(min=0)
     rest = place - rank
     scores = []
-    for index, base in enumerate(bases):
-        values = pair_values(query, key, base, _at(widths, index)).masked_fill(~known, 0.0)
-        values = block_sums(values, n, blocks) / share.clamp(min=torch.finfo(share.dtype).tiny)
+    for index, values in enumerate(blocked):
         values = values.masked_fill(~present, -torch.inf).sort(dim=-1, descending=True).values
         u = folded[..., index, :].unsqueeze(-2).unsqueeze(-2) if folded.ndim == 3 else folded[index]
         before = torch.nn.functional.pad(u.cumsum(-1), (1, 0)).expand(*rank.shape[:-1], n + 1)
