@@ -1,7 +1,8 @@
-"""The retrieval benchmark: the Bayes limit, the quick version, resumed runs, the paper's tables, and the ablations."""
+"""The retrieval benchmark: the Bayes limit, the quick version, resumed runs, the paper's tables, the ablations."""
 
 import re
 import sys
+from dataclasses import replace
 from itertools import combinations
 from math import comb, log
 
@@ -14,14 +15,23 @@ from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed
 from benchmarks.harness.rows import read, write
-from benchmarks.paper.figures import RETRIEVAL
+from benchmarks.paper.figures import MULTIMODAL, RETRIEVAL
 from benchmarks.paper.retrieval import __main__ as program
-from benchmarks.paper.retrieval import accuracy, report
+from benchmarks.paper.retrieval import accuracy, multimodal, report
 from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval.accuracy import bayes_accuracy, most_likely, retrieval_accuracy, retrieval_error
 from benchmarks.paper.retrieval.measure import QUICK, Size, measurements
 from benchmarks.paper.retrieval.report import FIGURE_LEVELS, FIGURE_SYSTEMS
-from benchmarks.paper.retrieval.systems import SYSTEMS, AblatedSimilarity, ReferenceSimilarity, data_folder, synthetic
+from benchmarks.paper.retrieval.systems import (
+    SYSTEMS,
+    AblatedSimilarity,
+    ReferenceSimilarity,
+    System,
+    data_folder,
+    digit_pairs,
+    synthetic,
+)
+from examples.multimodal import IMAGES, TRACES
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +125,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a reduced quick version in this process and returns its output."""
     one = retrieval.Budget(1, 8)
     size = {"synthetic": retrieval.Budget(25, 32), "figure": one, "ablations": one, "timing": one, "timed": ((8, 48),)}
-    monkeypatch.setattr(program, "QUICK", QUICK._replace(**size, patterns=(48,), queries=100))
+    monkeypatch.setattr(program, "QUICK", QUICK._replace(**size, patterns=(48,), queries=100, concepts=(48,)))
     torch.set_num_threads(1)  # more threads slow such small steps down
 
     def main(*options):
@@ -146,6 +156,63 @@ def test_the_quick_version_resumes(tmp_path, run):
     assert [row["accuracy"] for row in again] == [row["accuracy"] for row in rows]
     assert "0.123" in second
     assert [path.name for path in tmp_path.iterdir()] == ["retrieval_quick.csv"]
+
+
+@pytest.mark.full
+def test_two_phases_resume(tmp_path, run):
+    path = tmp_path / "multimodal_quick.csv"
+    first, rows = run("--table", "multimodal"), read(path)
+    found = {(row["system_1"], row["system_2"]): float(row["accuracy"]) for row in rows}
+    assert list(found) == list(MULTIMODAL)
+    assert found["M-Hop", "M-Hop"] < found["A-Hop, debias", "A-Hop, debias"]
+    for (one, two), value in found.items():
+        assert re.search(rf"^\| {one} \| {two} \| \*{{0,2}}{value:.3f}\*{{0,2}} \|$", first, flags=re.MULTILINE)
+
+    rows[0]["accuracy"] = "0.123"
+    write(path, rows[:-1])
+    assert "0.123" in run("--table", "multimodal")
+    again = read(path)
+    assert [row["accuracy"] for row in again] == [row["accuracy"] for row in rows]
+    assert [path.name for path in tmp_path.iterdir()] == ["multimodal_quick.csv"]
+
+
+@pytest.mark.parametrize("damaged", ["", "mask_1", "mask_2"])
+def test_a_query_is_right_if_both_phases_are(damaged, monkeypatch):
+    nearest = System(lambda patterns: AssociativeMemory(patterns, "dis", "argmax"))
+    monkeypatch.setitem(multimodal.MEMORIES, "M-Hop", nearest)
+    clean = dict.fromkeys(("mask_1", "noise_1", "bias_1", "mask_2", "noise_2", "bias_2"), 0.0)
+    pair = replace(multimodal.measurements(QUICK)[0], **clean)
+    assert (pair.system_1, pair.system_2) == ("M-Hop", "M-Hop")
+    pair = replace(pair, **{damaged: 1.0}) if damaged else pair
+    found = list(multimodal.accuracies([pair], 100, torch.device("cpu")))
+    assert found[0] < 0.5 if damaged else found == [1.0]
+
+
+@pytest.mark.parametrize("count", [898, 1024])
+def test_the_sides_of_a_concept_are_different_digits(count):
+    sides = digit_pairs(count, run=0)
+    assert all(side.shape == (count, 64) and side.min() == -1 and side.max() == 1 for side in sides)
+    assert all(len(side.unique(dim=0)) == count for side in sides)
+    assert not (sides[0] == sides[1]).all(-1).any()
+    shared = 2 * count - len(torch.cat(sides).unique(dim=0))
+    assert shared == max(0, 2 * count - 1797)
+    assert not torch.equal(digit_pairs(count, run=1)[0], sides[0])
+
+
+def test_two_phases_show_the_figures_of_the_paper():
+    rows = [
+        {"concepts": str(each.concepts), "system_1": each.system_1, "system_2": each.system_2, "accuracy": "0.5"}
+        for each in multimodal.measurements(Size(runs=2))
+    ]
+    shown = report.pair_table(rows).splitlines()
+    assert shown[-1].count("**0.500 ± 0.000**") == 4
+    for line, figures in zip(shown[-5:], MULTIMODAL.values(), strict=True):
+        assert [cell.strip() for cell in line.split("|")[4:-1:2]] == [f"{figure:.3f}" for figure in figures.values()]
+
+
+def test_the_levels_of_two_phases_are_those_of_the_example():
+    levels = [(each.mask, each.noise, each.bias) for each in (IMAGES, TRACES)]
+    assert levels == [multimodal.QUERY_LEVELS, multimodal.TRACE_LEVELS]
 
 
 def test_a_given_folder_must_have_mnist(tmp_path, monkeypatch):
@@ -196,11 +263,13 @@ def test_a_recall_time_is_the_median_of_several_calls(milliseconds, calls, monke
 
 
 def test_the_tables_are_those_of_the_paper():
-    """Twelve mixtures with two sizes, four columns of accuracy, five runs, and every ablation of the paper."""
+    """Twelve mixtures by two sizes, four columns of accuracy, five runs, every ablation, five pairs by four sizes."""
     tables = {name: measurements(name, Size(), images=True) for name in ("figure", "accuracy", "ablations")}
     assert len({(each.patterns, each.mask, each.noise, each.bias) for each in tables["figure"]}) == 2 * 12
     assert len({(each.data, each.noise, each.run) for each in tables["accuracy"]}) == 4 * 5
     assert {each.system for table in ("accuracy", "ablations") for each in tables[table]} >= set(RETRIEVAL)
+    pairs = multimodal.measurements(Size())
+    assert len({(each.concepts, each.system_1, each.system_2, each.run) for each in pairs}) == len(pairs) == 4 * 5 * 5
 
 
 @pytest.mark.parametrize("matrix", ["triangle", "identity", "random"])

@@ -20,6 +20,7 @@ from benchmarks.paper.images import report as images_report
 from benchmarks.paper.lookup import report as lookup_report
 from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.retrieval import measure as retrieval
+from benchmarks.paper.retrieval import multimodal
 from benchmarks.paper.retrieval import report as retrieval_report
 from benchmarks.paper.tabular import damaged as tabular_damaged
 from benchmarks.paper.tabular import report as tabular_report
@@ -44,15 +45,21 @@ def rows_of(file: str, **wanted: str) -> list[Row]:
     return [row for row in read(RESULTS / file) if wanted.items() <= row.items()]
 
 
+LEVELS = ("data", "patterns", "mask", "noise", "bias", "system")
+"""The columns of the retrieval benchmark whose values differ from one cell of a table to another."""
+
+
 def retrieval_rows(table: str) -> list[Row]:
     """Returns the rows of one table of the retrieval benchmark, from the runs in which every system was measured.
 
     They are those of the device with the most rows: figures of different devices are not compared.
     """
-    wanted = retrieval.measurements(table, retrieval.Size(), images=True)
-    devices = group(rows_of("retrieval.csv"), "device").values()
+    size, linked = retrieval.Size(), table == "multimodal"
+    wanted = multimodal.measurements(size) if linked else retrieval.measurements(table, size, images=True)
+    devices = group(rows_of("multimodal.csv" if linked else "retrieval.csv"), "device").values()
     found = max((retrieval.rows_of(wanted, rows) for rows in devices), key=len, default=[])
-    cells = group(found, "data", "patterns", "mask", "noise", "bias", "system").values()
+    columns = ("concepts", "system_1", "system_2") if linked else LEVELS
+    cells = group(found, *columns).values()
     runs = set.intersection(*({row["run"] for row in cell} for cell in cells)) if found else set()
     return [row for row in found if row["run"] in runs]
 
@@ -185,6 +192,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "retrieval-error": lambda: of_retrieval("accuracy", error),
     "ablations": lambda: of_retrieval("ablations", accuracy),
+    "multimodal": lambda: of_retrieval("multimodal", retrieval_report.pair_table),
     "mixtures": lambda: of_retrieval("figure", retrieval_report.figure_table),
     "bags": lambda: of_bags(mil_report.short_tables),
     "bags-corrupted": lambda: of_bags(mil_report.corruption_table),

@@ -29,10 +29,15 @@ MIN_VARIANCE = 1e-8
 @torch.no_grad()
 def retrieval_accuracy(memory: AssociativeMemory, index: Tensor, query: Tensor) -> float:
     """Returns the fraction of queries whose retrieved pattern is nearest to their own, the pattern ``index (n,)``."""
+    return (nearest_to_readout(memory, query) == index).double().mean().item()
+
+
+@torch.no_grad()
+def nearest_to_readout(memory: AssociativeMemory, query: Tensor) -> Tensor:
+    """Finds the index of the stored pattern nearest to the retrieved one: ``(n, d) -> (n,)``."""
     patterns = memory.patterns.to(accumulation_dtype(memory.patterns.dtype))
     chunks = torch.split(memory.retrieve(query).to(patterns), max(1, BLOCK_DISTANCES // len(patterns)))
-    nearest = torch.cat([negative_distance(chunk, patterns).argmax(-1) for chunk in chunks])
-    return (nearest == index).double().mean().item()
+    return torch.cat([negative_distance(chunk, patterns).argmax(-1) for chunk in chunks])
 
 
 @torch.no_grad()

@@ -3,10 +3,10 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.paper.retrieval import report
 from benchmarks.paper.retrieval.accuracy import bayes_accuracy, retrieval_accuracy, retrieval_error
 from benchmarks.paper.retrieval.systems import SYSTEMS, ReferenceSimilarity, mnist, synthetic
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 BIAS_KNOWN = {report.LIMIT: True, report.GUESSED: False}
 """Whether a Bayes limit is that of a known bias."""
@@ -62,6 +65,8 @@ class Size(NamedTuple):
     synthetic: Budget = Budget(600, 512)
     images: Budget = Budget(100, 256)
     ablations: Budget = Budget(300, 256)
+    concepts: tuple[int, ...] = (128, 256, 512, 1024)
+    multimodal: Budget = Budget(100, 256)
     timing: Budget = Budget(200, 512)
     timed: tuple[tuple[int, int], ...] = ((64, 2048), (128, 2048), (256, 2048), (64, 4096), (64, 8192))
 
@@ -69,7 +74,7 @@ class Size(NamedTuple):
 SMALL = Budget(25, 32)
 QUICK = Size(
     runs=1, queries=200, patterns=(96,), dim=24, figure=SMALL, synthetic=Budget(50, 64), ablations=SMALL,
-    timing=Budget(10, 32), timed=((16, 96), (24, 96)),
+    concepts=(32, 64), multimodal=SMALL, timing=Budget(10, 32), timed=((16, 96), (24, 96)),
 )  # fmt: skip
 
 
@@ -94,12 +99,11 @@ def measurements(table: str, size: Size, images: bool) -> list[Measurement]:
     return found
 
 
-def rows_of(wanted: Sequence[Measurement], rows: Sequence[Row]) -> list[Row]:
-    """Returns the stored rows of these measurements, in their order."""
-    columns = [field.name for field in fields(Measurement)]
-    stored = {tuple(row[name] for name in columns): row for row in rows}
-    keys = [tuple(str(value) for value in asdict(each).values()) for each in wanted]
-    return [stored[key] for key in keys if key in stored]
+def rows_of(wanted: Sequence["DataclassInstance"], rows: Sequence[Row]) -> list[Row]:
+    """Returns the stored rows of these measurements, all of one kind, in their order."""
+    keys = [{name: str(value) for name, value in asdict(each).items()} for each in wanted]
+    stored = {tuple(row[name] for name in keys[0]): row for row in rows} if keys else {}
+    return [stored[key] for key in (tuple(each.values()) for each in keys) if key in stored]
 
 
 def measure(wanted: Measurement, size: Size, patterns: Tensor) -> dict[str, float]:

@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, number, table
 from benchmarks.harness.rows import Row
-from benchmarks.paper.figures import RETRIEVAL, RETRIEVAL_TIMES
+from benchmarks.paper.figures import MULTIMODAL, RETRIEVAL, RETRIEVAL_TIMES
 
 LIMIT, GUESSED = "Bayes limit", "Bayes limit, bias guessed"
 REFERENCE = "reference, CPU"
@@ -85,6 +85,25 @@ def figure_table(rows: Sequence[Row]) -> str:
         means = [f"{mean(values):.3f}" if values else "" for values in found]
         body.append([*mixture, *_bold_best(systems, means)])
     return table(["patterns", "mask", "noise", "bias", *systems], body)
+
+
+def pair_table(rows: Sequence[Row]) -> str:
+    """Accuracy of each pair of memories by the number of concepts: mean and standard deviation over the runs.
+
+    The paper's figures are in columns of their own. The best pair is bold.
+    """
+    pairs, header = list(group(rows, "system_1", "system_2")), ["phase 1", "phase 2"]
+    cells, columns = group(rows, "concepts", "system_1", "system_2"), [list(side) for side in zip(*pairs, strict=True)]
+    for (concepts,) in group(rows, "concepts"):
+        found = [_values(cells.get((concepts, *pair), []), "accuracy") for pair in pairs]
+        header.append(f"N = {concepts}")
+        columns.append(bold_best([_spread(values) if values else "" for values in found]))
+        paper = [MULTIMODAL.get(pair, {}).get(int(concepts)) for pair in pairs]
+        if any(paper):
+            header.append(f"N = {concepts}, paper")
+            columns.append([f"{figure:.3f}" if figure else "" for figure in paper])
+    caption = "Accuracy for N concepts. Both sides are digits of scikit-learn; the paper does not describe its data."
+    return f"{caption}\n\n{table(header, zip(*columns, strict=True))}"
 
 
 def timing_table(rows: Sequence[Row]) -> str:

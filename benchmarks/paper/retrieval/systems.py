@@ -35,6 +35,18 @@ def mnist(folder: Path, count: int, run: int) -> Tensor:
     return pixels[chosen].float() / 127.5 - 1
 
 
+def digit_pairs(count: int, run: int) -> tuple[Tensor, Tensor]:
+    """Selects two sides of ``count`` concepts by the seed ``run``: scikit-learn's digits, ``(count, 64)`` in [-1, 1].
+
+    The sides of a concept are two different digits. Up to 898 concepts, no digit is in both sides.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = torch.tensor(load_digits().data / 8 - 1, dtype=torch.float32)
+    chosen = torch.randperm(len(digits), generator=torch.Generator().manual_seed(run))
+    return digits[chosen[:count]], digits[chosen[-count:]]
+
+
 def data_folder(given: Path | None) -> Path | None:
     """Returns the folder with MNIST, or None if it is missing.
 
