@@ -27,7 +27,7 @@ from benchmarks.paper.tabular import small_report as tabular_small_report
 from benchmarks.projects import adaptive as projects_adaptive
 from benchmarks.projects import measure as projects
 from benchmarks.projects import widths as projects_widths
-from benchmarks.robust import __main__ as robust
+from benchmarks.robust import report as robust_report
 from benchmarks.search import report as search_report
 
 DOCS = PICTURES.parent
@@ -197,7 +197,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup-bags": lambda: by_device(
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
-    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust.report),
+    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.levels),
     "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
