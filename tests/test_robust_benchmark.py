@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sklearn.metrics import pairwise
 
 from ahop_layers.memory import questions
 from benchmarks.harness import pages
@@ -108,6 +109,15 @@ def test_a_scaled_task_draws_the_same_queries():
     task = tiny("digits", None, torch.Generator().manual_seed(0))
     first, second = (each.draw(each.stored, torch.Generator().manual_seed(1)) for each in (task, task.scaled(1000.0)))
     assert torch.allclose(second, 1000 * first)
+
+
+def test_euclid_orders_patterns_as_scikit_learn_does():
+    query, stored = torch.rand(2, 30, 8, generator=torch.Generator().manual_seed(0))
+    query[torch.rand(30, 8, generator=torch.Generator().manual_seed(1)) < 0.5] = torch.nan
+    query[:, 0] = 0.5
+    score = measure.distances(query, stored, torch.ones(1), ("Euclid",))["Euclid"][0]
+    expected = pairwise.nan_euclidean_distances(query.numpy(), stored.numpy())
+    assert torch.allclose((-score).sqrt(), torch.from_numpy(expected).float(), atol=1e-5)
 
 
 def means(table, *columns):
