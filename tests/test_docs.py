@@ -33,7 +33,7 @@ QUOTED = {
     "docs/index.md": {"# ": "search"},
     "docs/search.md": {"# ": "search"},
     "docs/when-does-it-help.md": {
-        "## Where it helps": "retrieval mixtures ablations",
+        "## Where it helps": "retrieval mixtures ablations robust-ablation",
         "### Bags": "bags bags-corrupted",
         "### Vision transformers": "images images-corrupted",
         "### Tabular data": "tabular",

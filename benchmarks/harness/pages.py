@@ -28,7 +28,7 @@ from benchmarks.paper.tabular import small_report as tabular_small_report
 from benchmarks.projects import adaptive as projects_adaptive
 from benchmarks.projects import measure as projects
 from benchmarks.projects import widths as projects_widths
-from benchmarks.robust import __main__ as robust
+from benchmarks.robust import report as robust_report
 from benchmarks.search import report as search_report
 
 DOCS = PICTURES.parent
@@ -121,6 +121,11 @@ def of_retrieval(table: str, show: Show) -> str:
     return part(f"paper.retrieval --table {table} --runs {runs}", rows, show)
 
 
+def of_robust(name: str, show: Show) -> str:
+    """Returns a further table of the robustness benchmark."""
+    return by_device(f"robust --table {name}", rows_of(f"robust_{name}.csv"), show)
+
+
 ANSWERS = """\
 Each row shows a query, its clean image, and the stored image that each method answered, marked by whether its class is
 right. The network names only a class; the picture shows the first stored image of it. The last column shows which
@@ -205,7 +210,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup-bags": lambda: by_device(
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
-    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust.report),
+    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.levels),
+    "robust-missing": lambda: of_robust("missing", robust_report.missing),
+    "robust-pairs": lambda: of_robust("pairs", robust_report.pairs),
+    "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
+    "robust-scale": lambda: of_robust("scale", robust_report.scale),
     "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
@@ -238,6 +247,15 @@ DRAWN = {
         "The solid line is the accuracy after a fit to pairs, by their number on a logarithmic axis. The dotted"
         " line is the dot product, and the dashed line a fit to a described corruption. The accuracy axis does not"
         " start at zero.",
+    ),
+    "robust_pairs": Picture(
+        "Accuracy of a fitted memory against the number of given pairs, for faces and for digits, with lines for a fit"
+        " from the damage itself and for no fit",
+        lambda: rows_of("robust_pairs.csv"),
+        robust_report.draw_pairs,
+        "The solid line is the accuracy after a fit from pairs, by their number on a logarithmic axis, for faces (left)"
+        " and digits (right). The dashed line is a fit from the damage itself, and the dotted line no fit. Points are"
+        " means over the levels of damage and the splits. The accuracy axes do not start at zero.",
     ),
     "kernels": Picture(
         "Bar chart: speedup over plain PyTorch for each problem size, forward and forward + backward",

@@ -1,0 +1,184 @@
+"""What the tables measure: accuracies of baselines, and of memories before and after fits."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+import ahop_layers as ah
+from ahop_layers.memory import questions
+from ahop_layers.memory.auto import AutoSimilarity
+from ahop_layers.memory.solve import Learned, learn
+from ahop_layers.variants import as_damage
+from benchmarks.robust.tasks import Task
+
+Figures = dict[str, dict[float, float]]
+"""Accuracy by the name of a method, and by the level."""
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+QUANTILES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+BASELINES = ("L1", "Euclid", "clipped L1", "trimmed L1", "exp(-d/w)", "cosine")
+CHOICE_QUERIES = 512
+MISSING = (0.3, 0.6)
+PAIRS = (16, 32, 64, 128, 256, 512, 1024)
+FACTORS = (0.001, 1.0, 1000.0)
+ABLATION: dict[str, dict[str, Any]] = {
+    "ranks of L1": {"bases": ("l1",)},
+    "saturating bases": {"bins": 1},
+    "saturating bases, ranks": {},
+}
+"""Learned score -> what :func:`learn_part` is to learn."""
+BLOCK = {"cpu": 2**20}
+
+
+def block_scores(query: Tensor, stored: Tensor, clips: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Functions that compute the scores of the baselines ``(parameters, L, N)``, of pairs that fit into memory."""
+    difference = (query[:, None] - stored).abs()
+    known = (~difference.isnan()).float().mean(-1).clamp(min=1e-9)
+
+    def trimmed() -> Tensor:
+        ordered = difference.nan_to_num(torch.inf).sort(-1).values
+        total = pad(ordered.nan_to_num(posinf=0.0).cumsum(-1), (1, 0))
+        shares = torch.tensor(SHARES, device=query.device)[:, None, None]
+        place = (shares * (known * difference.shape[-1])).round().long().clamp(min=1)
+        return -torch.stack([total.gather(-1, at[..., None])[..., 0] for at in place]) / known
+
+    def cosine() -> Tensor:
+        first, second = (normalize(x.nan_to_num(0.0), dim=-1) for x in (query, stored))
+        return (first @ second.mT)[None]
+
+    return {
+        "L1": lambda: -difference.nansum(-1)[None] / known,
+        "Euclid": lambda: -difference.square().nansum(-1)[None] / known,
+        "clipped L1": lambda: torch.stack([-difference.clamp(max=clip).nansum(-1) / known for clip in clips]),
+        "trimmed L1": trimmed,
+        "exp(-d/w)": lambda: torch.stack([(difference / -clip).exp().nansum(-1) / known for clip in clips]),
+        "cosine": cosine,
+    }
+
+
+def distances(query: Tensor, stored: Tensor, clips: Tensor, names: Sequence[str] = BASELINES) -> dict[str, Tensor]:
+    """Scores of baselines with all their parameters, larger is better: by name ``(parameters, L, N)``."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    for part in query.split(max(1, BLOCK.get(query.device.type, 2**27) // stored.numel())):
+        scores = block_scores(part, stored, clips)
+        for name in names:
+            parts[name].append(scores[name]())
+    return {name: torch.cat(each, 1) for name, each in parts.items()}
+
+
+def baselines(
+    task: Task, asked: Mapping[float, Tensor], generator: torch.Generator, names: Sequence[str] = BASELINES
+) -> Figures:
+    """Returns the accuracy of baselines, with the parameters that are best for damaged stored patterns."""
+    scaled = task.stored / task.unit
+    first, second = torch.randint(len(scaled), (2, 256), generator=generator, device=scaled.device)
+    apart = (scaled[first] - scaled[second]).abs().flatten()
+    apart = apart[apart > 0][:100_000]
+    clips = torch.cat([apart.quantile(torch.tensor(QUANTILES).to(apart)), apart.quantile(0.02)[None] / 4])
+
+    # Parameters: damaged copies of stored patterns, which do not answer for themselves where classes are to be found.
+    index = torch.randint(len(scaled), (CHOICE_QUERIES,), generator=generator, device=scaled.device)
+    scores = distances(task.draw(task.stored[index], generator) / task.unit, scaled, clips, names)
+    best = {}
+    for name, each in scores.items():
+        if task.labels is not None:
+            each[:, torch.arange(len(index)), index] = -torch.inf
+        right = each.argmax(-1) == index if task.labels is None else task.labels[each.argmax(-1)] == task.labels[index]
+        best[name] = int(right.double().mean(-1).argmax())
+    found: Figures = {name: {} for name in names}
+    for level, query in asked.items():
+        for name, each in distances(query / task.unit, scaled, clips, names).items():
+            found[name][level] = task.accuracy(each[best[name]].argmax(-1))
+    return found
+
+
+def recall(task: Task, memory: ah.AssociativeMemory, asked: Mapping[float, Tensor]) -> dict[float, float]:
+    """Returns the accuracy of the best pattern of a memory at each level."""
+    return {level: task.accuracy(memory.recall(query)) for level, query in asked.items()}
+
+
+def learn_part(memory: ah.AssociativeMemory, task: Task, seed: int, **options: Any) -> Learned:
+    """Fits a memory to the damage with some ``bases`` only, or without ranks: ``bins=1``."""
+    generator = torch.Generator(task.stored.device).manual_seed(seed)
+    asked = questions.draw(as_damage(task.draw), task.stored, task.labels, generator)
+    learned = learn(task.stored, task.labels, asked, generator, **options)
+    cast(AutoSimilarity, memory.similarity).set_(learned)
+    return learned
+
+
+def measure_levels(task: Task, generator: torch.Generator, seed: int) -> Figures:
+    """Returns the accuracy of each method at each level, and the seconds of the fit as the level -1."""
+    asked = task.queries(generator)
+    memory = ah.AssociativeMemory(task.stored, labels=task.labels)
+    found = {"not fitted": recall(task, memory, asked)}
+    began = time.perf_counter()
+    memory.fit(task.draw, seed=seed)
+    if task.stored.is_cuda:
+        torch.cuda.synchronize()
+    found["fitted"] = {-1.0: time.perf_counter() - began}
+    found["fitted"] |= recall(task, memory, asked)
+    if task.labels is not None:
+        found["fitted, by class"] = {
+            level: (memory.classify(query) == task.target).double().mean().item() for level, query in asked.items()
+        }
+    learn_part(memory, task, seed, bins=1)
+    found["fitted, not sorted"] = recall(task, memory, asked)
+    return found | baselines(task, asked, generator)
+
+
+def measure_missing(task: Task, generator: torch.Generator, seed: int) -> Figures:
+    """Returns the accuracy with missing values, and with no other damage than that of the level 0."""
+    lowest = torch.zeros(len(task.asked), 1).to(task.asked)
+    query = task.damage(task.asked, lowest, generator) if 0.0 in task.levels else task.asked
+    asked = {share: ah.variants.Missing(share).corrupt(query, generator) for share in MISSING}
+    memory = ah.AssociativeMemory(task.stored, labels=task.labels)
+    found = {"not fitted": recall(task, memory, asked)}
+    memory.fit(seed=seed)
+    found["fitted"] = recall(task, memory, asked)
+    return found | baselines(task, asked, generator, ("L1", "Euclid"))
+
+
+def measure_pairs(task: Task, generator: torch.Generator, seed: int) -> Figures:
+    """Returns the mean accuracy over all levels: by the number of given pairs, without a fit, and with the damage."""
+    asked = task.queries(generator)
+    target, query = task.pairs(max(PAIRS), generator)
+    fits: dict[tuple[str, int], Any] = {("not fitted", 0): None, ("damage", 0): task.draw}
+    fits |= {("pairs", count): (target[:count], query[:count]) for count in PAIRS}
+    found: Figures = {}
+    for (method, count), data in fits.items():
+        memory = ah.AssociativeMemory(task.stored, labels=task.labels)
+        if data is not None:
+            memory.fit(data, seed=seed)
+        found.setdefault(method, {})[count] = mean(recall(task, memory, asked).values())
+    return found
+
+
+def measure_ablation(task: Task, generator: torch.Generator, seed: int) -> Figures:
+    """Returns the accuracy at each level of L1, of trimmed L1, and of parts of the learned similarity.
+
+    The level -1 says whether a fit added the dot product.
+    """
+    asked = task.queries(generator)
+    found = baselines(task, asked, generator, ("L1", "trimmed L1"))
+    for method, options in ABLATION.items():
+        memory = ah.AssociativeMemory(task.stored, labels=task.labels)
+        learned = learn_part(memory, task, seed, **options)
+        found[method] = {-1.0: float("dot" in learned.bases), **recall(task, memory, asked)}
+    return found
+
+
+def measure_scale(task: Task, generator: torch.Generator, seed: int) -> Figures:
+    """Returns the mean accuracy over all levels after a fit, by the factor of all values."""
+    asked, found = task.queries(generator), {}
+    for factor in FACTORS:
+        scaled = task.scaled(factor)
+        memory = ah.AssociativeMemory(scaled.stored, labels=task.labels)
+        memory.fit(scaled.draw, seed=seed)
+        queries = {level: factor * query for level, query in asked.items()}
+        found[factor] = mean(recall(task, memory, queries).values())
+    return {"fitted": found}

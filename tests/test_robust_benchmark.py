@@ -1,0 +1,152 @@
+"""The benchmark of robust search: every table runs on a small task, resumes, and shows its rows."""
+
+import pytest
+import torch
+from sklearn.metrics import pairwise
+
+from ahop_layers.memory import questions
+from benchmarks.harness import pages
+from benchmarks.harness.report import group
+from benchmarks.harness.rows import read
+from benchmarks.robust import __main__ as robust
+from benchmarks.robust import measure, report, tasks
+
+pytestmark = pytest.mark.slow
+
+
+def tiny(name, folder, generator):
+    """A task of 40 patterns with 12 dimensions, with classes if it is that of faces."""
+    rows = torch.rand(120, 12, generator=generator)
+    labels = torch.arange(120) % 10
+    damage = tasks.replace(torch.zeros(()), torch.ones(()))
+    if name != "faces16":
+        return tasks.Task(rows[:40], None, rows[:40], torch.arange(40), damage, (0.0, 0.5), 0.5)
+    rows = rows[labels] + 0.05 * rows
+    return tasks.Task(rows[:40], labels[:40], rows[40:80], labels[40:80], damage, (0.0, 0.5), 0.5)._replace(
+        spare=rows[80:], spare_labels=labels[80:]
+    )
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Measures a table of small tasks; returns its rows and what it printed."""
+
+    def run(table, *data):
+        monkeypatch.setattr(robust, "make_task", tiny)
+        monkeypatch.setattr(measure, "PAIRS", (16,))
+        for name in ("QUERIES", "MOST_QUERIES"):
+            monkeypatch.setattr(questions, name, 64)
+        output = tmp_path / f"{table}.csv"
+        robust.main(["--table", table, "--data", *data, "--splits", "1", "--output", str(output)])
+        return read(output), capsys.readouterr().out
+
+    return run
+
+
+def values(rows):
+    return {(row["data"], row["method"], row["level"]): float(row["value"]) for row in rows}
+
+
+def test_levels(run):
+    rows, shown = run("levels", "faces16")
+    assert {row["method"] for row in rows} == {*report.METHODS}
+    assert values(rows)["faces16", "fitted", "-1.0"] > 0
+    assert "faces16, split 1 of 1: " in shown
+    assert "person: accuracy by the level of damage, 1 split; fitted in " in shown
+    again, shown = run("levels", "faces16")
+    assert again == rows
+    assert "split 1 of 1: " not in shown  # nothing was missing
+
+
+def test_missing(run):
+    rows, shown = run("missing", "digits")
+    found = values(rows)
+    assert len(found) == 8
+    assert found["digits", "fitted", "0.3"] == found["digits", "L1", "0.3"] == 1.0
+    assert "| scikit-learn's digits, pattern | 60 % | " in shown
+    assert "The smallest lead of *fitted* is " in shown
+
+
+def test_pairs(run, tmp_path):
+    rows, shown = run("pairs", "faces16", "digits")
+    methods = [(row["method"], row["level"]) for row in rows if row["data"] == "faces16"]
+    assert methods == [("not fitted", "0"), ("damage", "0"), ("pairs", "16")]
+    assert all(0.3 < value <= 1 for value in values(rows).values())
+    lines = [line.split(" | ")[0] for line in shown.splitlines() if line.startswith("| ")]
+    assert lines == ["| pairs", "| ---", "| none: not fitted", "| 16", "| none: the damage itself"]
+    assert (tmp_path / "pairs.png").stat().st_size > 5_000
+
+
+def test_ablation(run):
+    rows, shown = run("ablation", "digits")
+    assert [method for (method,) in group(rows, "method")] == [*report.ABLATION]
+    assert all(f"| {name} | " in shown for name in report.ABLATION.values())
+    without = [{**row, "value": "0"} if row["level"] == "-1.0" else row for row in rows]
+    added = [{**row, "value": "1"} if row["level"] == "-1.0" else row for row in rows]
+    assert "†" not in report.ablation(without)
+    assert report.ablation(added).count("†") == 1 + len(measure.ABLATION)
+
+
+def test_scale(run):
+    rows, shown = run("scale", "digits")
+    assert [row["level"] for row in rows] == ["0.001", "1.0", "1000.0"]
+    assert max(values(rows).values()) - min(values(rows).values()) < 0.03  # one query of 40 is 0.025
+    assert "| factor | 0.001 | 1 | 1000 |" in shown
+
+
+def test_pairs_of_classes_are_made_of_images_that_are_neither_stored_nor_asked():
+    task = tiny("faces16", None, torch.Generator().manual_seed(0))._replace(highest=0.0)
+    target, query = task.pairs(64, torch.Generator().manual_seed(1))
+    same = (query[:, None] == task.spare).all(-1)
+    assert same.any(-1).all()
+    assert torch.equal(task.spare_labels[same.float().argmax(-1)], target)
+    index, query = tiny("digits", None, torch.Generator()).pairs(8, torch.Generator())
+    assert index.max() < 40
+    assert query.shape == (8, 12)
+
+
+def test_a_scaled_task_draws_the_same_queries():
+    task = tiny("digits", None, torch.Generator().manual_seed(0))
+    first, second = (each.draw(each.stored, torch.Generator().manual_seed(1)) for each in (task, task.scaled(1000.0)))
+    assert torch.allclose(second, 1000 * first)
+
+
+def test_euclid_orders_patterns_as_scikit_learn_does():
+    query, stored = torch.rand(2, 30, 8, generator=torch.Generator().manual_seed(0))
+    query[torch.rand(30, 8, generator=torch.Generator().manual_seed(1)) < 0.5] = torch.nan
+    query[:, 0] = 0.5
+    score = measure.distances(query, stored, torch.ones(1), ("Euclid",))["Euclid"][0]
+    expected = pairwise.nan_euclidean_distances(query.numpy(), stored.numpy())
+    assert torch.allclose((-score).sqrt(), torch.from_numpy(expected).float(), atol=1e-5)
+
+
+def means(table, *columns):
+    """Means of the stored accuracies by the values of some columns."""
+    rows = [row for row in pages.rows_of(f"robust_{table}.csv") if float(row["level"]) >= 0]
+    if not rows:
+        pytest.skip("not measured yet")
+    found = group(rows, *columns)
+    return {key: sum(float(row["value"]) for row in mine) / len(mine) for key, mine in found.items()}
+
+
+def test_stored_accuracy_with_missing_values_is_not_below_that_of_baselines():
+    found = means("missing", "device", "data", "level", "method")
+    for device, data, level, _ in found:
+        baseline, euclid, fitted = (found[device, data, level, method] for method in ("L1", "Euclid", "fitted"))
+        assert fitted >= baseline - 0.01, (device, data, level)
+        assert fitted >= euclid, (device, data, level)
+
+
+def test_stored_ablation_is_what_the_page_says():
+    found = means("ablation", "data", "method")
+    default, plain, ranks = "saturating bases, ranks", "saturating bases", "ranks of L1"
+    for data in ("faces16", "digits"):
+        assert found[data, plain] > max(found[data, method] for method in ("L1", "trimmed L1", ranks)), data
+    assert found["embeddings", ranks] > found["embeddings", plain]
+    for data, method in found:
+        assert found[data, default] > found[data, method] - 0.01, (data, method)
+
+
+def test_stored_accuracy_does_not_depend_on_the_scale():
+    found = means("scale", "device", "data", "level")
+    assert max(found.values()) - min(found.values()) <= 0.002
