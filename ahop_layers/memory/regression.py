@@ -72,6 +72,11 @@ class Problem(NamedTuple):
         """Returns the scores of the candidates ``(L, C)`` with weights of features ``(f,)``."""
         return self.features @ weight.to(self.features)
 
+    def losses(self, score: Tensor) -> Tensor:
+        """Returns the negative log-likelihood of the right candidates of each query ``(L,)``."""
+        logits = score + self.offset
+        return logits.logsumexp(1) - logits[:, : self.right].logsumexp(1)
+
     def correct(self, weights: Sequence[Tensor]) -> Tensor:
         """Returns whether the best candidate of each query is right, for each of several weights: ``(weights, L)``."""
         return torch.stack([self.is_right(self.scores(weight.flatten())) for weight in weights])
@@ -91,8 +96,7 @@ class Problem(NamedTuple):
         unit = deviation if deviation > 0 else torch.ones_like(deviation)
         losses = {}
         for factor in (2 ** (k / 2) for k in range(-4, 15)):
-            logits = factor / unit * score + self.offset
-            losses[factor] = (logits.logsumexp(1) - logits[:, : self.right].logsumexp(1)).mean().item()
+            losses[factor] = self.losses(factor / unit * score).mean().item()
         best = min(losses, key=losses.__getitem__)
         return unit.item() / best, losses[best]
 
@@ -167,8 +171,13 @@ def solutions(problem: Problem, starts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def trial_loss(problem: Problem) -> float:
-    """Returns the log-likelihood loss of every second query after a solution for the others: do the features suit?"""
+    """Returns the expected error of each half of the queries after a solution for the other: do the features suit?
+
+    Unlike the log-likelihood, it is not dominated by the few queries that are hopeless.
+    """
     problem, _ = problem.scaled()
-    fitted, held = (problem.rows(slice(start, None, 2)) for start in range(2))
-    weight, _ = calibrated(fitted, problem.means())
-    return held.objective(solve(fitted, weight, False, fitted.penalty()), False)[0].item()
+    halves, losses = [problem.rows(slice(start, None, 2)) for start in range(2)], []
+    for fitted, held in (halves, halves[::-1]):
+        weight, _ = calibrated(fitted, problem.means())
+        losses.append(held.losses(held.scores(solve(fitted, weight, False, fitted.penalty()))))
+    return -torch.cat(losses).neg().expm1().mean().item()

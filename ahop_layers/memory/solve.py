@@ -35,8 +35,8 @@ OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
 CLIPS = (0.05, 0.2, 0.5)
 """Quantiles at which the differences of clipped L1 are clipped."""
 
-TRIAL, TRIAL_CANDIDATES, GAIN = 256, 96, 0.95
-"""Units of each dimension, and optional bases, must lower the loss of so many queries to this fraction."""
+TRIAL, TRIAL_CANDIDATES, GAIN, UNITS_GAIN = 256, 96, 0.95, 0.8
+"""Optional bases, and units of each dimension, must lower the loss of so many queries to these fractions."""
 
 AVAILABLE = ("L1", "trimmed L1", "Euclid", "dot product", "near")
 """Baselines that may be the result. The others are only reported: no kernel computes them."""
@@ -215,7 +215,7 @@ def learn(
     # Units of each dimension and products cost time in every search, so they have to pay.
     own, loss = units(differences(patterns)), try_out(None, bases)
     own_loss = try_out(own, bases)
-    unit, loss = (own, own_loss) if own_loss < GAIN * loss else (None, loss)
+    unit, loss = (own, own_loss) if own_loss < UNITS_GAIN * loss else (None, loss)
     more = (*bases, *(base for base in OPTIONAL if base not in bases))
     if try_out(unit, more) < GAIN * loss:
         bases = more
