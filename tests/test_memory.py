@@ -540,7 +540,7 @@ def test_a_fit_of_non_finite_values_or_with_a_bad_argument_keeps_the_bias():
         memory.fit(Biased(0.5), lr=0, progress=False)
     unchecked = AssociativeMemory.preset("A-Hop", broken, debias=True, check=False)
     with pytest.raises(AHopError, match=r"by step 0 with lr=0\.05"):  # at the first look
-        unchecked.fit(Noisy(0.1), progress=False)
+        unchecked.fit(Noisy(0.1), epochs=200, progress=False)
     assert not memory.similarity.bias.any()
     assert not unchecked.similarity.bias.any()
 

@@ -294,8 +294,13 @@ def test_the_reference_trains_equally():
     torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_fixed_samples_take_the_same_number_of_steps(monkeypatch):
-    system, steps, fit = SYSTEMS["dis, dot, 512 samples"], [], AssociativeMemory.fit
-    monkeypatch.setattr(AssociativeMemory, "fit", lambda *args, **options: steps.append(len(fit(*args, **options))))
-    system.fitted(synthetic(30, 8, 0), Mixed(0.3, 0.2, 0.3), steps=20, batch=128, run=0)
-    assert steps == [20]
+def test_fixed_samples_are_those_of_a_run(monkeypatch):
+    data = []
+    monkeypatch.setattr(AssociativeMemory, "fit", lambda memory, pairs, **options: data.append((*pairs, options)))
+    for run in (0, 0, 1):
+        SYSTEMS["dis, dot, 512 samples"].fitted(synthetic(30, 8, 0), Mixed(0.3, 0.2, 0.3), steps=0, batch=0, run=run)
+    (index, query, options), again, other = data
+    assert query.shape == (512, 8)
+    assert options == {"seed": 0}
+    assert torch.equal(query, again[1])
+    assert not torch.equal(index, other[0])

@@ -14,6 +14,9 @@ STEPS, HISTORY, HALVINGS, TOLERANCE = 80, 20, 20, 1e-6
 PENALTY, MEAN_PENALTY, ENOUGH = 1e-3, 1e-6, 512
 """Penalties of the weights of rank bins and of the means over all ranks, for so many queries or more."""
 
+FLOOR = 0.1
+"""A bounded loss is that of the probability of the right candidates plus this: it counts hopeless queries little."""
+
 
 class Problem(NamedTuple):
     """Candidates of queries: features ``(L, C, f)``, log weights ``(L, C)``; the first ``right`` candidates are right.
@@ -55,18 +58,19 @@ class Problem(NamedTuple):
         means = self.means()
         return max(1.0, ENOUGH / len(self.offset)) * (MEAN_PENALTY * means + PENALTY * (1 - means))
 
-    def objective(self, weight: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
-        """Returns the mean loss and its gradient: the negative log-likelihood, or the expected error if ``smooth``."""
+    def objective(self, weight: Tensor, bounded: bool) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss and its gradient: the negative log-likelihood, or one ``bounded`` by FLOOR."""
         flat = self.features.flatten(0, 1)
         score = (flat @ weight).view(self.offset.shape) + self.offset
         total, right = score.logsumexp(1, keepdim=True), score[:, : self.right].logsumexp(1, keepdim=True)
         slope = (score - total).exp_()
         slope[:, : self.right] -= (score[:, : self.right] - right).exp_()
-        log_p = right - total
-        if smooth:
-            slope *= log_p.exp()
-            log_p = log_p.expm1()
-        return -log_p.mean(), slope.flatten() @ flat / len(score)
+        loss = total - right
+        if bounded:
+            p = (right - total).exp()
+            slope *= p / (p + FLOOR)
+            loss = -((p + FLOOR) / (1 + FLOOR)).log()
+        return loss.mean(), slope.flatten() @ flat / len(score)
 
     def scores(self, weight: Tensor) -> Tensor:
         """Returns the scores of the candidates ``(L, C)`` with weights of features ``(f,)``."""
@@ -101,7 +105,7 @@ class Problem(NamedTuple):
         return unit.item() / best, losses[best]
 
 
-def solve(problem: Problem, start: Tensor, smooth: bool, penalty: Tensor) -> Tensor:
+def solve(problem: Problem, start: Tensor, bounded: bool, penalty: Tensor) -> Tensor:
     """Minimizes the objective plus ``penalty . weight**2`` by L-BFGS from ``start (f,)``, on scaled features.
 
     Steps are halved until the loss falls. The optimizer of PyTorch would do as well, but imports its compiler, which
@@ -109,7 +113,7 @@ def solve(problem: Problem, start: Tensor, smooth: bool, penalty: Tensor) -> Ten
     """
 
     def loss(weight: Tensor) -> tuple[float, Tensor]:
-        value, gradient = problem.objective(weight, smooth)
+        value, gradient = problem.objective(weight, bounded)
         return (value + penalty @ weight.square()).item(), gradient + 2 * penalty * weight
 
     weight, (value, gradient) = start, loss(start)
@@ -160,7 +164,7 @@ def calibrated(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
 
 
 def solutions(problem: Problem, starts: Sequence[Tensor]) -> list[Tensor]:
-    """Solves from the best of several starts ``(f,)``: for the expected accuracy, and for the likelihood alone."""
+    """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone."""
     problem, deviation = problem.scaled()
     unit = deviation.masked_fill(deviation.isinf(), 0.0)
     scaled = [problem.means(), *(unit * start.to(unit) for start in starts)]

@@ -129,29 +129,35 @@ class System:
     Attributes:
         build: makes the memory of some patterns.
         lr: learning rate; 0 for a memory that is not trained.
+        solved: the weights are solved for, not trained.
         samples: number of fixed training queries; 0 to draw new queries in each step.
     """
 
     build: Build
     lr: float = 0.0
     samples: int = 0
+    solved: bool = False
 
     def fitted(self, patterns: Tensor, variant: Mixed, steps: int, batch: int, run: int) -> AssociativeMemory:
-        """Returns the memory of these patterns after ``steps`` training steps."""
+        """Returns the memory of these patterns, solved for or after ``steps`` training steps."""
         torch.manual_seed(run)
         memory = self.build(patterns)
         data: Any = variant
         if self.samples:
             data = variant.sample(patterns, self.samples, torch.Generator(patterns.device).manual_seed(run))
-            batch = min(batch, self.samples)
-            steps = max(1, steps * batch // self.samples)  # the same number of steps, several per epoch
-        if self.lr:
+        if self.solved:
+            memory.fit(data, seed=run)
+        elif self.lr:
             memory.fit(data, epochs=steps, lr=self.lr, batch=batch, progress=False, seed=run)
         return memory
 
 
-def _preset(name: str, lr: float = 0.0, samples: int = 0, **keywords: Any) -> System:
-    return System(partial(AssociativeMemory.preset, name, **keywords), lr, samples)
+def _preset(name: str, lr: float = 0.0, **keywords: Any) -> System:
+    return System(partial(AssociativeMemory.preset, name, **keywords), lr)
+
+
+def _solved(samples: int = 0, **keywords: Any) -> System:
+    return System(partial(AssociativeMemory.preset, "A-Hop", **keywords), samples=samples, solved=True)
 
 
 def _similarity(kind: Callable[..., nn.Module], lr: float, **keywords: Any) -> System:
@@ -168,8 +174,8 @@ SYSTEMS = {
     "K-Hop": _preset("K-Hop", lr=0.001),
     "K2-Hop": _preset("K2-Hop", lr=0.001),
     "MLP": _similarity(Perceptron, lr=0.001),
-    "A-Hop": _preset("A-Hop", lr=0.05),
-    "A-Hop, debias": _preset("A-Hop", lr=0.05, debias=True),
+    "A-Hop": _solved(),
+    "A-Hop, debias": _solved(debias=True),
     "A-Hop, debias, table": _preset("A-Hop", lr=0.05, debias=True, table=True),
     "table alone, debias": _similarity(_table, lr=0.05),
     "unsorted": _similarity(AblatedSimilarity, lr=0.02, matrix="identity", in_order=False),
@@ -180,7 +186,7 @@ SYSTEMS = {
     "sorted, U learned triangle": _similarity(AblatedSimilarity, lr=0.005, learn_matrix=True),
     "sorted, U learned identity": _similarity(AblatedSimilarity, lr=0.005, matrix="identity", learn_matrix=True),
     "sorted, U learned random": _similarity(AblatedSimilarity, lr=0.005, matrix="random", learn_matrix=True),
-    "dot only": _preset("A-Hop", lr=0.05, debias=True, bases=("dot",)),
-    "dis only": _preset("A-Hop", lr=0.05, debias=True, bases=("dis",), init="dis"),
-    "dis, dot, 512 samples": _preset("A-Hop", lr=0.05, samples=512, debias=True),
+    "dot only": _solved(debias=True, bases=("dot",)),
+    "dis only": _solved(debias=True, bases=("dis",), init="dis"),
+    "dis, dot, 512 samples": _solved(samples=512, debias=True),
 }
