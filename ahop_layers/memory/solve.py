@@ -1,12 +1,12 @@
 """Learning a robust similarity by solving a small regression, without a learning rate, epochs or batches.
 
 A score is linear in its weights. With the default similarity, the absolute differences of a query and a pattern are
-sorted; every base that is monotone in the difference is evaluated on the sorted values, so all bases share one sort. The
-values of a base are averaged over all ranks, and over bins of ranks whose widths grow geometrically. The weights of these
-features are found by softmax regression on damaged copies of the stored patterns with L-BFGS, by the log-likelihood
-first and then by a bounded one, which counts hopeless queries little. Weights of bins are penalized, so that a score
-depends on ranks only where this pays, and are expanded to ranks afterwards. A given similarity is solved in the same
-way, from its own bases and blocks.
+sorted, and every base that is monotone in the difference is evaluated on the sorted values, so all bases share one
+sort. The values of a base are averaged over all ranks, and over bins of ranks whose widths grow geometrically. The
+weights of these features are found by softmax regression on damaged copies of the stored patterns with L-BFGS, by the
+log-likelihood first and then by a bounded one, which counts hopeless queries little. Weights of bins are penalized, so
+that a score depends on ranks only where this pays, and are expanded to ranks afterwards. A given similarity is solved
+in the same way, from its own bases and blocks.
 
 A dimension that is NaN in the query or in the pattern takes no part: the sorted similarities of the m known dimensions,
 as a step function, are stretched to d ranks.
