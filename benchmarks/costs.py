@@ -1,8 +1,11 @@
 """Time and peak memory of single features.
 
-To run: python -m benchmarks.costs recall|mil|tabular [--device cuda] [--help]
+To run: python -m benchmarks.costs recall|fit|near|mil|tabular [--device cuda] [--help]
 
 - ``recall``: recall of 64 queries from a million patterns with 64 dimensions. The memory excludes the patterns.
+- ``fit``: a fit of a memory with default arguments, after a first one that loads the kernels.
+- ``near``: scores by one saturating base, by L1 with five of them, and by one base with 30 % of the query's values
+  missing; and a search with default arguments before and after a fit: each as a ratio to L1.
 - ``mil``: forward and backward of the pooling of one bag of 100,000 instances with 512 features. The memory excludes
   the instances and the model, and includes the gradients of all parameters.
 - ``tabular``: a fit of the tabular classifier on Adult, and the prediction of 100,000 rows. The memory excludes the
@@ -22,6 +25,7 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.tabular import AdaptiveMemoryClassifier
+from ahop_layers.variants import Replaced
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
 from benchmarks.harness.memory import Result, in_own_process, peak, reset_peak
 from benchmarks.paper.tabular.data import files_of, load
@@ -56,6 +60,53 @@ def recall_cost(patterns: int, dim: int, queries: int, device: str) -> tuple[flo
     if not torch.equal(found, torch.arange(queries)):
         raise RuntimeError("expected every query to retrieve its pattern, got other patterns")
     return seconds, most
+
+
+def solve_cost(patterns: int, dim: int, device: str) -> float:
+    """Returns the seconds of a fit."""
+    stored = torch.rand(patterns, dim, generator=torch.Generator().manual_seed(0)).to(device)
+    ah.AssociativeMemory(stored[:200]).fit(Replaced((0.0, 0.9)))  # loads the kernels
+    start = time.perf_counter()
+    ah.AssociativeMemory(stored).fit(Replaced((0.0, 0.9)))
+    return time.perf_counter() - start
+
+
+def best_seconds(call: Callable[[], torch.Tensor], device: str) -> float:
+    """Returns the shortest time of seven calls."""
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        call().sum().item()  # waits for a GPU
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def near_cost(patterns: int, dim: int, queries: int, device: str) -> dict[str, float]:
+    """Returns the times of scores and searches as ratios to those of L1."""
+    torch.manual_seed(0)
+    key, query = torch.rand(patterns, dim, device=device), torch.rand(queries, dim, device=device)
+    holes = query.masked_fill(torch.rand_like(query) < 0.3, torch.nan)
+    weight, widths = torch.rand(6, dim, device=device), torch.full((6,), 0.1, device=device)
+
+    def scores(*bases: str, missing: bool = False) -> Callable[[], torch.Tensor]:
+        rows, n = holes if missing else query, len(bases)
+        return lambda: ah.adaptive_similarity(rows, key, weight[:n], bases, widths=widths[:n], missing=missing)
+
+    one = scores("l1")
+    calls = {
+        "near": scores("near"),
+        "l1 and five near": scores("l1", *5 * ("near",)),
+        "l1, missing": scores("l1", missing=True),
+    }
+    similarity = ah.AdaptiveSimilarity(dim, bases=("l1",), init=weight[:1]).to(device)
+    memory, plain = ah.AssociativeMemory(key), ah.AssociativeMemory(key, similarity)
+    base = best_seconds(one, device)
+    found = {name: best_seconds(call, device) / base for name, call in calls.items()}
+    base = best_seconds(lambda: plain.search(query)[0], device)
+    found["search before a fit"] = best_seconds(lambda: memory.search(query)[0], device) / base
+    memory.fit(Replaced((0.0, 0.9)))
+    found["search after a fit"] = best_seconds(lambda: memory.search(query)[0], device) / base
+    return found
 
 
 def pooling_cost(instances: int, features: int, heads: int, embed: int, device: str) -> tuple[float, int]:
@@ -100,6 +151,19 @@ def recall(options: argparse.Namespace) -> None:
     print(f"{size}: {seconds:.2f} s, {most / 1e6:.0f} MB in addition to the patterns")
 
 
+def fit(options: argparse.Namespace) -> None:
+    """Measures and prints a fit."""
+    seconds = in_own_process(solve_cost, options.patterns, options.dim, options.device)
+    print(f"fit, {options.patterns:,} patterns of {options.dim}, {options.device}: {seconds:.2f} s")
+
+
+def near(options: argparse.Namespace) -> None:
+    """Measures and prints the ratios of saturating bases."""
+    ratios = in_own_process(near_cost, options.patterns, options.dim, options.queries, options.device)
+    text = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    print(f"time as a ratio to L1, {options.patterns:,} patterns of {options.dim}, {options.device}: {text}")
+
+
 def mil(options: argparse.Namespace) -> None:
     """Measures and prints the pooling of a bag."""
     sizes = (options.instances, options.features, options.heads, options.embed)
@@ -122,7 +186,7 @@ def tabular(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints the costs of one feature."""
     parser = make_parser("costs", __doc__)
-    commands = parser.add_subparsers(required=True, metavar="recall|mil|tabular")
+    commands = parser.add_subparsers(required=True, metavar="recall|fit|near|mil|tabular")
 
     def command(measure: Callable[[argparse.Namespace], None], text: str, **defaults: int) -> argparse.ArgumentParser:
         added = commands.add_parser(measure.__name__, help=text, description=f"Measures {text}.")
@@ -133,6 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return added
 
     command(recall, "the recall of an associative memory", patterns=1_000_000, dim=64, queries=64)
+    command(fit, "a fit of an associative memory", patterns=1000, dim=256)
+    command(near, "saturating bases, missing values and the default similarity", patterns=4096, dim=256, queries=256)
     command(mil, "the pooling of one large bag", instances=100_000, features=512, heads=8, embed=0)
     add_data_dir(command(tabular, "the tabular classifier"), "tabular/")
     options = parser.parse_args(arguments)

@@ -12,7 +12,7 @@ from ahop_layers.memory.ranks import rows_at_once
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.widths import differences, quantiles
 
-CANDIDATES = 256
+CANDIDATES = 128
 """Number of patterns that a query is compared with: some right ones, the hardest wrong ones, and random ones."""
 
 RIGHT, RANDOM = 8, 4

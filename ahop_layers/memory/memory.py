@@ -295,8 +295,7 @@ class AssociativeMemory(ScoredPatterns):
         if isinstance(damage, Variant):
             stored, own = origins[kept], None if labels is None else labels[kept]
             damage = damage.bind(stored)
-            more = 1 if isinstance(similarity, AutoSimilarity) else 2  # a given similarity has fewer features
-            asked = questions.draw(damage, stored, own, generator, more)
+            asked = questions.draw(damage, stored, own, generator)
         else:
             if self.shard is not None:
                 self.shard.check_equal("data", *(torch.as_tensor(each) for each in damage))
@@ -316,7 +315,7 @@ class AssociativeMemory(ScoredPatterns):
         with unchanged_on_error(self, self.patterns):
             bias = self._bias()
             if bias is not None:
-                estimate_bias(bias, damage, origins, questions.MOST_QUERIES, generator)
+                estimate_bias(bias, damage, origins, questions.QUERIES, generator)
             if isinstance(similarity, AutoSimilarity):
                 learned = learn(stored, own, asked, generator)
                 similarity.set_(learned)

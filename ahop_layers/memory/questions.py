@@ -9,7 +9,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.memory.batches import Pairs
 from ahop_layers.variants import Missing, Replaced, Variant
 
-QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 512, 1024, 2**16
+QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 1024, 2048, 2**17
 """Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
 
 MOST = 0.9
@@ -76,10 +76,8 @@ class Anything(Variant):
         return query
 
 
-def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator, more: int = 1) -> Questions:
+def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
     """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``, as many for the fit as held out.
-
-    There are ``more`` times as many as for the default similarity.
 
     One in SPARED of them is damaged in part, between not at all and fully: a similarity that was learned from strong
     noise alone can fail without noise.
@@ -87,7 +85,7 @@ def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Ge
     Raises:
         AHopError: the damage returns infinity, or no query with a known value.
     """
-    count = more * max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
+    count = max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
     origin = torch.randint(len(patterns), (2 * count,), generator=generator, device=patterns.device)
     intact = patterns[origin]
     query = damage.bind(patterns).corrupt(intact, generator)

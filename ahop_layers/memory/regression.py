@@ -14,7 +14,7 @@ STEPS, HISTORY, HALVINGS, TOLERANCE = 80, 20, 20, 1e-6
 PENALTY, MEAN_PENALTY, ENOUGH = 1e-3, 1e-6, 512
 """Penalties of the weights of rank bins and of the means over all ranks, for so many queries or more."""
 
-FLOOR = 0.1
+FLOOR = 0.05
 """A bounded loss is that of the probability of the right candidates plus this: it counts hopeless queries little."""
 
 

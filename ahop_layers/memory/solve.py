@@ -263,7 +263,7 @@ def solve_weights(
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
     unbiased = asked._replace(query=similarity.unbiased(asked.query))
-    queries = find_candidates(unbiased, patterns, labels, generator, CANDIDATES // 2)
+    queries = find_candidates(unbiased, patterns, labels, generator, CANDIDATES)
     queries = queries._replace(query=asked.query[queries.usable])
     fitted, rest = _held_out(queries, asked)
 
