@@ -199,12 +199,16 @@ class AssociativeMemory(ScoredPatterns):
     ) -> Report | Tensor:
         """Learn the similarity from damaged queries.
 
-        With ``similarity="auto"`` the score is linear in its weights, and learning them is a small regression that is
-        solved in seconds, without epochs or a learning rate: see :mod:`ahop_layers.memory.solve`. The widths, the units
-        of dimensions and the inverse temperature :attr:`beta` are set as well; :meth:`add` keeps all of them. If a
-        simple score such as L1 is better on held-out queries, it is the result.
+        With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
+        linear in its weights, and learning them is a small regression that is solved in seconds, without epochs or a
+        learning rate: see :mod:`ahop_layers.memory.solve`. The inverse temperature :attr:`beta` is set as well, and for
+        ``"auto"`` the widths and the units of dimensions; :meth:`add` keeps all of them. If a simple score such as L1
+        is better on held-out queries, it is the result of ``"auto"``; other similarities then keep their weights. A
+        bias of zero is first set to its least-squares estimate. A prior is the frequency of the patterns, or classes,
+        in given pairs.
 
-        All other similarities, kernels and priors are trained by gradients. The loss is the negative log-likelihood of
+        Kernels, tables, parameters that are partly frozen and other modules are trained by gradients, and so is an
+        :class:`~ahop_layers.AdaptiveSimilarity` if ``epochs``, ``lr`` or ``batch`` is given. The loss is the negative log-likelihood of
         the pattern that a query was made from, as in the paper. It uses the softmax of the scores for every separation,
         because the logarithm of a sparse weight can be infinite. A bias of zero is first initialized to its
         least-squares estimate, and the inverse temperature to the one of the smallest loss. Steps are relative to the
@@ -219,7 +223,7 @@ class AssociativeMemory(ScoredPatterns):
             damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
                 ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.variants`). Or
                 pairs ``(index (n,), query (n, d))`` of queries and the patterns they belong to, tensors or NumPy
-                arrays. None, for ``similarity="auto"``, assumes that any share of the values, from none to most, may be
+                arrays. None, where the weights are solved for, assumes that any share of the values, from none to most, may be
                 replaced or missing, and that the others may have a little noise. K-Hop needs no damage.
             epochs: number of epochs of the training, by default 200. Each draws ``batch`` queries of a damage, or
                 splits the pairs into shuffled batches.
@@ -232,7 +236,7 @@ class AssociativeMemory(ScoredPatterns):
                 pattern, unless it is the only one of its class. None means by label if the memory has labels.
 
         Returns:
-            With ``similarity="auto"`` a report, which prints as a table: the accuracy of simple scores and of the
+            Where the weights are solved for a report, which prints as a table: the accuracy of simple scores and of the
             learned one on held-out queries. Otherwise the loss of every step.
 
         Raises:
