@@ -208,23 +208,22 @@ class AssociativeMemory(ScoredPatterns):
         in given pairs.
 
         Kernels, tables, parameters that are partly frozen and other modules are trained by gradients, and so is an
-        :class:`~ahop_layers.AdaptiveSimilarity` if ``epochs``, ``lr`` or ``batch`` is given. The loss is the negative log-likelihood of
-        the pattern that a query was made from, as in the paper. It uses the softmax of the scores for every separation,
-        because the logarithm of a sparse weight can be infinite. A bias of zero is first initialized to its
-        least-squares estimate, and the inverse temperature to the one of the smallest loss. Steps are relative to the
-        scale of the patterns and to ``beta``, so that the result does not depend on the unit of the data. Weights that
-        are given, as a module or as a tensor ``init``, are in that unit: if their bases grow with different powers of
-        it, as ``"l1"`` and ``"dot"`` do, the result depends on it. A tenth of the pairs, at most 512, is held out; for
-        a damage, 512 further queries. The memory keeps the parameters with the smallest of about ten losses on them.
-        Training warns if none of these is smaller than the loss at the start, before or after the bias and ``beta`` are
-        set.
+        :class:`~ahop_layers.AdaptiveSimilarity` if ``epochs``, ``lr`` or ``batch`` is given. The loss is the negative
+        log-likelihood of the pattern that a query was made from, as in the paper. It uses the softmax of the scores for
+        every separation, because the logarithm of a sparse weight can be infinite. Bias and inverse temperature start
+        at their estimates. Steps are relative to the scale of the patterns and to ``beta``, so that the result does not
+        depend on the unit of the data. Weights that are given, as a module or as a tensor ``init``, are in that unit:
+        if their bases grow with different powers of it, as ``"l1"`` and ``"dot"`` do, the result depends on it. A tenth
+        of the pairs, at most 512, is held out; for a damage, 512 further queries. The memory keeps the parameters with
+        the smallest of about ten losses on them. Training warns if none of these is smaller than the loss at the start,
+        before or after the bias and ``beta`` are set.
 
         Args:
             damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
                 ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.variants`). Or
                 pairs ``(index (n,), query (n, d))`` of queries and the patterns they belong to, tensors or NumPy
-                arrays. None, where the weights are solved for, assumes that any share of the values, from none to most, may be
-                replaced or missing, and that the others may have a little noise. K-Hop needs no damage.
+                arrays. None, where the weights are solved for, assumes that any share of the values, from none to most,
+                may be replaced or missing, and that the others may have a little noise. K-Hop needs no damage.
             epochs: number of epochs of the training, by default 200. Each draws ``batch`` queries of a damage, or
                 splits the pairs into shuffled batches.
             lr: maximum learning rate of Adam, by default 0.05. It rises for a tenth of the steps, then falls to zero.
@@ -236,7 +235,7 @@ class AssociativeMemory(ScoredPatterns):
                 pattern, unless it is the only one of its class. None means by label if the memory has labels.
 
         Returns:
-            Where the weights are solved for a report, which prints as a table: the accuracy of simple scores and of the
+            Where the weights are solved for, a report that prints as a table: the accuracy of simple scores and of the
             learned one on held-out queries. Otherwise the loss of every step.
 
         Raises:
