@@ -178,8 +178,8 @@ class AdaptiveSimilarity(nn.Module):
 
         >>> similarity = AdaptiveSimilarity(3, bases=("l1",), init="l1")
         >>> similarity.set_ranks_([torch.tensor([[1.0, 1.0, 0.0]])])
-        >>> similarity(torch.zeros(1, 3), torch.tensor([[1.0, 2.0, 9.0]]))
-        tensor([[-3.]], grad_fn=<AdaptiveSimilarityBackward>)
+        >>> similarity(torch.zeros(1, 3), torch.tensor([[1.0, 2.0, 9.0]])).item()
+        -3.0
         """
         for (w, beta), folded in zip(self.parameter_names(), weights, strict=True):
             getattr(self, w).copy_(unfold(folded))

@@ -33,7 +33,7 @@ def run(example: ModuleType, options: argparse.Namespace, folder: str, arguments
 
 def find_digits(options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Finds digits by damaged copies of them."""
-    size = "--patterns 60 --epochs 25" if options.quick else ""
+    size = "--patterns 60" if options.quick else ""
     found = run(search, options, "search", f"--seeds {options.seeds} {size}")
     return [
         (f"digits found, {level:.0%} of the pixels replaced", spread(found["Euclid"][level]), spread(values))

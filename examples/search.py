@@ -29,10 +29,10 @@ def damage(level: float | tuple[float, float]) -> ah.variants.Replaced:
     return ah.variants.Replaced(level, low=-1.0, high=1.0)
 
 
-def methods(patterns: Tensor, epochs: int, lr: float, seed: int) -> dict[str, Callable[[Tensor], Tensor]]:
+def methods(patterns: Tensor, seed: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """Returns three functions that find the indices of the stored patterns of queries."""
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("dis", "l1"), init="l1")
-    memory.fit(damage((0.0, 0.9)), epochs=epochs, lr=lr, batch=128, seed=seed)
+    memory = ah.AssociativeMemory(patterns)
+    memory.fit(damage((0.0, 0.9)), seed=seed)
     return {
         "Euclid": lambda query: torch.cdist(query, patterns).argmin(-1),
         "L1": lambda query: torch.cdist(query, patterns, p=1).argmin(-1),
@@ -47,7 +47,7 @@ def compare(options: argparse.Namespace) -> tuple[dict[str, dict[float, list[flo
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(DIGITS, generator=generator)[: options.patterns]
         patterns = digit_patterns()[order]
-        found = methods(patterns, options.epochs, options.lr, seed)
+        found = methods(patterns, seed)
         for level in LEVELS:
             index, query = damage(level).sample(patterns, 1000, generator)
             for name, find in found.items():
@@ -68,8 +68,6 @@ def make_parser() -> Parser:
     parser = Parser("search", __doc__, ["search.png"])
     add = parser.add_argument
     add("--patterns", type=number(int, 20, DIGITS), metavar="N", default=500, help="number of stored digits")
-    add("--epochs", type=number(int, 1), metavar="N", default=100, help="number of epochs")
-    add("--lr", type=number(float, 0), default=0.05, help="learning rate")
     add("--seeds", type=number(int, 1), metavar="N", default=3, help="number of seeds, from --seed on")
     return parser
 

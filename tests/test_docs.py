@@ -50,7 +50,7 @@ CODE = [page.name for page in PAGES if "```python" in page.read_text()]
 
 
 @pytest.mark.parametrize("name", full(CODE, {*CODE} - {"search.md", "store-and-retrieve.md", "tabular.md"}))
-def test_every_python_block_runs_alone(name):
+def test_every_python_block_runs_alone(name, small_fit):
     text = next(page for page in PAGES if page.name == name).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     for needed in ("timm", "torchvision", "transformers"):

@@ -246,7 +246,9 @@ class AssociativeMemory(ScoredPatterns):
         >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(200, 24, generator=torch.Generator().manual_seed(1))
         >>> memory = ah.AssociativeMemory(patterns)
-        >>> report = memory.fit(ah.variants.Replaced((0.0, 0.8)))
+        >>> damage = ah.variants.Replaced((0.0, 0.8), low=0.0, high=1.0)
+        >>> index, query = damage.sample(patterns, 300)  # or memory.fit(damage), from more queries
+        >>> report = memory.fit((index, query))
         >>> accuracy = dict(report.rows)
         >>> accuracy["learned"] > accuracy["L1"]
         True
