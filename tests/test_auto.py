@@ -13,7 +13,7 @@ from ahop_layers.memory.auto import AutoSimilarity
 from ahop_layers.memory.solve import Learned, Report
 from ahop_layers.variants import Missing, Noisy, Replaced
 
-pytestmark = pytest.mark.usefixtures("small_fit")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_fit")]
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -426,7 +426,10 @@ PTX_CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "n", "dtype"), PTX_CASES)
+@pytest.mark.parametrize(
+    ("d", "n", "dtype"),
+    [pytest.param(*case, marks=[] if case in PTX_CASES[3::10] else pytest.mark.full) for case in PTX_CASES],
+)
 def test_ptx_assembles(d, n, dtype, tmp_path):
     """The assembler of Triton accepts every body for Hopper; this needs no GPU."""
     nvidia = pytest.importorskip("triton.backends.nvidia", reason="Triton is not installed")

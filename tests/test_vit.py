@@ -406,6 +406,7 @@ def test_kernels_learn_from_the_separation_loss_alone():
     torch.testing.assert_close(kernel.separation_loss, (-2 * pairs.square()).exp().mean(-1).log().mean())
 
 
+@pytest.mark.full
 def test_demo(tmp_path, no_pictures, monkeypatch, capsys):
     train, test, *rest = vit_data.digits(tmp_path)
     fewer = vit_data.ImageSet(train.cut(320)[0], test.cut(64)[0], *rest)
