@@ -329,7 +329,7 @@ def test_close_pairs_of_blocks(base, offset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "d"), [(2, 8), (3, 12), (4, 64), (7, 28), (8, 64), (16, 64)])
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("dis", "dot"), ("l1", "dot", "dis")], ids=",".join)
+@pytest.mark.parametrize("bases", [("dot",), ("l1", "dot", "dis")], ids=",".join)
 def test_wide_blocks_of_many_queries(bases, n, d):
     """Few blocks are ranked in registers, and their gradients are products that bases share."""
     check(*inputs(1, 2, 70, 133, d, bases, blocks=n), bases)
@@ -347,8 +347,8 @@ def test_nan_of_a_query_stays_in_its_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1",), ALL], ids="-".join)
-@pytest.mark.parametrize(("n", "d"), [(1, 6), (3, 6), (4, 12), (6, 6)])
+@pytest.mark.parametrize("bases", [("l1",), ALL], ids="-".join)
+@pytest.mark.parametrize(("n", "d"), [(1, 6), (3, 6), (6, 6)])
 def test_gradcheck(n, d, bases):
     tensors = inputs(2, 2, 3, 4, d, bases, torch.float64, blocks=n)
     for tensor in tensors:
@@ -359,7 +359,7 @@ def test_gradcheck(n, d, bases):
 @pytest.mark.slow
 @pytest.mark.parametrize("constants", [(0.0, 0.7, -0.3), (0.0, 1.0, 0.0), (None, 0.7, None), (0.0, 0.0, 0.0)], ids=str)
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (33, 33), (64, 64), (8, 64), (7, 49), (1, 130), (16, 784)])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
 def test_constant_weights_equal_sorted_ones(shape, n, d, constants):
     """Weights that do not depend on the rank give the values of the reference, and so does each pair of gradients.
 

@@ -159,9 +159,13 @@ CASES = {
     "dropout": (4, 8, 32, torch.bfloat16, BOTH, Rules(dropout=True)),
     "all": (4, 8, 32, torch.bfloat16, BOTH, Rules("u8", True, True)),
 }
+QUICK = ("8 blocks", "dis alone", "wide", "added", "all")
+PARAMETERS = [
+    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.full) for name, case in CASES.items()
+]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_readout(case):
     n, size, width, dtype, bases, rules = case
     problem = Problem(n, size, width, 37, 41, dtype, bases, rules)
@@ -171,7 +175,7 @@ def test_readout(case):
         assert_close(log_sum.double(), problem.log_sum, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 @pytest.mark.parametrize(("warps", "step"), [(2, None), pytest.param(1, 16, marks=pytest.mark.full)])
 def test_gradients(case, warps, step):
     n, size, width, dtype, bases, rules = case
