@@ -78,8 +78,8 @@ def register_base(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> No
             elementwise similarity. It runs on the reference path, where autograd differentiates it.
 
     >>> import torch, ahop_layers as ah
-    >>> ah.register_base("agree", lambda query, key: torch.exp(-(query - key) ** 2))
-    >>> ah.footprint(torch.zeros(1, 3), torch.zeros(1, 3), base="agree")
+    >>> ah.register_base("gaussian", lambda query, key: torch.exp(-(query - key) ** 2))
+    >>> ah.footprint(torch.zeros(1, 3), torch.zeros(1, 3), base="gaussian")
     tensor([[[1., 2., 3.]]])
     """
     if not isinstance(name, str) or not name.isidentifier():
