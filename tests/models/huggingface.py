@@ -60,182 +60,95 @@ def towers(vision: dict[str, Any] = IMAGE, text: dict[str, Any] = TEXT, **more: 
     return {"vision_config": {**vision}, "text_config": {**text}, "projection_dim": 16, **more}
 
 
+def alike(names: str, sizes: dict[str, Any], inputs: Inputs) -> dict[str, tuple[dict[str, Any], Inputs]]:
+    """Returns architectures that share their sizes and inputs."""
+    return dict.fromkeys(names.split(), (sizes, inputs))
+
+
+PYRAMID = {
+    "hidden_sizes": [16, 32], "num_attention_heads": [1, 2], "depths": [1, 1], "num_encoder_blocks": 2,
+    "sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2],
+}  # fmt: skip
+FOUR_STAGES = {
+    "hidden_sizes": [16, 32, 32, 32], "num_attention_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1],
+    "mlp_ratios": [2, 2, 2, 2], "image_size": 64,
+}  # fmt: skip
+CONVOLUTIONS = {
+    "embed_dim": [16, 32], "num_heads": [1, 2], "depth": [1, 2], "patch_sizes": [7, 3], "patch_stride": [4, 2],
+    "patch_padding": [2, 1], "mlp_ratio": [2.0, 2.0], "attention_drop_rate": [0.0, 0.0], "drop_rate": [0.0, 0.0],
+    "drop_path_rate": [0.0, 0.0], "qkv_bias": [True, True], "cls_token": [False, True],
+    "qkv_projection_method": ["dw_bn", "dw_bn"], "kernel_qkv": [3, 3], "padding_kv": [1, 1], "stride_kv": [2, 2],
+    "padding_q": [1, 1], "stride_q": [1, 1],
+}  # fmt: skip
+LEVIT = {
+    "image_size": 128, "hidden_sizes": [32, 64, 64], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1],
+    "key_dim": [8, 8, 8],
+}  # fmt: skip
+MOBILE = {
+    "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32], "num_attention_heads": 2,
+    "image_size": 128, "initializer_range": 0.2,
+}  # fmt: skip
+PREDICTED = {
+    "crop_size": 32, "frames_per_clip": 4, "pred_hidden_size": 32, "pred_num_attention_heads": 4,
+    "pred_num_hidden_layers": 2,
+}  # fmt: skip
+DETECTION = {
+    "window_block_indices": [0], "window_size": 2, "residual_block_indices": [],
+    "use_relative_position_embeddings": True,
+}  # fmt: skip
+SAM = {"output_channels": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 64, "num_pos_feats": 16}
+GPT = TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+RELATIVE = TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+STARTED = TEXT | {"decoder_start_token_id": 2}
+HEARD = TEXT | {"decoder_start_token_id": 1}
+VIDEO, LARGE, LARGER = partial(pixels, 2, 4, 3, 32, 32), partial(pixels, 2, 3, 64, 64), partial(pixels, 2, 3, 128, 128)
+SQUARE = IMAGE | {"image_size": [32, 32], "patch_size": [8, 8]}
+
+
+def naflex() -> dict[str, Any]:
+    """Returns flattened patches of images, with their mask and the shapes of the grids."""
+    mask = torch.ones(2, 16, dtype=torch.long)
+    shapes = torch.tensor([[4, 4], [4, 4]])
+    return {"pixel_values": torch.randn(2, 16, 192), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def spectrum(*shape: int) -> dict[str, Any]:
+    """Returns a random spectrogram, and tokens for a decoder."""
+    return {"input_features": torch.randn(shape), "decoder_input_ids": torch.randint(3, 64, (2, 6))}
+
+
 # Architecture: the changes to its configuration, and its inputs.
 VISION: dict[str, tuple[dict[str, Any], Inputs]] = {
-    "vit": (IMAGE, pixels),
-    "deit": (IMAGE, pixels),
-    "dinov2": (IMAGE, pixels),
-    "dinov2_with_registers": (IMAGE, pixels),
-    "dinov3_vit": (IMAGE, pixels),
+    **alike("vit deit dinov2 dinov2_with_registers dinov3_vit data2vec-vision vit_msn ijepa pixio", IMAGE, pixels),
+    **alike("radio clip_vision_model siglip_vision_model aimv2_vision_model blip_vision_model", IMAGE, pixels),
+    **alike("blip_2_vision_model instructblip_vision_model idefics3_vision", IMAGE, pixels),
+    **alike("swin swinv2 maskformer-swin donut-swin", WINDOWS, pixels),
+    **alike("segformer glpn", PYRAMID, pixels),
+    **alike("vitpose_backbone internvl_vision", SQUARE, pixels),
     "beit": (IMAGE | {"use_relative_position_bias": True}, pixels),
-    "data2vec-vision": (IMAGE, pixels),
     "vit_mae": (IMAGE | {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1}, pixels),
-    "vit_msn": (IMAGE, pixels),
-    "ijepa": (IMAGE, pixels),
     "yolos": (IMAGE | {"image_size": [32, 32], "num_detection_tokens": 5}, pixels),
     "dpt": (IMAGE | {"backbone_out_indices": [0, 1], "neck_hidden_sizes": [16, 16]}, pixels),
-    "vivit": (IMAGE | {"num_frames": 4, "tubelet_size": [2, 8, 8]}, partial(pixels, 2, 4, 3, 32, 32)),
-    "videomae": (IMAGE | {"num_frames": 4, "tubelet_size": 2}, partial(pixels, 2, 4, 3, 32, 32)),
-    "timesformer": (IMAGE | {"num_frames": 4}, partial(pixels, 2, 4, 3, 32, 32)),
-    "vjepa2": (
-        IMAGE
-        | {
-            "crop_size": 32,
-            "frames_per_clip": 4,
-            "pred_hidden_size": 32,
-            "pred_num_attention_heads": 4,
-            "pred_num_hidden_layers": 2,
-        },
-        lambda: {"pixel_values_videos": torch.randn(2, 4, 3, 32, 32)},
-    ),
-    "swin": (WINDOWS, pixels),
-    "swinv2": (WINDOWS, pixels),
-    "maskformer-swin": (WINDOWS, pixels),
-    "donut-swin": (WINDOWS, pixels),
+    "vivit": (IMAGE | {"num_frames": 4, "tubelet_size": [2, 8, 8]}, VIDEO),
+    "videomae": (IMAGE | {"num_frames": 4, "tubelet_size": 2}, VIDEO),
+    "timesformer": (IMAGE | {"num_frames": 4}, VIDEO),
+    "vjepa2": (IMAGE | PREDICTED, lambda: {"pixel_values_videos": torch.randn(2, 4, 3, 32, 32)}),
     "swin2sr": (WINDOWS | {"patch_size": 1, "embed_dim": 16}, pixels),
-    "segformer": (
-        {
-            "hidden_sizes": [16, 32],
-            "num_attention_heads": [1, 2],
-            "depths": [1, 1],
-            "num_encoder_blocks": 2,
-            "sr_ratios": [2, 1],
-            "patch_sizes": [7, 3],
-            "strides": [4, 2],
-            "mlp_ratios": [2, 2],
-        },
-        pixels,
-    ),
-    "glpn": (
-        {
-            "hidden_sizes": [16, 32],
-            "num_attention_heads": [1, 2],
-            "depths": [1, 1],
-            "num_encoder_blocks": 2,
-            "sr_ratios": [2, 1],
-            "patch_sizes": [7, 3],
-            "strides": [4, 2],
-            "mlp_ratios": [2, 2],
-        },
-        pixels,
-    ),
-    "pvt": (
-        {
-            "hidden_sizes": [16, 32, 32, 32],
-            "num_attention_heads": [1, 2, 2, 2],
-            "depths": [1, 1, 1, 1],
-            "sequence_reduction_ratios": [4, 2, 1, 1],
-            "mlp_ratios": [2, 2, 2, 2],
-            "image_size": 64,
-        },
-        partial(pixels, 2, 3, 64, 64),
-    ),
-    "pvt_v2": (
-        {
-            "hidden_sizes": [16, 32, 32, 32],
-            "num_attention_heads": [1, 2, 2, 2],
-            "depths": [1, 1, 1, 1],
-            "sr_ratios": [4, 2, 1, 1],
-            "mlp_ratios": [2, 2, 2, 2],
-            "image_size": 64,
-        },
-        partial(pixels, 2, 3, 64, 64),
-    ),
-    "cvt": (
-        {
-            "embed_dim": [16, 32],
-            "num_heads": [1, 2],
-            "depth": [1, 2],
-            "patch_sizes": [7, 3],
-            "patch_stride": [4, 2],
-            "patch_padding": [2, 1],
-            "mlp_ratio": [2.0, 2.0],
-            "attention_drop_rate": [0.0, 0.0],
-            "drop_rate": [0.0, 0.0],
-            "drop_path_rate": [0.0, 0.0],
-            "qkv_bias": [True, True],
-            "cls_token": [False, True],
-            "qkv_projection_method": ["dw_bn", "dw_bn"],
-            "kernel_qkv": [3, 3],
-            "padding_kv": [1, 1],
-            "stride_kv": [2, 2],
-            "padding_q": [1, 1],
-            "stride_q": [1, 1],
-        },
-        pixels,
-    ),
-    "hiera": (
-        {"embed_dim": 16, "image_size": [64, 64], "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8]},
-        partial(pixels, 2, 3, 64, 64),
-    ),
-    "levit": (
-        {
-            "image_size": 128,
-            "hidden_sizes": [32, 64, 64],
-            "num_attention_heads": [2, 2, 4],
-            "depths": [1, 1, 1],
-            "key_dim": [8, 8, 8],
-        },
-        partial(pixels, 2, 3, 128, 128),
-    ),
-    "mobilevit": (
-        {
-            "hidden_sizes": [16, 24, 32],
-            "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32],
-            "num_attention_heads": 2,
-            "image_size": 128,
-            "initializer_range": 0.2,
-        },
-        partial(pixels, 2, 3, 128, 128),
-    ),
-    "vitdet": (
-        IMAGE
-        | {
-            "window_block_indices": [0],
-            "window_size": 2,
-            "residual_block_indices": [],
-            "use_relative_position_embeddings": True,
-        },
-        pixels,
-    ),
-    "vitpose_backbone": (IMAGE | {"image_size": [32, 32], "patch_size": [8, 8]}, pixels),
-    "clip_vision_model": (IMAGE, pixels),
-    "siglip_vision_model": (IMAGE, pixels),
-    "siglip2_vision_model": (
-        IMAGE | {"num_patches": 16},
-        lambda: {
-            "pixel_values": torch.randn(2, 16, 192),
-            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
-            "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
-        },
-    ),
-    "aimv2_vision_model": (IMAGE, pixels),
-    "blip_vision_model": (IMAGE, pixels),
-    "blip_2_vision_model": (IMAGE, pixels),
-    "instructblip_vision_model": (IMAGE, pixels),
-    "idefics3_vision": (IMAGE, pixels),
-    "internvl_vision": (IMAGE | {"image_size": [32, 32], "patch_size": [8, 8]}, pixels),
+    "pvt": (FOUR_STAGES | {"sequence_reduction_ratios": [4, 2, 1, 1]}, LARGE),
+    "pvt_v2": (FOUR_STAGES | {"sr_ratios": [4, 2, 1, 1]}, LARGE),
+    "cvt": (CONVOLUTIONS, pixels),
+    "hiera": ({"embed_dim": 16, "image_size": [64, 64], "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8]}, LARGE),
+    "levit": (LEVIT, LARGER),
+    "mobilevit": (MOBILE, LARGER),
+    "vitdet": (IMAGE | DETECTION, pixels),
+    "siglip2_vision_model": (IMAGE | {"num_patches": 16}, naflex),
     "mlcd_vision_model": (IMAGE | {"num_key_value_groups": 1}, pixels),
     "pixtral": (IMAGE | {"head_dim": 8}, lambda: {**pixels(), "image_sizes": torch.tensor([[32, 32], [32, 32]])}),
-    "sam_vision_model": (
-        IMAGE
-        | {"output_channels": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 64, "num_pos_feats": 16},
-        pixels,
-    ),
-    "pixio": (IMAGE, pixels),
-    "radio": (IMAGE, pixels),
+    "sam_vision_model": (IMAGE | SAM, pixels),
 }
 
 MULTIMODAL: dict[str, tuple[dict[str, Any], Inputs]] = {
-    "clip": (towers(), paired),
-    "siglip": (towers(), paired),
-    "altclip": (towers(), paired),
-    "chinese_clip": (towers(), paired),
-    "clipseg": (towers(), paired),
-    "groupvit": (towers(), paired),
-    "owlvit": (towers(), paired),
-    "metaclip_2": (towers(), paired),
-    "blip": (towers(), paired),
+    **alike("clip siglip altclip chinese_clip clipseg groupvit owlvit metaclip_2 blip", towers(), paired),
     "flava_image_model": (IMAGE, pixels),
     "vilt": (TEXT | IMAGE, paired),
     "git": (TEXT | {"vision_config": IMAGE}, paired),
@@ -243,73 +156,39 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], Inputs]] = {
 }
 
 LANGUAGE: dict[str, tuple[dict[str, Any], Inputs]] = {
-    "bert": (TEXT, tokens),
-    "roberta": (TEXT, tokens),
-    "xlm-roberta": (TEXT, tokens),
-    "camembert": (TEXT, tokens),
-    "albert": (TEXT | {"embedding_size": 16}, tokens),
-    "electra": (TEXT | {"embedding_size": 16}, tokens),
+    **alike("bert roberta xlm-roberta camembert mpnet roformer ernie megatron-bert gpt_neox phi", TEXT, tokens),
+    **alike("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 cohere", GROUPED, tokens),
+    **alike("starcoder2 stablelm smollm3", GROUPED, tokens),
+    **alike("albert electra", TEXT | {"embedding_size": 16}, tokens),
+    **alike("deberta deberta-v2", RELATIVE, tokens),
+    **alike("gpt2 gpt_bigcode", GPT, tokens),
+    **alike("bart marian pegasus", STARTED, both),
     "distilbert": (TEXT | {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 64}, tokens),
-    "mpnet": (TEXT, tokens),
-    "deberta": (TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, tokens),
-    "deberta-v2": (TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, tokens),
-    "roformer": (TEXT, tokens),
-    "ernie": (TEXT, tokens),
-    "megatron-bert": (TEXT, tokens),
     "nystromformer": (TEXT | {"num_landmarks": 4, "segment_means_seq_len": 8}, partial(tokens, 8)),
     "modernbert": (TEXT | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}, tokens),
     "esm": (TEXT | {"position_embedding_type": "rotary", "mask_token_id": 3}, tokens),
-    "gpt2": (TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, tokens),
     "gpt_neo": (TEXT | {"attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 4}, tokens),
-    "gpt_neox": (TEXT, tokens),
-    "gptj": (TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}, tokens),
-    "gpt_bigcode": (TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, tokens),
+    "gptj": (GPT | {"rotary_dim": 4}, tokens),
     "opt": (TEXT | {"ffn_dim": 64, "word_embed_proj_dim": 32}, tokens),
     "bloom": (TEXT | {"n_head": 4, "n_layer": 2}, tokens),
     "falcon": (TEXT | {"num_kv_heads": 2, "new_decoder_architecture": True}, tokens),
     "mpt": (TEXT | {"n_heads": 4, "n_layers": 2}, tokens),
-    "llama": (GROUPED, tokens),
-    "mistral": (GROUPED, tokens),
-    "qwen2": (GROUPED, tokens),
-    "qwen3": (GROUPED, tokens),
-    "gemma": (GROUPED, tokens),
-    "gemma2": (GROUPED, tokens),
-    "gemma3_text": (GROUPED, tokens),
-    "phi": (TEXT, tokens),
-    "phi3": (GROUPED, tokens),
-    "olmo2": (GROUPED, tokens),
-    "cohere": (GROUPED, tokens),
-    "starcoder2": (GROUPED, tokens),
-    "stablelm": (GROUPED, tokens),
-    "smollm3": (GROUPED, tokens),
     "gpt_oss": (GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1}, tokens),
     "mixtral": (GROUPED | {"num_local_experts": 2}, tokens),
     "t5": (TEXT | {"d_kv": 8, "d_ff": 64, "num_heads": 4}, both),
-    "bart": (TEXT | {"decoder_start_token_id": 2}, both),
-    "marian": (TEXT | {"decoder_start_token_id": 2}, both),
-    "pegasus": (TEXT | {"decoder_start_token_id": 2}, both),
     "m2m_100": (TEXT, both),
 }
 
+PATCHED = {"patch_size": 4, "frequency_stride": 4, "time_stride": 4, "max_length": 16, "num_mel_bins": 8}
 AUDIO: dict[str, tuple[dict[str, Any], Inputs]] = {
-    "wav2vec2": (SPEECH, sound),
-    "hubert": (SPEECH, sound),
-    "wavlm": (SPEECH, sound),
+    **alike("wav2vec2 hubert wavlm unispeech-sat wav2vec2-conformer", SPEECH, sound),
     "data2vec-audio": (SPEECH | {"num_conv_pos_embeddings": 2}, sound),
-    "unispeech-sat": (SPEECH, sound),
-    "wav2vec2-conformer": (SPEECH, sound),
-    "audio-spectrogram-transformer": (
-        SIZES | {"patch_size": 4, "frequency_stride": 4, "time_stride": 4, "max_length": 16, "num_mel_bins": 8},
-        lambda: {"input_values": torch.randn(2, 16, 8)},
-    ),
+    "audio-spectrogram-transformer": (SIZES | PATCHED, lambda: {"input_values": torch.randn(2, 16, 8)}),
     "whisper": (
-        TEXT | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "decoder_start_token_id": 1},
-        lambda: {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": torch.randint(3, 64, (2, 6))},
+        HEARD | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
+        partial(spectrum, 2, 8, 32),
     ),
-    "speech_to_text": (
-        TEXT | {"input_feat_per_channel": 8, "conv_channels": 32, "decoder_start_token_id": 1},
-        lambda: {"input_features": torch.randn(2, 32, 8), "decoder_input_ids": torch.randint(3, 64, (2, 6))},
-    ),
+    "speech_to_text": (HEARD | {"input_feat_per_channel": 8, "conv_channels": 32}, partial(spectrum, 2, 32, 8)),
 }
 
 ARCHITECTURES = VISION | MULTIMODAL | LANGUAGE | AUDIO

@@ -13,14 +13,12 @@ IMAGE = (2, 3, 64, 64)
 
 
 def torchvision_vit() -> Made:
-    """Builds torchvision's ViT."""
     from torchvision.models import VisionTransformer
 
     return VisionTransformer(64, 16, 2, 4, 32, 64), (torch.randn(IMAGE),)
 
 
 def torchvision_swin(version: int) -> Made:
-    """Builds torchvision's Swin or Swin V2."""
     from torchvision.models import swin_transformer as swin
 
     parts: dict[str, Any] = {}
@@ -30,31 +28,23 @@ def torchvision_swin(version: int) -> Made:
 
 
 def torchvision_maxvit() -> Made:
-    """Builds torchvision's MaxViT."""
     from torchvision.models import MaxVit
 
     return MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.0), (torch.randn(IMAGE),)
 
 
 def diffusers_unet() -> Made:
-    """Builds the UNet of Stable Diffusion."""
     from diffusers import UNet2DConditionModel
 
     model = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
+        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, cross_attention_dim=24, attention_head_dim=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=24,
-        attention_head_dim=4,
-        norm_num_groups=8,
-    )
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), norm_num_groups=8,
+    )  # fmt: skip
     return model, (torch.randn(2, 4, 8, 8), 3, torch.randn(2, 5, 24))
 
 
 def diffusers_dit() -> Made:
-    """Builds DiT."""
     from diffusers import DiTTransformer2DModel
 
     model = DiTTransformer2DModel(
@@ -65,28 +55,18 @@ def diffusers_dit() -> Made:
 
 
 def diffusers_sd3() -> Made:
-    """Builds the transformer of Stable Diffusion 3."""
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        caption_projection_dim=16,
-        pooled_projection_dim=16,
-        out_channels=4,
+        sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=24, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
         pos_embed_max_size=8,
-    )
+    )  # fmt: skip
     states = {"encoder_hidden_states": torch.randn(2, 5, 24), "pooled_projections": torch.randn(2, 16)}
     return model, {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), **states}
 
 
 def segment_anything() -> Made:
-    """Builds the image encoder of SAM."""
     from segment_anything.modeling import ImageEncoderViT
 
     model = ImageEncoderViT(
@@ -97,7 +77,6 @@ def segment_anything() -> Made:
 
 
 def open_clip() -> Made:
-    """Builds an image and a text tower of open_clip."""
     from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
     vision = CLIPVisionCfg(layers=2, width=32, head_width=8, patch_size=16, image_size=64)
@@ -106,7 +85,6 @@ def open_clip() -> Made:
 
 
 def open_clip_pooled() -> Made:
-    """Builds the towers of CoCa, with attentional pooling."""
     from open_clip.coca_model import CoCa
 
     vision = {"layers": 2, "width": 32, "head_width": 8, "patch_size": 16, "image_size": 64, "attentional_pool": True,
