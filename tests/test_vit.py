@@ -5,7 +5,7 @@ import io
 import json
 import os
 import pickle
-import signal
+import re
 import subprocess
 import sys
 import tarfile
@@ -58,7 +58,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-CIFAR10 = [f"data_batch_{number}" for number in range(1, 6)]
 CIFAR = {
     "cifar10": (
         "cifar-10-batches-py",
@@ -109,17 +108,6 @@ def test_digits_with_every_attention(tmp_path):
         assert written == {"confusion.png", "results.json", "options.txt", *own}
 
 
-@pytest.mark.parametrize(("name", "count"), [("mnist", 60_000), ("cifar10", 50_000)])
-def test_data_sets_that_are_present(name, count):
-    try:
-        data = vit_data.load(name, Path(os.environ.get("AHOP_DATA_DIR", ROOT / "data")))
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
-    assert (len(data.train.images), len(data.test.labels)) == (count, 10_000)
-    assert data.train.labels.bincount().min() >= 5000
-    assert data.train.images[:1000].float().std() > 60
-
-
 @pytest.mark.parametrize("made", ["mnist", "cifar10", "cifar100", "tiny-imagenet"], indirect=True)
 def test_data_sets_in_their_published_layout_and_damaged(made):
     name, where = made
@@ -155,19 +143,17 @@ def test_a_folder_of_images(folder, no_pictures):
     assert vit.main(on_folder(folder, "out", "--augment"))["test_accuracy"] == 1.0
 
 
-def test_missing_data_is_named(tmp_path, refused):
-    out = ["--out", tmp_path / "out"]
-    for name, expected in (("cifar10", "labels.npz"), ("mnist", "train-images")):
-        last = refused(vit.main, *TINY, "--data", name, "--data-dir", tmp_path / "nowhere", *out)
-        assert last.startswith("vit: error: expected the data in ")
-        assert expected in last
-        assert last.endswith("; see --data-dir")
-    last = refused(vit.main, *TINY, "--data", "folder", "--data-dir", tmp_path, *out)
-    assert last.startswith("vit: error: expected images (.png ")
+def test_missing_data_and_models_that_cannot_be_built_are_named(tmp_path, refused):
+    nowhere = tmp_path / "nowhere"
+    for options, message in (
+        (["--data", "cifar10", "--data-dir", nowhere], r"expected the data in .*labels\.npz.*; see --data-dir"),
+        (["--data", "mnist", "--data-dir", nowhere], "expected the data in .*train-images.*; see --data-dir"),
+        (["--data", "folder", "--data-dir", tmp_path], r"expected images \(\.png "),
+        (["--patch", 3], "patch must divide the image, got patch 3 and image 8 x 8"),
+        (["--blocks", 3], r"blocks\.layers\.0\.self_attn: "),
+    ):
+        assert re.match(f"vit: error: {message}", refused(vit.main, *TINY, *options, "--out", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-def test_too_few_images_are_named():
     few, none = (vit_data.Images(torch.zeros(n, 1, 8, 8), torch.zeros(n)) for n in (1, 0))
     with pytest.raises(ah.AHopError, match="expected at least 2 training images and 1 test image, got 1 and 0"):
         vit_batches.ImageBatches(vit_data.ImageSet(few, none, ["a"]), 4, 0, False)
@@ -249,35 +235,6 @@ def test_two_processes_train_like_one(folder):
         torch.testing.assert_close(double[name], value, rtol=1e-7, atol=1e-9)
 
 
-KILLED_AT_STEP_8 = """
-import os, sys
-from examples import vit
-
-class Killer(vit.Callback):
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 8:
-            os.kill(os.getpid(), 9)
-
-vit.main(sys.argv[1:], [Killer()])
-"""
-
-
-@pytest.mark.full
-def test_a_killed_run_resumes_at_its_last_checkpoint(folder):
-    # Killed in the second epoch, after its third step and one step after a checkpoint.
-    options = ("--augment", "--save-every", "7")
-    command = [sys.executable, "-c", KILLED_AT_STEP_8, *on_folder(folder, "killed", *options)]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (folder / "killed" / "results.json").exists()
-    assert torch.load(folder / "killed" / "last.ckpt", weights_only=True)["global_step"] == 7
-    resumed = vit.main(on_folder(folder, "killed", *options, "--resume"))  # without --overwrite: its own folder
-    whole = vit.main(on_folder(folder, "whole", *options))
-    assert resumed == whole
-    found, expected = (weights(folder / name / "best.ckpt") for name in ("killed", "whole"))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 class Interrupted(Exception):
     pass
 
@@ -310,10 +267,9 @@ def test_a_checkpoint_that_does_not_fit_is_named(folder, no_pictures, refused):
         last = refused(vit.main, *where, *options)
         assert last.startswith(f"vit: error: expected a checkpoint of this model, got {path} ("), last
 
-    for damaged in (content[:-100], b"", np.random.default_rng(0).bytes(1000)):
-        path.write_bytes(damaged)
-        is_refused("--resume")
-        is_refused("--convert", path, "--overwrite")
+    path.write_bytes(content[:-100])
+    is_refused("--resume")
+    is_refused("--convert", path, "--overwrite")
     spoiled(lambda held: held["state_dict"].pop("model.head.bias"))
     is_refused("--resume")
     is_refused("--convert", path, "--overwrite")
@@ -325,20 +281,6 @@ def test_a_checkpoint_that_does_not_fit_is_named(folder, no_pictures, refused):
     is_refused("--resume")  # three classes
     last = refused(vit.main, *TINY, "--convert", path, "--out", folder / "digits")
     assert last == "vit: error: images must be (n, *(3, 32, 32)), got (256, 1, 8, 8)"
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--patch", 3], "patch must divide the image, got patch 3 and image 8 x 8"),
-        (["--blocks", 3], "blocks.layers.0.self_attn: "),
-    ],
-    ids=["patch", "blocks"],
-)
-def test_a_model_that_cannot_be_built_is_refused(option, message, tmp_path, refused):
-    last = refused(vit.main, *TINY, *option, "--out", tmp_path / "out")
-    assert last.startswith(f"vit: error: {message}")
-    assert not (tmp_path / "out").exists()
 
 
 def test_maps_show_predictions_and_the_dot_product():
@@ -362,14 +304,6 @@ def test_maps_show_predictions_and_the_dot_product():
     assert bar.get_ylabel() == "attention weight"
 
 
-def test_the_confusion_matrix_shows_predicted_classes_and_accuracy():
-    axis = vit_pictures.confusion(torch.tensor([0, 1, 1, 1]), torch.tensor([0, 1, 1, 0]), ["no", "yes"]).axes[0]
-    assert (axis.get_xlabel(), axis.get_ylabel()) == ("predicted class", "true class")
-    assert axis.get_title() == "accuracy 75.0%"
-    counts = {text.get_position(): text.get_text() for text in axis.texts}
-    assert counts == {(0, 0): "1", (0, 1): "1", (1, 0): "0", (1, 1): "2"}
-
-
 def test_conversion_keeps_the_logits(folder, no_pictures):
     vit.main(on_folder(folder, "dot", "--attention", "dot", "--epochs", "1"))
     checkpoint, images = folder / "dot" / "best.ckpt", torch.rand(32, 3, 32, 32)
@@ -385,12 +319,6 @@ def test_conversion_keeps_the_logits(folder, no_pictures):
     assert {w.shape[-1] for name, w in restored.named_parameters() if name.endswith("similarity.w")} == {4}
     with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):
         vit.convert(folder / "tuned" / "best.ckpt", "adaptive", images)
-
-
-def test_a_model_names_the_images_it_takes():
-    model = vit_model.VisionTransformer((1, 8, 8), 10, 2, **vit_model.MODELS["tiny"])
-    with pytest.raises(ah.AHopError, match=r"images must be \(n, \*\(1, 8, 8\)\), got \(2, 3, 8, 8\)"):
-        model(torch.rand(2, 3, 8, 8))
 
 
 def test_kernels_learn_from_the_separation_loss_alone():
