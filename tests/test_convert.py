@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from frameworks import framework
+from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
 import ahop_layers as ah
@@ -371,10 +372,7 @@ def test_the_report_counts_only_what_is_known():
         report = ah.adapt_(encoder(), **options)
         assert (report.comparisons, report.comparisons_with_4_blocks) == (0, None)
         assert "comparisons" not in str(report)
-    names = ("stored_pattern", "state_pattern", "pattern_projection")
-    raw = {f"{name}_as_static": True for name in names}
-    raw |= {f"normalize_{name}{affine}": False for name in names for affine in ("", "_affine")}
-    report = ah.adapt_(hopfield.Hopfield(**raw, disable_out_projection=True))
+    report = ah.adapt_(hopfield.Hopfield(**WITHOUT_PARAMETERS))
     assert (report.comparisons, report.new_parameters) == (0, 2)  # the betas: the first call determines the dimension
     built = ah.adapt_(nn.Sequential(ah.AdaptiveAttention(8, 2), nn.MultiheadAttention(8, 2)))
     assert built.passed_over == {"0": "it is adaptive already"}

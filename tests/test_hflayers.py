@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from test_hopfield import NO_NORM, WITHOUT_PARAMETERS
 
 import ahop_layers as ah
 from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AHopError, hopfield
@@ -18,9 +19,6 @@ from ahop_layers.hopfield.adaptive import is_dot_product
 
 NAMES = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
 OWN, ADAPTIVE = ({name: getattr(hopfield, prefix + name) for name in NAMES} for prefix in ("", "Adaptive"))
-NO_NORM = {f"normalize_{name}{suffix}": False for name in ("stored_pattern", "state_pattern", "pattern_projection")
-           for suffix in ("", "_affine")}  # fmt: skip
-STATIC = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}
 
 
 @pytest.fixture
@@ -37,11 +35,10 @@ def test_the_core_has_the_switches_of_hflayers(layers):
     core = layers["Hopfield"](8).association_core
     assert not core.disable_out_projection
     assert not core.static_execution
-    static = layers["Hopfield"](disable_out_projection=True, **STATIC, **NO_NORM).association_core
+    static = layers["Hopfield"](**WITHOUT_PARAMETERS).association_core
     assert static.disable_out_projection
     assert static.static_execution
-    connected = {"pattern_projection_as_connected": True, "disable_out_projection": True}
-    layer = layers["Hopfield"](16, **connected, **STATIC, **NO_NORM)
+    layer = layers["Hopfield"](16, pattern_projection_as_connected=True, **WITHOUT_PARAMETERS)
     assert not layer.association_core.static_execution
     assert layer.scaling == 0.25
 
@@ -215,7 +212,7 @@ def test_install_as_hflayers_switches_the_imports_of_a_project():
             assert all(scope[name] is kind for name, kind in ADAPTIVE.items())
 
 
-def test_core_signatures_are_those_of_hflayers(original):
+def test_signatures_are_those_of_hflayers(original):
     from hflayers.activation import HopfieldCore
     from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
 
@@ -223,6 +220,7 @@ def test_core_signatures_are_those_of_hflayers(original):
     pairs = [(core, HopfieldCore), (core.forward, HopfieldCore.forward)]
     pairs += [(transformer.HopfieldEncoderLayer, HopfieldEncoderLayer)]
     pairs += [(transformer.HopfieldDecoderLayer, HopfieldDecoderLayer)]
+    pairs += [(ours, getattr(original, name)) for name, ours in OWN.items()]
     for ours, theirs in pairs:
         names = [[(p.name, p.default) for p in inspect.signature(each).parameters.values()] for each in (ours, theirs)]
         assert names[0] == names[1]
@@ -262,8 +260,11 @@ def test_bit_patterns_contain_signals_in_one_class_only():
             BitPatternSet(**{"num_bags": 4, "num_instances": 6, "num_signals": 3, "num_bits": 5, **arguments})
 
 
-def check_conversion_and_state_dict(plain, adaptive):
-    """A plain layer computes the same when adapted, and loads the state dict of an adaptive layer."""
+@pytest.mark.parametrize("name", ADAPTIVE)
+@pytest.mark.parametrize("module", ["ahop_layers.hopfield", "hflayers"])
+def test_a_plain_layer_can_be_adapted_and_loads_the_state_dict_of_an_adaptive_one(module, name):
+    kind = getattr(pytest.importorskip(module), name)
+    plain, adaptive = kind(12, num_heads=3, hidden_size=4), ADAPTIVE[name](12, num_heads=3, hidden_size=4)
     x = torch.randn(3, 5, 12)
     before = plain.eval()(x)
     ah.adapt_(torch.nn.Sequential(changed := deepcopy(plain)))
@@ -273,17 +274,6 @@ def check_conversion_and_state_dict(plain, adaptive):
     torch.testing.assert_close(plain(x), adaptive.eval()(x), atol=1e-6, rtol=1e-5)
     models = [torch.nn.Sequential(torch.nn.Linear(12, 12), layer) for layer in (adaptive, plain)]
     assert set(ah.hflayers_state_dict(models[0])) == set(models[1].state_dict())
-
-
-@pytest.mark.parametrize("name", ADAPTIVE)
-def test_conversion_and_state_dict_for_hflayers(name):
-    sizes = {"num_heads": 2, "hidden_size": 4}
-    check_conversion_and_state_dict(OWN[name](12, **sizes), ADAPTIVE[name](12, **sizes))
-
-
-@pytest.mark.parametrize("name", ADAPTIVE)
-def test_conversion_of_hflayers_and_state_dict_for_it(original, name):
-    check_conversion_and_state_dict(getattr(original, name)(12, num_heads=3), ADAPTIVE[name](12, num_heads=3))
 
 
 def test_state_dict_for_hflayers_needs_the_dot_product():
@@ -352,7 +342,7 @@ def test_revert_keeps_the_class_of_a_subclass():
 @pytest.fixture
 def static_layer(monkeypatch):
     monkeypatch.setattr("ahop_layers.hopfield.adaptive.CALLS_WITHOUT_UPDATE", 10)
-    return AdaptiveHopfield(8, scaling=3.0, disable_out_projection=True, **STATIC, **NO_NORM)
+    return AdaptiveHopfield(8, scaling=3.0, **WITHOUT_PARAMETERS)
 
 
 def contrast(layer, parameters, steps):
@@ -383,13 +373,10 @@ def test_no_warning_for_an_optimized_frozen_or_rarely_updated_layer(static_layer
     assert not recwarn
 
 
-NORMS = ("norm_state_pattern", "norm_stored_pattern", "norm_pattern_projection")
-
-
 def norm_gradients(layer, patterns):
-    layer.zero_grad()
-    layer(patterns).square().sum().backward()
-    return [None if (grad := getattr(layer, name).weight.grad) is None else grad.clone() for name in NORMS]
+    norms = [layer.norm_state_pattern, layer.norm_stored_pattern, layer.norm_pattern_projection]
+    output = layer(patterns).square().sum()
+    return torch.autograd.grad(output, [norm.weight for norm in norms], allow_unused=True)
 
 
 def test_each_norm_receives_its_own_gradient(original):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,17 +157,12 @@ def test_a_new_similarity_has_the_mode_dtype_and_width_of_its_layer():
     assert core.similarity.w.dtype == core.separation.alpha_logit.dtype == torch.float64
     assert not core.similarity.training
     assert not core.separation.training
-    static = {"stored_pattern_as_static": True, "state_pattern_as_static": True}
-    assert AdaptiveHopfield(8, num_heads=2, **static).association_core.similarity.dim == 8
-    everything = {**static, "pattern_projection_as_static": True, "disable_out_projection": True}
-    assert AdaptiveHopfield(8, num_heads=2, **everything).association_core.similarity.dim == 8
+    assert AdaptiveHopfield(8, num_heads=2, **WITHOUT_PARAMETERS).association_core.similarity.dim == 8
 
 
 @pytest.mark.parametrize("adaptive", OWN)
 def test_errors_name_an_argument_of_the_wrong_type(adaptive):
-    x = torch.randn(2, 3, 8)
     for keywords, message in (
-        ({"num_heads": None}, "num_heads must be .*got None"),
         ({"dropout": "a"}, "dropout must be .*between 0 and 1, got 'a'"),
         ({"scaling": "a"}, "scaling must be a number or a tensor, got 'a'"),
         ({"update_steps_max": 1.5}, "update_steps_max must be an integer, .*got 1.5"),
@@ -188,7 +184,7 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
             layer.get_association_matrix(bad)
     for name in ("stored_pattern_padding_mask", "association_mask"):
         with pytest.raises(AHopError, match=f"{name} must be a tensor or None, got list"):
-            layer(x, **{name: [[True]]})
+            layer(torch.randn(2, 3, 8), **{name: [[True]]})
 
 
 @pytest.mark.parametrize("make", [
@@ -200,9 +196,7 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_torch_jit_script_raises(make):
-    with pytest.raises(
-        AHopError, match=r"torch\.jit\.script does not support \w+: use torch\.compile or torch\.export"
-    ):
+    with pytest.raises(AHopError, match=r"torch\.jit\.script does not support \w+: use torch\.compile or"):
         torch.jit.script(make())
 
 
@@ -233,13 +227,10 @@ def test_a_partial_checkpoint_does_not_change_the_similarity():
     before = [p.clone() for p in similarity_parameters(model)]
     model.load_state_dict({f"head.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()}, strict=False)
     assert all(torch.equal(p, q) for p, q in zip(before, similarity_parameters(model), strict=True))
-
-
-def test_an_incomplete_similarity_in_a_checkpoint_raises():
-    state = AdaptiveHopfield(8).state_dict()
-    del state["association_core.similarity.w"]
+    state = model.state_dict()
+    del state["pool.hopfield.association_core.similarity.w"]
     with pytest.raises(RuntimeError, match=r"Missing key.*similarity\.w"):
-        AdaptiveHopfield(8).load_state_dict(state)
+        model.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("layer_class", "keywords"), SMALL)
@@ -282,19 +273,16 @@ def test_scaling_multiplies_the_score_of_any_base():
 
 
 def test_without_sizes_the_first_input_determines_them():
-    static = {"disable_out_projection": True}
-    for flag in ("stored_pattern", "state_pattern", "pattern_projection"):
-        static |= {f"{flag}_as_static": True, f"normalize_{flag}": False, f"normalize_{flag}_affine": False}
-    layer, x = AdaptiveHopfield(**static, debias=True), torch.randn(2, 4, 6)
+    layer, x = AdaptiveHopfield(**WITHOUT_PARAMETERS, debias=True), torch.randn(2, 4, 6)
     copy.deepcopy(layer).load_state_dict(layer.state_dict())
     layer(x)
     similarity = layer.association_core.similarity
     assert type(similarity) is AdaptiveSimilarity
     assert (similarity.w.shape, similarity.bias.shape) == ((1, 2, 6), (1, 6))
-    fresh = AdaptiveHopfield(**static, debias=True)
+    fresh = AdaptiveHopfield(**WITHOUT_PARAMETERS, debias=True)
     fresh.load_state_dict(trained(layer).state_dict())
     torch.testing.assert_close(fresh(x), layer(x))
-    assert AdaptiveHopfield(**static, init=torch.ones(1, 2, 6)).association_core.similarity.dim == 6
+    assert AdaptiveHopfield(**WITHOUT_PARAMETERS, init=torch.ones(1, 2, 6)).association_core.similarity.dim == 6
 
 
 def test_separation_is_a_name_or_a_module():
@@ -306,7 +294,7 @@ def test_separation_is_a_name_or_a_module():
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     layer=st.sampled_from([AdaptiveHopfield, AdaptiveHopfieldPooling]),
     separation=st.sampled_from(SEPARATIONS),

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
 import ahop_layers as ah
@@ -126,12 +127,8 @@ def test_another_file_is_refused(tmp_path):
 
 
 def test_unknown_shapes_are_refused(tmp_path):
-    names = ("stored_pattern", "state_pattern", "pattern_projection")
-    raw = {f"{name}_as_static": True for name in names}
-    raw |= {f"normalize_{name}{affine}": False for name in names for affine in ("", "_affine")}
-    layer = ah.AdaptiveHopfield(**raw, disable_out_projection=True)
     with pytest.raises(ah.AHopError, match="call the model once first"):
-        ah.save_similarities(layer, tmp_path / "a")
+        ah.save_similarities(ah.AdaptiveHopfield(**WITHOUT_PARAMETERS), tmp_path / "a")
 
 
 def test_safetensors_is_optional(tmp_path, monkeypatch):
