@@ -18,7 +18,6 @@ from benchmarks.bags import DATA_SETS
 from examples import mil
 from examples.bags import data as mil_data
 from examples.bags import model as mil_model
-from examples.bags import pictures as mil_pictures
 from examples.common.lookup import Lookup
 
 pytestmark = pytest.mark.slow
@@ -119,7 +118,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, refused):
     for name in ("loops", "optimizer_states", "lr_schedulers"):
         torch.save({key: value for key, value in held.items() if key != name}, path)
         assert resume().endswith(f"(KeyError: '{name}')")
-    for damaged in (content[:-100], b"", np.random.default_rng(0).bytes(1000)):
+    for damaged in (content[:-100], b""):
         path.write_bytes(damaged)
         resume()
     path.write_bytes(content)
@@ -156,15 +155,6 @@ def test_digits_are_shown_by_weight(tmp_path, monkeypatch):
     found = mil.main(["--out", str(tmp_path), "--accelerator", "cpu", "--fast-dev-run"])
     assert 0 <= found["test_auc"] <= 1
     assert (tmp_path / "instances.png").stat().st_size > 10_000
-
-
-def test_digits_are_shown_with_label_and_prediction():
-    common = (0.5, torch.rand(3, 784), torch.tensor([0.2, 0.7, 0.1]))
-    bags = [mil_pictures.Decided("bag", label, *common) for label in (1.0, 0.0)]
-    axes = mil_pictures.draw_digits(bags, most=4).axes
-    signs = ["label 1, predicted 0.50 \u2713", "label 0, predicted 0.50 \u2717"]
-    assert [axes[place].get_ylabel() for place in (0, 4)] == signs
-    assert [axis.get_title() for axis in axes[:4]] == ["0.70", "0.20", "0.10", ""]
 
 
 def test_bags_of_digits(monkeypatch):
@@ -222,24 +212,32 @@ def test_a_lookup_reads_stored_values_and_leaves_instances_out():
 
 
 def test_h5_files_are_read(tmp_path):
-    pytest.importorskip("h5py", reason="h5py is not installed: .h5 files cannot be written or read")
-    data = mil_data.folder(slides(tmp_path, (".h5", ".pt"), bags=10))
-    assert data.read(0).shape == (4, 6)
+    assert mil_data.folder(slides(tmp_path, (".h5", ".pt"), bags=10)).read(0).shape == (4, 6)
 
 
 def test_csv_of_instances(tmp_path):
-    text = "bag,label,a,b\nx,1,0.5,1\ny,0,2,3\nx,1,4,5\n"
-    (tmp_path / "bags.csv").write_bytes(text.encode("utf-8-sig"))  # with a byte order mark
+    path = tmp_path / "bags.csv"
+    path.write_bytes("bag,label,a,b\nx,1,0.5,1\ny,0,2,3\nx,1,4,5\n".encode("utf-8-sig"))  # with a byte order mark
     data = mil_data.bags_csv(tmp_path)
     assert (data.names, data.labels.tolist(), data.features) == (["x", "y"], [1.0, 0.0], 2)
     assert data.read(0).tolist() == [[0.5, 1.0], [4.0, 5.0]]
+    for text, message in (
+        ("bag,label,a\nx,1,0.5\nx,0,1\n", "line 3, bag x: expected one label"),
+        ("bag,label,a\nx,1,big\n", r"line 2, bag x: expected finite float32 features, got \['big'\]"),
+        ("bag,label,a\nx,1,2\nx,1,1e39\n", r"line 3, bag x: expected finite float32 features, got \['1e39'\]"),
+        ("bag,label,a\nx,1,1,2\n", "line 2, bag x: expected finite float32 features, got"),
+        ("bag,label,a,b\nx,1,1\n", "line 2, bag x: expected finite float32 features, got"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ah.AHopError, match=message):
+            mil_data.bags_csv(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda home: (home / "slide3.npz").unlink(), r"labels\.csv, bag slide3: .*got none"),
-        (lambda home: _cut(home / "slide3.npz"), r"slide3\.npz, bag slide3: expected one array"),
+        (lambda home: (home / "slide3.npz").write_bytes(b"PK"), r"slide3\.npz, bag slide3: expected one array"),
         (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), "bag slide4: expected 6 features .*got 7"),
         (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"bag slide4: .*an array \(3,\)"),
         (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), "bag slide1: .*got '2'"),
@@ -256,30 +254,9 @@ def test_damaged_data_are_named_before_anything_is_written(tmp_path, spoil, mess
     assert not (tmp_path / "out").exists()
 
 
-def _cut(path):
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("bag,label,a\nx,1,0.5\nx,0,1\n", "line 3, bag x: expected one label"),
-        ("bag,label,a\nx,1,big\n", r"line 2, bag x: expected finite float32 features, got \['big'\]"),
-        ("bag,label,a\nx,1,2\nx,1,1e39\n", r"line 3, bag x: expected finite float32 features, got \['1e39'\]"),
-        ("bag,label,a\nx,1,1,2\n", "line 2, bag x: expected finite float32 features, got"),
-        ("bag,label,a,b\nx,1,1\n", "line 2, bag x: expected finite float32 features, got"),
-    ],
-)
-def test_damaged_tables_are_named(tmp_path, text, message):
-    (tmp_path / "bags.csv").write_text(text)
-    with pytest.raises(ah.AHopError, match=message):
-        mil_data.bags_csv(tmp_path)
-
-
-@pytest.mark.parametrize("value", [torch.nan, 1e300])
-def test_features_that_are_not_finite_are_named(tmp_path, value):
+def test_features_that_are_not_finite_are_named(tmp_path):
     home = slides(tmp_path, bags=10)
-    save(home / "slide3.npz", torch.full((2, 6), value, dtype=torch.double))
+    save(home / "slide3.npz", torch.full((2, 6), 1e300, dtype=torch.double))
     data = mil_data.folder(home)
     assert data.read(2).isfinite().all()
     with pytest.raises(ah.AHopError, match=r"slide3\.npz, bag slide3: expected finite float32 features"):
@@ -300,13 +277,12 @@ def test_missing_packages_and_data_are_named(tmp_path, monkeypatch):
         ({"X": np.full((5, 2), 1e39)}, "features that are not finite float32 numbers"),
         ({"X": np.zeros((4, 2))}, "split_with_sizes"),
         ({"y": np.array(["a", "b"])}, "can't convert"),
-        ({"y": None}, "KeyError"),
     ],
-    ids=["overflow", "sizes", "labels", "missing"],
+    ids=["overflow", "sizes", "labels"],
 )
 def test_damaged_archives_of_bags_are_named(arrays, message, tmp_path):
     (tmp_path / "mil").mkdir()
     held = {"X": np.zeros((5, 2)), "bag_sizes": np.array([2, 3]), "y": np.array([0, 1])} | arrays
-    np.savez(tmp_path / "mil" / "tiger.npz", **{name: array for name, array in held.items() if array is not None})
+    np.savez(tmp_path / "mil" / "tiger.npz", **held)
     with pytest.raises(ah.AHopError, match=rf"tiger\.npz: expected arrays X, bag_sizes and y, got .*{message}"):
         DATA_SETS["tiger"](tmp_path)

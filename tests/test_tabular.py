@@ -26,8 +26,7 @@ from sklearn.preprocessing import OrdinalEncoder, StandardScaler
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import ahop_layers as ah
-from ahop_layers.tabular import AdaptiveMemoryClassifier, AdaptiveMemoryRegressor
-from ahop_layers.tabular.rows import merge_rows
+from ahop_layers.tabular import AdaptiveMemoryClassifier, AdaptiveMemoryRegressor, projection
 
 pytestmark = pytest.mark.slow
 X, Y = load_iris(return_X_y=True)
@@ -39,9 +38,22 @@ def fitted() -> AdaptiveMemoryClassifier:
     return AdaptiveMemoryClassifier(random_state=0).fit(X[::2], Y[::2])
 
 
+@pytest.fixture(scope="module")
+def cancer() -> tuple[AdaptiveMemoryClassifier, np.ndarray, np.ndarray]:
+    """A classifier that was fitted with the defaults, and rows and labels that it has not seen."""
+    rows, labels = load_breast_cancer(return_X_y=True)
+    return AdaptiveMemoryClassifier(random_state=0).fit(rows[::2], labels[::2]), rows[1::2], labels[1::2]
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Fits in 5 steps instead of 40, for tests that ask for no accuracy."""
+    monkeypatch.setattr(projection, "SMALL", projection.SMALL._replace(steps=5))
+
+
 @pytest.mark.recorded  # scikit-learn asks for accuracies on data of its own seeds
 @pytest.mark.filterwarnings("ignore")
-def test_checks_of_scikit_learn_pass():
+def test_checks_of_scikit_learn_pass(few_steps):
     checks = list(estimator_checks_generator(AdaptiveMemoryClassifier()))
     assert len(checks) > 50
     for estimator, check in checks[::5]:  # make test-all has every check of every estimator
@@ -92,20 +104,19 @@ def test_rows_are_predicted_in_chunks(fitted):
     assert max(sizes) * len(fitted.cases_) <= 2**20
 
 
-def test_defaults_are_not_below_linear_models_and_forests():
+def test_defaults_are_not_below_linear_models_and_forests(cancer):
     model = AdaptiveMemoryRegressor(random_state=0).fit(ROWS[::2], TARGET[::2])
     linear = RidgeCV(alphas=np.logspace(-3, 3, 7)).fit(StandardScaler().fit_transform(ROWS)[::2], TARGET[::2])
     other = linear.score(StandardScaler().fit_transform(ROWS)[1::2], TARGET[1::2])
     assert model.score(ROWS[1::2], TARGET[1::2]) > other - 0.03
+    classifier, tested, truth = cancer
     rows, labels = load_breast_cancer(return_X_y=True)
-    areas = [
-        roc_auc_score(labels[1::2], each.fit(rows[::2], labels[::2]).predict_proba(rows[1::2])[:, 1])
-        for each in (AdaptiveMemoryClassifier(random_state=0), RandomForestClassifier(random_state=0))
-    ]
+    forest = RandomForestClassifier(random_state=0).fit(rows[::2], labels[::2])
+    areas = [roc_auc_score(truth, each.predict_proba(tested)[:, 1]) for each in (classifier, forest)]
     assert areas[0] > areas[1] - 0.02
 
 
-def test_units_of_columns_and_targets_change_nothing():
+def test_units_of_columns_and_targets_change_nothing(few_steps):
     scale, shift = np.logspace(-6, 6, 10), np.linspace(-100, 100, 10)
     model = AdaptiveMemoryRegressor(random_state=0).fit(ROWS[::2], TARGET[::2])
     other = AdaptiveMemoryRegressor(random_state=0).fit(scale * (ROWS[::2] + shift), 1e4 * TARGET[::2] - 7)
@@ -113,15 +124,13 @@ def test_units_of_columns_and_targets_change_nothing():
     np.testing.assert_allclose((other.predict(scale * (ROWS + shift)) + 7) / 1e4, expected, rtol=1e-5)
 
 
-def test_training_on_damage_helps_with_wrong_cells():
+def test_training_on_damage_helps_with_wrong_cells(cancer):
+    plain, tested, truth = cancer
     rows, labels = load_breast_cancer(return_X_y=True)
     random = np.random.default_rng(0)
-    tested, truth = rows[1::2], labels[1::2]
     queries = np.where(random.random(tested.shape) < 0.6, random.permuted(tested, axis=0), tested)
-    areas = []
-    for damage in (0.0, 0.5):
-        model = AdaptiveMemoryClassifier(damage=damage, random_state=0).fit(rows[::2], labels[::2])
-        areas.append(roc_auc_score(truth, model.predict_proba(queries)[:, 1]))
+    robust = AdaptiveMemoryClassifier(damage=0.5, random_state=0).fit(rows[::2], labels[::2])
+    areas = [roc_auc_score(truth, each.predict_proba(queries)[:, 1]) for each in (plain, robust)]
     assert areas[1] > areas[0]
 
 
@@ -154,11 +163,11 @@ def test_strings_are_not_read_as_numbers():
         assert AdaptiveMemoryClassifier(random_state=0).fit(rows, codes).score(rows, codes) == 1
 
 
-def test_categories_of_another_type_are_refused():
+def test_categories_of_another_type_are_refused(few_steps):
     codes = np.repeat([1, 2, 3, 4], 10)[:, None]
     labels = codes[:, 0] % 2
     model = AdaptiveMemoryClassifier(random_state=0).fit(codes.astype(str), labels)
-    for rows in (codes, codes.astype(float), codes.astype(object)):
+    for rows in (codes, codes.astype(object)):
         with pytest.raises(ah.AHopError, match=r"feature 0 must have categories like '1', got \d"):
             model.predict(rows)
     assert model.predict_proba([[None], ["5"]]).shape == (2, 2)
@@ -169,8 +178,8 @@ def test_categories_of_another_type_are_refused():
     frame = pandas.DataFrame({"code": pandas.Categorical(codes[:, 0])})
     np.testing.assert_array_equal(numeric.predict_proba(frame.to_numpy()), numeric.predict_proba(codes))
     model = AdaptiveMemoryClassifier(random_state=0).fit(frame, labels)
-    for column in (codes[:, 0], codes[:, 0].astype(float), codes[:, 0].astype(object)):  # equal numbers
-        other = pandas.DataFrame({"code": column})
+    for kind in (int, float, object):  # equal numbers
+        other = pandas.DataFrame({"code": codes[:, 0].astype(kind)})
         np.testing.assert_array_equal(model.predict_proba(other), model.predict_proba(frame))
     with pytest.raises(ah.AHopError, match="feature 0 must have categories like 1, got '1'"):
         model.predict(pandas.DataFrame({"code": ["1"]}))
@@ -183,7 +192,7 @@ def test_a_numeric_feature_stays_numeric(fitted):
         fitted.predict(np.array([[1.0, {}, 2.0, 3.0]], dtype=object))
 
 
-def test_data_frames_keep_the_order_of_columns_and_categories():
+def test_data_frames_keep_the_order_of_columns_and_categories(few_steps):
     pandas = pytest.importorskip("pandas")
     rows, labels = words()
     frame = pandas.DataFrame(rows, columns=["color", "size", "number"])
@@ -198,9 +207,8 @@ def test_data_frames_keep_the_order_of_columns_and_categories():
         model.predict(frame[["size", "color", "number"]])
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_a_weight_is_a_repetition_and_order_does_not_matter(missing):
-    rows = np.where(X > 6.5, np.nan, X) if missing else X  # missing values are equal
+def test_a_weight_is_a_repetition_and_order_does_not_matter(few_steps):
+    rows = np.where(X > 6.5, np.nan, X)  # missing values are equal
     weight = np.random.default_rng(0).integers(0, 4, len(X))
     order = np.random.default_rng(1).permutation(len(X))
     weighted = AdaptiveMemoryClassifier(random_state=0).fit(rows[order], Y[order], sample_weight=weight[order])
@@ -208,21 +216,13 @@ def test_a_weight_is_a_repetition_and_order_does_not_matter(missing):
     assert np.array_equal(weighted.predict_proba(rows), repeated.predict_proba(rows))
 
 
-def test_equal_rows_are_merged():
-    rows = merge_rows(np.array([[2.0], [1.0], [2.0], [3.0]]), np.array([0, 1, 0, 1]), [1, 2, 3, 0])
-    assert rows.rows.tolist() == [[2], [1]]
-    assert rows.target.tolist() == [0, 1]
-    assert rows.place.tolist() == [0, 1]
-    np.testing.assert_allclose(rows.weight, [4 / 3, 2 / 3])
-
-
-def test_labels_of_rows_with_zero_weight_are_not_classes():
+def test_labels_of_rows_with_zero_weight_are_not_classes(few_steps):
     model = AdaptiveMemoryClassifier(random_state=0).fit(X, Y, sample_weight=Y != 1)
     assert model.classes_.tolist() == [0, 2]
     assert model.decision_function(X).shape == (150,)
 
 
-def test_weights_of_classes():
+def test_weights_of_classes(few_steps):
     labels = (Y == 2).astype(int)
     rows = X[:, :1]
     plain, balanced, same = (
@@ -233,19 +233,18 @@ def test_weights_of_classes():
     np.testing.assert_allclose(balanced.predict_proba(rows), same.predict_proba(rows), rtol=1e-6)
 
 
-def test_probabilities_are_calibrated(fitted):
+def test_probabilities_are_calibrated(fitted, cancer):
     """The mean log loss of unseen rows is smaller than that of twice as sure and of half as sure predictions."""
-    rows, labels = load_breast_cancer(return_X_y=True)
-    model = AdaptiveMemoryClassifier(random_state=0).fit(rows[::2], labels[::2])
-    odds = model.decision_function(rows[1::2])
-    losses = [np.logaddexp(0, -factor * odds * (2 * labels[1::2] - 1)).mean() for factor in (0.5, 1, 2)]
+    model, rows, labels = cancer
+    odds = model.decision_function(rows)
+    losses = [np.logaddexp(0, -factor * odds * (2 * labels - 1)).mean() for factor in (0.5, 1, 2)]
     assert losses[1] < min(losses[0], losses[2])
     probabilities = fitted.predict_proba(X)
     np.testing.assert_allclose(probabilities.sum(1), 1)
     assert (fitted.classes_[probabilities.argmax(1)] == fitted.predict(X)).all()
 
 
-def test_the_seed_alone_determines_a_fit(fitted, monkeypatch):
+def test_the_seed_alone_determines_a_fit(few_steps, monkeypatch):
     """Neither threads nor the global generators matter, and a fit does not change them."""
 
     def state():
@@ -258,12 +257,10 @@ def test_the_seed_alone_determines_a_fit(fitted, monkeypatch):
     model = AdaptiveMemoryClassifier(20, init="kmeans", random_state=0, verbose=True)
     with ThreadPoolExecutor(2) as threads:
         models = list(threads.map(lambda _: clone(model).fit(X, Y), range(2)))
-    assert during == [before] * 80
+    assert during == [before] * 10
     torch.manual_seed(2)
     alone = clone(model).fit(X, Y).predict_proba(X)
-    assert all(
-        np.array_equal(each.predict_proba(X), alone) for each in (*models, pickle.loads(pickle.dumps(models[0])))
-    )
+    assert all(np.array_equal(each.predict_proba(X), alone) for each in models)
     rows, target = make_friedman1(400, 5, random_state=0)
     models = [AdaptiveMemoryRegressor(20, init="kmeans", random_state=seed) for seed in (0, 1)]
     first, second = (each.fit(rows, target).predict(rows) for each in models)
@@ -285,7 +282,7 @@ def test_nearest_cases_are_training_rows_with_the_largest_weights(fitted):
 
 
 def test_few_and_kmeans_cases():
-    for settings in ({"n_cases": np.int64(20)}, {"n_cases": 20, "init": "kmeans"}, {"linear": False}):
+    for settings in ({"n_cases": np.int64(20), "init": "kmeans"}, {"linear": False}):
         model = AdaptiveMemoryClassifier(**settings, random_state=0).fit(X, Y)
         assert model.score(X, Y) > 0.9
         assert len(model.cases_) == settings.get("n_cases", 149)  # two of the 150 rows are equal
@@ -295,7 +292,7 @@ def test_few_and_kmeans_cases():
     assert warned[0].filename == __file__
 
 
-def test_pipelines_and_searches():
+def test_pipelines_and_searches(few_steps):
     rows = np.column_stack([X.astype(object), np.where(X[:, 0] > 5.8, "long", "short")])
     columns = ColumnTransformer([("words", OrdinalEncoder(), [4])], remainder=StandardScaler())
     model = make_pipeline(columns, AdaptiveMemoryClassifier(random_state=0))
@@ -304,33 +301,23 @@ def test_pipelines_and_searches():
 
 
 @pytest.mark.parametrize("rows", [np.ones((30, 2)), np.full((30, 1), np.nan)], ids=["constant", "missing"])
-def test_features_without_information_predict_the_mean(rows):
-    target = np.arange(30.0)
-    model = AdaptiveMemoryRegressor(random_state=0).fit(rows, target)
+def test_features_without_information_predict_the_mean(rows, few_steps):
+    model = AdaptiveMemoryRegressor(random_state=0).fit(rows, np.arange(30.0))
     np.testing.assert_allclose(model.predict(rows), 14.5, atol=0.5)
     np.testing.assert_array_equal(model.predict(rows + 5), model.predict(rows))
-
-
-def test_infinity_is_refused():
-    with pytest.raises(ValueError, match="contains infinity"):
-        AdaptiveMemoryClassifier().fit(np.where(X > 7, np.inf, X), Y)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"n_cases": 0}, "n_cases must be an integer of at least 1, got 0"),
     ({"n_cases": True}, "n_cases must be an integer of at least 1, got True"),
-    ({"n_cases": "auto"}, "n_cases must be an integer of at least 1, got 'auto'"),
     ({"init": "center"}, "init must be one of rows, kmeans, got 'center'"),
     ({"linear": "x"}, "linear must be True or False, got 'x'"),
-    ({"linear": 2}, "linear must be True or False, got 2"),
     ({"verbose": None}, "verbose must be True or False, got None"),
     ({"damage": 1}, "damage must be a number of at least 0 and below 1, got 1"),
-    ({"damage": "a"}, "damage must be a number of at least 0 and below 1, got 'a'"),
     ({"class_weight": "even"}, "class_weight must be one of balanced, got 'even'"),
     ({"class_weight": {0: -1}}, "class_weight must have no negative number"),
     ({"device": "nonsense"}, "device must be 'auto' or an available PyTorch device, got 'nonsense'"),
     ({"device": "meta"}, "device must be 'auto' or an available PyTorch device, got 'meta'"),
-    ({"device": []}, r"device must be 'auto' or an available PyTorch device, got \[\]"),
     ({"device": "cuda:99"}, "device must be 'auto' or an available PyTorch device, got 'cuda:99'"),
 ], ids=str)  # fmt: skip
 def test_bad_parameters(settings, message):
@@ -338,14 +325,16 @@ def test_bad_parameters(settings, message):
         AdaptiveMemoryClassifier(**settings).fit(X, Y)
 
 
-def test_bad_weights():
+def test_bad_weights_and_infinity():
+    with pytest.raises(ValueError, match="contains infinity"):
+        AdaptiveMemoryClassifier().fit(np.where(X > 7, np.inf, X), Y)
     for weight in (np.zeros(150), -np.ones(150), np.ones((150, 2)), np.full(150, 1e308)):
         with pytest.raises(ah.AHopError, match="sample_weight must be one number per row"):
             AdaptiveMemoryClassifier().fit(X, Y, sample_weight=weight)
 
 
 @pytest.mark.parametrize("scale", [1e100, 1e-100])
-def test_targets_of_any_scale(scale):
+def test_targets_of_any_scale(scale, few_steps):
     rows, target = ROWS[::4], TARGET[::4]
     plain, scaled = (AdaptiveMemoryRegressor(random_state=0).fit(rows, target * each) for each in (1.0, scale))
     np.testing.assert_allclose(scaled.predict(rows), scale * plain.predict(rows), rtol=1e-3)
@@ -353,13 +342,13 @@ def test_targets_of_any_scale(scale):
         AdaptiveMemoryRegressor().fit(rows, target * scale**3)
 
 
-@pytest.mark.parametrize("value", [0.1, 1e-310, 1e200])
-def test_a_constant_target_is_predicted(value):
+@pytest.mark.parametrize("value", [1e-310, 1e200])
+def test_a_constant_target_is_predicted(value, few_steps):
     model = AdaptiveMemoryRegressor(random_state=0).fit(X, np.full(150, value))
     np.testing.assert_allclose(model.predict(X), value, atol=0.05)
 
 
-def test_features_that_overflow_are_named_and_a_failed_fit_leaves_the_estimator():
+def test_features_that_overflow_are_named_and_a_failed_fit_leaves_the_estimator(few_steps):
     model = AdaptiveMemoryClassifier(20, random_state=0).fit(X, Y)
     before, rows = vars(model).copy(), X.copy()
     rows[:, 2] = np.where(Y == 1, 1e200, -1e200)
