@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -21,20 +22,22 @@ LAYOUT = """
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
-def modules() -> dict[str, Path]:
-    """Maps dotted names inside the package to files; an ``__init__`` has the name of its folder."""
+@cache
+def parsed() -> dict[str, ast.Module]:
+    """Maps dotted names inside the package to parsed files; an ``__init__`` has the name of its folder."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
         if parts and parts != ["__main__"]:  # a command that no module imports
-            found[".".join(parts)] = path
+            found[".".join(parts)] = ast.parse(path.read_text())
     return found
 
 
-def imports(path: Path) -> set[str]:
-    """Returns the modules of the package that a file imports at any level."""
-    known, names = modules(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def imports(name: str) -> set[str]:
+    """Returns the modules of the package that a module imports at any level."""
+    known, names = parsed(), set()
+    for node in ast.walk(known[name]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ahop_layers":
             module = node.module.removeprefix("ahop_layers").removeprefix(".")
             candidates = [f"{module}.{alias.name}".strip(".") for alias in node.names]
@@ -50,64 +53,34 @@ def entry(module: str) -> str:
     return module.split(".")[0]
 
 
-def test_imports_only_point_up():
-    for name, path in modules().items():
-        others = {entry(other) for other in imports(path)} - {entry(name)}
+def test_imports_only_point_up_and_have_no_cycles():
+    for name in parsed():
+        others = {entry(other) for other in imports(name)} - {entry(name)}
         below = [other for other in others if LAYOUT.index(other) >= LAYOUT.index(entry(name))]
         assert not below, f"{name} imports {below} from below itself"
-
-
-def test_no_import_cycle_inside_a_folder():
     # An ``__init__`` imports the public names of its folder, so the files of that folder cannot import from it.
-    paths = modules()
-    graph = {name: {other for other in imports(path) if entry(other) == entry(name)} for name, path in paths.items()}
+    graph = {name: {other for other in imports(name) if entry(other) == entry(name)} for name in parsed()}
     assert list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_no_assert_in_the_package():
-    for path in modules().values():
-        assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), path
+    for name, tree in parsed().items():
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), name
 
 
 def test_public_names():
-    assert sorted(ah.__all__) == [
-        "AHopError",
-        "Adaptive",
-        "AdaptiveAttention",
-        "AdaptiveHopfield",
-        "AdaptiveHopfieldLayer",
-        "AdaptiveHopfieldPooling",
-        "AdaptiveSimilarity",
-        "AssociativeMemory",
-        "Blocks",
-        "Report",
-        "Separation",
-        "adapt_",
-        "adaptive_similarity",
-        "association_maps",
-        "backends",
-        "footprint",
-        "hflayers_state_dict",
-        "install_as_hflayers",
-        "load_similarities",
-        "parameter_groups",
-        "patches",
-        "register_base",
-        "register_converter",
-        "revert_",
-        "save_similarities",
-        "similarity_parameters",
-        "variants",
-    ]
+    names = """
+        AHopError Adaptive AdaptiveAttention AdaptiveHopfield AdaptiveHopfieldLayer AdaptiveHopfieldPooling
+        AdaptiveSimilarity AssociativeMemory Blocks Report Separation adapt_ adaptive_similarity association_maps
+        backends footprint hflayers_state_dict install_as_hflayers load_similarities parameter_groups patches
+        register_base register_converter revert_ save_similarities similarity_parameters variants
+    """
+    assert sorted(ah.__all__) == names.split()
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
-
-
-def test_dir_lists_the_public_names_and_the_modules_imported_on_demand():
     assert set(dir(ah)) == {*ah.__all__, "plots", "tabular", "torchmil", "__version__"}
     assert all(hasattr(ah, name) for name in dir(ah))
 
 
-@pytest.mark.slow
 def test_modules_with_further_dependencies_are_imported_on_demand():
     code = """
 import sys, ahop_layers as ah, ahop_layers.plots

@@ -14,7 +14,10 @@ from benchmarks.projects.project import adaptive_layers, plain_layers
 
 pytestmark = pytest.mark.slow
 
-PROJECTS = [name for name in measure.PROJECTS if name != "static"]  # the code of CLOOB with another size
+# make test has a project with each layer, with static patterns and with a subclass; "static" is CLOOB of another size.
+QUICK = ("bit_pattern", "cloob", "cpp_bag", "hop_vae", "l2m")
+NAMES = [name for name in measure.PROJECTS if name != "static"]
+PROJECTS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in NAMES]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +28,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("name", PROJECTS)
 def test_frozen_similarities_reproduce_the_losses_of_hflayers(name):
-    figures = measure.measure(measure.project_named(name), 10)
+    figures = measure.measure(measure.project_named(name), 4)
     assert figures["difference_apart"] <= 1e-5
     assert figures["loss"] < 3 * figures["first_loss"] + 5  # training does not diverge; a loss of one bag varies
     if name in ("cloob", "hopular", "l2m", "hopcpt", "hop_vae"):  # no equal patterns with norms of their own
@@ -48,16 +51,9 @@ def test_every_use_trains_its_similarity_after_a_switch_and_checkpoints_go_both_
     torch.testing.assert_close(ah.hflayers_state_dict(adaptive), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-def test_the_command_writes_rows_and_prints_a_table(tmp_path, capsys):
-    command.main(["--projects", "latch_sequence", "--steps", "2", "--results", str(tmp_path)])
-    assert (tmp_path / "projects.csv").exists()
-    assert "| hopfield-layers, latch sequences |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["bit_pattern", "latch_sequence"])
-def test_examples_compare_similarities_from_equal_weights(name):
+def test_similarities_are_compared_from_equal_weights():
     """After one step, the losses of all similarities are those of the dot product."""
-    rows = list(adaptive.compare(name, seed=1, steps=1))
+    rows = list(adaptive.compare("bit_pattern", seed=1, steps=1))
     assert [row["similarity"] for row in rows] == list(adaptive.SYSTEMS)
     assert len({row["loss"] for row in rows}) == 1
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
@@ -72,15 +68,14 @@ def test_held_out_digits_are_in_no_training_bag():
     assert {float(label) for _, label in bags[True]} == {0.0, 1.0}
 
 
-def test_the_command_measures_accuracies(tmp_path, capsys):
-    arguments = ["--parts", "adaptive", "--projects", "latch_sequence", "--steps", "2", "--seeds", "2"]
-    command.main([*arguments, "--results", str(tmp_path)])
-    assert len((tmp_path / "projects_adaptive.csv").read_text().splitlines()) == 1 + 2 * len(adaptive.SYSTEMS)
-    assert "| hopfield-layers, latch sequences | 2 | 2 |" in capsys.readouterr().out
-
-
-def test_the_command_measures_widths(tmp_path, capsys, monkeypatch):
+def test_the_command_measures_losses_accuracies_and_widths(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(widths, "WIDTHS", (16,))
-    command.main(["--parts", "widths", "--steps", "2", "--results", str(tmp_path)])
-    assert (tmp_path / "projects_widths.csv").read_text().count("\n") == 2
-    assert "| 16 |" in capsys.readouterr().out
+    common = ["--projects", "latch_sequence", "--steps", "2", "--results", str(tmp_path)]
+    for more, name, lines, shown in (
+        ([], "projects", 1, "| hopfield-layers, latch sequences |"),
+        (["--parts", "adaptive"], "projects_adaptive", 2 * len(adaptive.SYSTEMS), "latch sequences | 2 | 2 |"),
+        (["--parts", "widths"], "projects_widths", 1, "| 16 |"),
+    ):
+        command.main([*common, "--seeds", "2", *more])
+        assert len((tmp_path / f"{name}.csv").read_text().splitlines()) == 1 + lines
+        assert shown in capsys.readouterr().out

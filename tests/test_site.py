@@ -46,10 +46,8 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory) -> dict[str, Page]:
-    """Every page of the site, by its path without suffix."""
-    folder = tmp_path_factory.mktemp("site")
+def build(folder: Path) -> dict[str, Page]:
+    """Builds the site and returns every page by its path without suffix."""
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
@@ -57,7 +55,17 @@ def site(tmp_path_factory) -> dict[str, Page]:
     return {str(path.relative_to(folder).with_suffix("")): Page(path) for path in folder.rglob("*.html")}
 
 
-def test_links_and_anchors_exist(site):
+def test_the_site(tmp_path):
+    """One test, so that the parallel workers of pytest build the site once."""
+    site = build(tmp_path)
+    links_and_anchors_exist(site)
+    no_external_resources(site)
+    landing_page_has_structured_metadata(site)
+    reference_has_every_public_name(site)
+    docstrings_formulas_and_notebooks_are_rendered(site)
+
+
+def links_and_anchors_exist(site):
     parsed = {page.path: page for page in site.values()}
     followed = 0
     for page in parsed.values():
@@ -76,7 +84,7 @@ def test_links_and_anchors_exist(site):
     assert followed
 
 
-def test_no_external_resources(site):
+def no_external_resources(site):
     for page in site.values():
         foreign = [link for link in page.loads if urlsplit(link).netloc]
         assert not foreign, f"{page.path.name} loads {foreign}"
@@ -90,13 +98,13 @@ def test_no_external_resources(site):
         assert not re.search(r"(url\(|@import\s+|(?:href|src)=)[\"']?(https?:)?//", sheet.read_text()), sheet
 
 
-def test_the_landing_page_has_structured_metadata(site):
+def landing_page_has_structured_metadata(site):
     head = site["index"].path.read_text().partition("</head>")[0]
     about = json.loads(re.search(r'<script type="application/ld\+json">(.*?)</script>', head, flags=re.DOTALL)[1])
     assert (about["@type"], about["version"]) == ("SoftwareSourceCode", ah.__version__)
 
 
-def test_the_reference_has_every_public_name(site):
+def reference_has_every_public_name(site):
     anchors = {anchor for page in site.values() for anchor in page.anchors}
     public = [name for name in ah.__all__ if name != "variants"]
     for part in ("variants", "tabular", "plots", "torchmil"):
@@ -106,7 +114,7 @@ def test_the_reference_has_every_public_name(site):
     assert not {f"ahop_layers.{name}" for name in public} - anchors
 
 
-def test_docstrings_formulas_and_notebooks_are_rendered(site):
+def docstrings_formulas_and_notebooks_are_rendered(site):
     for name, page in site.items():
         if name.startswith("api/"):
             assert not re.search(r":(class|func|meth|mod):", page.text), name
