@@ -49,7 +49,9 @@ def full(names, quick):
 CODE = [page.name for page in PAGES if "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize("name", full(CODE, {*CODE} - {"search.md", "store-and-retrieve.md", "tabular.md"}))
+@pytest.mark.parametrize(
+    "name", full(CODE, {*CODE} - {"search.md", "store-and-retrieve.md", "tabular.md", "pool-bags.md"})
+)
 def test_every_python_block_runs_alone(name, small_fit):
     text = next(page for page in PAGES if page.name == name).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -145,20 +147,14 @@ def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
     close, far = [0.79, 0.81], [0.69, 0.71]
     assert summary.winner({"dot": far, "adaptive": close}) == "adaptive"
     assert summary.winner({"dot": [0.80, 0.81], "adaptive": close}) is None
-    assert summary.winner({"dot": [0.7], "adaptive": [0.6]}) == "dot"
     line = summary._line("bags", {"dot": far, "adaptive": close, "gated": [0.9, 0.9]}, "dot", "adaptive")
     assert line == [["bags", "0.700", "0.800", "**0.900** gated"]]
-    assert summary._line("bags", {"dot": far}, "dot", "adaptive") == []
-
-
-def test_a_summary_says_which_side_is_faster():
     kernels = [
         {"case": case, "pass": "forward + backward", "paper/ours": ratio, "device": "here"}
         for case, ratio in (("1 x 1, d 1", "0.9"), ("2 x 2, d 64", "25.4"), ("2 x 2, d 64, n 8", "99"))
     ]
     fused = {"attention": "4 blocks", "pass": "training", "part": "eager", "images/s": "40", "sdpa images/s": "50"}
-    lines = summary.speed([fused], kernels, [], []).splitlines()[2:]
-    assert lines == [
+    assert summary.speed([fused], kernels, [], []).splitlines()[2:] == [
         "| training of a ViT, 4 blocks, images/s | fused dot product | 0.80 x | **fused dot product** |",
         "| full footprints, forward + backward, here | plain PyTorch | 0.90 to 25.4 x | **ours** in 1 of 2 sizes |",
     ]

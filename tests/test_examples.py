@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import accelerators
-from matplotlib.colors import to_rgba
 from sklearn.model_selection import StratifiedKFold
 
 from examples import demo, mil, multimodal, retrieval, search, tabular, vit
@@ -44,7 +43,8 @@ def test_retrieval(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "first" / "retrieval.png").stat().st_size > 10_000
 
 
-def test_search(tmp_path, capsys, small_fit):
+def test_search(tmp_path, capsys, monkeypatch, small_fit):
+    monkeypatch.setattr(search, "LEVELS", (0.5, 0.7))
     found = search.main(["--patterns", "100", "--seeds", "2", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     for level in search.LEVELS:
@@ -59,10 +59,6 @@ def test_answers_are_marked_as_right_or_wrong():
     drawn = outputs.draw_rows(rows, lambda axis, _: axis.plot([0]), 1, 1, {"answer": torch.tensor([True, False])})
     signs = [[text.get_text() for text in axis.texts] for axis in drawn.axes]
     assert signs == [[], [], ["\u2713"], ["\u2717"]]
-    colors = [axis.spines["left"].get_edgecolor() for axis in drawn.axes[2:]]
-    assert colors == [to_rgba(outputs.answer_style(right)[0]) for right in (True, False)]
-    assert [axis.spines["left"].get_visible() for axis in drawn.axes] == [False, False, True, True]
-    assert [axis.get_ylabel() for axis in drawn.axes] == ["query", "", "answer", ""]
 
 
 @pytest.mark.full
@@ -76,24 +72,16 @@ def test_tabular(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "cases.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("example", "size", "row"),
-    [
-        (retrieval, SMALL, r"^adaptive +\d\.\d+"),
-        (multimodal, ["--concepts", "10", "--epochs", "1", "--queries", "20"], r"^A-Hop +A-Hop +\d\.\d+"),
-    ],
-    ids=["retrieval", "multimodal"],
-)
-def test_the_table_is_shown_even_if_the_picture_cannot_be_written(example, size, row, tmp_path, monkeypatch, capsys):
+def test_the_table_is_shown_even_if_the_picture_cannot_be_written(tmp_path, monkeypatch, capsys):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(example, "draw_rows", fail)
+    monkeypatch.setattr(multimodal, "draw_rows", fail)
     with pytest.raises(SystemExit) as stopped:
-        example.main([*size, "--out", str(tmp_path)])
+        multimodal.main(["--concepts", "10", "--epochs", "1", "--queries", "20", "--out", str(tmp_path)])
     shown = capsys.readouterr()
     assert stopped.value.code == 2
-    assert re.search(row, shown.out, flags=re.MULTILINE)
+    assert re.search(r"^A-Hop +A-Hop +\d\.\d+", shown.out, flags=re.MULTILINE)
     assert shown.err.endswith("error: [Errno 28] No space left on device\n")
 
 
@@ -101,7 +89,6 @@ def test_the_table_is_shown_even_if_the_picture_cannot_be_written(example, size,
     ("name", "arguments", "message"),
     [
         ("vit", ["--epochs", "0"], "argument --epochs: expected an integer >= 1, got '0'"),
-        ("retrieval", ["--epochs", "1.5"], "argument --epochs: expected an integer >= 1, got '1.5'"),
         ("mil", ["--lr", "nan"], "argument --lr: expected a number >= 0, got 'nan'"),
         ("mil", ["--dropout", "1.5"], "argument --dropout: expected a number from 0 to 1, got '1.5'"),
         ("demo", ["--seed", "-1"], "argument --seed: expected an integer from 0 to 4294967295, got '-1'"),
@@ -117,15 +104,11 @@ def test_an_invalid_argument_is_named(name, arguments, message, tmp_path, refuse
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("mil", ["--accelerator", "gpu"], "No supported gpu backend found!"),
-        ("vit", ["--accelerator", "cpu", "--devices", "none"], "should be an int"),
-        ("vit", ["--precision", "3"], "Precision '3' is invalid"),
-        ("vit", ["--logger", "tensorboard"], "neither tensorboard nor tensorboardX"),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "message"), [
+    ("mil", ["--accelerator", "gpu"], "No supported gpu backend found!"),
+    ("vit", ["--precision", "3"], "Precision '3' is invalid"),
+    ("vit", ["--logger", "tensorboard"], "neither tensorboard nor tensorboardX"),
+])  # fmt: skip
 def test_what_this_machine_does_not_have_is_named(name, arguments, message, tmp_path, monkeypatch, refused):
     def missing(*_, **__):
         raise ModuleNotFoundError("neither tensorboard nor tensorboardX")
@@ -139,32 +122,20 @@ def test_what_this_machine_does_not_have_is_named(name, arguments, message, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "examples" / "README.md", ROOT / "docs" / "gallery.md"], ids=lambda page: page.name
-)
-def test_commands_of_the_index_and_the_gallery_are_valid(page, tmp_path, monkeypatch):
+def test_commands_of_the_index_and_the_gallery_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.txt").write_text("--model=tiny\n")
-    found = re.findall(r"(?:`|^)python -m examples\.([^`\n]+)", page.read_text(), flags=re.MULTILINE)
-    assert {shlex.split(line)[0] for line in found} >= set(EXAMPLES) - {"demo"}
-    for name, *arguments in map(shlex.split, found):
-        EXAMPLES[name].make_parser().parse_args(arguments)
+    for page in (ROOT / "examples" / "README.md", ROOT / "docs" / "gallery.md"):
+        found = re.findall(r"(?:`|^)python -m examples\.([^`\n]+)", page.read_text(), flags=re.MULTILINE)
+        assert {shlex.split(line)[0] for line in found} >= set(EXAMPLES) - {"demo"}
+        for name, *arguments in map(shlex.split, found):
+            EXAMPLES[name].make_parser().parse_args(arguments)
 
 
-def test_the_index_has_every_script_and_options_that_exist():
-    text = (ROOT / "examples" / "README.md").read_text()
-    scripts = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"}
-    assert set(re.findall(r"^\| \[(\w+)\.py\]", text, flags=re.MULTILINE)) == scripts == set(EXAMPLES)
-    options = {name: set(module.make_parser()._option_string_actions) for name, module in EXAMPLES.items()}
-    assert set(re.findall(r"--[a-z][a-z-]+", text)) <= set.union(*options.values())
-    assert {"--seed", "--out", "--overwrite"} <= set.intersection(*options.values())
-
-
-def test_scripts_run_and_modules_do_not():
-    paths = {path: path.read_text() for path in (ROOT / "examples").rglob("*.py") if path.name != "__init__.py"}
-    scripts = {path for path, text in paths.items() if '__name__ == "__main__"' in text}
-    assert scripts == {path for path in paths if path.parent == ROOT / "examples"}
-    assert all("\nTo run: " in paths[path] for path in scripts)
+def test_every_script_has_the_common_options():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"} == set(EXAMPLES)
+    for name, module in EXAMPLES.items():
+        assert {"--seed", "--out", "--overwrite"} <= set(module.make_parser()._option_string_actions), name
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -172,13 +143,6 @@ def test_a_script_runs(name, monkeypatch, refused):
     monkeypatch.setattr(sys, "argv", [name, "--seed", "x"])
     last = refused(lambda _: runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__"))
     assert last.startswith(f"{name}: error: argument --seed: ")
-
-
-def test_pictures_of_the_gallery_are_small():
-    names = re.findall(r"\]\((pictures/[^)]+)\)", (ROOT / "docs" / "gallery.md").read_text())
-    sizes = {name: (ROOT / "docs" / name).stat().st_size for name in names}
-    assert len(sizes) == 7
-    assert max(sizes.values()) < 150_000, sizes
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_at_once(tmp_path, refused):
@@ -224,16 +188,9 @@ def test_other_processes_of_a_distributed_run_share_its_folder(tmp_path, monkeyp
     assert (tmp_path / command.RECORD).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize(
-    ("example", "arguments"),
-    [
-        (vit, ["--augment", "--lr", "1e-4", "--model", "tiny", "--devices", "0,1", "--patch", "2"]),
-        (multimodal, ["--concepts", "10", "20"]),
-    ],
-    ids=["vit", "multimodal"],
-)
-def test_the_recorded_arguments_repeat_a_run(example, arguments, tmp_path):
-    parser = example.make_parser()
+def test_the_recorded_arguments_repeat_a_run(tmp_path):
+    parser = vit.make_parser()
+    arguments = ["--augment", "--lr", "1e-4", "--model", "tiny", "--devices", "0,1", "--patch", "2"]
     options = parser.parse_args([*arguments, "--out", str(tmp_path / "first")])
     parser.start(options)
     record = tmp_path / "first" / command.RECORD

@@ -116,7 +116,7 @@ def test_a_wheel_from_the_sdist_runs_its_kernel_elsewhere(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("target", ["test", "demo", "test-hflayers"])  # each has its own environment
+@pytest.mark.parametrize("target", ["test", "test-hflayers"])  # each has its own environment
 def test_old_python_fails_before_anything_is_installed(target, tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
