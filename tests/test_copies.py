@@ -180,14 +180,11 @@ def test_other_modules_are_not_copies():
         ah.adapt_(Model(Other(8)))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("Hopfield", {"num_heads": 2, "update_steps_max": 2, "pattern_size": 3}),
-        ("HopfieldLayer", {}),
-        ("HopfieldPooling", {"batch_first": False}),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("Hopfield", {"num_heads": 2, "update_steps_max": 2, "pattern_size": 3}),
+    ("HopfieldLayer", {}),
+    ("HopfieldPooling", {"batch_first": False}),
+])  # fmt: skip
 def test_the_source_of_hflayers_under_another_name(name, arguments):
     original = pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")
     spec = importlib.util.spec_from_file_location(

@@ -28,14 +28,11 @@ def test_a_wrong_or_failing_backend_is_reported(monkeypatch, capsys):
     assert "FAILED: ZeroDivisionError" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argument", "status", "output", "error"),
-    [
-        ("--version", 0, f"ahop-layers {ah.__version__}\n", ""),
-        ("--help", 0, "usage: python -m ahop_layers", ""),
-        ("backends", 2, "", "python -m ahop_layers: error: unrecognized arguments: backends\n"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "status", "output", "error"), [
+    ("--version", 0, f"ahop-layers {ah.__version__}\n", ""),
+    ("--help", 0, "usage: python -m ahop_layers", ""),
+    ("backends", 2, "", "python -m ahop_layers: error: unrecognized arguments: backends\n"),
+])  # fmt: skip
 def test_options_are_read_from_the_command_line(argument, status, output, error, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["__main__.py", argument])
     with pytest.raises(SystemExit) as end:

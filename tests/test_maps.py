@@ -74,13 +74,10 @@ def test_each_layer_has_its_own_copy_of_a_separation():
     shared = copy.deepcopy(apart)
     ah.adapt_(apart, separation="sparsemax")
     ah.adapt_(shared, separation=Separation("sparsemax"))
-    expected, maps = (ah.association_maps(model, x) for model in (apart, shared))
-    assert list(maps) == list(expected)
-    for name, weights in expected.items():
-        assert torch.equal(maps[name], weights)
+    torch.testing.assert_close(*(ah.association_maps(model, x) for model in (apart, shared)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("separation", "steps"), [("softmax", 0), ("entmax", 2), ("argmax", 0), ("identity", 2)])
+@pytest.mark.parametrize(("separation", "steps"), [("softmax", 0), ("entmax", 2)])
 def test_packed_bags(separation, steps):
     pool = ah.torchmil.AdaptivePool(16, 16, 2, separation=separation, update_steps_max=steps)
     x, mask = torch.randn(3, 9, 16), torch.arange(9) < torch.tensor([[4], [9], [0]])

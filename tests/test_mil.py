@@ -233,20 +233,17 @@ def test_csv_of_instances(tmp_path):
             mil_data.bags_csv(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda home: (home / "slide3.npz").unlink(), r"labels\.csv, bag slide3: .*got none"),
-        (lambda home: (home / "slide3.npz").write_bytes(b"PK"), r"slide3\.npz, bag slide3: expected one array"),
-        (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), "bag slide4: expected 6 features .*got 7"),
-        (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"bag slide4: .*an array \(3,\)"),
-        (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), "bag slide1: .*got '2'"),
-        (lambda home: torch.save({"a": 1, "b": 2}, home / "slide4.pt"), "bag slide4: expected one array"),
-        (lambda home: (home / "labels.csv").write_bytes(b"bag,label\n\xe9,1\n"), r"labels\.csv in UTF-8, got"),
-        (lambda home: (home / "labels.csv").unlink(), r"expected a CSV table .*labels\.csv"),
-        (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,1\n"), "at least 5 bags of label 0, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda home: (home / "slide3.npz").unlink(), r"labels\.csv, bag slide3: .*got none"),
+    (lambda home: (home / "slide3.npz").write_bytes(b"PK"), r"slide3\.npz, bag slide3: expected one array"),
+    (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), "bag slide4: expected 6 features .*got 7"),
+    (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"bag slide4: .*an array \(3,\)"),
+    (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), "bag slide1: .*got '2'"),
+    (lambda home: torch.save({"a": 1, "b": 2}, home / "slide4.pt"), "bag slide4: expected one array"),
+    (lambda home: (home / "labels.csv").write_bytes(b"bag,label\n\xe9,1\n"), r"labels\.csv in UTF-8, got"),
+    (lambda home: (home / "labels.csv").unlink(), r"expected a CSV table .*labels\.csv"),
+    (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,1\n"), "at least 5 bags of label 0, got 0"),
+])  # fmt: skip
 def test_damaged_data_are_named_before_anything_is_written(tmp_path, spoil, message, refused):
     home = slides(tmp_path, bags=10)
     spoil(home)
@@ -271,15 +268,11 @@ def test_missing_packages_and_data_are_named(tmp_path, monkeypatch):
         DATA_SETS["tiger"](tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"X": np.full((5, 2), 1e39)}, "features that are not finite float32 numbers"),
-        ({"X": np.zeros((4, 2))}, "split_with_sizes"),
-        ({"y": np.array(["a", "b"])}, "can't convert"),
-    ],
-    ids=["overflow", "sizes", "labels"],
-)
+@pytest.mark.parametrize(("arrays", "message"), [
+    ({"X": np.full((5, 2), 1e39)}, "features that are not finite float32 numbers"),
+    ({"X": np.zeros((4, 2))}, "split_with_sizes"),
+    ({"y": np.array(["a", "b"])}, "can't convert"),
+], ids=["overflow", "sizes", "labels"])  # fmt: skip
 def test_damaged_archives_of_bags_are_named(arrays, message, tmp_path):
     (tmp_path / "mil").mkdir()
     held = {"X": np.zeros((5, 2)), "bag_sizes": np.array([2, 3]), "y": np.array([0, 1])} | arrays

@@ -34,17 +34,14 @@ class Called(nn.Module):
         return attend(q, q, q) + attend(q[..., :4], q[..., :4], q)
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (encoder, {"blocks": 4}),
-        (encoder, {"blocks": [2, torch.tensor([0, 1] * 4)], "debias": True, "separation": "entmax"}),
-        (encoder, {"blocks": ah.Blocks(2, normalize=True)}),
-        (lambda: ah.AssociativeMemory.preset("A-Hop", torch.randn(5, 16)), None),
-        (lambda: nn.Sequential(ah.AdaptiveHopfield(16, num_heads=2), ah.AdaptiveHopfieldPooling(16)), None),
-        (lambda: nn.Sequential(Called()), {"example": torch.randn(2, 3, 16)}),
-    ],
-)
+@pytest.mark.parametrize(("make", "options"), [
+    (encoder, {"blocks": 4}),
+    (encoder, {"blocks": [2, torch.tensor([0, 1] * 4)], "debias": True, "separation": "entmax"}),
+    (encoder, {"blocks": ah.Blocks(2, normalize=True)}),
+    (lambda: ah.AssociativeMemory.preset("A-Hop", torch.randn(5, 16)), None),
+    (lambda: nn.Sequential(ah.AdaptiveHopfield(16, num_heads=2), ah.AdaptiveHopfieldPooling(16)), None),
+    (lambda: nn.Sequential(Called()), {"example": torch.randn(2, 3, 16)}),
+])  # fmt: skip
 def test_saved_similarities_are_loaded(make, options, tmp_path):
     first, path = make(), tmp_path / "similarities.safetensors"
     second = make()
@@ -82,17 +79,14 @@ def test_a_model_that_is_not_adapted_is_refused(tmp_path):
             function(5, tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (encoder, {"blocks": 2}, r"self_attn\.similarity must be .*blocks \['2'\].* got .*blocks \['4'\]"),
-        (encoder, {"bases": ("dot",), "blocks": 4}, r"bases \['dot'\].* got .*bases \['dis', 'dot'\]"),
-        (lambda: encoder(3), {"blocks": 4}, r"got layers\.2\.self_attn\.similarity in the model only"),
-        (lambda: encoder(1), {"blocks": 4}, r"got layers\.1\.self_attn\.similarity in the file only"),
-        (encoder, {"blocks": 4, "separation": "entmax"}, "separation in the model only"),
-        (encoder, {"blocks": 4, "debias": True}, r"bias must have the shape \(2, 8\), got none"),
-    ],
-)
+@pytest.mark.parametrize(("make", "options", "message"), [
+    (encoder, {"blocks": 2}, r"self_attn\.similarity must be .*blocks \['2'\].* got .*blocks \['4'\]"),
+    (encoder, {"bases": ("dot",), "blocks": 4}, r"bases \['dot'\].* got .*bases \['dis', 'dot'\]"),
+    (lambda: encoder(3), {"blocks": 4}, r"got layers\.2\.self_attn\.similarity in the model only"),
+    (lambda: encoder(1), {"blocks": 4}, r"got layers\.1\.self_attn\.similarity in the file only"),
+    (encoder, {"blocks": 4, "separation": "entmax"}, "separation in the model only"),
+    (encoder, {"blocks": 4, "debias": True}, r"bias must have the shape \(2, 8\), got none"),
+])  # fmt: skip
 def test_a_model_that_does_not_fit_is_refused_and_unchanged(make, options, message, tmp_path):
     saved, model = encoder(), make()
     ah.adapt_(saved, blocks=4)
