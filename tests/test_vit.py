@@ -248,6 +248,42 @@ def test_an_interrupted_run_resumes_in_the_middle_of_an_epoch(folder, no_picture
     assert resumed == vit.main(on_folder(folder, "whole", *options))
 
 
+def test_maps_show_predictions_and_the_dot_product():
+    model = vit_model.VisionTransformer((1, 4, 4), classes=3, patch=2, depth=2, width=8, heads=2).eval()
+    ah.adapt_(model, blocks=2)
+    images = torch.rand(2, 1, 4, 4)
+    before = list(ah.association_maps(model, images).values())[-1]
+    for part in ah.similarity_parameters(model):
+        torch.nn.init.normal_(part)
+    after = ah.association_maps(model, images).values()
+    *axes, _ = vit_pictures.maps(model, images, [("cat", "cat"), ("cat", "dog")]).axes
+    for place, weights in enumerate([*after, before], 1):
+        for column in range(2):
+            shown = axes[2 * place + column].images[-1].get_array()
+            np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
+
+
+def test_conversion_keeps_the_logits(folder, no_pictures):
+    vit.main(on_folder(folder, "dot", "--attention", "dot", "--epochs", "1"))
+    checkpoint, images = folder / "dot" / "best.ckpt", torch.rand(32, 3, 32, 32)
+
+    def block_counts(model):
+        return {w.shape[-1] for name, w in model.named_parameters() if name.endswith("similarity.w")}
+
+    for blocks, count in ((8, 8), (None, 32)):
+        classifier, change = vit.convert(checkpoint, "adaptive", images, blocks=blocks, lr=0.5)
+        assert change < 1e-5 < classifier.model(images).std()
+        assert classifier.training
+        assert classifier.hparams.lr == 0.5
+        assert block_counts(classifier) == {count}
+    tuned = vit.main(on_folder(folder, "tuned", "--convert", str(checkpoint), "--epochs", "1"))
+    assert tuned["logit_change"] < 1e-5
+    restored = vit.Classifier.load_from_checkpoint(folder / "tuned" / "best.ckpt")  # 4 blocks by default
+    assert block_counts(restored) == {4}
+    with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):
+        vit.convert(folder / "tuned" / "best.ckpt", "adaptive", images)
+
+
 def test_a_checkpoint_that_cannot_be_converted_is_named(folder, no_pictures, refused):
     vit.main(on_folder(folder, "run", "--attention", "dot", "--save-every", "5", "--epochs", "1"))
     path, where = folder / "run" / "last.ckpt", on_folder(folder, "run", "--attention", "dot")
@@ -267,38 +303,6 @@ def test_a_checkpoint_that_cannot_be_converted_is_named(folder, no_pictures, ref
     is_refused("--resume")  # three classes
     last = refused(vit.main, *TINY, "--convert", path, "--out", folder / "digits")
     assert last == "vit: error: images must be (n, *(3, 32, 32)), got (256, 1, 8, 8)"
-
-
-def test_maps_show_predictions_and_the_dot_product():
-    model = vit_model.VisionTransformer((1, 4, 4), classes=3, patch=2, depth=2, width=8, heads=2).eval()
-    ah.adapt_(model, blocks=2)
-    images = torch.rand(2, 1, 4, 4)
-    before = list(ah.association_maps(model, images).values())[-1]
-    for part in ah.similarity_parameters(model):
-        torch.nn.init.normal_(part)
-    after = ah.association_maps(model, images).values()
-    *axes, _ = vit_pictures.maps(model, images, [("cat", "cat"), ("cat", "dog")]).axes
-    for place, weights in enumerate([*after, before], 1):
-        for column in range(2):
-            shown = axes[2 * place + column].images[-1].get_array()
-            np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
-
-
-def test_conversion_keeps_the_logits(folder, no_pictures):
-    vit.main(on_folder(folder, "dot", "--attention", "dot", "--epochs", "1"))
-    checkpoint, images = folder / "dot" / "best.ckpt", torch.rand(32, 3, 32, 32)
-    for blocks, count in ((8, 8), (None, 32)):
-        classifier, change = vit.convert(checkpoint, "adaptive", images, blocks=blocks, lr=0.5)
-        assert change < 1e-5 < classifier.model(images).std()
-        assert classifier.training
-        assert classifier.hparams.lr == 0.5
-        assert {w.shape[-1] for name, w in classifier.named_parameters() if name.endswith("similarity.w")} == {count}
-    tuned = vit.main(on_folder(folder, "tuned", "--convert", str(checkpoint), "--epochs", "1"))
-    assert tuned["logit_change"] < 1e-5
-    restored = vit.Classifier.load_from_checkpoint(folder / "tuned" / "best.ckpt")  # 4 blocks by default
-    assert {w.shape[-1] for name, w in restored.named_parameters() if name.endswith("similarity.w")} == {4}
-    with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):
-        vit.convert(folder / "tuned" / "best.ckpt", "adaptive", images)
 
 
 def test_kernels_learn_from_the_separation_loss_alone():
