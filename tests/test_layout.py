@@ -82,13 +82,9 @@ def test_public_names():
 
 
 def test_modules_with_further_dependencies_are_imported_on_demand():
-    code = """
-import sys, ahop_layers as ah, ahop_layers.plots
-assert not {"sklearn", "matplotlib"} & set(sys.modules)
-for thing in (ah.tabular.AdaptiveMemoryClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
-    print(thing.__name__)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["AdaptiveMemoryClassifier", "association_map", "AdaptivePool"]
+    code = 'import sys, ahop_layers, ahop_layers.plots; assert not {"sklearn", "matplotlib"} & set(sys.modules)'
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for thing in (ah.tabular.AdaptiveMemoryClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
+        assert thing.__module__.startswith("ahop_layers")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = ah.nothing
