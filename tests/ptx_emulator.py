@@ -6,11 +6,36 @@ are offsets into it.
 """
 
 import re
+from functools import lru_cache
 
 import numpy as np
 
 WARP = 32
 VIEWS = {"f32": np.float32, "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "b64": np.uint64}
+
+
+ARITHMETIC = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.floor_divide, "rem": np.remainder,
+    "mad": lambda a, b, c: a * b + c, "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
+    "neg": np.negative, "abs": np.abs, "min": np.minimum, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2,
+    "rcp": np.reciprocal, "copysign": lambda sign, size: np.copysign(size, sign),
+}  # fmt: skip
+
+
+@lru_cache(None)
+def parse(line):
+    """Returns the predicate or None, the instruction and its operands."""
+    predicate, line = line[1:].split(" ", 1) if line.startswith("@") else (None, line)
+    code, _, rest = line.rstrip(";").partition(" ")
+    return predicate, code, re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+
+
+@lru_cache(None)
+def literal(name):
+    """Returns the number that an operand is, the bits of a float32 for ``0f``, or None for a register."""
+    if name.startswith("0f"):
+        return int(name[2:], 16)
+    return int(name, 0) if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", name) else None
 
 
 class Memory:
@@ -64,9 +89,9 @@ class Warp:
     """The registers of 32 lanes, which execute in lockstep."""
 
     def __init__(self, memory, shared, index):
-        self.memory, self.shared, self.lanes, self.executed = memory, shared, WARP, 0
+        self.memory, self.shared, self.executed = memory, shared, 0
         lane = np.arange(WARP)
-        self.registers = {"%laneid": lane, "%tid.x": WARP * index + lane, "scratch": 0}
+        self.registers = {"%laneid": lane, "%tid.x": WARP * index + lane, "scratch": np.zeros(WARP, np.int64)}
 
     def run(self, body, operands):
         """Runs the body and yields at barriers of the program."""
@@ -87,30 +112,29 @@ class Warp:
     def step(self, line):
         """Executes one instruction; returns the label of a taken branch."""
         self.executed += 1
-        guard = np.ones(self.lanes, bool)
-        if line.startswith("@"):
-            name, line = line[1:].split(" ", 1)
-            guard = self.registers[name].astype(bool)
-        code, _, rest = line.rstrip(";").partition(" ")
-        operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+        predicate, code, operands = parse(line)
+        guard = np.ones(WARP, bool) if predicate is None else self.registers[predicate].astype(bool)
         head = code.split(".")[0]
         if head == "bra":
             assert guard.all() or not guard.any(), f"lanes disagree: {line}"
             return operands[0] if guard.all() else None
         with np.errstate(all="ignore"):
-            getattr(self, f"do_{head}")(code, operands, guard)
+            if "wide" in code:
+                self.do_wide(operands, guard)
+            elif head in ARITHMETIC:
+                self.arithmetic(code, operands, guard, ARITHMETIC[head])
+            else:
+                getattr(self, f"do_{head}")(code, operands, guard)
         return None
 
     def value(self, name, kind):
         """Returns an operand as an array of the type ``kind``."""
+        number, wide = literal(name), np.dtype(VIEWS[kind])
         if name.startswith("0f"):
-            return np.full(self.lanes, int(name[2:], 16), np.uint32).view(VIEWS[kind])
-        if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", name):
-            number = int(name, 0)
-            wide = VIEWS[kind]
-            return np.full(self.lanes, number, np.int64).astype(np.int32 if wide == np.float32 else wide).view(wide)
-        register = np.broadcast_to(self.registers[name], self.lanes)
-        wide = np.dtype(VIEWS[kind])
+            return np.full(WARP, number, np.uint32).view(wide)
+        if number is not None:
+            return np.full(WARP, number, np.int64).astype(np.int32 if wide == np.float32 else wide).view(wide)
+        register = self.registers[name]
         if register.dtype.kind == "b":
             return register
         return register.astype(np.uint64).astype(f"u{wide.itemsize}").view(wide)
@@ -121,7 +145,7 @@ class Warp:
         if array.dtype.kind != "b":
             array = array.view(f"u{array.dtype.itemsize}")
         if guard is not None and not guard.all():
-            array = np.where(guard, array, self.registers.get(name, np.zeros(self.lanes, array.dtype)))
+            array = np.where(guard, array, self.registers.get(name, np.zeros(WARP, array.dtype)))
         self.registers[name] = array
 
     def do_mov(self, code, operands, guard):
@@ -164,80 +188,25 @@ class Warp:
     def pack(self, low, high, kind):
         return (self.narrow(low, kind) | (self.narrow(high, kind) << 16)).astype(np.uint32)
 
-    def do_add(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, lambda a, b: a + b)
-
-    def do_sub(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, lambda a, b: a - b)
-
-    def do_mul(self, code, operands, guard):
-        if "wide" in code:
-            product = self.value(operands[1], "u32").astype(np.uint64) * self.value(operands[2], "u32")
-            self.set(operands[0], product.astype(np.uint64), guard)
-        else:
-            self.arithmetic(code, operands, guard, lambda a, b: a * b)
-
-    def do_mad(self, code, operands, guard):
-        if "wide" in code:
-            product = self.value(operands[1], "u32").astype(np.uint64) * self.value(operands[2], "u32").astype(
-                np.uint64
-            )
-            self.set(operands[0], product + self.value(operands[3], "b64"), guard)
-        else:
-            self.arithmetic(code, operands, guard, lambda a, b, c: a * b + c)
-
-    def do_div(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, lambda a, b: a // b)
-
-    def do_rem(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, lambda a, b: a % b)
+    def do_wide(self, operands, guard):
+        """The product of two words as 64 bits, plus the third operand where there is one."""
+        product = self.value(operands[1], "u32").astype(np.uint64) * self.value(operands[2], "u32")
+        addend = self.value(operands[3], "b64") if len(operands) > 3 else np.uint64(0)
+        self.set(operands[0], product + addend, guard)
 
     def do_shf(self, code, operands, guard):
         low, high, by = (self.value(name, "u32").astype(np.uint64) for name in operands[1:])
         both = (high << np.uint64(32) | low) << (by & np.uint64(31))
         self.set(operands[0], (both >> np.uint64(32)).astype(np.uint32), guard)
 
-    def do_fma(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32))
-
-    def do_neg(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, lambda a: -a)
-
-    def do_abs(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, np.abs)
-
-    def do_min(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, np.minimum)
-
-    def do_max(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, np.maximum)
-
-    def do_ex2(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, np.exp2)
-
-    def do_lg2(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, np.log2)
-
-    def do_rcp(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, np.reciprocal)
-
-    def do_copysign(self, code, operands, guard):
-        self.arithmetic(code, operands, guard, lambda sign, size: np.copysign(size, sign))
-
-    def logic(self, operands, guard, function, code):
+    def logic(self, code, operands, guard):
+        function = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[code.split(".")[0]]
         if "pred" in code:
             self.set(operands[0], function(*(self.registers[name].astype(bool) for name in operands[1:])), guard)
         else:
             self.set(operands[0], function(*(self.value(name, "u32") for name in operands[1:])), guard)
 
-    def do_and(self, code, operands, guard):
-        self.logic(operands, guard, np.bitwise_and, code)
-
-    def do_or(self, code, operands, guard):
-        self.logic(operands, guard, np.bitwise_or, code)
-
-    def do_xor(self, code, operands, guard):
-        self.logic(operands, guard, np.bitwise_xor, code)
+    do_and = do_or = do_xor = logic
 
     def do_shl(self, code, operands, guard):
         a, b = self.value(operands[1], "u32"), self.value(operands[2], "u32")
@@ -252,7 +221,7 @@ class Warp:
     def do_lop3(self, code, operands, guard):
         a, b, c = (self.value(name, "u32") for name in operands[1:4])
         table = int(operands[4], 0)
-        result = np.zeros(self.lanes, np.uint32)
+        result = np.zeros(WARP, np.uint32)
         for index in range(8):
             if table >> index & 1:
                 terms = [x if index >> bit & 1 else ~x for x, bit in ((a, 2), (b, 1), (c, 0))]
@@ -264,7 +233,7 @@ class Warp:
             self.value(operands[2], "u32").astype(np.uint64) << 32
         )
         pick = self.value(operands[3], "u32")
-        result = np.zeros(self.lanes, np.uint64)
+        result = np.zeros(WARP, np.uint64)
         for place in range(4):
             nibble = (pick >> np.uint32(4 * place)) & 0xF
             assert (nibble < 8).all(), "prmt replicates signs"
@@ -297,18 +266,11 @@ class Warp:
             self.set(operands[0], self.registers[operands[1]].astype(np.uint32), guard)
 
     def do_shfl(self, code, operands, guard):
-        value = self.value(operands[1], "u32").reshape(-1, WARP)
-        lane = np.arange(WARP)
-        if ".idx" in code:
-            source = self.value(operands[2], "u32").reshape(-1, WARP)
-            result = np.take_along_axis(value, source.astype(np.int64), 1)
-        else:
-            result = value[:, lane ^ int(operands[2])]
-        self.set(operands[0], result.reshape(-1))
+        source = self.value(operands[2], "u32") if ".idx" in code else np.arange(WARP) ^ int(operands[2])
+        self.set(operands[0], self.value(operands[1], "u32")[source])
 
     def do_vote(self, code, operands, guard):
-        votes = self.registers[operands[1]].astype(bool).reshape(-1, WARP).all(1)
-        self.set(operands[0], np.repeat(votes, WARP))
+        self.set(operands[0], np.full(WARP, self.registers[operands[1]].astype(bool).all()))
 
     def do_bar(self, code, operands, guard):
         pass
@@ -316,71 +278,55 @@ class Warp:
     def place(self, operand):
         """Returns the addresses of an operand ``[register+offset]``."""
         name, *offsets = operand.strip("[]").split("+")
-        base = np.broadcast_to(np.asarray(self.registers[name]), self.lanes).astype(np.int64)
-        return base + sum(int(offset) for offset in offsets)
+        return self.registers[name].astype(np.int64) + sum(int(offset) for offset in offsets)
+
+    def places(self, code, operand, guard, size, count):
+        """Yields the memory and the indices of the bytes of each of ``count`` words, for the lanes of the guard."""
+        memory, address = self.shared if "shared" in code else self.memory.bytes, self.place(operand)[guard]
+        assert (address % (size * count) == 0).all(), f"misaligned: {code}"
+        assert ((address >= 0) & (address <= len(memory) - size * count)).all(), f"out of bounds: {code}"
+        for index in range(count):
+            yield memory, address[:, None] + size * index + np.arange(size)
 
     def do_ld(self, code, operands, guard):
-        memory = self.shared if "shared" in code else self.memory.bytes
         size = 1 if "u8" in code else 2 if "b16" in code else 4
         names = operands[0].strip("{}").split(", ")
-        address = self.place(operands[1])
-        assert (address[guard] % (size * len(names)) == 0).all(), f"misaligned: {code}"
-        for index, name in enumerate(names):
-            old = self.registers.get(name, np.zeros(self.lanes, f"u{size}"))
-            result = np.array(old).astype(f"u{size}")
-            for lane in np.flatnonzero(guard):
-                start = address[lane] + size * index
-                assert 0 <= start <= len(memory) - size, f"out of bounds: {code}"
-                result[lane] = memory[start : start + size].view(f"u{size}")[0]
+        for name, (memory, places) in zip(names, self.places(code, operands[1], guard, size, len(names)), strict=True):
+            result = np.array(self.registers.get(name, np.zeros(WARP))).astype(f"u{size}")
+            result[guard] = memory[places].view(f"u{size}")[:, 0]
             self.registers[name] = result.astype(np.uint32) if size == 1 else result
 
     def do_st(self, code, operands, guard):
-        memory = self.shared if "shared" in code else self.memory.bytes
-        names = operands[1].strip("{}").split(", ")
         size = 2 if "b16" in code else 4
-        address = self.place(operands[0])
-        assert (address[guard] % (size * len(names)) == 0).all(), f"misaligned: {code}"
-        for index, name in enumerate(names):
-            value = self.value(name, "u32").astype(f"u{size}")
-            for lane in np.flatnonzero(guard):
-                start = address[lane] + size * index
-                assert 0 <= start <= len(memory) - size, f"out of bounds: {code}"
-                memory[start : start + size] = value[lane : lane + 1].view(np.uint8)
+        names = operands[1].strip("{}").split(", ")
+        for name, (memory, places) in zip(names, self.places(code, operands[0], guard, size, len(names)), strict=True):
+            memory[places] = self.value(name, "u32")[guard].astype(f"u{size}")[:, None].view(np.uint8)
 
     def do_ldmatrix(self, code, operands, guard):
-        names = operands[0].strip("{}").split(", ")
-        address = self.place(operands[1]).reshape(-1, WARP)
-        for index, name in enumerate(names):
-            result = np.zeros((len(address), WARP), np.uint32)
-            for warp, places in enumerate(address):
-                rows = [self.shared[p : p + 16].view(np.uint16) for p in places[8 * index : 8 * index + 8]]
-                matrix = np.stack(rows)
-                matrix = matrix.T if "trans" in code else matrix
-                words = np.ascontiguousarray(matrix).view(np.uint32)  # (8, 4)
-                result[warp] = words.reshape(-1)
-            self.set(name, result.reshape(-1))
+        rows = self.place(operands[1]).reshape(-1, 8)
+        for name, places in zip(operands[0].strip("{}").split(", "), rows, strict=False):
+            matrix = self.shared[places[:, None] + np.arange(16)].view(np.uint16)
+            matrix = matrix.T if "trans" in code else matrix
+            self.set(name, np.ascontiguousarray(matrix).view(np.uint32).reshape(-1))
 
     def do_movmatrix(self, code, operands, guard):
-        words = self.value(operands[1], "u32").reshape(-1, 8, 4)
-        matrix = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
-        turned = np.ascontiguousarray(matrix.transpose(0, 2, 1)).view(np.uint32)
-        self.set(operands[0], turned.reshape(-1))
+        matrix = np.ascontiguousarray(self.value(operands[1], "u32").reshape(8, 4)).view(np.uint16)
+        self.set(operands[0], np.ascontiguousarray(matrix.T).view(np.uint32).reshape(-1))
 
     def do_mma(self, code, operands, guard):
         """``m16n8k8`` and ``m16n8k16`` with float32 accumulators."""
         kind = "bf16" if "bf16" in code else "f16"
         groups = [operand.strip("{}").split(", ") for operand in operands]
-        steps = len(groups[2])
-        warps = self.lanes // WARP
-        a, b = np.zeros((warps, 16, 8 * steps), np.float32), np.zeros((warps, 8 * steps, 8), np.float32)
+        depth = 8 * len(groups[2])
+        a, b = np.zeros((16, depth), np.float32), np.zeros((depth, 8), np.float32)
         row, col = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
         for index, name in enumerate(groups[1]):
             for side, part in enumerate(self.halves(self.value(name, "u32"), kind)):
-                a[:, row + 8 * (index % 2), col + side + 8 * (index // 2)] = part.reshape(warps, WARP)
+                a[row + 8 * (index % 2), col + side + 8 * (index // 2)] = part
         for index, name in enumerate(groups[2]):
             for side, part in enumerate(self.halves(self.value(name, "u32"), kind)):
-                b[:, col + side + 8 * index, row] = part.reshape(warps, WARP)
+                b[col + side + 8 * index, row] = part
         product = a.astype(np.float64) @ b
         for index, (name, start) in enumerate(zip(groups[0], groups[3], strict=True)):
-            total = product[:, row + 8 * (index // 2), col + index % 2].reshape(-1) + self.value(start, "f32")
+            total = product[row + 8 * (index // 2), col + index % 2] + self.value(start, "f32")
             self.set(name, total.astype(np.float32))

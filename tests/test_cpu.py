@@ -1,19 +1,15 @@
 """The native CPU kernel: its error is at most twice that of the reference in the same precision."""
 
 import multiprocessing
-import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
-from ahop_layers.ops.gpu.networks import sorting_network
 from ahop_layers.ops.reference import block_sums
 from tests.gaps import separated_grad
 
@@ -25,13 +21,14 @@ pytestmark = [
 ALL = ("dis", "dot", "l1")
 EVERY = (True, True, True)
 DIMENSIONS = (1, 2, 3, 7, 16, 17, 48, 64, 100, 784, 1024)
-SOURCE = Path(cpu.__file__).with_name("footprint.c").read_text()
-SIXTEEN = [  # comparators of S16 in footprint.c, whose rows are named a to p
-    (ord(low) - ord("a"), ord(high) - ord("a"))
-    for low, high in re.findall(r"CE\((\w), (\w)\)", SOURCE.split("#define S16")[1].split("#define")[0])
-]
 BLOCKS = ((1, 2), (1, 7), (2, 4), (3, 21), (7, 49), (8, 64), (33, 66), (16, 784), (64, 1024), (1, 1024), (5, 2500))
 SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9), (70, 2, 1, 1))
+CASES = [
+    (shape, n, d)
+    for n, d in (*((d, d) for d in DIMENSIONS), *BLOCKS)
+    for shape in SHAPES
+    if d < 500 or shape[2] < 66  # the reference of many pairs takes seconds
+]
 SMALL = ((1, 1, 1, 33), (2, 3, 5, 3), (1, 2, 9, 2), (20, 2, 1, 1))
 SHARED = ("near", "l1", "dot", "near", "dis")
 WIDTHS = (0.3, 1.0, 1.0, 2.0, 1.0)
@@ -128,56 +125,21 @@ def forget(share, *tensors):
         tensor[-1, -1, -1] = torch.nan
 
 
-@pytest.mark.parametrize("d", [*range(1, 36), 47, 64, 65, 100, 127, 128, 129, 255, 300, 513, 784, 1000, 1024])
-def test_steps_sort(d):
-    """The steps sort and have at most as many comparators as Batcher's network."""
-    comparators = [pair for step in cpu.steps(d) for pair in expand(step)]
-    assert len(comparators) <= len(sorting_network(d).comparators)
-    generator = torch.Generator().manual_seed(d)
-    values = torch.rand(d, 64, generator=generator)
-    values[:, 32:] = (values[:, 32:] < torch.rand(32, generator=generator)).float()  # 0-1 principle
-    expected = values.sort(dim=0).values
-    rows = list(values.numpy())
-    for low, high in comparators:
-        rows[low], rows[high] = np.minimum(rows[low], rows[high]), np.maximum(rows[low], rows[high])
-    assert np.array_equal(np.stack(rows), expected.numpy())
-
-
-def expand(step: cpu.Step):
-    """Yields the comparators of a step in the order of footprint.c."""
-    for group in range(step.groups):
-        rows = range(step.start + group * step.advance, step.end, step.step)
-        if step.code in cpu.CHAINS.values():
-            pairs = chain(len(rows), next(distances for distances, code in cpu.CHAINS.items() if code == step.code))
-        elif step.code == cpu.MERGE32:
-            pairs = merge(32)
-        elif step.code == cpu.SORT32:
-            pairs = [*SIXTEEN, *((low + 16, high + 16) for low, high in SIXTEEN), *merge(32)]
-        else:
-            size = next(size for size, code in cpu.SORTS.items() if code == step.code)
-            pairs = SIXTEEN if size == 16 else sorting_network(size).comparators
-        yield from ((rows[low], rows[high]) for low, high in pairs if high < len(rows))
-
-
-def merge(size):
-    """Returns Batcher's network without the comparators that sort the two halves."""
-    return sorting_network(size).comparators[2 * len(sorting_network(size // 2).comparators) :]
-
-
-def chain(size, distances):
-    """Yields the comparators of the last distances of a merge."""
-    for distance in reversed([1 << index for index in range(distances)]):
-        yield from ((low, low + distance) for low in range(size - distance) if low // distance % 2 == 1)
+def test_every_number_of_dimensions_is_sorted():
+    """A network sorts if it sorts zeros and ones. Their scores are integers, and the smallest ones in order."""
+    for d in (*range(1, 131), 255, 300, 513, 784, 1000, 1024):
+        key = (torch.rand(1, 1, 64, d) < torch.rand(64, 1)).float()
+        scores = cpu.score(torch.ones(1, 1, 1, d), key, torch.arange(1.0, d + 1).reshape(1, 1, d), ("dot",))
+        ones = key.sum(-1)
+        assert torch.equal(scores[:, :, 0], ones * (ones + 1) / 2), d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("shape", "n", "d"),
     [
-        pytest.param(shape, n, d, id="N{}-H{}-L{}-S{}-{}-{}".format(*shape, n, d))
-        for n, d in (*((d, d) for d in DIMENSIONS), *BLOCKS)
-        for shape in SHAPES
-        if d < 500 or shape[2] < 66  # the reference of many pairs takes seconds
+        pytest.param(*case, id="{}-{}-{}".format(*case), marks=pytest.mark.full if index % 3 else [])
+        for index, case in enumerate(CASES)
     ],
 )
 def test_against_reference(shape, n, d, dtype):
@@ -190,7 +152,7 @@ def test_subsets_of_bases(bases, n):
     check(*inputs(2, 2, 4, 33, 24, bases, blocks=n), bases)
 
 
-@pytest.mark.parametrize("n", [20, 5, 1])
+@pytest.mark.parametrize("n", [20, 5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype, n):
     query, key, weight = inputs(2, 2, 3, 37, 20, blocks=n)
@@ -205,10 +167,9 @@ def test_half_precision_converts_every_number(dtype):
     torch.testing.assert_close(scores.flatten(), key.flatten().float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("n", [9, 3])
-def test_many_queries(n):
-    """Several chunks of queries and several tiles of keys."""
-    check(*inputs(1, 1, 150, 700, 9, blocks=n), ALL)
+@pytest.mark.parametrize(("n", "d"), [(9, 9), (3, 9), (8, 64)])
+def test_several_chunks_of_queries_and_tiles_of_keys(n, d):
+    check(*inputs(1, 1, 150, 9000 // d, d, blocks=n), ALL)
 
 
 def results(grad, query, key, weight, bases=ALL):
@@ -233,13 +194,10 @@ def test_any_strides(shape, n):
 
 @pytest.mark.parametrize("shape", [(0, 1, 2, 3), (1, 0, 2, 3), (1, 1, 0, 3), (1, 1, 2, 0)], ids=str)
 def test_empty(shape):
-    query, key, weight = inputs(*shape, 5)
-    scores = cpu.score(query, key, weight, ALL)
+    case = inputs(*shape, 5)
+    scores, *grads = results(torch.zeros(shape), *case)
     assert scores.shape == shape
-    for got, tensor in zip(
-        cpu.score_backward(scores, query, key, weight, ALL, EVERY), (query, key, weight), strict=True
-    ):
-        assert torch.equal(got, torch.zeros_like(tensor))
+    assert all(map(torch.equal, grads, map(torch.zeros_like, case)))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 40), (2, 1, 70, 5), (10, 2, 1, 1)], ids=str)
@@ -254,46 +212,40 @@ def test_only_the_needed_gradients(shape, n):
             torch.testing.assert_close(got, whole if wanted else whole.new_zeros(0))
 
 
-@pytest.mark.parametrize("scale", [1, 0], ids=["random weights", "zero weights"])
-@pytest.mark.parametrize(("n", "d"), [(1, 1), (5, 5), (33, 33), (70, 70), (1, 5), (11, 33), (10, 70)])
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (33, 33), (11, 33), (10, 70)])
 @pytest.mark.parametrize("base", [*ALL, "near"])
-def test_nan_stays_in_its_pairs(base, n, d, scale):
+def test_nan_stays_in_its_pairs(base, n, d):
     query, key, weight = inputs(1, 1, 4, 70, d, (base,), blocks=n)
-    weight *= scale
-    clean = cpu.score(query, key, weight, (base,))
-    query[0, 0, 1, d // 2] = torch.nan
-    key[0, 0, 68, d - 1] = torch.nan
-    scores = cpu.score(query, key, weight, (base,))
+    spoiled, keys = query.clone(), key.clone()
+    spoiled[0, 0, 1, d // 2] = keys[0, 0, 68, d - 1] = torch.nan
     touched = torch.zeros(4, 70, dtype=torch.bool)
     touched[1] = touched[:, 68] = True
-    assert torch.equal(scores[0, 0].isnan(), touched)
-    assert torch.equal(scores[0, 0][~touched], clean[0, 0][~touched])
+    for scale in (1, 0):
+        scores, clean = (cpu.score(*pair, scale * weight, (base,)) for pair in ((spoiled, keys), (query, key)))
+        assert torch.equal(scores[0, 0].isnan(), touched)
+        assert torch.equal(scores[0, 0][~touched], clean[0, 0][~touched])
 
 
-@pytest.mark.parametrize("constant", [None, 0.0, 0.5])
 @pytest.mark.parametrize("n", [18, 6, 1])
 @pytest.mark.parametrize("base", [*ALL, "near"])
-def test_infinity_as_in_the_reference(base, n, constant):
+def test_infinity_as_in_the_reference(base, n):
     query, key, weight = (each.abs() for each in inputs(1, 1, 3, 20, 18, (base,), blocks=n))  # 1e30 does not cancel
-    if constant is not None:
-        weight.fill_(constant)
     query[0, 0, 0, 3] = torch.inf
     key[0, 0, 5, 3] = torch.inf
     key[0, 0, 6, 2] = -torch.inf
     key[0, 0, 7] = 1e30
-    got, expected = cpu.score(query, key, weight, (base,)), chunked.score(query, key, weight, (base,))
-    torch.testing.assert_close(got, expected, equal_nan=True)
+    for each in (weight, *(torch.full_like(weight, constant) for constant in (0.0, 0.5, torch.inf, torch.nan))):
+        got, expected = (kernel.score(query, key, each, (base,)) for kernel in (cpu, chunked))
+        torch.testing.assert_close(got, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize(("n", "d"), [(6, 6), (70, 70), (3, 6), (14, 70)])
+@pytest.mark.parametrize(("n", "d"), [(6, 6), (14, 70)])
 def test_overflowing_similarities_keep_their_order(n, d):
     """Squares of finite numbers can overflow; gradients still follow their order."""
     query, key, weight = inputs(1, 1, 2, 9, d, ("dis",), blocks=n)
     key[..., 2] = 1e30
-    grad = torch.ones(1, 1, 2, 9)
-    got = cpu.score_backward(grad, query, key, weight, ("dis",), (True, True, False))
-    expected = chunked.score_backward(grad, query, key, weight, ("dis",), (True, True, False))
-    torch.testing.assert_close(got, expected)
+    case = torch.ones(1, 1, 2, 9), query, key, weight, ("dis",), (True, True, False)
+    torch.testing.assert_close(cpu.score_backward(*case), chunked.score_backward(*case))
 
 
 @pytest.mark.parametrize("base", ALL)
@@ -308,14 +260,14 @@ def test_ties_give_a_subgradient(base, d):
         torch.testing.assert_close(grad.flatten().sort().values, (weight.flatten() * slope).sort().values)
 
 
-@pytest.mark.parametrize("d", [6, 64, 300])
-def test_near_ties_are_distinguished(d):
+def test_near_ties_are_distinguished():
     """Similarities that differ only in bits that the sort replaces by a tag."""
-    steps = torch.randperm(d, generator=torch.Generator().manual_seed(0)).float()
-    key = (1 + steps * torch.finfo(torch.float32).eps).reshape(1, 1, 1, d)
-    weight = torch.arange(1.0, d + 1).reshape(1, 1, d)
-    _, key_grad, _ = cpu.score_backward(torch.ones(1, 1, 1, 1), torch.ones_like(key), key, weight, ("dot",), EVERY)
-    assert torch.equal(key_grad.flatten(), d - steps)
+    for d in (*range(1, 131), 300, 1024):
+        steps = torch.randperm(d).float()
+        key = (1 + steps * torch.finfo(torch.float32).eps).reshape(1, 1, 1, d)
+        weight = torch.arange(1.0, d + 1).reshape(1, 1, d)
+        _, key_grad, _ = cpu.score_backward(torch.ones(1, 1, 1, 1), torch.ones_like(key), key, weight, ("dot",), EVERY)
+        assert torch.equal(key_grad.flatten(), d - steps), d
 
 
 @pytest.mark.parametrize("base", ALL)
@@ -328,11 +280,11 @@ def test_close_pairs_of_blocks(base, offset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "d"), [(2, 8), (3, 12), (4, 64), (7, 28), (8, 64), (16, 64)])
+@pytest.mark.parametrize(("n", "d"), [(2, 8), (3, 12), (8, 64)])
 @pytest.mark.parametrize("bases", [("dot",), ("l1", "dot", "dis")], ids=",".join)
 def test_wide_blocks_of_many_queries(bases, n, d):
     """Few blocks are ranked in registers, and their gradients are products that bases share."""
-    check(*inputs(1, 2, 70, 133, d, bases, blocks=n), bases)
+    check(*inputs(1, 2, 70, 69, d, bases, blocks=n), bases)
 
 
 def test_nan_of_a_query_stays_in_its_gradients():
@@ -347,25 +299,21 @@ def test_nan_of_a_query_stays_in_its_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bases", [("l1",), ALL], ids="-".join)
 @pytest.mark.parametrize(("n", "d"), [(1, 6), (3, 6), (6, 6)])
-def test_gradcheck(n, d, bases):
-    tensors = inputs(2, 2, 3, 4, d, bases, torch.float64, blocks=n)
-    for tensor in tensors:
-        tensor.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases, backend="cpu"), tensors)
+def test_gradcheck(n, d):
+    tensors = [tensor.requires_grad_() for tensor in inputs(2, 1, 2, 3, d, ALL, torch.float64, blocks=n)]
+    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, ALL, backend="cpu"), tensors)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("constants", [(0.0, 0.7, -0.3), (0.0, 1.0, 0.0), (None, 0.7, None), (0.0, 0.0, 0.0)], ids=str)
-@pytest.mark.parametrize(("n", "d"), [(1, 1), (33, 33), (64, 64), (8, 64), (7, 49), (1, 130), (16, 784)])
-@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_constant_weights_equal_sorted_ones(shape, n, d, constants):
+@pytest.mark.parametrize("constants", [(0.0, 0.7, -0.3), (None, 0.7, None), (0.0, 0.0, 0.0)], ids=str)
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (33, 33), (8, 64), (7, 49), (1, 130)])
+def test_constant_weights_equal_sorted_ones(n, d, constants):
     """Weights that do not depend on the rank give the values of the reference, and so does each pair of gradients.
 
     The kernel does not sort for them, unless the weight has a gradient.
     """
-    query, key, weight = inputs(*shape, d, blocks=n)
+    query, key, weight = inputs(1, 2, 9, 67, d, blocks=n)
     for index, constant in enumerate(constants):
         if constant is not None:
             weight[:, index] = constant
@@ -381,20 +329,16 @@ def test_constant_weights_of_one_head():
     check(query, key, weight, ALL)
 
 
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_weights_that_are_not_finite(value):
-    query, key, weight = inputs(1, 1, 3, 20, 12, ("dot",), blocks=4)
-    weight.fill_(value)
-    got, expected = cpu.score(query, key, weight, ("dot",)), chunked.score(query, key, weight, ("dot",))
-    torch.testing.assert_close(got, expected, equal_nan=True)
-
-
-def test_limits():
+def test_what_is_served():
     """The number of blocks is limited by the networks, d by the scratch memory."""
     for n, d in ((1024, 1024), (1024, 2048), (1, 16384)):
         assert cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
     for n, d in ((1025, 1025), (1025, 2050), (1, 16385)):
         assert not cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
+    query = torch.empty(1, 1, 1, 12)
+    assert cpu.serves(query, SHARED, 4)
+    assert cpu.serves(query, SHARED, 12, missing=True)
+    assert not cpu.serves(query, SHARED, 4, missing=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -413,38 +357,32 @@ def test_the_exponential_is_exact_to_two_ulp(n, dtype):
         assert torch.equal(got[-3:], torch.zeros(3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("bases", [("near",), SHARED, ("dis", "l1"), ("near", "dot")], ids="-".join)
-@pytest.mark.parametrize(("n", "d"), [*((d, d) for d in (1, 3, 16, 31, 33, 64, 100, 257)), (1, 2), (3, 21), (33, 66)])
+@pytest.mark.parametrize("bases", [("near",), SHARED, ("dis", "l1")], ids="-".join)
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (16, 16), (33, 33), (100, 100), (1, 2), (3, 21), (33, 66)])
 def test_bases_of_the_distance_share_a_sort(n, d, bases):
     for shape, dtype in product(SMALL, (torch.float32, torch.float64)):
         check_scores(*inputs(*shape, d, bases, dtype, blocks=n), bases)
 
 
-@pytest.mark.parametrize("n", [12, 4])
-def test_near_with_constant_weights_and_half_precision(n):
+@pytest.mark.parametrize(("n", "missing"), [(4, False), (12, False), (12, True)])
+def test_near_with_constant_weights_and_half_precision(n, missing):
     query, key, weight = inputs(2, 3, 5, 30, 12, SHARED, blocks=n)
     weight[0, ::2], weight[1], weight[2, 3] = 0.5, -0.7, 0.0
+    if missing:
+        forget(0.3, query, key)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        check_scores(query.to(dtype), key.to(dtype), weight, SHARED)
+        check_scores(query.to(dtype), key.to(dtype), weight, SHARED, missing)
 
 
-@pytest.mark.parametrize("bases", [*((base,) for base in (*ALL, "near")), SHARED], ids="-".join)
-@pytest.mark.parametrize("d", [1, 3, 31, 33, 64, 100, 257])
+@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("near",), SHARED], ids="-".join)
+@pytest.mark.parametrize("d", [3, 33, 64])
 def test_missing_values(d, bases):
     for shape, dtype in product(SMALL, (torch.float32, torch.float64)):
         query, key, weight = inputs(*shape, d, bases, dtype)
-        forget(0.3, query, key)
-        check_scores(query, key, weight, bases, missing=True)
-        query, key, weight = inputs(*shape, d, bases, dtype)
         forget(0.3, query)  # all lanes know the same dimensions
         check_scores(query, key, weight, bases, missing=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_missing_values_in_half_precision(dtype):
-    query, key, weight = inputs(2, 2, 3, 37, 20, SHARED)
-    forget(0.3, query, key)
-    check_scores(query.to(dtype), key.to(dtype), weight, SHARED, missing=True)
+        forget(0.3, key)
+        check_scores(query, key, weight, bases, missing=True)
 
 
 @pytest.mark.parametrize("base", [*ALL, "near"])
@@ -462,31 +400,23 @@ def test_known_values_are_scored_as_without_missing_ones():
     assert torch.equal(cpu.score(query, key, weight, SHARED, missing=True), expected)
 
 
-def test_near_and_missing_values_are_served():
-    query = torch.empty(1, 1, 1, 12)
-    assert cpu.serves(query, SHARED, 4)
-    assert cpu.serves(query, SHARED, 12, missing=True)
-    assert not cpu.serves(query, SHARED, 4, missing=True)
-
-
 def test_gradients_of_near():
     tensors = *inputs(2, 2, 3, 9, 12, SHARED, blocks=4), SHARED, EVERY, torch.tensor(WIDTHS)
     grad = torch.randn(2, 2, 3, 9)
     assert all(map(torch.equal, cpu.score_backward(grad, *tensors), chunked.score_backward(grad, *tensors)))
 
 
-THREADED = [((1, 1, 130, 300, 20), 20, 5), ((3, 4, 9, 30, 33), 33, 11), ((700, 2, 1, 1, 33), 33, 3)]
+THREADED = [((1, 1, 130, 300, 20), 5), ((3, 4, 9, 30, 33), 33), ((700, 2, 1, 1, 33), 3)]
 
 
 def test_threads_change_no_bit():
-    for shape, *sizes in [*THREADED, ((1, 1, 1, 5000, 8), 8)]:
-        for n in sizes:
-            case, grad = inputs(*shape, blocks=n), torch.randn(shape[:4])
-            torch.set_num_threads(1)
-            expected = results(grad, *case)
-            for count in (2, 3, 8):
-                torch.set_num_threads(count)
-                assert all(map(torch.equal, results(grad, *case), expected)), (shape, n, count)
+    for shape, n in [*THREADED, ((1, 1, 1, 5000, 8), 8)]:
+        case, grad = inputs(*shape, blocks=n), torch.randn(shape[:4])
+        torch.set_num_threads(1)
+        expected = results(grad, *case)
+        for count in (2, 3, 8):
+            torch.set_num_threads(count)
+            assert all(map(torch.equal, results(grad, *case), expected)), (shape, n, count)
 
 
 def test_threads_and_slices_change_no_bit_of_missing_values(monkeypatch):
@@ -502,9 +432,9 @@ def test_threads_and_slices_change_no_bit_of_missing_values(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "n"),
     [
-        *((shape, n) for shape, *sizes in THREADED for n in sizes),
+        *THREADED,
         pytest.param((1, 1, 17, 2100, 1024), 1024, marks=pytest.mark.full),  # in two rounds
-        ((1, 1, 70, 2100, 1024), 16),
+        pytest.param((1, 1, 70, 2100, 1024), 16, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -74,9 +74,35 @@ LAYOUTS = {
     "half precision": (8, 7, None, torch.float16),
     "bfloat16": (16, 4, None, torch.bfloat16),
 }
+QUICK = ("every dimension", "split and copied", "padded blocks", "half precision")
+every_layout = pytest.mark.parametrize(
+    ("n", "size", "layout", "dtype"),
+    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.full) for name, case in LAYOUTS.items()],
+)
+full = pytest.mark.full
 
 
-@pytest.mark.parametrize(("n", "size", "layout", "dtype"), LAYOUTS.values(), ids=LAYOUTS)
+def scores(body, layout, query, key, weight, packed=False, widths=None):
+    """Runs the body of scores; returns them and the number of executed instructions."""
+    length, count, dtype = len(query), len(key), query.dtype
+    _, query, key, weight = prepare(layout, query, key, weight, dtype, widths)
+    memory, item = Memory(), query.element_size()
+    row = item * layout.dims
+    q, k, w = memory.put(bits(query)), memory.put(bits(key)), memory.put(bits(weight))
+    out = memory.put(np.zeros((length, count), np.float32))
+    position, first, pair = places(layout)
+    stores = np.arange(WARP) % layout.lanes == 0
+    sides = [(1 + packed) * pair + side for side in (0, packed)]
+    emulator = Emulator(memory)
+    emulator.run(
+        body,
+        [*(k + row * side + item * first for side in sides), q + item * first, row, w + 4 * position,
+         *(out + 4 * side for side in sides), 4 * count, length, stores, stores],
+    )  # fmt: skip
+    return torch.from_numpy(memory.get(out, (length, count))), emulator.executed
+
+
+@every_layout
 @pytest.mark.parametrize("weights", ["random", "constant"])
 def test_score(n, size, layout, dtype, weights):
     layout = layout or choose_layout(n, size, alone=96, shared=64)
@@ -84,54 +110,35 @@ def test_score(n, size, layout, dtype, weights):
     query, key, weight, grad = problem(ROWS, layout.pairs, n * size, n, bases, dtype)
     if weights == "constant":
         weight[:] = torch.tensor([0.0, 0.5, 0.25])[: len(bases), None]
-    exact = expected(query, key, weight, bases, grad)[0]
-    _, query, key, weight = prepare(layout, query, key, weight, dtype)
-    memory = Memory()
-    row = query.element_size() * layout.dims
-    q, k, w = memory.put(bits(query)), memory.put(bits(key)), memory.put(bits(weight))
-    out = memory.put(np.zeros((ROWS, layout.pairs), np.float32))
-    position, first, pair = places(layout)
-    stores = np.arange(WARP) % layout.lanes == 0
-    offset = query.element_size() * first
-    emulator = Emulator(memory)
-    emulator.run(
-        ptx_kernels.score(layout, n, bases, NAMES[dtype]),
-        [k + row * pair + offset, 0, q + offset, row, w + 4 * position, out + 4 * pair, 0, 4 * layout.pairs, ROWS,
-         stores, 0],
-    )  # fmt: skip
-    scores = torch.from_numpy(memory.get(out, (ROWS, layout.pairs)))
-    assert error(scores, exact) < 1e-6
+    found, executed = scores(ptx_kernels.score(layout, n, bases, NAMES[dtype]), layout, query, key, weight)
+    assert error(found, expected(query, key, weight, bases, grad)[0]) < 1e-6
     if weights == "constant" and n >= ptx_kernels.MIN_SKIPPED:  # far fewer instructions than a sort takes
-        assert emulator.executed < ROWS * 20 * layout.per_lane + 400 + 30 * n
-
-
-@pytest.mark.parametrize(("d", "dtype"), [(12, torch.float16), (12, torch.bfloat16), (100, torch.bfloat16)])
-@pytest.mark.parametrize("weights", ["random", pytest.param("constant", marks=pytest.mark.full)])
-def test_two_packed_keys(d, dtype, weights):
-    layout = choose_layout(d, 1, alone=96, shared=64, step=2)
-    count = 2 * layout.pairs
-    query, key, weight, grad = problem(ROWS, count, d, d, BOTH, dtype)
-    if weights == "constant":
-        weight[:] = torch.tensor([0.0, 0.5])[:, None]
-    exact = expected(query, key, weight, BOTH, grad)[0]
-    _, query, key, weight = prepare(layout, query, key, weight, dtype)
-    memory = Memory()
-    row = 2 * layout.dims
-    q, k, w = memory.put(bits(query)), memory.put(bits(key)), memory.put(bits(weight))
-    out = memory.put(np.zeros((ROWS, count), np.float32))
-    position, first, pair = places(layout)
-    stores = np.arange(WARP) % layout.lanes == 0
-    addresses = [k + row * (2 * pair + side) + 2 * first for side in (0, 1)]
-    results = [out + 4 * (2 * pair + side) for side in (0, 1)]
-    Emulator(memory).run(
-        ptx_kernels.score(layout, d, BOTH, NAMES[dtype], packed=True),
-        [*addresses, q + 2 * first, row, w + 4 * position, *results, 4 * count, ROWS, stores, stores],
-    )
-    assert error(torch.from_numpy(memory.get(out, (ROWS, count))), exact) < (1e-6 if weights == "constant" else 2e-2)
+        assert executed < ROWS * 20 * layout.per_lane + 400 + 30 * n
 
 
 @pytest.mark.parametrize(
-    ("d", "dtype", "packed"), [(1, torch.float32, 0), (12, torch.float32, 0), (97, torch.bfloat16, 1)], ids=str
+    ("d", "dtype", "weights"),
+    [
+        (12, torch.float16, "random"),
+        (12, torch.bfloat16, "constant"),
+        pytest.param(100, torch.bfloat16, "random", marks=full),
+    ],
+)
+def test_two_packed_keys(d, dtype, weights):
+    layout = choose_layout(d, 1, alone=96, shared=64, step=2)
+    query, key, weight, grad = problem(ROWS, 2 * layout.pairs, d, d, BOTH, dtype)
+    if weights == "constant":
+        weight[:] = torch.tensor([0.0, 0.5])[:, None]
+    body = ptx_kernels.score(layout, d, BOTH, NAMES[dtype], packed=True)
+    found, _ = scores(body, layout, query, key, weight, packed=True)
+    exact = expected(query, key, weight, BOTH, grad)[0]
+    assert error(found, exact) < (1e-6 if weights == "constant" else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "packed"),
+    [(12, torch.float32, False), (12, torch.bfloat16, True), pytest.param(97, torch.bfloat16, True, marks=full)],
+    ids=str,
 )
 def test_one_sort_for_all_bases_of_the_absolute_difference(d, dtype, packed):
     bases, widths = ("l1", "near", "dot", "near", "dis"), torch.tensor([0.0, 0.3, 0.0, 2.0, 0.0])
@@ -139,95 +146,75 @@ def test_one_sort_for_all_bases_of_the_absolute_difference(d, dtype, packed):
     count = (1 + packed) * layout.pairs
     query, key, weight = torch.randn(ROWS, d).to(dtype), torch.randn(count, d).to(dtype), torch.randn(len(bases), d)
     exact = folded_similarity(*(tensor.double() for tensor in (query, key, weight)), bases, widths.double())
-    _, query, key, weight = prepare(layout, query, key, weight, dtype, widths)
-    memory = Memory()
-    item = query.element_size()
-    row = item * layout.dims
-    q, k, w = memory.put(bits(query)), memory.put(bits(key)), memory.put(bits(weight))
-    out = memory.put(np.zeros((ROWS, count), np.float32))
-    position, first, pair = places(layout)
-    stores = np.arange(WARP) % layout.lanes == 0
-    sides = [(1 + packed) * pair + side for side in (0, packed)]
-    body = ptx_kernels.score(layout, d, bases, NAMES[dtype], bool(packed))
-    Emulator(memory).run(
-        body,
-        [*(k + row * side + item * first for side in sides), q + item * first, row, w + 4 * position,
-         *(out + 4 * side for side in sides), 4 * count, ROWS, stores, stores],
-    )  # fmt: skip
-    assert error(torch.from_numpy(memory.get(out, (ROWS, count))), exact) < (2e-2 if packed else 1e-6)
-    two = ptx_kernels.score(layout, d, ("l1", "dot"), NAMES[dtype], bool(packed))
+    body, two = (ptx_kernels.score(layout, d, names, NAMES[dtype], packed) for names in (bases, ("l1", "dot")))
+    found, _ = scores(body, layout, query, key, weight, packed, widths)
+    assert error(found, exact) < (2e-2 if packed else 1e-6)
     assert body.count("min.NaN") == two.count("min.NaN")
 
 
-@pytest.mark.parametrize(("n", "size", "layout", "dtype"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_backward(n, size, layout, dtype, warps):
-    layout = layout or choose_layout(n, size, alone=32, shared=32)
-    d, keys = n * size, warps * layout.pairs
-    count, tiles = 2 * keys - 1, 2  # the last lane has no key
-    query, key, weight, grad = problem(ROWS, count, d, n, BOTH, dtype)
-    exact = expected(query, key, weight, BOTH, grad)[1:]
+def gradients(body, layout, query, key, weight, grad, warps, tiles):
+    """Runs the body of gradients; returns those of query, key and weight, and the executed instructions."""
+    n, count, dtype = weight.shape[-1], len(key), query.dtype
+    size = query.shape[-1] // n
     plan, query, key, weight = prepare(layout, query, key, weight, dtype)
-    memory = Memory()
-    row = query.element_size() * layout.dims
+    memory, item = Memory(), query.element_size()
+    row = item * layout.dims
     inputs = [memory.put(bits(tensor)) for tensor in (key, query, weight, grad)]
     shapes = (count, layout.dims), (ROWS, layout.dims), (warps, 2, layout.blocks)
-    key_grad, query_grad, weight_grad = (memory.put(np.full(shape, np.nan, np.float32)) for shape in shapes)
+    outputs = [memory.put(np.full(shape, np.nan, np.float32)) for shape in shapes]
     position, first, _ = places(layout, warps)
     warp = np.arange(WARP * warps) // WARP
-    offset = query.element_size() * first
-    tagged = n == d and dtype != torch.float32
-    Emulator(memory, warps).run(
-        ptx_backward.score_backward(layout, n, BOTH, NAMES[dtype], warps, tagged),
-        [inputs[0] + offset, row, inputs[1] + offset, row, inputs[2] + 4 * position, inputs[3], 4 * count, 4,
-         key_grad, query_grad, weight_grad + 4 * warp * 2 * layout.blocks, 0, count, ROWS, tiles],
+    emulator = Emulator(memory, warps)
+    emulator.run(
+        body,
+        [inputs[0] + item * first, row, inputs[1] + item * first, row, inputs[2] + 4 * position, inputs[3], 4 * count,
+         4, *outputs[:2], outputs[2] + 4 * warp * 2 * layout.blocks, 0, count, ROWS, tiles],
     )  # fmt: skip
-    key_grad, query_grad, weight_grad = (
-        torch.from_numpy(memory.get(place, shape))
-        for place, shape in zip((key_grad, query_grad, weight_grad), shapes, strict=True)
-    )
-    ours = (gpu._in_order(query_grad, plan, n, size), gpu._in_order(key_grad, plan, n, size))
-    for result, reference in zip((*ours, weight_grad.sum(0)[:, :n]), exact, strict=True):
-        assert error(result, reference) < (1e-6 if not tagged else 1e-3)
+    found = [torch.from_numpy(memory.get(*each)) for each in zip(outputs, shapes, strict=True)]
+    ordered = [gpu._in_order(found[index], plan, n, size) for index in (1, 0)]
+    return [*ordered, found[2].sum(0)[:, :n]], emulator.executed
 
 
-@pytest.mark.parametrize(("n", "size"), [(64, 1), (16, 4), (64, 16)])
+@every_layout
+@pytest.mark.parametrize("warps", [pytest.param(1, marks=full), 2])
+def test_backward(n, size, layout, dtype, warps):
+    layout = layout or choose_layout(n, size, alone=32, shared=32)
+    count, tiles = 2 * warps * layout.pairs - 1, 2  # the last lane has no key
+    query, key, weight, grad = problem(ROWS, count, n * size, n, BOTH, dtype)
+    tagged = size == 1 and dtype != torch.float32
+    body = ptx_backward.score_backward(layout, n, BOTH, NAMES[dtype], warps, tagged)
+    found, _ = gradients(body, layout, query, key, weight, grad, warps, tiles)
+    for result, exact in zip(found, expected(query, key, weight, BOTH, grad)[1:], strict=True):
+        assert error(result, exact) < (1e-6 if not tagged else 1e-3)
+
+
+@pytest.mark.parametrize(("n", "size"), [(16, 4), *(pytest.param(64, size, marks=full) for size in (1, 16))])
 def test_backward_of_constant_weights_needs_no_sort(n, size):
     layout = choose_layout(n, size, alone=32, shared=32)
     query, key, weight, grad = problem(ROWS, layout.pairs, n * size, n, BOTH, torch.float32)
     weight[:] = torch.tensor([0.0, 0.5])[:, None]
-    exact = expected(query, key, weight, BOTH, grad)[1:3]
-    plan, query, key, weight = prepare(layout, query, key, weight, torch.float32)
-    memory = Memory()
-    row = 4 * layout.dims
-    inputs = [memory.put(bits(tensor)) for tensor in (key, query, weight, grad)]
-    shapes = (layout.pairs, layout.dims), (ROWS, layout.dims), (2, n)
-    outputs = [memory.put(np.full(shape, np.nan, np.float32)) for shape in shapes]
-    position, first, _ = places(layout)
-    executed = {}
+    executed = []
     for may_skip in (True, False):
-        emulator = Emulator(memory)
-        emulator.run(
-            ptx_backward.score_backward(layout, n, BOTH, "f32", may_skip=may_skip),
-            [inputs[0] + 4 * first, row, inputs[1] + 4 * first, row, inputs[2] + 4 * position, inputs[3],
-             4 * layout.pairs, 4, *outputs, 0, layout.pairs, ROWS, 1],
-        )  # fmt: skip
-        executed[may_skip] = emulator.executed
-        results = (torch.from_numpy(memory.get(outputs[i], shapes[i])) for i in (1, 0))
-        for result, reference in zip(results, exact, strict=True):
-            assert error(gpu._in_order(result, plan, n, size), reference) < 1e-6
-    assert executed[True] < executed[False]
+        body = ptx_backward.score_backward(layout, n, BOTH, "f32", may_skip=may_skip)
+        found, count = gradients(body, layout, query, key, weight, grad, 1, 1)
+        executed.append(count)
+        for result, exact in zip(found[:2], expected(query, key, weight, BOTH, grad)[1:3], strict=True):
+            assert error(result, exact) < 1e-6
+    assert executed[0] < executed[1]
 
 
 MMA_CASES = [
-    (4, 16, torch.float16, BOTH), (3, 16, torch.bfloat16, ("dot",)), (2, 8, torch.float16, ("dis",)),
-    (1, 32, torch.bfloat16, ("dot", "dis")), pytest.param(6, 8, torch.float16, BOTH, marks=pytest.mark.full),
-    pytest.param(8, 8, torch.bfloat16, BOTH, marks=pytest.mark.full),
-]  # fmt: skip
+    (4, 16, torch.float16, BOTH),
+    (3, 16, torch.bfloat16, ("dot",)),
+    pytest.param(2, 8, torch.float16, ("dis",), marks=full),
+    pytest.param(1, 32, torch.bfloat16, ("dot", "dis"), marks=full),
+    pytest.param(6, 8, torch.float16, BOTH, marks=full),
+    pytest.param(8, 8, torch.bfloat16, BOTH, marks=full),
+]
 
 
 @pytest.mark.parametrize(("n", "size", "dtype", "bases"), MMA_CASES)
-@pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("warps", [pytest.param(1, marks=full), 2])
 def test_tensor_cores(n, size, dtype, bases, warps):
     assert mma.serves(n, size, bases)
     length, count, d = 19, 16 * warps + 5, n * size

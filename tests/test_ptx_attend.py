@@ -159,20 +159,20 @@ CASES = {
     "dropout": (4, 8, 32, torch.bfloat16, BOTH, Rules(dropout=True)),
     "all": (4, 8, 32, torch.bfloat16, BOTH, Rules("u8", True, True)),
 }
-QUICK = ("8 blocks", "dis alone", "wide", "added", "all")
+QUICK = ("dis alone", "added", "all")
 PARAMETERS = [
     pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.full) for name, case in CASES.items()
 ]
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_readout(case):
+@pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_readout(case, warps):
     n, size, width, dtype, bases, rules = case
     problem = Problem(n, size, width, 37, 41, dtype, bases, rules)
-    for warps in (1, 2):
-        out, log_sum = problem.read(warps)
-        assert error(out, problem.out) < torch.finfo(dtype).eps
-        assert_close(log_sum.double(), problem.log_sum, rtol=1e-5, atol=1e-5)
+    out, log_sum = problem.read(warps)
+    assert error(out, problem.out) < torch.finfo(dtype).eps
+    assert_close(log_sum.double(), problem.log_sum, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
