@@ -1,4 +1,6 @@
-"""Records the sizes of the tensors that a computation allocates."""
+"""The sizes of the tensors that a computation allocates, and their sum at the peak."""
+
+from itertools import accumulate
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,3 +23,12 @@ def _share_memory(result, argument):
     if not isinstance(argument, torch.Tensor):
         return False
     return result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
+
+
+def peak_memory(call):
+    """Returns the result of a call and the largest number of bytes that it held at once."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return result, max(accumulate(held))

@@ -45,6 +45,11 @@ def results_and_grads(function, inputs):
     return result, *torch.autograd.grad(result, inputs, grad, allow_unused=True)
 
 
+def check(call, expected, inputs):
+    """Compares readouts and gradients."""
+    torch.testing.assert_close(results_and_grads(call, inputs), results_and_grads(expected, inputs))
+
+
 def masks():
     """Returns masks of all shapes and dtypes by name."""
     blocked = torch.rand(N, H, L, S) < 0.3
@@ -64,24 +69,25 @@ def masks():
 
 
 @pytest.mark.parametrize("scratch", [2**20, 2000, 1], ids=["one-slice", "some-slices", "rows"])
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("name", masks())
-def test_readout_and_gradients(name, causal, scratch, monkeypatch):
+def test_readout_and_gradients(name, scratch, monkeypatch):
     monkeypatch.setattr(sliced, "SCRATCH_BYTES", scratch)
     mask, inputs = masks()[name], problem()
-    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, causal), inputs)
-    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, mask, causal), inputs)
-    torch.testing.assert_close(results, expected)
+    for causal in (False, True):
+        check(
+            lambda *tensors, causal=causal: attend(*tensors, BASES, mask, causal),
+            lambda *tensors, causal=causal: expected_readout(*tensors, mask, causal),
+            inputs,
+        )
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked"])
 @pytest.mark.parametrize("scratch", [2**20, 2500, 1])
-@pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
-def test_grouped_queries(key_heads, scratch, backend, monkeypatch):
+def test_grouped_queries(scratch, backend, monkeypatch):
     monkeypatch.setattr(sliced, "SCRATCH_BYTES", scratch)
-    inputs = problem(heads=6, key_heads=key_heads)
-    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, None, False, 0.0, backend), inputs)
-    torch.testing.assert_close(results, results_and_grads(expected_readout, inputs))
+    for key_heads in (1, 3):
+        inputs = problem(heads=6, key_heads=key_heads)
+        check(lambda *tensors: attend(*tensors, BASES, None, False, 0.0, backend), expected_readout, inputs)
 
 
 SIZES = [
@@ -92,32 +98,23 @@ SIZES = [
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_few_queries_keys_and_blocks(sizes):
-    inputs = problem(**sizes)
-    results = results_and_grads(lambda *tensors: attend(*tensors, BASES), inputs)
-    torch.testing.assert_close(results, results_and_grads(expected_readout, inputs))
+    check(lambda *tensors: attend(*tensors, BASES), expected_readout, problem(**sizes))
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("offset", [-1e4, -1e9, torch.finfo(torch.float32).min, 1e9])
-def test_additive_masks_far_from_zero_lose_no_digits(offset, dtype, causal):
+@pytest.mark.parametrize("offset", [-1e9, torch.finfo(torch.float32).min, 1e9])
+def test_additive_masks_far_from_zero_lose_no_digits(offset, dtype):
     mask = torch.zeros(N, 1, L, S)
-    mask[:, :, 3] = offset
-    mask[0, :, 4, :5] = offset  # with causal: the keys that the query sees
+    mask[:, :, 3] = mask[0, :, 4, :5] = offset  # the second one: the keys that a causal query sees
     mask[1, :, 5] = -torch.inf
     inputs = problem(dtype=dtype)
-    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, causal), inputs)
-    exact = [tensor.double() for tensor in inputs]
-    shifted = mask.double().masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1) & causal, -torch.inf)
+    results = results_and_grads(lambda *tensors: attend(*tensors, BASES, mask, True), inputs)
+    shifted = mask.double().masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1), -torch.inf)
     shifted -= shifted.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    exact = [tensor.double() for tensor in inputs]
     expected = results_and_grads(lambda *tensors: expected_readout(*tensors, shifted), exact)
     for found, right in zip(results, expected, strict=True):
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
-
-
-def test_an_empty_batch_with_shared_keys():
-    query, key, value, weight = problem(grad=False)
-    assert attend(query[:0], key[:1], value[:1], weight, BASES).shape == (0, H, L, E)
 
 
 def test_gradcheck():
@@ -133,11 +130,9 @@ def test_only_needed_gradients_are_computed():
         tensors = [tensor.detach().clone().requires_grad_(index in needed) for index, tensor in enumerate(inputs)]
         result = attend(*tensors, BASES)
         result.backward(torch.linspace(-1, 2, result.numel(), dtype=result.dtype).reshape(result.shape))
-        for index, tensor in enumerate(tensors):
-            if index in needed:
-                torch.testing.assert_close(tensor.grad, expected[index])
-            else:
-                assert tensor.grad is None
+        for index in needed:
+            torch.testing.assert_close(tensors[index].grad, expected[index])
+        assert sum(tensor.grad is not None for tensor in tensors) == len(needed)
 
 
 def test_non_contiguous_inputs():
@@ -155,6 +150,7 @@ def test_shared_batch_entries():
     torch.testing.assert_close(attend(query[:1], key, value, weight, BASES), expected)
     expected = expected_readout(query, key[1:].expand_as(key), value, weight)
     torch.testing.assert_close(attend(query, key[1:], value, weight, BASES), expected)
+    assert attend(query[:0], key[:1], value[:1], weight, BASES).shape == (0, H, L, E)
 
 
 def test_log_sum_and_layout_of_the_output():
@@ -184,9 +180,6 @@ def test_error_is_at_most_that_of_separate_operations(dtype):
         assert ours.dtype == dtype
         bound = 2 * (theirs.double() - true).norm() + 2 * torch.finfo(dtype).eps * true.norm()
         assert (ours.double() - true).norm() <= bound
-
-
-# dropout
 
 
 def test_dropout_hash():
@@ -244,18 +237,16 @@ def test_dropped_weights_are_uniform_and_independent(dropout):
 @pytest.mark.parametrize("dropout", [0.3, 1.0])
 def test_dropout(dropout, scratch, monkeypatch):
     monkeypatch.setattr(sliced, "SCRATCH_BYTES", scratch)
-    inputs, mask = problem(key_heads=2), masks()["pairs"]
+    mask = masks()["pairs"]
     seed = torch.randint(2**63 - 1, (1,), generator=torch.Generator().manual_seed(5))
     bits = kept(seed, torch.arange(N * H), torch.arange(L), torch.arange(S), dropout).unflatten(0, (N, H))
+    remains = bits * scale(dropout)
 
     def dropped(*tensors):
         torch.manual_seed(5)
         return attend(*tensors, BASES, mask, True, dropout)
 
-    results = results_and_grads(dropped, inputs)
-    remains = bits * scale(dropout)
-    expected = results_and_grads(lambda *tensors: expected_readout(*tensors, mask, True, remains), inputs)
-    torch.testing.assert_close(results, expected)
+    check(dropped, lambda *tensors: expected_readout(*tensors, mask, True, remains), problem(key_heads=2))
 
 
 def test_dropout_draws_from_the_generator_of_torch():
@@ -267,21 +258,15 @@ def test_dropout_draws_from_the_generator_of_torch():
     assert not torch.equal(first, second)
 
 
-# torch
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dropout"),
-    [("pairs", 0.3), *(pytest.param(*case, marks=pytest.mark.full) for case in (("none", 0.0), ("float keys", 0.0)))],
-)
+@pytest.mark.parametrize(("name", "dropout"), [("pairs", 0.3), pytest.param("none", 0.0, marks=pytest.mark.full)])
 def test_opcheck(name, dropout):
     mask, seed, inputs = masks()[name], torch.tensor([7]) if dropout else None, problem(key_heads=2)
     options = ("dis,dot", True, dropout, "auto")
     torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options))
     inputs = [tensor.detach() for tensor in inputs]
     out, log_sum = torch.ops.ahop.attend(*inputs, mask, seed, *options)
-    for need in ([True] * 4, [True, False, False, True], [False, True, True, False]):
+    for need in ([True] * 4, [False, True, True, False]):
         arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, need)
         torch.library.opcheck(torch.ops.ahop.attend_backward, arguments)
 
@@ -293,19 +278,15 @@ def test_double_backward_is_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("mapped", ["all", "query", "weight", "mask"])
+@pytest.mark.parametrize(("mapped", "dropout"), [("all", 0.4), ("query", 0.0), ("weight", 0.4), ("mask", 0.0)])
 def test_vmap_of_the_operator(mapped, dropout):
-    count = 3
-    query, key, value, weight = problem(key_heads=2, grad=False)
-    mask = torch.randn(N, 1, L, S, dtype=torch.float64)
-    stacks = [torch.randn(count, *tensor.shape, dtype=torch.float64) for tensor in (query, key, value, weight, mask)]
     names = ("query", "key", "value", "weight", "mask")
+    singles = [*problem(key_heads=2, grad=False), torch.randn(N, 1, L, S, dtype=torch.float64)]
+    axes = tuple(0 if mapped in ("all", name) else None for name in names)
     tensors = [
-        stack if mapped in ("all", name) else single
-        for name, stack, single in zip(names, stacks, (query, key, value, weight, mask), strict=True)
+        single if axis is None else torch.randn(3, *single.shape, dtype=torch.float64)
+        for single, axis in zip(singles, axes, strict=True)
     ]
-    axes = [0 if mapped in ("all", name) else None for name in names]
     seed = torch.tensor([3]) if dropout else None
 
     def call(*tensors):
@@ -313,37 +294,30 @@ def test_vmap_of_the_operator(mapped, dropout):
 
     def backward(*tensors):
         results = call(*tensors)
-        grad = torch.ones_like(results[0])
         options = (seed, *results, "dis,dot", False, dropout, "auto", [True, False, True, True])
-        grads = torch.ops.ahop.attend_backward(grad, *tensors, *options)
+        grads = torch.ops.ahop.attend_backward(torch.ones_like(results[0]), *tensors, *options)
         return grads[0], grads[2], grads[3]
 
     for function in (call, backward):
-        singles = [[t[i] if a == 0 else t for t, a in zip(tensors, axes, strict=True)] for i in range(count)]
-        expected = [torch.stack(parts) for parts in zip(*(function(*each) for each in singles), strict=True)]
-        found = torch.vmap(function, in_dims=tuple(axes))(*tensors)
-        torch.testing.assert_close(list(found), expected)
+        each = [function(*(t if a is None else t[i] for t, a in zip(tensors, axes, strict=True))) for i in range(3)]
+        expected = [torch.stack(parts) for parts in zip(*each, strict=True)]
+        torch.testing.assert_close(list(torch.vmap(function, in_dims=axes)(*tensors)), expected)
 
 
 q, k, v, w = (tensor.detach() for tensor in problem(dtype=torch.float32))
 BAD_CALLS = {  # changed arguments and the error message
     "dimensions": ({"query": q[0]}, r"query and key and value must be \(N, H, L, d\) .* got query \(4, 7, 8\)"),
     "width": ({"key": k[..., :4]}, r"key must be \(2, 4, 9, 8\) .* got \(2, 4, 9, 4\)"),
-    "dtype": ({"key": k.double()}, "key must be .* of torch.float32 .* got .* of torch.float64"),
     "value": ({"value": v[:, :, :3]}, r"value must be \(2, 4, 9, 5\) .* got \(2, 4, 3, 5\)"),
     "value dtype": ({"value": v.double()}, "value must be .* of torch.float32 .* got .* of torch.float64"),
     "key heads": ({"key": k[:, :3], "value": v[:, :3]}, "key heads must divide the 4 query heads"),
-    "value heads": ({"value": v[:, :2]}, r"value must be \(2, 4, 9, 5\)"),
     "weight": ({"weight": w[:2]}, r"weight must be \(4, 2, 4\) .* got \(2, 2, 4\)"),
-    "blocks": ({"weight": w[..., :3]}, "weight must be .* n one of 1, 2, 4, 8"),
     "mask shape": ({"mask": torch.ones(2, 4, 7, 3).bool()}, r"mask must .* \(2, 4, 7, 9\), got \(2, 4, 7, 3\)"),
     "mask dimensions": ({"mask": torch.ones(7, 9).bool()}, r"mask must have 4 dimensions, .* got \(7, 9\)"),
     "mask dtype": ({"mask": torch.ones(2, 4, 7, 9).int()}, "mask must .* bool or floating point"),
     "no seed": ({"dropout": 0.5}, "seed must be given if and only if dropout > 0, got None with dropout=0.5"),
-    "seed": ({"seed": torch.tensor([1])}, "seed must be given if and only if dropout > 0"),
     "seed dtype": ({"seed": torch.tensor([1.0]), "dropout": 0.5}, r"seed must be \(1,\) of torch.int64"),
     "dropout": ({"seed": torch.tensor([1]), "dropout": 1.5}, "dropout must be a number between 0 and 1, got 1.5"),
-    "bases": ({"bases": "dis,unknown"}, "bases must be names"),
     "backend": ({"backend": "unknown"}, "backend must be one of auto, chunked, cpu, triton"),
 }
 

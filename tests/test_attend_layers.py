@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.association import Mask, Padded, associate
-from ahop_layers.attention.adaptive import attend_mask
 from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import BASES, Base
 from ahop_layers.separation import Separation
 from tests.frameworks import framework
+from tests.new_tensors import peak_memory
 
 N, H, L, S, D, E = 2, 4, 7, 9, 8, 5
 
@@ -76,15 +76,11 @@ def run(tensors, similarity, need_weights=False, mask=None, **keywords):
 
 
 @pytest.mark.parametrize(
-    ("name", "scaling"),
-    [*((name, 0.3) for name in SIMILARITIES), ("full", torch.tensor(0.3)), ("full", torch.rand(H, 1, 1))],
+    ("name", "scaling"), [*((name, 0.3) for name in SIMILARITIES), ("full", torch.rand(H, 1, 1, dtype=torch.float64))]
 )
 def test_associate_without_weights(name, scaling, calls):
     similarity, tensors = trained(**SIMILARITIES[name]), inputs()
-    learned = list(tensors)
-    if isinstance(scaling, torch.Tensor):
-        scaling = scaling.double().requires_grad_()
-        learned.append(scaling)
+    learned = [scaling.requires_grad_()] if isinstance(scaling, torch.Tensor) else []
     mask = Mask(torch.rand(N, 1, 1, S) < 0.3, torch.randn(L, S, dtype=torch.float64), causal=True)
 
     def call(need_weights):
@@ -92,7 +88,7 @@ def test_associate_without_weights(name, scaling, calls):
         assert (weights is None) is not need_weights
         return output
 
-    found, expected = both(call, [*learned, *similarity.parameters()])
+    found, expected = both(call, [*tensors, *learned, *similarity.parameters()])
     assert len(calls) == 1
     torch.testing.assert_close(found, expected)
 
@@ -118,8 +114,8 @@ class Doubled(ah.AdaptiveSimilarity):
         return 2 * super().forward(query, key, arranged)
 
 
-def hooked(module, pre=False):
-    (module.register_forward_pre_hook if pre else module.register_forward_hook)(lambda *args: None)
+def hooked(module):
+    module.register_forward_hook(lambda *args: None)
     return module
 
 
@@ -130,7 +126,6 @@ def replaced(module):
 
 OTHERS = {  # keywords of associate that separate operations compute
     "sparsemax": {"separation": Separation("sparsemax")},
-    "entmax": {"separation": Separation("entmax", H).double()},
     "update steps": {"steps": 1},
     "steps of heads": {"steps": [0, 1, 0, 0]},
     "until convergence": {"steps": None, "eps": 1e-2},
@@ -143,19 +138,18 @@ OTHERS = {  # keywords of associate that separate operations compute
     "hook on the similarity": {"score": hooked(trained())},
     "replaced forward": {"score": replaced(trained())},
     "hook on the separation": {"separation": hooked(Separation())},
-    "pre-hook on the separation": {"separation": hooked(Separation(), pre=True)},
     "learned mask": {"mask": Mask(added=torch.zeros(1, H, L, S, dtype=torch.float64, requires_grad=True))},
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_associations_are_separate_operations(name, calls):
-    tensors, keywords = inputs(), {"score": trained(), "separation": Separation(), **OTHERS[name]}
-    tensors = [tensor[: keywords.get("samples", N)] for tensor in tensors]
-    keywords.pop("samples", None)
-    padded = Padded(*tensors[1:], keywords.pop("mask", None))
-    expected, _ = associate(tensors[0], padded, **keywords)
-    output, weights = associate(tensors[0], padded, need_weights=False, **keywords)
+    keywords = {"score": trained(), "separation": Separation(), "samples": N, "mask": None, **OTHERS[name]}
+    query, key, value = (tensor[: keywords["samples"]] for tensor in inputs())
+    padded = Padded(key, value, keywords.pop("mask"))
+    del keywords["samples"]
+    expected, _ = associate(query, padded, **keywords)
+    output, weights = associate(query, padded, need_weights=False, **keywords)
     assert weights is None
     assert not calls
     assert torch.equal(output, expected)
@@ -203,30 +197,14 @@ def test_choice_on_a_gpu(monkeypatch):
 
 
 def test_causal_masks():
-    scores = torch.randn(N, H, L, S)
+    scores, blocked = torch.randn(N, H, L, S), torch.rand(N, 1, 1, S) < 0.5
     triangle = torch.ones(L, S, dtype=torch.bool).triu(1)
-    blocked = torch.rand(N, 1, 1, S) < 0.5
     expected = scores.masked_fill(triangle, -torch.inf)
     assert torch.equal(Mask(causal=True).apply(scores), expected)
     for joined in (Mask(causal=True).join(Mask(blocked)), Mask(blocked).join(Mask(causal=True))):
         assert torch.equal(joined.apply(scores), expected.masked_fill(blocked, -torch.inf))
-    grown = Mask(causal=True).grow().grow()
-    expected = scores.masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1) & (torch.arange(S) < S - 2), -torch.inf)
-    assert torch.equal(grown.apply(scores), expected)
-    assert Mask(blocked).grow().appended == 0
-    assert attend_mask(None, True) == Mask(causal=True)
-    assert attend_mask(None, False) is None
-
-
-def test_appended_keys_are_visible(calls):
-    similarity, (query, key, value) = trained(), inputs()
-    padded = Padded(key, value, Mask(torch.rand(N, 1, 1, S) < 0.5, causal=True), zero_association=True)
-    found, expected = (
-        associate(query, padded, score=similarity, separation=Separation(), need_weights=need)[0]
-        for need in (False, True)
-    )
-    assert len(calls) == 1
-    torch.testing.assert_close(found, expected)
+    expected = scores.masked_fill(triangle & (torch.arange(S) < S - 2), -torch.inf)
+    assert torch.equal(Mask(causal=True).grow().grow().apply(scores), expected)
 
 
 def attention(**keywords):
@@ -245,7 +223,7 @@ def test_multihead_attention(is_causal, keywords, calls):
     def call(need_weights):
         return layer(x, x, x, key_padding_mask=ignored, need_weights=need_weights, is_causal=is_causal)[0]
 
-    found, expected = both(call, [x, *(p for p in layer.parameters())])
+    found, expected = both(call, [x, *layer.parameters()])
     assert len(calls) == 1
     torch.testing.assert_close(found, expected)
 
@@ -270,10 +248,9 @@ def test_autocast_on_the_cpu(dtype, calls):
 
 
 HOPFIELD = {
-    "association": (ah.AdaptiveHopfield, {}),
+    "association": (ah.AdaptiveHopfield, {"add_zero_association": True}),
     "scaling": (ah.AdaptiveHopfield, {"scaling": nn.Parameter(torch.rand(2, 1, 1))}),
     "scaling of dimensions": (ah.AdaptiveHopfield, {"scaling": torch.rand(2)}),
-    "zero association": (ah.AdaptiveHopfield, {"add_zero_association": True}),
     "lookup": (ah.AdaptiveHopfieldLayer, {"quantity": 5}),
     "pooling": (ah.AdaptiveHopfieldPooling, {"quantity": 3}),
 }
@@ -364,8 +341,7 @@ def test_the_limit_of_memory_under_compile(monkeypatch):
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     found = {}
     for length in (10, 20, 30, 40, 41, 50):
-        x = torch.randn(N, length, 16)
-        before = counter.frame_count
+        x, before = torch.randn(N, length, 16), counter.frame_count
         torch.testing.assert_close(compiled(x, x, x, need_weights=False), layer(x, x, x, need_weights=False))
         found[length] = counter.frame_count - before
     assert found == {10: 1, 20: 1, 30: 0, 40: 0, 41: 1, 50: 0}
@@ -407,9 +383,7 @@ def test_torch_func(calls):
     assert len(calls) == 1
     found, expected = (torch.func.grad(loss)(parameters, x[0], need) for need in (False, True))
     torch.testing.assert_close(found, expected)
-    samples, _ = (
-        torch.vmap(torch.func.grad(loss), in_dims=(None, 0, None))(parameters, x, need) for need in (False, True)
-    )
+    samples = torch.vmap(torch.func.grad(loss), in_dims=(None, 0, None))(parameters, x, False)
     torch.testing.assert_close(samples["similarity.w"][0], found["similarity.w"])
     _, tangent = torch.func.jvp(output, (x[0],), (x[1],))
     assert tangent.shape == x[0].shape
@@ -427,23 +401,16 @@ def test_vmap_with_dropout_is_separate_operations(calls):
 @pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.full), 2])
 def test_memory_is_bounded(blocks):
     """Peak memory of a training step does not grow with L x S: a single tensor of scores takes 105 MB here."""
-    length = 5120
     similarity = ah.AdaptiveSimilarity(4, 1, blocks=blocks)
-    tensors = [torch.randn(1, 1, length, 4, requires_grad=True) for _ in range(3)]
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run(tensors, similarity, mask=Mask(causal=True), dropout=0.1)[0].sum().backward()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+    tensors = [torch.randn(1, 1, 5120, 4, requires_grad=True) for _ in range(3)]
+    _, peak = peak_memory(lambda: run(tensors, similarity, mask=Mask(causal=True), dropout=0.1)[0].sum().backward())
     assert 0 < peak <= 64e6
 
 
 @pytest.mark.slow
 def test_transformers_without_weights(calls):
     """Weights are computed where the call, the configuration, a hook or a replaced forward asks for them."""
-    transformers = framework("transformers")
+    transformers, shapes = framework("transformers"), [(2, 3, 5, 5)] * 2
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
     config = transformers.ViTConfig(image_size=8, patch_size=4, **sizes)
     vit, x = transformers.ViTModel(config, add_pooling_layer=False).eval(), torch.randn(2, 3, 8, 8)
@@ -456,7 +423,7 @@ def test_transformers_without_weights(calls):
     forward = second.forward
     second.forward = lambda *args, **keywords: seen.append(forward(*args, **keywords)[1]) or forward(*args, **keywords)
     vit(x)
-    assert [each.shape for each in seen] == [(2, 3, 5, 5)] * 2
+    assert [each.shape for each in seen] == shapes
     assert len(calls) == 2
     handle.remove()
     del second.forward
@@ -464,12 +431,12 @@ def test_transformers_without_weights(calls):
     assert first(torch.randn(2, 5, 12))[1] is None
     assert len(calls) == 3
     recorded = vit(x, output_attentions=True)
-    assert [each.shape for each in recorded.attentions] == [(2, 3, 5, 5)] * 2
+    assert [each.shape for each in recorded.attentions] == shapes
     torch.testing.assert_close(recorded.last_hidden_state, expected)
     vit.set_attn_implementation("eager")
     assert first(torch.randn(2, 5, 12))[1].shape == (2, 3, 5, 5)
     vit.config.output_attentions = True
-    assert [each.shape for each in vit(x).attentions] == [(2, 3, 5, 5)] * 2
+    assert [each.shape for each in vit(x).attentions] == shapes
     assert len(calls) == 3
 
 

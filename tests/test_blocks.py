@@ -1,8 +1,6 @@
 """Footprints of blocks: the mathematics, the operators, and the kernels for CPU tensors."""
 
-import re
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
-from ahop_layers.ops.gpu.networks import sorting_network
 from ahop_layers.ops.reference import BASES as FORMULAS
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
 
@@ -79,18 +76,6 @@ def test_folded_weights_equal_the_cumulative_sum(n):
     torch.testing.assert_close(folded_similarity(query, key, fold(weight), ("dis", "dot")), paper)
 
 
-@pytest.mark.parametrize("n", [1, 4, 16])
-def test_isotropic_noise_retrieves_the_maximum_likelihood_pattern(n):
-    """The last entry of a block footprint of ``dis`` ranks patterns by Gaussian likelihood, as that of dimensions."""
-    patterns = torch.rand(200, 16, dtype=torch.float64) * 2 - 1
-    query = patterns[torch.randint(200, (500,))] + 0.8 * torch.randn(500, 16, dtype=torch.float64)
-    weight = torch.zeros(1, n, dtype=torch.float64)
-    weight[0, -1] = 1.0
-    normal = torch.distributions.Normal(patterns[None], torch.tensor(0.8, dtype=torch.float64))
-    likelihood = normal.log_prob(query[:, None]).sum(-1)
-    assert torch.equal(ah.adaptive_similarity(query, patterns, weight, ("dis",)).argmax(-1), likelihood.argmax(-1))
-
-
 def test_masked_lemma_for_masks_that_are_unions_of_blocks():
     """Counting equal blocks ranks patterns by likelihood if whole blocks are replaced, and not for other masks."""
     d, n, masked = 24, 8, 0.5
@@ -125,13 +110,13 @@ def restride(tensor, kind):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
-    batch=st.sampled_from([(), (1,), (3,), (2, 3), (0,)]),
+    batch=st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 2), (0,)]),
     length=st.integers(0, 9),
     count=st.integers(0, 9),
-    n=st.sampled_from([1, 2, 3, 5, 7, 16]),
-    width=st.sampled_from([1, 2, 3, 7, 16]),
+    n=st.integers(1, 17),
+    width=st.sampled_from([1, 1, 2, 3, 7, 16]),
     heads=st.sampled_from([None, 1, 3]),
     bases=st.permutations(BASES).flatmap(lambda names: st.integers(1, 3).map(lambda n: tuple(names[:n]))),
     strides=st.tuples(*[st.sampled_from(["contiguous", "transposed", "sliced", "expanded"])] * 2),
@@ -156,8 +141,9 @@ def test_values_and_gradients_equal_the_reference(
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("backend", "n"), [("reference", 3), ("chunked", 1), ("chunked", 3), ("chunked", 6), ("auto", 6)]
+)
 def test_gradcheck(backend, n):
     inputs = problem(2, length=2, count=3, d=6, n=n, heads=2, bases=3, grad=True)
     assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, BASES, backend=backend), inputs)
@@ -172,52 +158,23 @@ def test_gradcheck_of_unequal_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 8])
-def test_half_precision_error_is_at_most_twice_pytorchs(dtype, n):
+@pytest.mark.parametrize(("n", "backend"), [(1, "auto"), (8, "auto"), (64, "auto"), (8, "chunked"), (64, "chunked")])
+def test_half_precision_error_is_at_most_twice_pytorchs(dtype, n, backend):
     query, key, weight = (tensor.to(dtype) for tensor in problem(2, length=33, count=47, d=64, n=n))
     exact = ah.adaptive_similarity(query.double(), key.double(), weight.double(), backend="reference")
-    theirs = (ah.adaptive_similarity(query, key, weight, backend="reference").double() - exact).abs().max()
-    ours = (ah.adaptive_similarity(query, key, weight).double() - exact).abs().max()
+    theirs, ours = (
+        (ah.adaptive_similarity(query, key, weight, backend=name).double() - exact).abs().max()
+        for name in ("reference", backend)
+    )
     assert ours <= 2 * theirs + torch.finfo(dtype).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("kernel", [chunked, pytest.param(cpu, marks=native)], ids=["chunked", "cpu"])
-@pytest.mark.parametrize("n", [1, 5])
-def test_every_element_is_written(n, kernel, poisoned_memory):
-    query, key, weight = problem(2, 3, length=7, count=65, d=35, n=n, dtype=torch.float32)
+def test_every_element_is_written(poisoned_memory):
+    query, key, weight = problem(2, 3, length=7, count=65, d=35, n=5, dtype=torch.float32)
     inputs = query, key, fold(weight).expand(3, -1, -1)
-    assert kernel.score(*inputs, ("dis", "dot")).isfinite().all()
-    grad = torch.ones(2, 3, 7, 65)
-    grads = kernel.score_backward(grad, *inputs, ("dis", "dot"), (True, True, True))
-    assert all(each.isfinite().all() for each in grads)
-
-
-@pytest.mark.slow
-def test_opcheck():
-    query, key, weight = problem(2, heads=3, grad=True)
-    torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "auto"))
-    inputs = [torch.randn(2, 3, 5, 7, dtype=torch.float64), *(tensor.detach() for tensor in (query, key, weight))]
-    torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", [True, True, True]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 8])
-def test_chunked_memory_is_bounded(n):
-    """Forward and backward use less than 64 MB in addition to inputs and results."""
-    query, key, weight = torch.randn(1, 1, 300, 64), torch.randn(1, 1, 700, 64), torch.randn(1, 2, n)
-    calls = (
-        lambda: (chunked.score(query, key, weight, ("dis", "dot")),),
-        lambda: chunked.score_backward(torch.randn(1, 1, 300, 700), query, key, weight, ("dis", "dot"), (True,) * 3),
-    )
-    for call in calls:
-        with torch.profiler.profile(profile_memory=True) as profile:
-            results = call()
-        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        held = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
-        assert 0 < peak - sum(result.nbytes for result in results) <= 64e6
+    scores = chunked.score(*inputs, ("dis", "dot"))
+    grads = chunked.score_backward(torch.ones(2, 3, 7, 65), *inputs, ("dis", "dot"), (True, True, True))
+    assert all(each.isfinite().all() for each in (scores, *grads))
 
 
 def test_a_registered_base_sums_over_blocks():
@@ -238,9 +195,7 @@ def test_a_forced_kernel_that_does_not_serve_raises(monkeypatch):
 q, k, w = torch.randn(2, 12), torch.randn(3, 12), torch.randn(2, 4)
 ERRORS = {
     "footprint": (lambda: ah.footprint(q, k, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
-    "zero": (lambda: ah.footprint(q, k, blocks=0), "blocks must be an integer of at least 1, got 0"),
     "list": (lambda: ah.footprint(q, k, blocks=[2, 4]), r"blocks must be an integer of at least 1, got \[2, 4\]"),
-    "float tensor": (lambda: ah.footprint(q, k, blocks=torch.ones(12)), "blocks must have an integer dtype"),
     "gap": (lambda: ah.footprint(q, k, blocks=2 * torch.arange(12)), "from 0 to n - 1, got the numbers 0, 2"),
     "weight": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 5)), r"n one of 1, 2, 3, 4, 6, 12, .* got \(2, 5\)"),
     "other n": (lambda: ah.adaptive_similarity(q, k, w, blocks=6), r"blocks must be the n of weight .* 6 blocks and"),
@@ -265,11 +220,3 @@ def test_the_number_of_blocks_may_be_repeated():
     expected = ah.adaptive_similarity(q, k, w)
     assert torch.equal(ah.adaptive_similarity(q, k, w, blocks=4), expected)
     torch.testing.assert_close(ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12)), expected)
-
-
-def test_the_page_lists_the_comparators_of_each_number_of_blocks():
-    page = (Path(__file__).parents[1] / "docs" / "blocks.md").read_text()
-    rows = re.findall(r"^\| (\d+)[^|]*\| (\d+) \| (\d+) \| (\d+) % \|$", page, flags=re.MULTILINE)
-    counts = {n: len(sorting_network(n).comparators) for n in (1, 4, 8, 16, 32, 64)}
-    expected = [(n, 64 // n, count, round(100 * count / counts[64])) for n, count in counts.items()]
-    assert [tuple(map(int, row)) for row in rows] == expected

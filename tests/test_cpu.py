@@ -167,9 +167,9 @@ def test_half_precision_converts_every_number(dtype):
     torch.testing.assert_close(scores.flatten(), key.flatten().float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("n", "d"), [(9, 9), (3, 9), (8, 64)])
-def test_several_chunks_of_queries_and_tiles_of_keys(n, d):
-    check(*inputs(1, 1, 150, 9000 // d, d, blocks=n), ALL)
+@pytest.mark.parametrize("n", [9, 3])
+def test_several_chunks_of_queries_and_tiles_of_keys(n):
+    check(*inputs(1, 1, 150, 500, 9, blocks=n), ALL)
 
 
 def results(grad, query, key, weight, bases=ALL):

@@ -1,14 +1,10 @@
 """The registered operators: values, gradients, checks, transforms of torch, memory."""
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +12,7 @@ import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu, reference
 from ahop_layers.ops.backend import choose_kernel
 from ahop_layers.ops.gpu import launch as gpu
+from tests.new_tensors import peak_memory
 
 BASES = ("dis", "dot", "l1")
 
@@ -30,59 +27,16 @@ def problem(*batch, length=5, count=7, d=8, heads=None, bases=2, dtype=torch.flo
     return tuple(tensor.requires_grad_(grad) for tensor in tensors)
 
 
-def restride(tensor, kind):
-    """Returns the same values with other strides."""
-    if kind == "transposed":
-        return tensor.mT.contiguous().mT
-    if kind == "sliced":
-        wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), float("nan"), dtype=tensor.dtype)
-        wide[..., 1::2] = tensor
-        return wide[..., 1::2]
-    if kind == "expanded":
-        return tensor[..., :1, :].expand(tensor.shape)
-    return tensor
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    batch=st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 2), (0,)]),
-    length=st.integers(0, 9),
-    count=st.integers(0, 9),
-    d=st.integers(1, 17),
-    heads=st.sampled_from([None, 1, 3]),
-    bases=st.permutations(BASES).flatmap(lambda names: st.integers(1, 3).map(lambda n: tuple(names[:n]))),
-    strides=st.tuples(*[st.sampled_from(["contiguous", "transposed", "sliced", "expanded"])] * 2),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    backend=st.sampled_from(["auto", "chunked"]),
-)
-def test_values_equal_the_reference(batch, length, count, d, heads, bases, strides, dtype, backend):
-    query, key, weight = problem(
-        *batch, length=length, count=count, d=d, heads=heads, bases=len(bases), dtype=torch.float64
-    )
-    query, key = restride(query, strides[0]) if length else query, restride(key, strides[1]) if count else key
-    expected = ah.adaptive_similarity(query, key, weight, bases, backend="reference")
-    got = ah.adaptive_similarity(query.to(dtype), key.to(dtype), weight.to(dtype), bases, backend=backend)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
-
-
-@pytest.mark.parametrize("bases", [("dis",), ("dot",), ("l1", "dot", "dis")], ids="-".join)
-@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_gradcheck(bases, backend):
-    inputs = problem(2, length=3, count=4, d=5, heads=2, bases=len(bases), grad=True)
-    assert torch.autograd.gradcheck(lambda *args: ah.adaptive_similarity(*args, bases, backend=backend), inputs)
-
-
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
 @pytest.mark.parametrize("backend", ["chunked", "auto"])
-def test_only_the_needed_gradients(needed, backend):
-    inputs = problem(2, heads=3)
-    for tensor, wanted in zip(inputs, needed, strict=True):
-        tensor.requires_grad_(wanted)
-    expected = ah.adaptive_similarity(*inputs, backend="reference").sum()
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    got = torch.autograd.grad(ah.adaptive_similarity(*inputs, backend=backend).sum(), wanted)
-    torch.testing.assert_close(got, torch.autograd.grad(expected, wanted))
+def test_only_the_needed_gradients(backend):
+    for needed in range(3):
+        inputs = problem(2, heads=3)
+        wanted = inputs[needed].requires_grad_()
+        got, expected = (
+            torch.autograd.grad(ah.adaptive_similarity(*inputs, backend=name).sum(), wanted)
+            for name in (backend, "reference")
+        )
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("broadcast", ["query", "key", "both"])
@@ -94,38 +48,24 @@ def test_batches_broadcast(broadcast):
     torch.testing.assert_close(ah.adaptive_similarity(query, key, weight), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["chunked", "auto"])
-def test_half_precision_error_is_at_most_twice_pytorchs(dtype, backend):
-    query, key, weight = (tensor.to(dtype) for tensor in problem(2, length=33, count=47, d=64))
-    exact = ah.adaptive_similarity(query.double(), key.double(), weight.double(), backend="reference")
-    theirs = (ah.adaptive_similarity(query, key, weight, backend="reference").double() - exact).abs().max()
-    ours = (ah.adaptive_similarity(query, key, weight, backend=backend).double() - exact).abs().max()
-    assert ours <= 2 * theirs + torch.finfo(dtype).eps * exact.abs().max()
-
-
 @pytest.mark.slow
 def test_opcheck():
-    query, key, weight = problem(2, heads=3, grad=True)
-    torch.library.opcheck(torch.ops.ahop.score, (query, key, weight, "dis,dot", "auto"))
-    grad = torch.randn(2, 3, 5, 7, dtype=torch.float64)
-    inputs = [tensor.detach() for tensor in (query, key, weight)]
-    for need in ([True, True, True], [True, False, False], [False, True, True]):
-        torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *inputs, "dis,dot", "auto", need))
+    query, key, weight = problem(2, heads=3)
+    torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", "auto"))
+    inputs = torch.randn(2, 3, 5, 7, dtype=torch.float64), query.detach(), key, weight[..., :4]
+    for need in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", need))
 
 
 x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
 GRAD = torch.randn(2, 3, 5, 7)
 BAD_CALLS = {  # changed arguments and the error message
     "grad of another length": ({"grad": GRAD[:, :, :4]}, r"grad must be \(2, 3, 5, 7\) .* got \(2, 3, 4, 7\)"),
-    "much larger grad": ({"grad": torch.randn(2, 3, 200, 700)}, "grad must be"),
     "grad of another dtype": ({"grad": GRAD.double()}, "grad must be .* of torch.float32 .* of torch.float64"),
     "key of another width": ({"key": y[..., :4]}, r"key must be \(2, 3, 7, 8\) .* got \(2, 3, 7, 4\)"),
     "key of another batch": ({"key": y[:1]}, r"key must be \(2, 3, 7, 8\) .* got \(1, 3, 7, 8\)"),
-    "key of another number of heads": ({"key": y[:, :2]}, r"key must be .* got \(2, 2, 7, 8\)"),
     "key of another dtype": ({"key": y.double()}, "key must be .* of torch.float32 .* of torch.float64"),
     "key without heads": ({"key": y[0]}, r"query and key must be .* got query \(2, 3, 5, 8\) and key \(3, 7, 8\)"),
-    "query without heads": ({"query": x[0]}, r"query and key must be .* got query \(3, 5, 8\)"),
     "no dimension": ({"query": x[..., :0], "key": y[..., :0]}, "with d >= 1"),
     "integers": ({"query": x.long(), "key": y.long()}, "query must have a floating-point dtype"),
     "weight of another width": ({"weight": u[..., :7]}, r"weight must be \(3, 2, n\) .* 1, 2, 4, 8.* got \(3, 2, 7\)"),
@@ -134,7 +74,6 @@ BAD_CALLS = {  # changed arguments and the error message
     "too few weights": ({"bases": "dis,dot,l1"}, r"weight must be \(3, 3, 8\) .* got \(3, 2, 8\)"),
     "unknown base": ({"bases": "dis,cos"}, "bases must be"),
     "repeated base": ({"bases": "dis,dis"}, "each base may appear once in bases"),
-    "no base": ({"bases": ""}, "bases must be names"),
     "unknown backend": ({"backend": "gpu"}, "backend must be one of auto, chunked, cpu, triton, got 'gpu'"),
     "reference backend": ({"backend": "reference"}, "backend must be one of auto, .* got 'reference'"),
     "short need": ({"need": [True, True]}, r"need must have 3 entries.* got \[True, True\]"),
@@ -215,21 +154,6 @@ def test_compile_without_a_graph_break():
     expected = torch.autograd.grad(similarity(query, key).square().sum(), list(similarity.parameters()))
     got = torch.autograd.grad(compiled(query, key).square().sum(), list(similarity.parameters()))
     torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.slow
-def test_compile_with_dynamic_shapes():
-    compiled = torch.compile(ah.adaptive_similarity, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length, count in ((3, 4), (5, 9), (6, 11)):
-        inputs = problem(2, length=length, count=count)
-        torch.testing.assert_close(compiled(*inputs), ah.adaptive_similarity(*inputs))
-
-
-def test_export():
-    similarity = ah.AdaptiveSimilarity(8)
-    query, key, _ = problem(2, dtype=torch.float32)
-    exported = torch.export.export(similarity, (query, key))
-    torch.testing.assert_close(exported.module()(query, key), similarity(query, key))
 
 
 def test_autocast_computes_in_float32():
@@ -349,28 +273,26 @@ def test_nan_and_inf_stay_in_their_rows(backend):
 LARGE = [(1, 1, 300, 700, 64), (1, 1, 2, 9000, 300), (1, 1, 3, 5, 4000)]
 
 
-@pytest.mark.parametrize("shape", [(4, 8, 65, 65, 64), *(pytest.param(x, marks=pytest.mark.full) for x in LARGE)])
+@pytest.mark.parametrize(
+    ("shape", "n"),
+    [
+        ((4, 8, 65, 65, 64), 64),
+        ((1, 1, 300, 700, 64), 8),
+        *(pytest.param(x, x[-1], marks=pytest.mark.full) for x in LARGE),
+    ],
+)
 @pytest.mark.slow
-def test_chunked_memory_is_bounded(shape):
+def test_chunked_memory_is_bounded(shape, n):
     """Peak memory of forward and backward stays below 64 MB besides inputs and results."""
-    n, h, length, count, d = shape
-    query, key = torch.randn(n, h, length, d), torch.randn(n, h, count, d)
-    weight, grad = torch.randn(h, 2, d), torch.randn(n, h, length, count)
-    calls = (
-        lambda: chunked.score(query, key, weight, ("dis", "dot")),
+    *batch, length, count, d = shape
+    query, key = torch.randn(*batch, length, d), torch.randn(*batch, count, d)
+    weight, grad = torch.randn(batch[1], 2, n), torch.randn(*batch, length, count)
+    for call in (
+        lambda: (chunked.score(query, key, weight, ("dis", "dot")),),
         lambda: chunked.score_backward(grad, query, key, weight, ("dis", "dot"), (True, True, True)),
-    )
-    for call in calls:
-        with torch.profiler.profile(profile_memory=True) as profile:
-            results = call()
-        results = results if isinstance(results, tuple) else (results,)
-        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        held = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
-        assert peak > 0
-        assert peak - sum(result.nbytes for result in results) <= 64e6
+    ):
+        results, peak = peak_memory(call)
+        assert 0 < peak - sum(result.nbytes for result in results) <= 64e6
 
 
 def test_user_base_runs_on_the_reference_path():
@@ -445,27 +367,17 @@ def test_import_and_a_training_step_load_no_large_library():
     assert not out[2].split()
 
 
-def test_private_functions_of_torch_are_in_one_file():
-    package = Path(ah.__file__).parent
-    private = re.compile(r"torch\._C|_functorch|forward_ad\._")
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if private.search(path.read_text())}
-    assert found == {"ops/operators.py"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["chunked", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_scores_in_the_dtype_of_the_query(backend, dtype):
     """The operator rounds scores of half precision once, and its backward takes gradients in that dtype."""
-    query, key = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 7, 8).to(dtype)
-    weight = torch.randn(3, 2, 8)
-    wide = torch.ops.ahop.score(query, key, weight, "dis,dot", backend)
-    narrow = torch.ops.ahop.score(query, key, weight, "dis,dot", backend, False)
+    query, key, weight = x.to(dtype), y.to(dtype), u
+    wide, narrow = (torch.ops.ahop.score(query, key, weight, "dis,dot", backend, each) for each in (True, False))
     assert (wide.dtype, narrow.dtype) == (torch.float32, dtype)
     assert torch.equal(narrow, wide.to(dtype))
-    grad = torch.randn(2, 3, 5, 7).to(dtype)
     options = (query, key, weight, "dis,dot", backend, [True, True, True])
-    results = (torch.ops.ahop.score_backward(each, *options) for each in (grad, grad.float()))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    inputs = (query.requires_grad_(), key, weight, "dis,dot", backend, False)
-    torch.library.opcheck(torch.ops.ahop.score, inputs)
+    results = (torch.ops.ahop.score_backward(each, *options) for each in (GRAD.to(dtype), GRAD.to(dtype).float()))
+    assert all(map(torch.equal, *results))
+    if backend == "auto":
+        torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", backend, False))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from ahop_layers.ops.dropout import kept
 from ahop_layers.ops.gpu import attend_backward, attend_kernels
 from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.reference import fold, folded_similarity
@@ -22,23 +23,6 @@ DROPOUT = 0.3
 def bits(tensor):
     tensor = tensor.contiguous()
     return (tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy()
-
-
-def mix(x):
-    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-def is_kept(query, key, threshold):
-    """The documented hash, in integers of Python."""
-    low, high = SEED & 0xFFFFFFFF, SEED >> 32 & 0xFFFFFFFF
-    first = mix((mix(low ^ mix(HEAD)) + query * 0x9E3779B9) & 0xFFFFFFFF)
-    second = mix(first ^ high)
-    x = (first + key * 0x85EBCA6B) & 0xFFFFFFFF
-    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) ^ second) * 0x846CA68B & 0xFFFFFFFF
-    return (x ^ (x >> 16)) >= threshold
 
 
 def word(number):
@@ -77,8 +61,8 @@ class Problem:
         self.log_sum = scores.masked_fill(empty, torch.inf).logsumexp(-1).detach()
         shares = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
         if rules.dropout:
-            kept = [[is_kept(i, j, threshold) for j in range(count)] for i in range(length)]
-            shares = shares * torch.tensor(kept) / (1 - DROPOUT)
+            keys = torch.tensor([SEED]), torch.tensor([HEAD]), torch.arange(length), torch.arange(count)
+            shares = shares * kept(*keys, DROPOUT)[0] / (1 - DROPOUT)
         out = shares @ exact[2]
         self.grads = torch.autograd.grad(out, exact, grad.double())
         self.out = out.detach()
