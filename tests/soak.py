@@ -74,8 +74,8 @@ class Draw:
 
 def relative_error(result: Tensor, exact: Tensor, scale: Tensor | None = None) -> float:
     """Norm of the difference over the norm of ``scale``, by default the exact values."""
-    difference = result.detach().double() - exact.detach()
-    return float(difference.norm() / (exact if scale is None else scale).norm().clamp(min=1e-300))
+    result, exact = result.detach(), exact.detach()
+    return float((result.double() - exact).norm() / (exact if scale is None else scale).norm().clamp(min=1e-300))
 
 
 def check(error: float, baseline: float, what: str, rounding: float = 1e-5) -> None:

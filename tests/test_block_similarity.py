@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
+from ahop_layers.ops import reference
 from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions
 
 BASES = ("dis", "dot", "l1")
@@ -31,21 +32,22 @@ def randomized(similarity):
     return similarity
 
 
+def centered(rows, numbers):
+    """The centered values and the norm of each block."""
+    for block in range(int(numbers.max()) + 1):
+        part = rows[..., numbers == block] - rows[..., numbers == block].mean(-1, keepdim=True)
+        yield numbers == block, part, part.norm(dim=-1, keepdim=True)
+
+
 def normalized_by_hand(rows, numbers, constant):
     result = torch.zeros_like(rows)
-    for block in range(int(numbers.max()) + 1):
-        part = rows[..., numbers == block]
-        part = part - part.mean(-1, keepdim=True)
-        result[..., numbers == block] = part / (part.square().sum(-1, keepdim=True).sqrt() + constant)
+    for block, part, norm in centered(rows, numbers):
+        result[..., block] = part / (norm + constant)
     return result
 
 
 def root_mean_square_norm(key, numbers):
-    norms = []
-    for block in range(int(numbers.max()) + 1):
-        part = key[..., numbers == block]
-        norms.append((part - part.mean(-1, keepdim=True)).square().sum(-1))
-    return torch.stack(norms, -1).mean((-2, -1), keepdim=True).sqrt()
+    return torch.cat([norm for *_, norm in centered(key, numbers)], -1).square().mean((-2, -1), keepdim=True).sqrt()
 
 
 def by_hand(similarity, query, key):
@@ -63,12 +65,12 @@ def by_hand(similarity, query, key):
     return scores
 
 
-@pytest.mark.parametrize("heads", [None, 3])
 @every_kind
-def test_scores_equal_the_definition(blocks, heads):
-    similarity = randomized(ah.AdaptiveSimilarity(12, heads, BASES, blocks=blocks, debias=True).double())
-    query, key = pair(2, *(() if heads is None else (heads,)))
-    torch.testing.assert_close(similarity(query, key), by_hand(similarity, similarity.unbiased(query), key))
+def test_scores_equal_the_definition(blocks):
+    for heads in (None, 3):
+        similarity = randomized(ah.AdaptiveSimilarity(12, heads, BASES, blocks=blocks, debias=True).double())
+        query, key = pair(2, *([] if heads is None else [heads]))
+        torch.testing.assert_close(similarity(query, key), by_hand(similarity, similarity.unbiased(query), key))
 
 
 @pytest.mark.parametrize("init", ["dot", "dis", "l1"])
@@ -117,15 +119,13 @@ def test_a_registered_base_never_sees_padding(blocks):
 
 
 def test_built_in_bases_do_not_take_the_reference_path(monkeypatch):
-    from ahop_layers.ops import reference
-
     monkeypatch.setattr(reference, "adaptive_similarity", lambda *_: pytest.fail("took the reference path"))
     for blocks in EVERY:
         ah.AdaptiveSimilarity(12, blocks=blocks)(*pair(2, dtype=torch.float32))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [3, UNEQUAL, SEVERAL], ids=["3", "unequal", "several"])
+@pytest.mark.parametrize("blocks", [pytest.param(3, marks=pytest.mark.full), SEVERAL], ids=["3", "several"])
 def test_gradcheck(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 2, BASES, blocks=blocks, debias=True).double())
     inputs = [rows.requires_grad_() for rows in pair(2, length=1, count=2)]
@@ -148,14 +148,13 @@ def test_units_of_normalized_blocks_do_not_matter_and_dot_is_their_correlation()
 
 
 @pytest.mark.parametrize("blocks", [4, UNEQUAL], ids=["equal", "unequal"])
-@pytest.mark.parametrize("zero", ["one block", "queries", "keys", "all"])
+@pytest.mark.parametrize("zero", ["one block", "queries", "all"])
 def test_normalized_blocks_are_finite_where_blocks_are_constant(blocks, zero):
     similarity = ah.AdaptiveSimilarity(12, bases=BASES, blocks=ah.Blocks(blocks, normalize=True)).double()
     query, key = pair()
-    query = torch.full_like(query, 3.0) if zero in ("queries", "all") else query
-    key = torch.zeros_like(key) if zero in ("keys", "all") else key
-    if zero == "one block":
-        query[:, :3] = 0
+    query[:, : 3 if zero == "one block" else 12] = 3.0
+    if zero == "all":
+        key = torch.zeros_like(key)
     inputs = (query.requires_grad_(), key.requires_grad_(), *similarity.parameters())
     scores = similarity(*inputs[:2])
     assert scores.isfinite().all()
@@ -205,34 +204,28 @@ def test_half_precision(blocks, dtype):
 
 
 @every_kind
-def test_copies_and_checkpoints(blocks):
-    similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
+def test_copies_checkpoints_and_reset(blocks):
+    def make(device="cpu"):
+        return ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks, device=device)
+
+    similarity, buffer = randomized(make()), io.BytesIO()
     query, key = pair(3, dtype=torch.float32)
     similarity.fix_norms_(key)
-    buffer = io.BytesIO()
     torch.save(similarity.state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
-    fresh = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
-    fresh.load_state_dict(state)
-    empty = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks, device="meta").to_empty(device="cpu")
-    empty.load_state_dict(state)
-    assigned = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks, device="meta")
+    fresh, empty, assigned = make(), make("meta").to_empty(device="cpu"), make("meta")
+    for other in (fresh, empty):
+        other.load_state_dict(state)
     assigned.load_state_dict(state, assign=True)
     for other in (fresh, empty, assigned, copy.deepcopy(similarity), pickle.loads(pickle.dumps(similarity))):
         assert torch.equal(other(query, key), similarity(query, key))
         assert repr(other) == repr(similarity)
-
-
-@every_kind
-def test_reset_restores_everything_on_a_new_device(blocks):
-    expected = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
-    similarity = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks, device="meta").to_empty(device="cpu")
-    for tensor in (*similarity.parameters(), *similarity.buffers()):
+    reset = make("meta").to_empty(device="cpu")
+    for tensor in (*reset.parameters(), *reset.buffers()):
         tensor.data.fill_(1)
-    similarity.reset_parameters()
-    query, key = pair(3, dtype=torch.float32)
-    assert torch.equal(similarity(query, key), expected(query, key))
+    reset.reset_parameters()
+    assert torch.equal(reset(query, key), make()(query, key))
     with torch.device("meta"):
         assert ah.AdaptiveSimilarity(12, 3, blocks=blocks)(query.to("meta"), key.to("meta")).shape == (3, 4, 5)
 
@@ -253,11 +246,9 @@ def test_names_in_the_state_dict():
 def test_a_state_dict_of_other_bases_or_with_values_that_are_not_finite_changes_nothing():
     similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=ah.Blocks(4, normalize=True)))
     before = copy.deepcopy(similarity.state_dict())
-    others = [(("dis", "l1"), "dis, l1"), (("dot", "dis"), "dot, dis"), (("dot",), "dot")]
-    states = [(ah.AdaptiveSimilarity(12, 3, bases, bases[0], True, similarity.blocks).state_dict(), got)
-              for bases, got in others]  # fmt: skip
-    for state, got in states:
-        with pytest.raises(ah.AHopError, match=f"the state dict must have the bases dis, dot, got {got}$"):
+    for bases in (("dis", "l1"), ("dot", "dis"), ("dot",)):
+        state = ah.AdaptiveSimilarity(12, 3, bases, bases[0], True, similarity.blocks).state_dict()
+        with pytest.raises(ah.AHopError, match=f"must have the bases dis, dot, got {', '.join(bases)}$"):
             similarity.load_state_dict(state)
     layer = ah.AdaptiveAttention(24, 2)
     with pytest.raises(ah.AHopError, match="the state dict must have the bases dot, got dis, dot"):
@@ -297,16 +288,7 @@ def test_other_blocks_of_the_same_number_are_loaded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "blocks",
-    [
-        pytest.param(None, id="none"),
-        *(
-            pytest.param(blocks, id=name, marks=pytest.mark.full)
-            for name, blocks in (("3", 3), ("unequal", UNEQUAL), ("several", SEVERAL))
-        ),
-    ],
-)
+@pytest.mark.parametrize("blocks", [None, pytest.param(SEVERAL, marks=pytest.mark.full)], ids=["none", "several"])
 def test_compile_without_a_graph_break_for_all_shapes(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
     torch.compiler.reset()  # the similarities of earlier tests count as recompilations
@@ -360,18 +342,13 @@ def test_patches():
     assert torch.equal(ah.patches(3, 5, 2), expected.flatten())
     assert torch.equal(ah.patches(3, 5, 2, channels=3), expected.flatten().repeat(3))
     assert ah.patches(4, 4, 9).unique().tolist() == [0]
-    image = torch.randn(1, 3, 8, 6)
-    unfolded = nn.functional.unfold(image, 2, stride=2).mT  # (1, patches, channels * size * size)
-    numbers = ah.patches(8, 6, 2, channels=3)
-    for patch in range(12):
-        torch.testing.assert_close(image.flatten()[numbers == patch].sort().values, unfolded[0, patch].sort().values)
     with torch.device("meta"):
         assert not ah.patches(2, 2, 1).is_meta
 
 
 def test_lazy_similarities():
     query, key = pair(2, 3, dtype=torch.float32)
-    for blocks in (4, [None, 4], ah.Blocks(4, normalize=True), [ah.Blocks(4, normalize=True), 6]):
+    for blocks in (4, [ah.Blocks(4, normalize=True), None]):
         lazy = SimilarityOptions(debias=True, blocks=blocks).make_similarity(None, 3)
         assert isinstance(lazy, LazyAdaptiveSimilarity)
         expected = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
@@ -379,10 +356,9 @@ def test_lazy_similarities():
         assert type(lazy) is ah.AdaptiveSimilarity
         assert repr(lazy) == repr(expected)
         assert lazy.state_dict().keys() == expected.state_dict().keys()
-    assert SimilarityOptions(blocks=UNEQUAL).make_similarity(None, 3).dim == 12
-    assert SimilarityOptions(blocks=[4, UNEQUAL]).make_similarity(None, 3).dim == 12
     init = [torch.ones(3, 2, 4), torch.ones(3, 2, 12)]
-    assert SimilarityOptions(blocks=[4, None], init=init).make_similarity(None, 3).dim == 12
+    for known in ({"blocks": UNEQUAL}, {"blocks": [4, UNEQUAL]}, {"blocks": [4, None], "init": init}):
+        assert SimilarityOptions(**known).make_similarity(None, 3).dim == 12
     weights = torch.randn(3, 2, 4)
     lazy = SimilarityOptions(init=weights, blocks=4).make_similarity(None, 3)
     assert isinstance(lazy, LazyAdaptiveSimilarity)  # the last dimension of init is n
@@ -403,44 +379,45 @@ def test_lazy_similarities_load_checkpoints():
 
 
 x = torch.randn(4, 12)
+
+
+def similar(*args, **keywords):
+    return lambda: ah.AdaptiveSimilarity(*args, **keywords)
+
+
+NORMALIZED = ah.Blocks(4, normalize=True)
 ERRORS = {
-    "divisor": (lambda: ah.AdaptiveSimilarity(12, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
-    "zero": (lambda: ah.AdaptiveSimilarity(12, blocks=0), "blocks must be an integer of at least 1, got 0"),
-    "bool": (lambda: ah.AdaptiveSimilarity(12, blocks=True), "blocks must be an integer of at least 1, got True"),
-    "string": (lambda: ah.AdaptiveSimilarity(12, blocks="4"), "an entry of blocks must be None, .* got '4'"),
-    "float": (lambda: ah.AdaptiveSimilarity(12, blocks=4.0), "an entry of blocks must be .* got 4.0"),
-    "empty": (lambda: ah.AdaptiveSimilarity(12, blocks=[]), r"blocks must have at least one entry, got \[\]"),
-    "length": (lambda: ah.AdaptiveSimilarity(12, blocks=torch.arange(6)), "each of the 12 dimensions, got 6"),
+    "divisor": (similar(12, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
+    "zero": (similar(12, blocks=0), "blocks must be an integer of at least 1, got 0"),
+    "bool": (similar(12, blocks=True), "blocks must be an integer of at least 1, got True"),
+    "string": (similar(12, blocks="4"), "an entry of blocks must be None, .* got '4'"),
+    "empty": (similar(12, blocks=[]), r"blocks must have at least one entry, got \[\]"),
+    "length": (similar(12, blocks=torch.arange(6)), "each of the 12 dimensions, got 6"),
     "floats": (lambda: ah.Blocks(torch.ones(12)), "blocks must have an integer dtype, got torch.float32"),
     "matrix": (lambda: ah.Blocks(torch.zeros(3, 4, dtype=torch.long)), r"blocks must be \(d,\), .* got shape \(3, 4\)"),
     "meta": (lambda: ah.Blocks(torch.arange(4, device="meta")), "blocks must be a tensor with values"),
     "gap": (lambda: ah.Blocks(torch.tensor([0, 2])), "from 0 to n - 1, got the numbers 0, 2"),
     "normalize": (lambda: ah.Blocks(4, normalize=1), "normalize must be True or False, got 1"),
     "single dimensions": (
-        lambda: ah.AdaptiveSimilarity(12, blocks=ah.Blocks(None, normalize=True)),
+        similar(12, blocks=ah.Blocks(None, normalize=True)),
         "normalize=True needs blocks of several dimensions, got 12 blocks of 12 dimensions",
     ),
-    "dim": (lambda: ah.AdaptiveSimilarity(24, blocks=4)(x, x), r"last dimension dim = 24, got query \(4, 12\)"),
-    "init": (lambda: ah.AdaptiveSimilarity(12, init=torch.ones(2, 12), blocks=4), r"shape of w, \(2, 4\), got"),
-    "init count": (
-        lambda: ah.AdaptiveSimilarity(12, init=torch.ones(2, 4), blocks=[4, 6]),
-        "one tensor for each of 2 resolutions, got 1",
-    ),
+    "dim": (lambda: similar(24, blocks=4)()(x, x), r"last dimension dim = 24, got query \(4, 12\)"),
+    "init": (similar(12, init=torch.ones(2, 12), blocks=4), r"shape of w, \(2, 4\), got"),
+    "init count": (similar(12, init=torch.ones(2, 4), blocks=[4, 6]), "one tensor for each of 2 resolutions, got 1"),
     "init of the second": (
-        lambda: ah.AdaptiveSimilarity(12, init=[torch.ones(2, 4)] * 2, blocks=[4, 6]),
+        similar(12, init=[torch.ones(2, 4)] * 2, blocks=[4, 6]),
         r"init must have the shape of w_1, \(2, 6\), got \(2, 4\)",
     ),
     "batches": (
-        lambda: ah.AdaptiveSimilarity(12, blocks=ah.Blocks(4, normalize=True))(x.expand(2, 4, 12), x.expand(3, 4, 12)),
+        lambda: similar(12, blocks=NORMALIZED)()(x.expand(2, 4, 12), x.expand(3, 4, 12)),
         "batch dimensions must broadcast",
     ),
-    "norms of nothing": (lambda: ah.AdaptiveSimilarity(12).fix_norms_(None), "must be a tensor, got NoneType"),
-    "norms of others": (lambda: ah.AdaptiveSimilarity(6).fix_norms_(x), r"dimension dim = 6, got .* key \(4, 12\)"),
-    "another base": (
-        lambda: ah.AdaptiveSimilarity(12).block_similarities(x, x, "l1"), "base must be one of dis, dot, got 'l1'"
-    ),
+    "norms of nothing": (lambda: similar(12)().fix_norms_(None), "must be a tensor, got NoneType"),
+    "norms of others": (lambda: similar(6)().fix_norms_(x), r"dimension dim = 6, got .* key \(4, 12\)"),
+    "base": (lambda: similar(12)().block_similarities(x, x, "l1"), "base must be one of dis, dot, got 'l1'"),
     "patches": (lambda: ah.patches(8, 8, 0), "size must be an integer of at least 1, got 0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)

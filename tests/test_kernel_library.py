@@ -25,8 +25,13 @@ built = pytest.mark.skipif(not LIBRARY.is_file(), reason="the library is not bui
 compiles = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 
 
-def score() -> torch.Tensor:
-    return ah.adaptive_similarity(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3))
+ONES = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3)
+
+
+def in_process(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with the package and some environment variables."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -53,9 +58,9 @@ def reason(reload: Callable[[str], None]) -> Callable[[Path], str]:
         reload(str(path))
         available, detail = ah.backends()["cpu"]
         assert not available
-        assert score().shape == (2, 4)
+        assert ah.adaptive_similarity(*ONES).shape == (2, 4)
         with pytest.raises(ah.AHopError, match="backend='cpu' is not available here: "):
-            ah.adaptive_similarity(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3), backend="cpu")
+            ah.adaptive_similarity(*ONES, backend="cpu")
         return detail
 
     return reason
@@ -75,7 +80,7 @@ def test_a_copy_with_its_record_is_loaded(library, reload, monkeypatch):
     for path in (str(library), f"./{library.name}"):
         reload(path)
         assert ah.backends()["cpu"].available
-        assert score().shape == (2, 4)
+        assert ah.adaptive_similarity(*ONES).shape == (2, 4)
 
 
 @pytest.mark.slow
@@ -84,8 +89,7 @@ def test_a_truncated_library_does_not_end_the_process(library):
     size = library.stat().st_size
     os.truncate(library, size // 2)  # the headers are complete, so the loader would map the file
     program = "import ahop_layers as ah; print(ah.backends()['cpu'].detail)"
-    environment = {**os.environ, "LD_PRELOAD": "", "PYTHONPATH": str(ROOT), "AHOP_CPU_LIBRARY": str(library)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = in_process("-c", program, LD_PRELOAD="", AHOP_CPU_LIBRARY=str(library))
     assert done.returncode == 0, done.stderr
     assert f"expected {size} bytes, got {size // 2}; reinstall the package" in done.stdout
 
@@ -122,9 +126,7 @@ def test_a_file_that_is_no_library_is_not_loaded(tmp_path, reason):
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("version", "size"), [(cpu.ABI_VERSION + 1, cpu.CALL.size), (cpu.ABI_VERSION, 8), (None, None)]
-)
+@pytest.mark.parametrize(("version", "size"), [(VERSION + 1, SIZE), (VERSION, 8), (None, None)])
 def test_a_stale_library_is_not_used(tmp_path, reason, version, size):
     functions = ["ahop_isa", "ahop_forward", "ahop_backward", "ahop_release"]
     source = "".join(f"void *{name}(void) {{ return 0; }}\n" for name in functions)
@@ -139,7 +141,7 @@ def test_a_stale_library_is_not_used(tmp_path, reason, version, size):
     assert f"stale.so {expected}" in reason(library)
 
 
-@pytest.mark.parametrize("path", ["missing.so", "./missing.so", "/nowhere/missing.so", ".", "_footprint.so"])
+@pytest.mark.parametrize("path", ["missing.so", "/nowhere/missing.so", ".", "_footprint.so"])
 def test_a_variable_that_names_no_file_is_an_error(path, reload, tmp_path, monkeypatch):
     (tmp_path / "_footprint.so").write_bytes(b"in the current folder, where the loader would not find a bare name")
     monkeypatch.chdir(tmp_path)
@@ -147,19 +149,19 @@ def test_a_variable_that_names_no_file_is_an_error(path, reload, tmp_path, monke
     message = f"AHOP_CPU_LIBRARY must be the path of a file, such as ./folder/_footprint.so, got {path!r}"
     assert ah.backends()["cpu"] == (False, message)
     with pytest.raises(ah.AHopError) as raised:
-        score()
+        ah.adaptive_similarity(*ONES)
     assert str(raised.value) == message
-    assert ah.adaptive_similarity(*(torch.ones(2, 3),) * 3, backend="chunked").shape == (2, 2)
+    assert ah.adaptive_similarity(*ONES, backend="chunked").shape == (2, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "reason"), [("-O1 'open", "AHOP_CFLAGS must be"), ("-no-such-flag", "-no-such-flag")]
+    ("flags", "reason"),
+    [("-O1 'open", "AHOP_CFLAGS must be"), pytest.param("-no-such-flag", "-no-such-flag", marks=pytest.mark.full)],
 )
 def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path, flags, reason):
-    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
-    environment = {**os.environ, "AHOP_CFLAGS": flags}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    folders = f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"
+    done = in_process("setup.py", "build_ext", *folders, AHOP_CFLAGS=flags)
     assert done.returncode == 0, done.stderr
     assert "the native CPU kernel was not built, plain PyTorch is used instead: " in done.stderr
     assert reason in done.stdout + done.stderr  # compilers differ in where they write
@@ -171,14 +173,14 @@ def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path, flags, reason)
 def test_a_library_of_the_same_sources_is_copied_not_compiled(tmp_path):
     if "source" not in json.loads(LIBRARY.with_suffix(".json").read_text()) or os.environ.get("CC"):
         pytest.skip("the library was built without a record of its sources, or perhaps by another compiler")
-    command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
-    environment = {**os.environ, "AHOP_CFLAGS": "", "PATH": str(tmp_path)}  # without a compiler
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    folders = f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"
+    done = in_process("setup.py", "-q", "build_ext", *folders, AHOP_CFLAGS="", PATH=str(tmp_path))  # without a compiler
+    assert done.returncode == 0, done.stderr
     (built_library,) = tmp_path.rglob("_footprint.so")
     assert built_library.read_bytes() == LIBRARY.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @built
 def test_an_interrupt_is_seen_within_a_second():
     """Either call takes far more than ten seconds on one core. Both processes read the same clock."""

@@ -35,47 +35,17 @@ def direct(query, key, folded, bases, widths):
     return total
 
 
+@pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_near_is_the_exponential_of_the_difference(backend):
-    query, key = torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    weight = torch.randn(len(BASES), 5, dtype=torch.float64)
-    scores = ah.adaptive_similarity(query, key, weight, BASES, widths=WIDTHS, backend=backend)
-    folded = reference.fold(weight)
-    for i, j in itertools.product(range(3), range(4)):
-        expected = direct(query[i], key[j], folded, BASES, WIDTHS)
-        assert scores[i, j].item() == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_missing_values_follow_the_formula(backend):
-    """All patterns of NaN on both sides of four dimensions."""
-    masks = torch.tensor(list(itertools.product([False, True], repeat=4)))
-    query = torch.randn(16, 4, dtype=torch.float64).masked_fill(masks, torch.nan)
-    key = torch.randn(16, 4, dtype=torch.float64).masked_fill(masks, torch.nan)
+def test_scores_follow_the_formula(backend, missing):
+    """With missing values: all patterns of NaN on both sides of four dimensions."""
+    masks = torch.tensor(list(itertools.product([False, True], repeat=4))) & missing
+    query, key = (torch.randn(16, 4, dtype=torch.float64).masked_fill(masks, torch.nan) for _ in range(2))
     weight = torch.randn(len(BASES), 4, dtype=torch.float64)
-    scores = ah.adaptive_similarity(query, key, weight, BASES, widths=WIDTHS, missing=True, backend=backend)
-    folded = reference.fold(weight)
+    scores = ah.adaptive_similarity(query, key, weight, BASES, widths=WIDTHS, missing=missing, backend=backend)
     for i, j in itertools.product(range(16), range(16)):
-        expected = direct(query[i], key[j], folded, BASES, WIDTHS)
+        expected = direct(query[i], key[j], reference.fold(weight), BASES, WIDTHS)
         assert scores[i, j].item() == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("blocks", [None, 4, torch.tensor([0, 1, 1, 0, 2, 2, 2, 3])])
-def test_without_nan_missing_changes_nothing(blocks):
-    n = 8 if blocks is None else 4
-    query, key, weight = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.randn(5, n)
-    options = {"bases": BASES, "blocks": blocks, "widths": WIDTHS.float()}
-    expected = ah.adaptive_similarity(query, key, weight, **options)
-    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, **options, missing=True), expected)
-
-
-def test_missing_values_of_blocks():
-    """The known sum of a block is divided by its known share; a block without a known dimension is missing."""
-    nan = torch.nan
-    query, key = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[0.0, nan, 5.0, 1.0], [nan, nan, 5.0, 1.0]])
-    weight = torch.tensor([[0.0, 1.0]])
-    scores = ah.adaptive_similarity(query, key, weight, ("l1",), missing=True)
-    torch.testing.assert_close(scores, torch.tensor([[-2.0 - 5.0, 2 * -5.0]]))
 
 
 def test_a_constant_weight_averages_the_known_dimensions():
@@ -94,33 +64,16 @@ def test_gradients_with_missing_values_are_finite_and_right():
     query, key = torch.randn(2, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     query[0, 2], key[1, 4] = torch.nan, torch.nan
     weight = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
-    widths = torch.tensor([1.0, 0.5], dtype=torch.float64)
-
-    def scores(weight):
-        return ah.adaptive_similarity(query, key, weight, ("l1", "near"), widths=widths, missing=True)
-
-    assert torch.autograd.gradcheck(scores, weight)
-
-
-def test_without_missing_nan_stays_nan():
-    query, key = torch.randn(2, 4), torch.randn(3, 4)
-    query[0, 1] = torch.nan
-    scores = ah.adaptive_similarity(query, key, torch.randn(2, 4), ("l1", "near"), widths=torch.ones(2))
-    assert scores[0].isnan().all()
-    assert scores[1].isfinite().all()
+    options = {"bases": ("l1", "near"), "widths": torch.tensor([1.0, 0.5], dtype=torch.float64), "missing": True}
+    assert torch.autograd.gradcheck(lambda weight: ah.adaptive_similarity(query, key, weight, **options), weight)
 
 
 @pytest.mark.parametrize("n", [6, 3])
 def test_gradcheck_of_near(n):
-    query, key = torch.randn(2, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
-    weight = torch.randn(2, n, dtype=torch.float64)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 6), (3, 6), (2, n))]
     widths = torch.tensor([0.7, 2.0], dtype=torch.float64)
-    inputs = [each.requires_grad_() for each in (query, key, weight)]
-
-    def scores(query, key, weight):
-        return ah.adaptive_similarity(query, key, weight, ("near", "near"), widths=widths, backend="chunked")
-
-    assert torch.autograd.gradcheck(scores, inputs)
+    options = {"bases": ("near", "near"), "widths": widths, "backend": "chunked"}
+    assert torch.autograd.gradcheck(lambda *inputs: ah.adaptive_similarity(*inputs, **options), inputs)
 
 
 def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
@@ -154,10 +107,10 @@ def test_widths_are_quantiles_and_scale_with_the_data():
     torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
 
 
-@pytest.mark.parametrize("keys", [torch.ones(5, 3), torch.rand(1, 3)])
-def test_patterns_without_differences_have_width_one(keys):
-    similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_widths_(keys)
-    assert torch.equal(similarity.widths, torch.ones(3))
+def test_patterns_without_differences_have_width_one():
+    for keys in (torch.ones(5, 3), torch.rand(1, 3)):
+        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_widths_(keys)
+        assert torch.equal(similarity.widths, torch.ones(3))
 
 
 def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
@@ -213,5 +166,6 @@ def test_near_never_sees_padding():
 def test_a_layer_with_near_trains():
     layer = ah.AdaptiveHopfieldPooling(8, bases=(("near", 0.5), "dot"), init="dot")
     layer(torch.randn(2, 5, 8)).sum().backward()
-    assert next(iter(named_similarities(layer).values())).beta.grad.isfinite().all()
-    assert next(iter(named_similarities(layer).values())).beta.grad.any()
+    (similarity,) = named_similarities(layer).values()
+    assert similarity.beta.grad.isfinite().all()
+    assert similarity.beta.grad.any()

@@ -11,12 +11,6 @@ import ahop_layers as ah
 from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
 
 
-def test_uniform_init_averages_the_footprint():
-    similarity = ah.AdaptiveSimilarity(8, bases=("dis",), init="uniform")
-    query, key = torch.randn(4, 8), torch.randn(5, 8)
-    torch.testing.assert_close(similarity(query, key), ah.footprint(query, key, "dis").mean(-1))
-
-
 def test_a_trained_weight_as_init_is_copied():
     trained = ah.AdaptiveSimilarity(4)
     similarity = ah.AdaptiveSimilarity(4, init=trained.w)
@@ -26,14 +20,12 @@ def test_a_trained_weight_as_init_is_copied():
 
 def test_a_few_steps_learn_that_half_the_dimensions_are_noise():
     """On unseen masked queries the trained weights are more accurate than the initial distance."""
-    patterns = torch.rand(100, 16) * 2 - 1
-    similarity = ah.AdaptiveSimilarity(16, init="dis")
+    patterns, similarity = torch.rand(100, 16) * 2 - 1, ah.AdaptiveSimilarity(16, init="dis")
     optimizer = torch.optim.Adam(similarity.parameters(), lr=0.1)
 
     def draw(n):
         index = torch.randint(100, (n,))
-        masked = torch.rand(n, 16) < 0.5
-        return index, torch.where(masked, torch.rand(n, 16) * 2 - 1, patterns[index])
+        return index, torch.where(torch.rand(n, 16) < 0.5, torch.rand(n, 16) * 2 - 1, patterns[index])
 
     def accuracy(index, query):
         return (similarity(query, patterns).argmax(-1) == index).float().mean()
@@ -61,9 +53,7 @@ def test_device_and_dtype():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"bases": None}, r"bases must be .* got None"),
         ({"init": None}, "init must be a string or a tensor, got NoneType"),
-        ({"init": 1.0}, "init must be a string or a tensor, got float"),
         ({"init": np.ones((2, 8))}, "init must be a string or a tensor, got ndarray"),
         ({"dim": "8"}, r"dim must be .* got '8'"),
         ({"num_heads": True}, r"num_heads must be .* got True"),
@@ -110,8 +100,6 @@ def test_an_unknown_dimension_is_inferred_or_an_error():
         ({"similarity": 5}, r"similarity must be a module or a factory f\(dim, num_heads\), got 5"),
         ({"similarity": lambda dim, heads: torch.ones(1)}, "factory must return a module, got Tensor"),
         ({"similarity": Scaled, "bases": ("dot",)}, r"similarity replaces bases, init, .* bases=\('dot',\)"),
-        ({"bases": 5}, r"bases must be .* got 5"),
-        ({"similarity": Scaled, "init": "dis"}, "init='dis'"),
         ({"similarity": Scaled, "init": torch.ones(2, 2, 8)}, "similarity replaces bases, init, debias and blocks"),
         ({"similarity": Scaled, "debias": True}, "debias=True"),
         ({"similarity": Scaled, "blocks": 4}, "blocks=4"),
