@@ -61,9 +61,10 @@ def test_each_step_reads_the_next_state_from_the_keys(steps):
 
 def test_a_head_stops_when_its_weights_converge():
     query, key, value = tensors()
-    _, once = associate(query, Padded(key, value), separation=Separation(), steps=1)
-    _, stopped = associate(
-        query, Padded(key, value), separation=Separation(), steps=9, eps=torch.tensor([1e9, 1e9, 0.0])
+    eps = torch.tensor([1e9, 1e9, 0.0])
+    (_, once), (_, stopped) = (
+        associate(query, Padded(key, value), separation=Separation(), **options)
+        for options in ({"steps": 1}, {"steps": 9, "eps": eps})
     )
     torch.testing.assert_close(stopped[:, :2], once[:, :2])
     assert not torch.allclose(stopped[:, 2], once[:, 2])
@@ -93,19 +94,14 @@ def test_a_shared_query_broadcasts():
 @pytest.mark.parametrize("separation", ["softmax", "entmax"])
 def test_a_fully_masked_query_reads_zeros(masked_by, separation):
     query, key, value = (x.requires_grad_() for x in tensors())
-    padding = association = None
+    padding, association = None, (torch.arange(L) == 0)[:, None].expand(L, S)
     if masked_by == "padding":
-        padding = torch.tensor([[True] * S, [False] * S])
-    else:
-        association = torch.zeros(L, S, dtype=torch.bool)
-        association[0] = True
-        if masked_by == "float":
-            association = torch.zeros(L, S).masked_fill(association, -torch.inf)
-    mask = combine_masks(padding, association, (N, H, L, S))
-    similarity = AdaptiveSimilarity(D, H)
+        padding, association = torch.tensor([[True] * S, [False] * S]), None
+    elif masked_by == "float":
+        association = torch.zeros(L, S).masked_fill(association, -torch.inf)
+    mask, similarity = combine_masks(padding, association, (N, H, L, S)), AdaptiveSimilarity(D, H)
     output, _ = associate(query, Padded(key, value, mask), score=similarity, separation=Separation(separation), steps=1)
-    empty = output[0] if masked_by == "padding" else output[:, :, 0]
-    assert (empty == 0).all()
+    assert not (output[0] if masked_by == "padding" else output[:, :, 0]).any()
     output.square().sum().backward()
     assert all(x.grad.isfinite().all() for x in (query, key, value, *similarity.parameters()))
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,18 +61,39 @@ class ByHand(Relate):
         return scores.softmax(-1)
 
 
-class Einsum(ByHand):
-    def score(self, q, k):
-        return torch.einsum("b h i d, b h j d -> b i j h", q, k).permute(0, 3, 1, 2)
+def by_hand(name, **methods):
+    return type(name, (ByHand,), methods)
 
 
-class Added(ByHand):
+def added_score(self, q, k):
     """One product over batch and heads, with a bias, as BLOOM does."""
+    bias = torch.linspace(-1, 1, k.shape[-2]).expand(q.shape[0] * q.shape[1], q.shape[-2], -1)
+    scores = bias.baddbmm(batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).mT, beta=0.5, alpha=2.0)
+    return scores.unflatten(0, q.shape[:2])
 
-    def score(self, q, k):
-        bias = torch.linspace(-1, 1, k.shape[-2]).expand(q.shape[0] * q.shape[1], q.shape[-2], -1)
-        scores = bias.baddbmm(batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).mT, beta=0.5, alpha=2.0)
-        return scores.unflatten(0, q.shape[:2])
+
+def sink_weights(self, scores):
+    """A further score takes a part of the weights."""
+    return functional.softmax(torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1), dim=-1)[..., :-1]
+
+
+def position_weights(self, scores):
+    """Mixes the weights with those of positions, whose scores are no products."""
+    return 0.7 * scores.softmax(-1) + 0.3 * torch.linspace(-1, 1, scores.shape[-1]).expand(scores.shape).softmax(-1)
+
+
+def window_attend(self, q, k, v):
+    """The axis before the tokens is that of windows, not of heads."""
+    return ByHand.attend(self, *(x.unflatten(2, (-1, 3)) for x in (q, k, v))).flatten(2, 3)
+
+
+Einsum = by_hand("Einsum", score=lambda _, q, k: torch.einsum("b h i d, b h j d -> b i j h", q, k).permute(0, 3, 1, 2))
+Added = by_hand("Added", score=added_score)
+Sink = by_hand("Sink", weigh=sink_weights)
+Positions = by_hand("Positions", weigh=position_weights)
+Windows = by_hand("Windows", attend=window_attend)
+Channels = by_hand("Channels", attend=lambda self, q, k, v: ByHand.attend(self, q.mT, k.mT, v.mT).mT)
+Gate = by_hand("Gate", score=lambda _, q, k: q[..., : k.shape[-2]])  # not a product
 
 
 class Mixed(ByHand):
@@ -89,43 +111,6 @@ class Mixed(ByHand):
     def weigh(self, scores):
         scores = self.before(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return self.drop(self.after(self.softmax(scores).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
-
-
-class Sink(ByHand):
-    """Appends a learned score that takes a part of the weights."""
-
-    def weigh(self, scores):
-        return functional.softmax(torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1), dim=-1)[..., :-1]
-
-
-class Positions(ByHand):
-    """Mixes the weights with those of positions, whose scores are no products."""
-
-    def weigh(self, scores):
-        place = torch.linspace(-1, 1, scores.shape[-1]).expand(scores.shape)
-        return 0.7 * scores.softmax(-1) + 0.3 * place.softmax(-1)
-
-
-class Windows(ByHand):
-    """The axis before the tokens is that of windows, not of heads."""
-
-    def attend(self, q, k, v):
-        q, k, v = (x.unflatten(2, (-1, 3)) for x in (q, k, v))  # (N, heads, windows, tokens, d)
-        return super().attend(q, k, v).flatten(2, 3)
-
-
-class Channels(ByHand):
-    """Attends over channels: the queries have one dimension for each token."""
-
-    def attend(self, q, k, v):
-        return super().attend(q.mT, k.mT, v.mT).mT
-
-
-class Gate(ByHand):
-    """The scores of its softmax are not products."""
-
-    def score(self, q, k):
-        return functional.pad(q, (0, k.shape[-2] - q.shape[-1])) if k.shape[-2] > 8 else q[..., : k.shape[-2]]
 
 
 def perturb(model):
@@ -153,32 +138,25 @@ def check_kept(model, x, **options):
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "options"),
+    ("query", "key", "mask", "options"),
     [
-        ((2, 4, 3, 8), (2, 4, 5, 8), {}),
-        ((2, 4, 3, 8), (2, 4, 5, 8), {"is_causal": True, "scale": 0.7}),
-        ((2, 4, 3, 8), (2, 4, 5, 8), {"attn_mask": torch.rand(2, 1, 3, 5) < 0.7}),
-        ((2, 4, 3, 8), (2, 2, 5, 8), {"enable_gqa": True, "is_causal": True}),
-        ((2, 4, 3, 8), (1, 4, 5, 8), {}),
-        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), {"attn_mask": torch.randn(3, 1, 3, 5)}),
-        ((2, 3, 8), (2, 5, 8), {"attn_mask": torch.randn(2, 3, 5)}),
-        ((2, 3, 8), (2, 5, 8), {"attn_mask": torch.randn(1, 5), "scale": 2.0}),
-        ((3, 8), (5, 8), {"attn_mask": torch.randn(3, 5)}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), None, {"is_causal": True, "scale": 0.7}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), torch.tensor([True, False, True, True, False]).expand(2, 1, 3, 5), {}),
+        ((2, 4, 3, 8), (2, 2, 5, 8), None, {"enable_gqa": True, "is_causal": True}),
+        ((2, 4, 3, 8), (1, 4, 5, 8), None, {}),
+        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), torch.randn(3, 1, 3, 5, dtype=torch.double), {}),
+        ((2, 3, 8), (2, 5, 8), torch.randn(2, 3, 5, dtype=torch.double), {}),
+        ((2, 3, 8), (2, 5, 8), torch.randn(1, 5, dtype=torch.double), {"scale": 2.0}),
+        ((3, 8), (5, 8), torch.randn(3, 5, dtype=torch.double), {}),
     ],
 )
-def test_the_function_equals_that_of_pytorch(query, key, options):
+def test_the_function_equals_that_of_pytorch(query, key, mask, options):
     q, k, v = (torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in (query, key, key))
-    if "attn_mask" in options:
-        mask = options["attn_mask"]
-        mask = mask | (torch.arange(5) == 0) if mask.dtype == torch.bool else mask.double()
-        options = {**options, "attn_mask": mask}
-    expected = SDPA(q, k, v, **options)
-    heads = query[-3] if len(query) > 3 else None
-    similarity = ah.AdaptiveSimilarity(8, heads, dtype=torch.double)
-    output = attend(similarity, Separation(), q, k, v, **options)
+    similarity = ah.AdaptiveSimilarity(8, query[-3] if len(query) > 3 else None, dtype=torch.double)
+    expected = SDPA(q, k, v, mask, **options)
+    output = attend(similarity, Separation(), q, k, v, mask, **options)
     torch.testing.assert_close(output, expected)
-    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (output, expected)), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (output, expected)))
 
 
 def test_dropout_is_that_of_the_call():
@@ -364,20 +342,13 @@ def test_the_example_changes_nothing():
     state = torch.get_rng_state()
     report = ah.adapt_(model, example=lambda m: (m(torch.randn(2, 5, 16)), torch.rand(3)), dry_run=True)
     assert list(report.adapted) == ["0"]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ah.adapt_(model, example=lambda model: model(torch.randn(2, 5, 3)))
+    assert type(model[0]) is Relate
     assert torch.equal(torch.get_rng_state(), state)
     assert [part.training for part in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-
-
-def test_an_example_that_fails_changes_nothing():
-    model, state = nn.Sequential(Relate()), torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        ah.adapt_(model, example=lambda model: model(torch.randn(2, 5, 3)))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.training
-    assert type(model[0]) is Relate
-    assert not model[0]._forward_hooks
 
 
 class PerWindow(Relate):
@@ -497,22 +468,16 @@ def test_two_threads_with_an_adapted_and_a_plain_model():
     adapted = copy.deepcopy(plain)
     ah.adapt_(adapted, example=x)
     perturb(adapted)
-    with torch.no_grad():
-        expected, changed = plain(x), adapted(x)
+    expected, changed = (model(x).detach() for model in (plain, adapted))
     assert (expected - changed).abs().max() > 1e-3
-    wrong, start = [], threading.Barrier(2)
+    start = threading.Barrier(2)
 
     def run(model, right):
         start.wait()
-        with torch.no_grad():
-            wrong.extend(index for index in range(200) if not torch.equal(model(x), right))
+        return all(torch.equal(model(x), right) for _ in range(200))
 
-    threads = [threading.Thread(target=run, args=args) for args in ((plain, expected), (adapted, changed))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(run, (plain, adapted), (expected, changed)))
 
 
 def test_a_fused_operator_serves_the_call(monkeypatch):
@@ -527,21 +492,15 @@ def test_a_fused_operator_serves_the_call(monkeypatch):
     assert calls == [True]  # causal
 
 
-def test_maps_are_those_of_the_separation():
-    model, x = nn.Sequential(Relate(), Relate()), torch.randn(2, 5, 16)
-    ah.adapt_(model, example=x, separation="sparsemax")
-    weights = ah.association_maps(model, x)["0"]
-    assert weights.shape == (2, 2, 5, 5)
+def test_maps_are_those_of_the_separation_and_attention_by_hand_has_none():
+    model, x = nn.Sequential(Relate(), ByHand()), 9 * torch.randn(2, 5, 16)
+    ah.adapt_(model[0], example=x, separation="sparsemax")
+    ah.adapt_(model[1], example=x, by_hand=True)
+    (weights,) = ah.association_maps(model, x).values()
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 5))
     assert (weights == 0).any()
-
-
-def test_attention_by_hand_has_no_maps():
-    model, x = nn.Sequential(ByHand(), Relate()), torch.randn(2, 5, 16)
-    ah.adapt_(model, example=x, by_hand=True)
-    assert list(ah.association_maps(model, x)) == ["1"]
     with pytest.raises(ah.AHopError, match=r"called none with a separation: attention by hand keeps its own"):
-        ah.association_maps(model[0], x)
+        ah.association_maps(model[1], x)
 
 
 def test_half_precision_and_autocast():

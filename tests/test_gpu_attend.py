@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -105,11 +106,8 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(shape, blocks, options):
     )
     given = tensors(*shape, blocks, dtype, len(bases), options.get("key_heads"))
     mask = make_mask(options.get("mask"), *shape[:4])
-    query, key, value, weight, _ = given
-    kernel = choose_attention("triton", AttentionCall(query, key, value, weight, mask, bases=bases))
-    assert kernel is fused
-    ours = results(*given, bases, mask, causal, dtype, kernel)
-    again = results(*given, bases, mask, causal, dtype, kernel)
+    assert choose_attention("triton", AttentionCall(*given[:4], mask, bases=bases)) is fused
+    ours, again = (results(*given, bases, mask, causal, dtype, fused) for _ in range(2))
     theirs, exact = (results(*given, bases, mask, causal, kind) for kind in (dtype, torch.float64))
     for name, a, b in zip(NAMES, ours, again, strict=True):
         assert torch.equal(a, b), f"{name} is not deterministic"
@@ -141,10 +139,9 @@ def test_slices_of_full_footprints(dtype):
 @pytest.mark.parametrize(("d", "width", "blocks"), [(64, 64, 4), (64, 20, 4), (12, 12, 1), (64, 64, 64)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_opcheck(d, width, blocks, dropout):
-    query, key, value, weight, _ = tensors(2, 4, 20, 30, d, width, blocks, torch.bfloat16, key_heads=2)
-    inputs = [x.requires_grad_() for x in (query, key, value, weight)]
+    given = tensors(2, 4, 20, 30, d, width, blocks, torch.bfloat16, key_heads=2)
     seed = torch.tensor([3], device="cuda") if dropout else None
-    args = (*inputs, None, seed, ",".join(BOTH), False, dropout, "auto")
+    args = (*(x.requires_grad_() for x in given[:4]), None, seed, ",".join(BOTH), False, dropout, "auto")
     torch.library.opcheck(torch.ops.ahop.attend.default, args)
 
 
@@ -159,15 +156,12 @@ def test_rows_of_very_low_additive_masks():
 
 
 def test_fully_masked_queries_read_zeros():
-    query, key, value, weight, grad = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
+    given = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
     mask = torch.zeros(2, 1, 20, 30, dtype=torch.bool, device="cuda")
     mask[0, :, 3] = mask[1] = True
-    ours = results(query, key, value, weight, grad, BOTH, mask, False, torch.bfloat16, fused)
-    assert all(x.isfinite().all() for x in ours)
-    assert not ours[0][0, :, 3].any()
-    assert not ours[0][1].any()
-    assert not ours[1][0, :, 3].any()
-    assert not ours[2][1].any()
+    out, *grads = results(*given, BOTH, mask, False, torch.bfloat16, fused)
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert not any(x.any() for x in (out[0, :, 3], out[1], grads[0][0, :, 3], grads[1][1]))
 
 
 def test_nan_reaches_the_output():
@@ -234,48 +228,46 @@ def test_a_learned_mask_gets_a_gradient():
 def test_compiles_as_one_graph(dropout):
     layer, x = adapted(dropout), torch.randn(2, 70, 128, device="cuda")
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        out = compiled(x, x, x, need_weights=False)[0]
+    found = step(compiled, x, need_weights=False)
+    assert all(each.isfinite().all() for each in found)
     if not dropout:
-        assert_near(step(compiled, x, need_weights=False), step(layer, x, need_weights=False))
-    longer = torch.randn(2, 90, 128, device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        assert compiled(longer, longer, longer, need_weights=False)[0].shape == longer.shape
-    assert out.isfinite().all()
+        assert_near(found, step(layer, x, need_weights=False))
+    assert step(compiled, torch.randn(2, 90, 128, device="cuda"), need_weights=False)[0].shape == (2, 90, 128)
 
 
 def test_checkpointing_replays_dropout():
     layer, x = adapted(0.3), torch.randn(2, 70, 128, device="cuda", requires_grad=True)
 
-    def run(again):
+    def forward(x):
+        return layer(x, x, x, need_weights=False)[0]
+
+    def run(forward):
         torch.manual_seed(1)
         layer.zero_grad()
-        forward = lambda x: layer(x, x, x, need_weights=False)[0]  # noqa: E731
         with torch.autocast("cuda", torch.bfloat16):
-            out = (
-                torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=again) if again is not None else forward(x)
-            )
+            out = forward(x)
         out.float().square().sum().backward()
         return [out.detach().float(), *(p.grad.clone() for p in layer.parameters())]
 
-    plain = run(None)
+    plain = run(forward)
     for again in (True, False):
-        assert all(torch.equal(a, b) for a, b in zip(run(again), plain, strict=True))
+        checkpointed = partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=again)
+        assert all(map(torch.equal, run(checkpointed), plain))
 
 
 def test_cuda_graphs_replay_dropout_with_new_numbers():
-    query, key, value, weight, _ = tensors(2, 2, 64, 64, 64, 64, 4, torch.bfloat16)
-    attend(query, key, value, weight, BOTH, dropout=0.5)  # compiles
+    inputs = tensors(2, 2, 64, 64, 64, 64, 4, torch.bfloat16)[:4]
+    attend(*inputs, BOTH, dropout=0.5)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(query, key, value, weight, BOTH, dropout=0.5)
+        out = attend(*inputs, BOTH, dropout=0.5)
     outs = []
     for _ in range(2):
         graph.replay()
         outs.append(out.clone())
     assert not torch.equal(*outs)
-    assert (sum(outs) / 2 - attend(query, key, value, weight, BOTH)).norm() < 2 * out.norm()
+    assert (sum(outs) / 2 - attend(*inputs, BOTH)).norm() < 2 * out.norm()
 
 
 def test_memory_does_not_grow_with_the_length():
