@@ -9,8 +9,10 @@ import re
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 WARP = 32
+NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "u8"}
 VIEWS = {"f32": np.float32, "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "b64": np.uint64}
 
 
@@ -36,6 +38,17 @@ def literal(name):
     if name.startswith("0f"):
         return int(name[2:], 16)
     return int(name, 0) if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", name) else None
+
+
+def bits(tensor):
+    """A NumPy array with the bits of the tensor, which may be bfloat16."""
+    tensor = tensor.detach().contiguous()
+    return tensor.view(torch.int16).numpy() if tensor.element_size() == 2 else tensor.numpy()
+
+
+def error(result, exact):
+    """The norm of the difference, relative to that of the exact values."""
+    return float((result.double() - exact).norm() / exact.norm())
 
 
 class Memory:

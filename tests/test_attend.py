@@ -1,5 +1,7 @@
 """The operator ahop::attend: values, gradients, slices, dropout, checks, transforms of torch."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -170,67 +172,45 @@ def test_error_is_at_most_that_of_separate_operations(dtype):
     inputs = [tensor.detach().to(dtype) for tensor in problem(length=33, count=40, d=16, blocks=16)]
 
     def separate(query, key, value, weight):
-        scores = ah.adaptive_similarity(query, key, weight, BASES)
-        return Separation()(scores) @ value
+        return Separation()(ah.adaptive_similarity(query, key, weight, BASES)) @ value
 
     exact = results_and_grads(expected_readout, [tensor.double() for tensor in inputs])
     found = results_and_grads(lambda *tensors: attend(*tensors, BASES), inputs)
-    reference = results_and_grads(separate, inputs)
-    for true, ours, theirs in zip(exact, found, reference, strict=True):
+    for true, ours, theirs in zip(exact, found, results_and_grads(separate, inputs), strict=True):
         assert ours.dtype == dtype
         bound = 2 * (theirs.double() - true).norm() + 2 * torch.finfo(dtype).eps * true.norm()
         assert (ours.double() - true).norm() <= bound
 
 
 def test_dropout_hash():
-    def mix(x):
-        x ^= x >> 16
-        x = x * 0x7FEB352D % 2**32
-        x ^= x >> 15
-        x = x * 0x846CA68B % 2**32
+    def mix(x, key=0):
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15 ^ key) * 0x846CA68B % 2**32
         return x ^ x >> 16
 
     seed, heads, rows, columns = 0x7123456789ABCDEF, [0, 3, 2**20], [0, 1, 70000], [0, 5, 2**17 + 1]
     low, high, expected = seed % 2**32, seed >> 32, []
-    for head in heads:
-        for i in rows:
-            r0 = mix((mix(low ^ mix(head)) + i * 0x9E3779B9) % 2**32)
-            r1 = mix(r0 ^ high)
-            for j in columns:
-                y = (r0 + j * 0x85EBCA6B) % 2**32
-                y ^= y >> 16
-                y = y * 0x7FEB352D % 2**32
-                y ^= y >> 15
-                y = (y ^ r1) * 0x846CA68B % 2**32
-                y ^= y >> 16
-                expected.append(y)
+    for head, i in product(heads, rows):
+        row = mix((mix(low ^ mix(head)) + i * 0x9E3779B9) % 2**32)
+        expected += [mix((row + j * 0x85EBCA6B) % 2**32, mix(row ^ high)) for j in columns]
     for dropout in (0.1, 0.5, 0.9):
         found = kept(torch.tensor([seed]), *(torch.tensor(each) for each in (heads, rows, columns)), dropout)
         assert found.flatten().tolist() == [y >= round(dropout * 2**32) for y in expected]
 
 
-def correlation(a, b):
-    """Returns the correlation of two tensors of bits."""
-    return torch.corrcoef(torch.stack([a.flatten().double(), b.flatten().double()]))[0, 1].abs().item()
-
-
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 def test_dropped_weights_are_uniform_and_independent(dropout):
-    heads, rows, columns = torch.arange(12), torch.arange(120), torch.arange(130)
-    bits = kept(torch.tensor([1]), heads, rows, columns, dropout)
+    indices = torch.arange(12), torch.arange(120), torch.arange(130)
+    bits, other, far = (kept(torch.tensor([seed]), *indices, dropout).double() for seed in (1, 2, 1 + 2**32))
     deviation = (dropout * (1 - dropout)) ** 0.5
-    assert abs(bits.double().mean().item() - (1 - dropout)) < 4 * deviation / bits.numel() ** 0.5
+    assert abs(bits.mean().item() - (1 - dropout)) < 4 * deviation / bits.numel() ** 0.5
     for axes, count in (((1, 2), 120 * 130), ((0, 2), 12 * 130), ((0, 1), 12 * 120)):
-        means = (bits.double().mean(axes) - (1 - dropout)) / (deviation / count**0.5)
+        means = (bits.mean(axes) - (1 - dropout)) / (deviation / count**0.5)
         assert means.abs().max() < 5
-    limit = 5 / bits.numel() ** 0.5
-    other = kept(torch.tensor([2]), heads, rows, columns, dropout)
-    far = kept(torch.tensor([1 + 2**32]), heads, rows, columns, dropout)
-    assert correlation(bits, other) < limit
-    assert correlation(bits, far) < limit
-    for axis in range(3):
-        for shift in (1, 2, 7):
-            assert correlation(bits, bits.roll(shift, axis)) < limit
+    rolled = [bits.roll(shift, axis) for axis in range(3) for shift in (1, 2, 7)]
+    for each in (other, far, *rolled):
+        correlation = torch.corrcoef(torch.stack([bits.flatten(), each.flatten()]))[0, 1]
+        assert correlation.abs() < 5 / bits.numel() ** 0.5
 
 
 @pytest.mark.parametrize("scratch", [2**20, 3000, 1])

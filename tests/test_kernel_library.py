@@ -75,12 +75,19 @@ def library(tmp_path: Path) -> Path:
 
 
 @built
-def test_a_copy_with_its_record_is_loaded(library, reload, monkeypatch):
+def test_a_copy_with_its_record_is_loaded_unless_it_was_changed(library, reload, reason, monkeypatch):
     monkeypatch.chdir(library.parent)
     for path in (str(library), f"./{library.name}"):
         reload(path)
         assert ah.backends()["cpu"].available
         assert ah.adaptive_similarity(*ONES).shape == (2, 4)
+    content = bytearray(library.read_bytes())
+    content[-1] ^= 1
+    library.with_name("changed").mkdir()
+    changed = library.with_name("changed") / library.name
+    changed.write_bytes(content)
+    shutil.copy(library.with_suffix(".json"), changed.parent)
+    assert "_footprint.so differs from its build record _footprint.json: the SHA-256 hashes" in reason(changed)
 
 
 @pytest.mark.slow
@@ -94,23 +101,6 @@ def test_a_truncated_library_does_not_end_the_process(library):
     assert f"expected {size} bytes, got {size // 2}; reinstall the package" in done.stdout
 
 
-@built
-def test_a_foreign_library_is_not_loaded(library, reason):
-    content = bytearray(library.read_bytes())
-    content[-1] ^= 1
-    library.write_bytes(content)
-    assert "_footprint.so differs from its build record _footprint.json: the SHA-256 hashes" in reason(library)
-
-
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"bytes": "many", "sha256": ""}'])
-def test_a_library_without_its_record_is_not_loaded(tmp_path, reason, content):
-    library = tmp_path / "library.so"
-    library.write_bytes(b"not a library")
-    if content is not None:
-        library.with_suffix(".json").write_text(content)
-    assert "library.so has no readable build record library.json" in reason(library)
-
-
 def write_record(library: Path) -> None:
     """What setup.py writes."""
     content = library.read_bytes()
@@ -118,9 +108,13 @@ def write_record(library: Path) -> None:
     library.with_suffix(".json").write_text(json.dumps(record))
 
 
-def test_a_file_that_is_no_library_is_not_loaded(tmp_path, reason):
+@pytest.mark.parametrize("content", [None, "", "{}", '{"bytes": "many", "sha256": ""}'])
+def test_a_file_without_its_record_or_that_is_no_library_is_not_loaded(tmp_path, reason, content):
     library = tmp_path / "library.so"
     library.write_bytes(b"not a library")
+    if content is not None:
+        library.with_suffix(".json").write_text(content)
+    assert "library.so has no readable build record library.json" in reason(library)
     write_record(library)
     assert "library.so cannot be loaded: " in reason(library)
 

@@ -10,19 +10,12 @@ from ahop_layers.ops.gpu.plan import Plan
 from ahop_layers.ops.gpu.ptx import Layout, choose_layout
 from ahop_layers.ops.reference import folded_similarity
 from tests.gaps import separated_grad
-from tests.ptx_emulator import WARP, Emulator, Memory
+from tests.ptx_emulator import NAMES, WARP, Emulator, Memory, bits, error
 
 pytestmark = pytest.mark.slow
 
 BOTH = ("dis", "dot")
-NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 ROWS = 3
-
-
-def bits(tensor):
-    """A NumPy array with the bits of the tensor, which may be bfloat16."""
-    tensor = tensor.detach().contiguous()
-    return tensor.view(torch.int16).numpy() if tensor.element_size() == 2 else tensor.numpy()
 
 
 def problem(length, count, d, n, bases, dtype):
@@ -35,10 +28,6 @@ def expected(query, key, weight, bases, grad):
     inputs = [tensor.detach().double().requires_grad_() for tensor in (query, key, weight)]
     scores = folded_similarity(*inputs, bases)
     return scores.detach(), *torch.autograd.grad(scores, inputs, grad.double())
-
-
-def error(result, exact):
-    return float((result.double() - exact).norm() / exact.norm())
 
 
 def places(layout, warps=1):

@@ -9,20 +9,14 @@ from ahop_layers.ops.dropout import kept
 from ahop_layers.ops.gpu import attend_backward, attend_kernels
 from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.reference import fold, folded_similarity
-from tests.ptx_emulator import WARP, Emulator, Memory
+from tests.ptx_emulator import NAMES, WARP, Emulator, Memory, bits, error
 
 pytestmark = pytest.mark.slow
 
 BOTH = ("dis", "dot")
-NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.bool: "u8"}
 SEED = 0x1234_5678_9ABC_DEF0 - 2**62
 HEAD = 5
 DROPOUT = 0.3
-
-
-def bits(tensor):
-    tensor = tensor.contiguous()
-    return (tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy()
 
 
 def word(number):
@@ -124,10 +118,6 @@ class Problem:
             grad = torch.from_numpy(memory.get(place, shape, kind))
             results.append(grad if adds else grad.view(self.dtype))
         return [*results, total]
-
-
-def error(result, exact):
-    return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 CASES = {

@@ -14,14 +14,11 @@ NORMALIZED = ("softmax", "sparsemax", "entmax15", "entmax", "argmax")
 
 @pytest.mark.parametrize("name", [name for name in sep.SEPARATIONS if name != "argmax"])  # by design that of softmax
 def test_float64_gradients(name):
-    module = sep.Separation(name).double()
     scores = 2 * torch.randn(4, 7, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(module, scores)
-
-
-def test_float64_gradients_of_alpha():
-    scores, alpha = torch.randn(3, 6, dtype=torch.double), torch.tensor([[1.2], [1.5], [1.9]], dtype=torch.double)
-    assert torch.autograd.gradcheck(sep.entmax, (scores.requires_grad_(), alpha.requires_grad_()))
+    assert torch.autograd.gradcheck(sep.Separation(name).double(), scores)
+    if name == "entmax":
+        alpha = torch.tensor([[1.2], [1.5], [1.7], [1.9]], dtype=torch.double, requires_grad=True)
+        assert torch.autograd.gradcheck(sep.entmax, (scores, alpha))
 
 
 def test_entmax_includes_entmax15_sparsemax_and_softmax():
@@ -146,12 +143,15 @@ def test_alpha_per_head_can_be_trained_and_reset():
     assert (module.alpha_logit == 0).all()
 
 
-def test_errors_state_what_was_expected_and_given():
-    with pytest.raises(AHopError, match=r"separation must be one of softmax.*got 'hardmax'"):
-        sep.Separation("hardmax")
-    with pytest.raises(AHopError, match=r"num_heads must be .* got 0"):
-        sep.Separation("entmax", num_heads=0)
-    with pytest.raises(AHopError, match="at least 1, got 0"):
-        sep.Separation("polynomial", degree=0)
-    with pytest.raises(AHopError, match=r"floating-point dtype, got torch\.int64"):
-        sep.softmax(torch.tensor([1, 2]))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sep.Separation("hardmax"), r"separation must be one of softmax.*got 'hardmax'"),
+        (lambda: sep.Separation("entmax", num_heads=0), r"num_heads must be .* got 0"),
+        (lambda: sep.Separation("polynomial", degree=0), "at least 1, got 0"),
+        (lambda: sep.softmax(torch.tensor([1, 2])), r"floating-point dtype, got torch\.int64"),
+    ],
+)
+def test_errors_state_what_was_expected_and_given(call, message):
+    with pytest.raises(AHopError, match=message):
+        call()
