@@ -63,12 +63,13 @@ LAYOUTS = {
     "half precision": (8, 7, None, torch.float16),
     "bfloat16": (16, 4, None, torch.bfloat16),
 }
-QUICK = ("every dimension", "split and copied", "padded blocks", "half precision")
-every_layout = pytest.mark.parametrize(
-    ("n", "size", "layout", "dtype"),
-    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.full) for name, case in LAYOUTS.items()],
-)
 full = pytest.mark.full
+
+
+def layouts(*quick):
+    """All layouts, of which those that are not named run in make test-all only."""
+    cases = [pytest.param(*case, id=name, marks=() if name in quick else full) for name, case in LAYOUTS.items()]
+    return pytest.mark.parametrize(("n", "size", "layout", "dtype"), cases)
 
 
 def scores(body, layout, query, key, weight, packed=False, widths=None):
@@ -91,7 +92,7 @@ def scores(body, layout, query, key, weight, packed=False, widths=None):
     return torch.from_numpy(memory.get(out, (length, count))), emulator.executed
 
 
-@every_layout
+@layouts("every dimension", "lanes with padding", "split and copied", "half precision")
 @pytest.mark.parametrize("weights", ["random", "constant"])
 def test_score(n, size, layout, dtype, weights):
     layout = layout or choose_layout(n, size, alone=96, shared=64)
@@ -164,7 +165,7 @@ def gradients(body, layout, query, key, weight, grad, warps, tiles):
     return [*ordered, found[2].sum(0)[:, :n]], emulator.executed
 
 
-@every_layout
+@layouts("every dimension", "split and copied", "padded blocks", "half precision")
 @pytest.mark.parametrize("warps", [pytest.param(1, marks=full), 2])
 def test_backward(n, size, layout, dtype, warps):
     layout = layout or choose_layout(n, size, alone=32, shared=32)
