@@ -11,20 +11,12 @@ from torch.nn import functional
 from ahop_layers import errors
 from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError
-from ahop_layers.memory import batches as batches_module
-from ahop_layers.memory import fit as fit_module
-from ahop_layers.memory import memory as memory_module
-from ahop_layers.memory import scoring
-from ahop_layers.memory.batches import retrieval_batches, seeded_generator
-from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias
-from ahop_layers.memory.kernel import KernelModulation, uniformity_loss
-from ahop_layers.memory.losses import pattern_loss
-from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory import AdaptiveTableSimilarity, AssociativeMemory, KernelModulation, TableSimilarity, scoring
+from ahop_layers.memory.kernel import uniformity_loss
 from ahop_layers.memory.presets import PRESETS
-from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.separation import entmax15, sparsemax
 from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.variants import Biased, Mixed, Noisy
+from ahop_layers.variants import Biased, Custom, Mixed, Noisy
 from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
 
@@ -57,14 +49,9 @@ def test_presets_equal_the_paper(name):
     torch.testing.assert_close(memory.search(x, 3), tuple(scores.topk(3)))
     expected = torch.stack([scores[:, labels == label].logsumexp(-1) for label in range(4)], -1)
     torch.testing.assert_close(memory.class_scores(x), expected)
-
-
-def test_a_kernel_is_a_dot_product_after_phi():
-    patterns, x = uniform(30, 8), uniform(7, 8)
-    memory = AssociativeMemory.preset("K2-Hop", patterns, features=5)
-    phi = memory.modulation.phi
-    torch.nn.init.normal_(phi)
-    torch.testing.assert_close(memory.scores(x), (x @ phi.T) @ (patterns @ phi.T).T)
+    if name == "K2-Hop":  # a dot product after phi
+        phi = torch.nn.init.normal_(memory.modulation.phi)
+        torch.testing.assert_close(memory.scores(x), (x @ phi.T) @ (patterns @ phi.T).T)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -110,25 +97,25 @@ def test_the_unified_energy_falls_and_is_bounded(scale):
     assert (unified >= -torch.tensor(40.0).double().log() - b @ b / 4 - 1e-9).all()
 
 
-@pytest.mark.parametrize("beta", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("name", ["M-Hop", "S-Hop", "K-Hop", "K2-Hop"])
+@pytest.mark.parametrize("beta", [0.3, 4.0])
+@pytest.mark.parametrize("name", ["M-Hop", "S-Hop", "K-Hop", "K2-Hop", "learned entmax"])
 def test_attention_energies_fall(name, beta):
     patterns = uniform(40, 6) * 2
-    memory = AssociativeMemory.preset(name, patterns, beta=beta)
+    if name == "learned entmax":
+        memory = AssociativeMemory(patterns, "dot", "entmax", beta=beta).double()
+        torch.nn.init.constant_(memory.separation.alpha_logit, -0.7)
+    else:
+        memory = AssociativeMemory.preset(name, patterns, beta=beta)
     if memory.modulation is not None:
         torch.nn.init.normal_(memory.modulation.phi)
     assert falls(memory, adversarial_states(patterns))
+    if name == "learned entmax":  # a bisection finds its threshold, which is not accurate enough for what follows
+        return
     # The gradient of the energy is mod(x - T(x)), so it vanishes exactly at fixed points of the dynamics.
     x = uniform(9, 6).requires_grad_()
     (gradient,) = torch.autograd.grad(memory.energy(x).sum(), x)
     moved = x - memory(x)
     torch.testing.assert_close(gradient, moved if memory.modulation is None else memory.modulation(moved))
-
-
-def test_learned_entmax_has_an_energy():
-    memory = AssociativeMemory(uniform(40, 6) * 2, "dot", separation="entmax").double()
-    torch.nn.init.constant_(memory.separation.alpha_logit, -0.7)
-    assert falls(memory, adversarial_states(memory.patterns))
 
 
 @pytest.mark.parametrize(("name", "keywords"), [("Hop", {}), ("D-Hop", {}), ("D-Hop", {"degree": 5}), ("E-Hop", {})])
@@ -138,13 +125,10 @@ def test_classic_energies_fall_on_binary_states(name, keywords):
     memory = AssociativeMemory.preset(name, patterns, **keywords)
     assert falls(memory, torch.cat([patterns, torch.randn(200, 16).sign().double()]))
     assert set(memory.retrieve(torch.zeros(16).double()).tolist()) <= {-1.0, 1.0}  # not zero
-
-
-def test_the_exponential_network_does_not_overflow():
     patterns = torch.randn(1, 1024).sign() * torch.ones(2, 1)
     patterns[1, :256] *= -1
-    memory = AssociativeMemory.preset("E-Hop", patterns)
-    assert torch.equal(memory.retrieve(patterns), patterns)
+    memory = AssociativeMemory.preset(name, patterns, **keywords)  # an exponential must not overflow
+    assert torch.equal(memory.retrieve(patterns)[0], patterns[0])
     assert memory.energy(patterns).isfinite().all()
 
 
@@ -173,18 +157,27 @@ def test_steps_follow_the_bias():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_fit_improves_on_the_fixed_similarity(table):
-    patterns, variant = uniform(200, 24, torch.float32), Mixed(0.3, 0.2, 0.5)
+@pytest.mark.parametrize(
+    ("variant", "table", "share"),
+    [
+        (Mixed(0.3, 0.2, 0.5), False, 0.5),
+        pytest.param(Mixed(0.3, 0.2, 0.5), True, 0.5, marks=pytest.mark.full),
+        (Mixed(0.7), False, 0.8),
+    ],
+    ids=["bias", "table", "masks"],
+)
+def test_fit_improves_on_the_fixed_similarity(variant, table, share):
+    """Masks without noise need large weights, noise needs small ones. The default learning rate works for both."""
+    patterns = uniform(100, 24, torch.float32)
     index, query = variant.sample(patterns, 1000)
     memory = AssociativeMemory.preset("A-Hop", patterns, debias=True, table=table)
     before, error = retrieval_accuracy(memory, index, query), retrieval_error(memory, index, query)
-    losses = memory.fit(variant, epochs=120, batch=64, progress=False)
-    after = retrieval_accuracy(memory, index, query)
+    losses = memory.fit(variant, epochs=60, batch=128, progress=False)
     limit = (most_likely(variant, query, patterns) == index).double().mean().item()
-    assert losses.shape == (120,)
+    assert losses.shape == (60,)
     assert losses[-10:].mean() < losses[:10].mean()
-    assert before + 0.15 < after <= limit + 0.01  # tolerance for 1000 random queries
+    after = retrieval_accuracy(memory, index, query)
+    assert before + share * (limit - before) < after <= limit + 0.01  # tolerance for 1000 random queries
     assert retrieval_error(memory, index, query) < error
     assert (memory.similarity.bias - variant.shift(patterns)).abs().mean() < 0.1
     assert all(parameter.requires_grad for parameter in memory.parameters())
@@ -201,31 +194,33 @@ def test_the_same_seed_gives_the_same_bits():
     assert not torch.equal(first["similarity.w"], other["similarity.w"])
 
 
-def test_a_zero_bias_is_initialized_to_its_least_squares_estimate():
-    def estimate(bias, index, query):
-        estimate_bias(bias, (index, query), patterns, 1, torch.Generator())
-        return bias.detach().clone()
+def bias_after_a_fit(patterns, index, query, bias=0.0):
+    """Returns the bias that a fit sets from the queries, before any step of a noticeable size."""
+    memory = AssociativeMemory.preset("A-Hop", patterns, debias=True)
+    torch.nn.init.constant_(memory.similarity.bias, bias)
+    memory.fit((index, query), epochs=1, batch=len(index), lr=1e-9, progress=False)
+    return memory.similarity.bias.detach()
 
+
+@pytest.mark.filterwarnings("ignore:fit did not improve")
+def test_a_zero_bias_is_initialized_to_its_least_squares_estimate():
     patterns, variant = uniform(50, 12, torch.float32) + 2.0, Mixed(0.3, 0.2, 0.6)  # with a nonzero mean
-    (index, query), bias = variant.sample(patterns, 20_000), torch.nn.Parameter(torch.zeros(12))
-    learned = estimate(bias, index, query)
-    torch.testing.assert_close(learned, variant.shift(patterns), atol=0.05, rtol=0)
-    assert torch.equal(estimate(bias, index, query + 1), learned)  # a nonzero bias is kept
+    index, query = variant.sample(patterns, 20_000)
+    torch.testing.assert_close(bias_after_a_fit(patterns, index, query), variant.shift(patterns), atol=0.05, rtol=0)
+    assert bias_after_a_fit(patterns, index, query, 1.0).sub(1).abs().max() < 1e-3  # a nonzero bias is kept
     patterns = 1000 * patterns
     query = patterns[3] + 0.3 * torch.randn(101, 12) + 7  # of one pattern: 101 equal rows have a rounded mean
-    learned = estimate(torch.nn.Parameter(torch.zeros(12)), torch.full((101,), 3), query)
+    learned = bias_after_a_fit(patterns, torch.full((101,), 3), query)
     torch.testing.assert_close(learned, query.mean(0) - patterns[3], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_every_epoch_uses_all_pairs_of_any_dtype(dtype):
     patterns = uniform(20, 8, torch.float32)
     index, query = Noisy(0.2).sample(patterns, 70)
-    memory = AssociativeMemory.preset("K2-Hop", patterns)
-    losses = memory.fit((index, query.to(dtype)), epochs=3, batch=32, progress=False)
+    losses = AssociativeMemory.preset("K2-Hop", patterns).fit((index, query.to(dtype)), epochs=3, batch=32)
     assert losses.shape == (9,)
     assert losses.isfinite().all()
-    assert not torch.equal(memory.modulation.phi, torch.eye(8))
 
 
 def test_a_prior_learns_which_patterns_come_often():
@@ -260,19 +255,6 @@ def test_uniformity_is_the_mean_over_pairs_of_directions():
     torch.testing.assert_close(uniformity_loss(many.half()), uniformity_loss(many), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("variant", "share"), [(Mixed(0.7), 0.8), (Mixed(0.3, 0.3), 0.5)])
-def test_fits_with_and_without_noise(variant, share):
-    """Masks without noise need large weights, noise needs small ones. The default learning rate works for both."""
-    patterns = uniform(100, 32, torch.float32)
-    index, query = variant.sample(patterns, 2000)
-    memory = AssociativeMemory.preset("A-Hop", patterns)
-    before = retrieval_accuracy(memory, index, query)
-    memory.fit(variant, epochs=300, batch=128, progress=False)
-    limit = (most_likely(variant, query, patterns) == index).double().mean().item()
-    assert retrieval_accuracy(memory, index, query) > before + share * (limit - before)
-
-
 def embeddings(seed, scale=1.0, count=200, dim=48, pairs=1500, dtype=torch.float32):
     """Unit vectors, and noisy queries with 70 % of the dimensions erased; all multiplied by ``scale``."""
     generator = torch.Generator().manual_seed(seed)
@@ -288,11 +270,10 @@ def embeddings(seed, scale=1.0, count=200, dim=48, pairs=1500, dtype=torch.float
     ("keywords", "scale"),  # powers of two: products are exact, so ties stay ties
     [
         ({}, 2.0**10),
-        ({"bases": ("l1",), "init": "l1", "debias": True}, 2.0**-10),
         ({"bases": ("l1", "dot", "dis"), "init": "uniform"}, 2.0**10),
         ({"bases": ("l1", "dot"), "blocks": [48, Blocks(4, normalize=True)], "prior": True, "debias": True}, 2.0**-10),
     ],
-    ids=["default", "l1", "all", "resolutions"],
+    ids=["default", "all", "resolutions"],
 )
 def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, scale):
     found = []
@@ -303,58 +284,53 @@ def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, scale):
         memory.fit(pairs, epochs=12, batch=128, progress=False)
         found.append((before, memory.recall(query)))
         assert not torch.equal(*found[-1])  # fit kept trained weights
+        assert 0.95 < memory.retrieve(pairs[1]).norm(dim=-1).median() / factor < 1.05  # unit vectors
     for first, second in zip(*found, strict=True):
         assert torch.equal(first, second)
 
 
-@pytest.mark.slow
-def test_unit_embeddings_are_found_and_retrieved_at_another_scale():
-    scale = 1e-3
-    patterns, pairs, (index, query) = embeddings(3, scale, count=500, dim=64, pairs=4000)
-    memory = AssociativeMemory.preset("A-Hop", patterns)
-    memory.fit(pairs, epochs=5, progress=False)
-    assert (memory.recall(query) == index).double().mean() >= 0.94
-    assert 0.95 < memory.retrieve(query).norm(dim=-1).median() / scale < 1.05
-    assert retrieval_accuracy(memory, index, query) >= 0.94
-
-
 def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
-    patterns = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    batches = retrieval_batches(Mixed(0.8), patterns, 1, 64, seeded_generator(patterns.device, 0))
-    query = torch.cat([rows for _, rows in batches.held_out])
-    equal = (query[:, None] == patterns).double().mean(-1)  # a fifth of the dimensions of the query's own pattern
+    patterns, seen = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1, []
+
+    def damage(origin, generator):
+        seen.append(Mixed(0.8).corrupt(origin, generator))
+        return seen[-1]
+
+    AssociativeMemory.preset("K2-Hop", patterns).fit(Custom(damage), epochs=1, batch=64, seed=0, progress=False)
+    equal = (torch.cat(seen)[:200, None] == patterns).double().mean(-1)  # a fifth of the dimensions of its own pattern
     assert equal.max(-1).values.mean() == pytest.approx(0.2, abs=0.05)
 
 
 def inverse_temperature(scores, index):
-    batches = list(zip(index.split(1000), scores.split(1000), strict=True))
-    return best_inverse_temperature(lambda query: query.chunk(2, -1), pattern_loss, batches).item()
+    """Returns the inverse temperature that a fit chooses: queries of one-hot patterns are scores."""
+    memory = AssociativeMemory(torch.eye(scores.shape[1]), lambda query, key: query @ key.T, prior=True)
+    memory.fit((index, scores), epochs=1, batch=10**5, lr=1e-9, progress=False)
+    return memory.beta.item()
 
 
+@pytest.mark.filterwarnings("ignore:fit did not improve")
 def test_the_inverse_temperature_minimizes_the_loss():
-    index = torch.randint(6, (3000,))
-    scores = torch.randn(3000, 6)
-    scores[torch.arange(3000), index] += 3.0  # the log-likelihood ratio of a shift of 3 is 3 times the score
+    rows = torch.arange(30_000)
+    index, scores = torch.randint(6, rows.shape), torch.randn(30_000, 6)
+    scores[rows, index] += 3.0  # the log-likelihood ratio of a shift of 3 is 3 times the score
     for factor in (1e-25, 1e-6, 1.0, 1e6, 1e25):
         assert 2.6 < factor * inverse_temperature(factor * scores, index) < 3.3
-    scores[torch.arange(3000), index] -= 2.0  # the best factor would be 1
+    scores[rows, index] -= 2.0  # the best factor would be 1
     assert 3.5 < inverse_temperature(scores, index) < 4.5  # logits with a deviation of 4
     assert inverse_temperature(torch.zeros(4, 3), torch.zeros(4).long()) == 4
     for factor in (1e-6, 1.0, 1e6):  # no factor lowers the loss; the deviation of six scores is 0.91
-        assert factor * inverse_temperature(factor * torch.randn(3000, 6), index) == pytest.approx(4.4, rel=0.1)
+        assert factor * inverse_temperature(factor * torch.randn(30_000, 6), index) == pytest.approx(4.4, rel=0.1)
     assert inverse_temperature(torch.eye(4), torch.arange(4)) < 100  # a loss without a minimum
 
 
-def test_beta_multiplies_the_scores_in_separation_loss_and_energy():
-    patterns, x, index = uniform(8, 5), uniform(3, 5), torch.tensor([0, 1, 2])
+def test_beta_multiplies_the_scores_in_separation_and_energy():
+    patterns, x = uniform(8, 5), uniform(3, 5)
     for name in ("M-Hop", "S-Hop", "K-Hop", "K2-Hop", "A-Hop"):
         memory, plain = (AssociativeMemory.preset(name, patterns, beta=beta) for beta in (3.0, None))
         assert torch.equal(memory.scores(x), plain.scores(x))
         torch.testing.assert_close(memory.retrieve(x), plain.separation(3 * plain.scores(x)) @ patterns)
     torch.testing.assert_close(memory.energy(x), -(3 * plain.scores(x)).logsumexp(-1) / 3)
     assert plain.beta == 1
-    expected = torch.nn.functional.cross_entropy(3 * plain.scores(x), index)
-    torch.testing.assert_close(pattern_loss(memory._logit_blocks(x), index), expected)
 
 
 def test_a_fit_keeps_a_given_or_loaded_beta_and_sets_a_missing_one():
@@ -368,50 +344,42 @@ def test_a_fit_keeps_a_given_or_loaded_beta_and_sets_a_missing_one():
         assert (memory.beta == kept).item() == (beta is not None)
 
 
-def test_a_fit_holds_queries_out_and_keeps_the_best_parameters(monkeypatch):
+def test_a_fit_holds_queries_out_and_keeps_the_best_parameters():
     patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
-    batches = retrieval_batches((index, query), patterns, 1, 128, torch.Generator().manual_seed(0))
-    drawn = torch.cat([rows for _, rows in batches.draws])
-    held_query = torch.cat([rows for _, rows in batches.held_out])
-    assert (len(drawn), len(held_query), batches.steps) == (900, 100, 8)
-    assert not (drawn[:, None] == held_query).all(-1).any()
-    few = retrieval_batches((index[:100], query[:100]), patterns, 1, 60, torch.Generator())
-    assert [len(rows) for rows, _ in few.draws] == [50, 50]
-    assert [len(rows) for rows, _ in few.held_out] == [100]
-    monkeypatch.setattr(batches_module, "EVALUATED", 32)
-    few = retrieval_batches((index[:100], query[:100]), patterns, 1, 60, torch.Generator())
-    assert [len(rows) for rows, _ in few.held_out] == [60, 40]  # no more than a batch at once
     memory = AssociativeMemory.preset("A-Hop", patterns, beta=20.0)
-    seen = []
+    trained, held, losses = [], [], []
 
-    def recorded(blocks, target, shard):
-        loss = pattern_loss(blocks, target, shard)
-        if not loss.requires_grad:
-            loss = loss + float(len(seen) >= 6)  # later parameters look worse
-            seen.append(loss.item())
-        return loss
+    def watch(similarity, inputs, scores):
+        rows = inputs[0].detach()
+        if torch.is_grad_enabled():
+            trained.append(rows)
+            return scores
+        target = index[(rows[:, None] == query).all(-1).int().argmax(-1)]
+        held.append(rows)
+        scores = -scores if len(held) > 6 else scores  # later parameters look worse
+        losses.append(functional.cross_entropy(20 * scores, target).item())
+        return scores
 
-    monkeypatch.setattr(memory_module, "pattern_loss", recorded)
-    memory.fit((index, query), epochs=10, batch=128, progress=False)
-    assert 10 <= len(seen) <= 13
-    assert min(seen) < min(seen[0], seen[-1])
-    held = retrieval_batches((index, query), patterns, 1, 128, seeded_generator(patterns.device, 0)).held_out
-    loss = pattern_loss(memory._logit_blocks(held[0][1]), held[0][0])
-    assert loss.item() == pytest.approx(min(seen), rel=1e-4)
+    with memory.similarity.register_forward_hook(watch):
+        memory.fit((index, query), epochs=10, batch=128, progress=False)
+    assert len(torch.cat(trained).unique(dim=0)) == 900
+    assert 10 <= len(held) <= 13
+    assert all(torch.equal(rows, held[0]) for rows in held)
+    assert len(torch.cat([*trained, held[0]]).unique(dim=0)) == 1000
+    target = index[(held[0][:, None] == query).all(-1).int().argmax(-1)]
+    assert min(losses) < min(losses[0], losses[-1])
+    loss = functional.cross_entropy(20 * memory.scores(held[0]), target)
+    assert loss.item() == pytest.approx(min(losses), rel=1e-4)
 
 
-def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter(monkeypatch):
-    patterns, (index, query), _ = embeddings(1, count=50, pairs=1000)
-    memory, x = AssociativeMemory.preset("A-Hop", patterns), query[:5]
-    before = memory.scores(x)
+def test_a_fit_that_does_not_improve_warns_and_changes_no_parameter():
+    patterns, pairs, _ = embeddings(1, count=50, pairs=1000)
+    memory = AssociativeMemory.preset("A-Hop", patterns)
+    before = memory.scores(patterns)
     with pytest.warns(UserWarning, match="fit did not improve the loss of the held-out queries") as warned:
-        memory.fit((index, query), epochs=5, batch=64, progress=False, lr=100.0)
+        memory.fit(pairs, epochs=5, batch=64, progress=False, lr=100.0)
     assert warned[0].filename == __file__  # the line that called fit
-    torch.testing.assert_close(memory.scores(x), before)
-    monkeypatch.setattr(memory_module, "estimate_bias", lambda bias, *_: bias.data.fill_(10.0))
-    memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True, beta=4.0)
-    with pytest.warns(UserWarning, match="did not improve the loss"):  # better than after the bias, not than before
-        memory.fit((index, query), epochs=3, lr=1e-3, progress=False)
+    torch.testing.assert_close(memory.scores(patterns), before)
 
 
 def test_add_and_remove_without_refitting():
@@ -448,39 +416,31 @@ def test_bad_indices_are_named():
             memory.fit((torch.tensor(index), query), epochs=1, progress=False)
 
 
-PRESET = AssociativeMemory.preset
-MAKES = [AssociativeMemory, partial(PRESET, "A-Hop"), partial(PRESET, "D-Hop", degree=5)]
-
-
-@pytest.mark.parametrize(("value", "dtype"), [(float("inf"), torch.float64), (-float("inf"), torch.bfloat16)])
-def test_infinite_patterns_are_refused_with_their_row(value, dtype, monkeypatch):
-    monkeypatch.setattr(errors, "FINITE_BLOCK", 4 * 7)  # seven rows per block
-    memory, patterns = AssociativeMemory(uniform(40, 4, dtype)), uniform(40, 4, dtype)
-    patterns[[23, 31], [2, 0]] = value
-    for make in (memory.add, *MAKES, partial(PRESET, "A-Hop", table=True)):
-        with pytest.raises(AHopError, match=r"patterns must .*finite, got (NaN or )?infinity in row 23$"):
-            make(patterns)
-    assert len(memory.patterns) == 40
-    for make in MAKES:
-        assert make(patterns, check=False).patterns.isfinite().logical_not().sum() == 2
-    assert len(memory.add(patterns, check=False)) == 40
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_nan_is_stored_unless_a_row_has_no_other_value(dtype, monkeypatch):
+def test_patterns_may_hold_nan_but_not_infinity_and_errors_name_the_row(dtype, monkeypatch):
     monkeypatch.setattr(errors, "FINITE_BLOCK", 4 * 7)  # seven rows per block
     memory, patterns = AssociativeMemory(uniform(40, 4, dtype)), uniform(40, 4, dtype)
-    patterns[[23, 31], [2, 0]] = torch.nan
-    assert len(memory.add(patterns)) == 40
-    for similarity in ("auto", "dot", "dis", "l1", "adaptive"):
-        stored = AssociativeMemory(patterns, similarity)
-        assert stored.patterns.isnan().sum() == 2
-        assert not stored.scores(patterns[20:25]).isnan().any()
-    patterns[[24, 30]] = torch.nan
-    for make in (memory.add, AssociativeMemory):
+    infinite, unknown, gaps = patterns.clone(), patterns.clone(), patterns.clone()
+    infinite[[23, 31], [2, 0]], unknown[[24, 30]], gaps[[23, 31], [2, 0]] = -torch.inf, torch.nan, torch.nan
+    makes = [AssociativeMemory, *(partial(AssociativeMemory.preset, "A-Hop", table=table) for table in (False, True))]
+    for make in (memory.add, *makes):
+        with pytest.raises(AHopError, match=r"patterns must .*finite, got (NaN or )?infinity in row 23$"):
+            make(infinite)
         with pytest.raises(AHopError, match="patterns must have a known value in each row, got NaN only in row 24"):
-            make(patterns)
-    assert len(memory.patterns) == 80
+            make(unknown)
+    assert len(memory.patterns) == 40
+    assert len(memory.add(infinite, check=False)) == len(memory.add(gaps)) == 40
+    for make in makes[:2]:
+        assert make(infinite, check=False).patterns.isinf().sum() == 2
+    for similarity in ("auto", "dot", "dis", "l1", "adaptive"):
+        stored = AssociativeMemory(gaps, similarity)
+        assert stored.patterns.isnan().sum() == 2
+        assert not stored.scores(gaps[20:25]).isnan().any()
+    half = AssociativeMemory(uniform(5, 3, torch.float16))
+    assert half.add(uniform(2, 3)).tolist() == [5, 6]
+    assert half.patterns.dtype == torch.float16
+    with pytest.raises(AHopError, match="patterns must not be infinite, got infinity in row 1"):
+        half.add(torch.tensor([[1.0, 2.0, 3.0], [1.0, 1e5, 3.0]]))  # overflows the dtype of the memory
 
 
 @pytest.mark.parametrize(
@@ -506,14 +466,6 @@ def test_nan_is_refused_where_a_similarity_has_no_unknown_values(keywords):
     with pytest.raises(AHopError, match=f"patterns {message}"):
         memory.load_state_dict(memory.state_dict() | {"patterns": broken})
     assert torch.equal(memory.patterns, patterns)
-
-
-def test_added_patterns_take_the_dtype_of_the_memory_and_must_not_overflow_it():
-    memory = AssociativeMemory(uniform(5, 3, torch.float16))
-    memory.add(uniform(2, 3))
-    assert memory.patterns.dtype == torch.float16
-    with pytest.raises(AHopError, match="patterns must not be infinite, got infinity in row 1"):
-        memory.add(torch.tensor([[1.0, 2.0, 3.0], [1.0, 1e5, 3.0]]))
 
 
 @pytest.mark.parametrize("name", ["A-Hop", "K2-Hop"])
@@ -543,15 +495,6 @@ def test_a_fit_of_non_finite_values_or_with_a_bad_argument_keeps_the_bias():
         unchecked.fit(Noisy(0.1), epochs=200, progress=False)
     assert not memory.similarity.bias.any()
     assert not unchecked.similarity.bias.any()
-
-
-def test_a_fit_reads_only_a_few_losses(monkeypatch):
-    """A read of a loss synchronizes with a GPU."""
-    looks = []
-    original = fit_module._check_finite
-    monkeypatch.setattr(fit_module, "_check_finite", lambda *args: looks.append(args) or original(*args))
-    AssociativeMemory.preset("A-Hop", uniform(5, 3)).fit(Noisy(0.1), epochs=200, batch=4, progress=False)
-    assert len(looks) == 21
 
 
 def test_loading_keeps_the_prior_of_an_optimizer_and_the_tensor_of_the_caller():
@@ -629,21 +572,14 @@ def test_a_failed_load_leaves_the_memory_unchanged(count, assign):
             memory.load_state_dict(state, assign=assign)
         assert all(torch.equal(memory.state_dict()[key], value) for key, value in before.items()), message
         assert all(parameters[key] is parameter for key, parameter in memory.named_parameters()), message
+    with pytest.raises(AHopError, match=r"0\.patterns must hold at least one pattern, got \(0, 8\)"):
+        torch.nn.Sequential(memory).load_state_dict({"0.patterns": torch.zeros(0, 8)}, strict=False, assign=assign)
     memory.load_state_dict(source.state_dict(), assign=assign)
     assert all(torch.equal(memory.state_dict()[key], value) for key, value in source.state_dict().items())
     assert memory.prior.requires_grad
 
 
-def test_a_memory_inside_a_model_refuses_a_state_dict_without_patterns():
-    memory = AssociativeMemory.preset("M-Hop", uniform(3, 8), prior=True)
-    model, patterns, prior = torch.nn.Sequential(memory), memory.patterns, memory.prior
-    with pytest.raises(AHopError, match=r"0\.patterns must hold at least one pattern, got \(0, 8\)"):
-        model.load_state_dict(model.state_dict() | {"0.patterns": torch.zeros(0, 8), "0.prior": torch.zeros(0)})
-    assert memory.patterns is patterns
-    assert memory.prior is prior
-
-
-def test_a_table_interpolates_and_extrapolates():
+def test_a_table_interpolates_extrapolates_and_adds_to_the_footprints():
     similarity = TableSimilarity(1, 1.0, knots=(3, 2)).double()
     values = torch.tensor([[1.0, 2.0], [0.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
     with torch.no_grad():
@@ -654,19 +590,15 @@ def test_a_table_interpolates_and_extrapolates():
     assert similarity(query, (low + high) / 2).squeeze().tolist() == [1.5, 1.75, 5.5, 9.0, 1.0]
     inside = 0.9 * uniform(3, 4).requires_grad_()
     assert torch.autograd.gradcheck(lambda q, k: similarity(q, k), (inside, uniform(5, 4).requires_grad_()))
-
-
-def test_a_table_adds_to_the_footprints_and_resets_to_zero():
-    similarity = AdaptiveTableSimilarity(6, debias=True)
-    for parameter in similarity.parameters():
+    added = AdaptiveTableSimilarity(6, debias=True)
+    for parameter in added.parameters():
         torch.nn.init.normal_(parameter)
     plain = AdaptiveSimilarity(6, debias=True)
-    plain.load_state_dict({name: value for name, value in similarity.state_dict().items() if "table" not in name})
+    plain.load_state_dict({name: value for name, value in added.state_dict().items() if "table" not in name})
     query, key = torch.randn(4, 6), torch.randn(5, 6)
-    expected = plain(query, key) + similarity.table(query - similarity.bias, key)
-    torch.testing.assert_close(similarity(query, key), expected)
-    similarity.reset_parameters()
-    assert not similarity.table.table.any()
+    torch.testing.assert_close(added(query, key), plain(query, key) + added.table(query - added.bias, key))
+    added.reset_parameters()
+    assert not added.table.table.any()
 
 
 def test_half_precision_memories_have_an_inverse_temperature_beyond_float16():
@@ -691,12 +623,9 @@ def test_beta_is_within_the_range_of_the_dtype(beta):
 
 
 @pytest.mark.filterwarnings("ignore:fit did not improve")
-@pytest.mark.parametrize(
-    "make", [partial(AssociativeMemory.preset, "A-Hop"), partial(AssociativeMemory, similarity="l1")]
-)
-def test_numpy_arrays_are_accepted_everywhere(make):
+def test_numpy_arrays_are_accepted_everywhere():
     patterns, labels = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
-    memory = make(patterns, labels=labels, prior=True)
+    memory = AssociativeMemory.preset("A-Hop", patterns, labels=labels, prior=True)
     memory.fit((np.arange(20), patterns), by="pattern", epochs=np.int64(2), batch=np.int32(8), progress=False)
     memory.fit((labels, patterns), by="label", epochs=2, progress=False)
     for shortlist in (None, np.int64(8)):
@@ -725,7 +654,7 @@ def test_a_fit_of_float16_names_the_dtype():
 def recall_peak(table):
     """Returns the peak memory of a recall beside the patterns, in bytes, and the indices that it finds."""
     torch.manual_seed(0)
-    patterns = uniform(150_000, 64, torch.float32)
+    patterns = uniform(60_000, 64, torch.float32)
     memory = AssociativeMemory.preset("A-Hop", patterns, table=table, prior=True)
     memory.recall(patterns[:2])
     peaks = []
@@ -736,11 +665,11 @@ def recall_peak(table):
     return min(peaks), found.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not CLEAR.exists(), reason="reads the peak of resident memory from Linux")
-@pytest.mark.parametrize(("table", "megabytes"), [(False, 40), pytest.param(True, 400, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("table", "megabytes"), [(False, 40), (True, 400)])
 def test_recall_needs_little_memory_beside_the_patterns(table, megabytes):
-    """Blocks bound the memory independently of the number of patterns; without them a table would need 1.4 GB."""
+    """Blocks bound the memory independently of the number of patterns; without them a table would need 0.6 GB."""
     used, found = in_own_process(recall_peak, table)
     assert found == list(range(16))
     assert used < megabytes * 2**20
@@ -798,35 +727,3 @@ def fit(p, data, **keywords):
 def test_errors(make, message):
     with pytest.raises(AHopError, match=message):
         make(torch.rand(6, 4))
-
-
-class _OfEachPattern(torch.nn.Module):
-    """Separate weights for each pattern: a head of the similarity scores one pattern."""
-
-    def __init__(self, count, dim):
-        super().__init__()
-        self.each = AdaptiveSimilarity(dim, num_heads=count)
-
-    def forward(self, query, key):
-        return self.each(query.expand(len(key), -1, -1), key[:, None]).squeeze(-1).T
-
-
-@pytest.mark.slow
-def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones(monkeypatch):
-    """A head learns from the queries of its pattern, so its gradients are small. Adam's eps must not exceed them."""
-    generator = torch.Generator().manual_seed(0)
-    patterns = torch.rand(40, 32, generator=generator) * 2 - 1
-
-    def draw(count):  # even patterns are strongly masked, odd ones are noisy
-        index = torch.randint(0, 40, (count,), generator=generator)
-        masked = Mixed(0.85).corrupt(patterns[index], generator)
-        noisy = Noisy(1.0).corrupt(patterns[index], generator)
-        return index, torch.where(index[:, None] % 2 == 0, masked, noisy)
-
-    pairs, asked, accuracy = draw(4000), draw(4000), []
-    for factor in (1, 40):  # 40 times as large: the eps of weights that are shared by all patterns
-        monkeypatch.setattr(fit_module, "FORM_EPS", factor * fit_module.FORM_EPS)
-        memory = AssociativeMemory(patterns, _OfEachPattern(40, 32))
-        memory.fit(pairs, epochs=15, batch=256, progress=False)
-        accuracy.append(retrieval_accuracy(memory, *asked))
-    assert accuracy[0] > accuracy[1] + 0.01
