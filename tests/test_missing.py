@@ -127,13 +127,14 @@ def by_hand(memory, query):
         folded = reference.fold(similarity.footprint_weight().detach().double())
         widths = None if similarity.widths is None else similarity.widths.double()
         return reference.missing_similarity(query.double(), patterns, folded, similarity.names, widths=widths)
-    base = {"dot_product": "dot", "negative_distance": "dis", "negative_manhattan": "l1"}[similarity.__name__]
-    return reference.missing_similarity(query.double(), patterns, torch.ones(1, patterns.shape[1]).double(), (base,))
+    query, key = query.double()[:, None], patterns
+    values = {"dot_product": query * key, "negative_distance": -((query - key) ** 2)}
+    return patterns.shape[1] * values.get(similarity.__name__, -(query - key).abs()).nanmean(-1)
 
 
-def check(memory, query):
+def check(memory, query, scores):
     """Every result follows from the scores by hand."""
-    scores, patterns = by_hand(memory, query), memory.patterns
+    patterns = memory.patterns
     torch.testing.assert_close(memory.scores(query), scores)
     assert torch.equal(memory.recall(query), scores.argmax(-1))
     for shortlist in (None, len(patterns)):
@@ -151,10 +152,11 @@ def check(memory, query):
 @pytest.mark.parametrize(("asked", "stored"), [(0.4, 0.0), (0.0, 0.3), (0.4, 0.3)], ids=["queries", "patterns", "both"])
 def test_results_are_those_of_the_known_values(similarity, asked, stored, monkeypatch):
     memory, query = make(similarity, unknown(random(40, 9), stored)), unknown(random(7, 9, seed=2), asked, 3)
-    check(memory, query)
+    scores = by_hand(memory, query)
+    check(memory, query, scores)
     monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 9 * 7)  # NaN in some blocks alone
     monkeypatch.setattr(scoring, "QUERY_ROWS", 3)
-    check(memory, query)
+    check(memory, query, scores)
 
 
 def randomized(similarity):
@@ -188,21 +190,17 @@ def test_blocks_follow_the_definition_for_all_combinations_of_known_dimensions(b
     torch.testing.assert_close(similarity(query, key, missing=True).detach(), expected)  # on the path with gradients
 
 
-@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("blocks", ["normalized permuted", "several"])
 @pytest.mark.parametrize("fixed", [True, False])
-def test_blocks_without_nan_have_the_scores_of_complete_values(blocks, fixed):
-    similarity = randomized(ah.AdaptiveSimilarity(6, 2, bases=BASES, blocks=blocks))
-    query, key = random(3, 2, 4, 6), random(3, 2, 5, 6, seed=2)
+def test_normalized_blocks_without_nan_have_the_scores_of_complete_values(blocks, fixed):
+    similarity = randomized(ah.AdaptiveSimilarity(6, 2, bases=BASES, blocks=BLOCKS[blocks]))
+    inputs, found = [random(3, 2, 4, 6).requires_grad_(), random(3, 2, 5, 6, seed=2).requires_grad_()], []
     if fixed:
-        similarity.fix_norms_(key)
-    grads = []
+        similarity.fix_norms_(inputs[1].detach())
     for missing in (False, True):
-        inputs = [each.clone().requires_grad_() for each in (query, key)]
         scores = similarity(*inputs, missing=missing)
-        grads.append((scores, *torch.autograd.grad((scores * scores.detach().cos()).sum(), inputs)))
-        with torch.no_grad():
-            torch.testing.assert_close(similarity(query, key, missing=missing), scores)
-    torch.testing.assert_close(grads[1], grads[0])
+        found.append((scores, *torch.autograd.grad((scores * scores.detach().cos()).sum(), inputs)))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("blocks", ["normalized", "normalized unequal"])
@@ -238,17 +236,6 @@ def test_the_norm_of_stored_blocks_is_that_of_their_known_dimensions(blocks):
     torch.testing.assert_close(similarity.norm_0, torch.stack(squares).mean().sqrt())
     flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(0 * patterns + 1)
     assert flat.norm_0 == 0
-
-
-def test_normalized_blocks_are_correlations_of_the_known_dimensions():
-    """An offset or a positive factor of a block changes nothing, and neither does the number of known dimensions."""
-    similarity = ah.AdaptiveSimilarity(8, blocks=ah.Blocks(2, normalize=True)).double()
-    pattern = random(8)
-    similarity.fix_norms_(random(50, 8, seed=2))
-    query = torch.stack([pattern, 3 * pattern + 5, pattern, -pattern])
-    query[2:, 1] = query[2:, 6:] = torch.nan
-    expected = torch.tensor([[2.0], [2.0], [2.0], [-2.0]]).double()
-    torch.testing.assert_close(similarity(query, pattern[None], missing=True), expected, atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("make_table", [TableSimilarity, AdaptiveTableSimilarity])
@@ -292,42 +279,11 @@ def test_presets_accept_unknown_values(table):
         ah.AssociativeMemory.preset("K-Hop", patterns)
 
 
-def test_a_table_alone_is_a_similarity_of_a_memory():
-    patterns, query = unknown(random(40, 6), 0.3), unknown(random(5, 6, seed=2), 0.3, 3)
-    memory = ah.AssociativeMemory(patterns, randomized(TableSimilarity(6, knots=(5, 4))))
-    expected = by_pairs(memory.similarity, query, patterns)
-    torch.testing.assert_close(memory.scores(query).detach(), expected)
-    assert torch.equal(memory.search(query, 3, shortlist=40)[1], expected.topk(3).indices)
-    assert memory.search(query, 3, shortlist=20)[1].shape == (5, 3)
-
-
 @pytest.mark.parametrize("similarity", ["normalized", "table"])
 def test_scores_without_nan_are_unchanged_bit_for_bit(similarity):
     patterns, query = random(40, 6, dtype=torch.float32), random(7, 6, seed=2, dtype=torch.float32)
     memory = make(similarity, patterns)
     assert torch.equal(memory.scores(query), memory.similarity(query, patterns))
-
-
-@pytest.mark.parametrize("shortlist", [None, 15])
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_queries_are_read_for_unknown_values_once(similarity, shortlist, monkeypatch):
-    """On a GPU each reading is a synchronization."""
-    calls, has_nan = [], scoring._has_nan
-    memory = make(similarity, random(40, 6))
-    monkeypatch.setattr(scoring, "_has_nan", lambda rows: calls.append(len(rows)) or has_nan(rows))
-    for query in (random(7, 6, seed=2), unknown(random(7, 6, seed=2), 0.3)):
-        memory.search(query, 3, shortlist)
-    memory.scores(query)
-    memory.classify(query)
-    assert calls == [7] * 4
-
-
-@pytest.mark.parametrize("base", ["dot", "dis", "l1"])
-def test_a_fixed_similarity_scales_the_sum_of_the_known_values(base):
-    patterns, query = unknown(random(20, 6), 0.3), unknown(random(5, 6, seed=2), 0.3, 3)
-    value = {"dot": lambda q, k: q * k, "dis": lambda q, k: -((q - k) ** 2), "l1": lambda q, k: -(q - k).abs()}[base]
-    expected = 6 * value(query[:, None], patterns).nanmean(-1)
-    torch.testing.assert_close(ah.AssociativeMemory(patterns, base).scores(query), expected)
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
@@ -369,7 +325,7 @@ def test_missing_values_are_found_at_least_as_often_as_by_nan_euclidean(share):
     assert accuracy(memory.recall(query)) > 0.9 > 0.3 > accuracy(nan_euclidean(query, patterns))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_fit_finds_noisy_and_missing_values_as_often_as_nan_euclidean(monkeypatch):
     for name in ("QUERIES", "MOST_QUERIES"):
         monkeypatch.setattr(f"ahop_layers.memory.questions.{name}", 512)
@@ -382,15 +338,6 @@ def test_a_fit_finds_noisy_and_missing_values_as_often_as_nan_euclidean(monkeypa
         nearest = accuracy(nan_euclidean(query, patterns))
         assert 0.3 < nearest < 1
         assert accuracy(memory.recall(query)) >= nearest - 0.03  # Euclid is the best score for this noise
-
-
-def test_retrieved_values_are_averaged_over_the_patterns_that_know_them():
-    patterns = torch.tensor([[0.0, 1.0, torch.nan], [0.0, 3.0, 5.0], [9.0, torch.nan, 8.0]]).double()
-    memory = ah.AssociativeMemory(patterns, "dis", beta=1.0)
-    query = torch.tensor([0.0, torch.nan, torch.nan]).double()
-    far = torch.tensor(-3 * 81.0).double().exp()  # the weight of the last pattern
-    expected = torch.stack([9 * far / (2 + far), torch.tensor(2.0).double(), (5 + 8 * far) / (1 + far)])
-    torch.testing.assert_close(memory.retrieve(query), expected)
 
 
 @pytest.mark.parametrize("separation", ["identity", "polynomial", "exponential"])
@@ -407,9 +354,8 @@ def test_a_separation_without_normalized_weights_keeps_the_scale_of_complete_val
     torch.testing.assert_close(memory.retrieve(query)[:, :3], weights @ patterns[:, :3])
 
 
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_a_query_without_a_known_value_is_refused_with_its_row(similarity):
-    memory, query = make(similarity, random(40, 4)), random(5, 4)
+def test_a_query_without_a_known_value_is_refused_with_its_row():
+    memory, query = make("auto", random(40, 4)), random(5, 4)
     query[3] = torch.nan
     for method in ("search", *METHODS):
         with pytest.raises(ah.AHopError, match="queries x must have a known value in each row, got NaN only in row 3"):
@@ -488,24 +434,7 @@ def test_a_failed_load_keeps_unknown_values():
     assert torch.equal(memory.scores(query), before)
 
 
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_numpy_in_numpy_out(similarity):
-    patterns, query = unknown(random(40, 6), 0.2), unknown(random(4, 6, seed=2), 0.3, 3)
-    memory, plain = make(similarity, patterns.numpy()), make(similarity, patterns)
-    for method in METHODS:
-        found = getattr(memory, method)(query.numpy())
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, getattr(plain, method)(query).detach().numpy())
-    for shortlist in (None, 10):
-        for found, expected in zip(
-            memory.search(query.numpy(), 3, shortlist), plain.search(query, 3, shortlist), strict=True
-        ):
-            np.testing.assert_array_equal(found, expected.detach().numpy())
-    memory.add(patterns.numpy(), labels=LABELS.numpy())
-    assert memory.scores(query.numpy()).shape == (4, 80)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("similarity", SIMILARITIES)
 def test_other_dtypes(similarity, dtype):
     patterns, query = unknown(random(40, 6), 0.2).to(dtype), unknown(random(4, 6, seed=2), 0.3, 3).to(dtype)
@@ -528,13 +457,11 @@ def test_gradients_of_known_values_are_finite(similarity):
     assert all(parameter.grad.isfinite().all() for parameter in memory.similarity.parameters())
 
 
-@pytest.mark.parametrize("stored", [0.0, 0.2])
 @pytest.mark.parametrize("keywords", [{}, {"table": True}, {"blocks": ah.Blocks(2, normalize=True)}], ids=str)
 @pytest.mark.filterwarnings("ignore:fit did not improve")
-def test_other_similarities_are_trained_with_unknown_values(stored, keywords):
-    patterns = unknown(random(30, 8, dtype=torch.float32), stored)
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, **keywords)
-    most = 0.2 if stored and "blocks" in keywords else 0.6  # a query without a block of its pattern has no finite loss
+def test_other_similarities_are_trained_with_unknown_values(keywords):
+    memory = ah.AssociativeMemory.preset("A-Hop", unknown(random(30, 8, dtype=torch.float32), 0.2), **keywords)
+    most = 0.2 if "blocks" in keywords else 0.6  # a query without a block of its pattern has no finite loss
     losses = memory.fit(ah.variants.Missing((0.0, most)), epochs=20, batch=64, progress=False)
     assert losses.isfinite().all()
     assert losses[-5:].mean() < losses[:5].mean()
