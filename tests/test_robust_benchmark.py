@@ -4,7 +4,6 @@ import pytest
 import torch
 from sklearn.metrics import pairwise
 
-from ahop_layers.memory import questions
 from benchmarks.harness import pages
 from benchmarks.harness.report import group
 from benchmarks.harness.rows import read
@@ -28,14 +27,12 @@ def tiny(name, folder, generator):
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path, capsys):
+def run(monkeypatch, tmp_path, capsys, small_fit):
     """Measures a table of small tasks; returns its rows and what it printed."""
 
     def run(table, *data):
         monkeypatch.setattr(robust, "make_task", tiny)
         monkeypatch.setattr(measure, "PAIRS", (16,))
-        for name in ("QUERIES", "MOST_QUERIES"):
-            monkeypatch.setattr(questions, name, 64)
         output = tmp_path / f"{table}.csv"
         robust.main(["--table", table, "--data", *data, "--splits", "1", "--output", str(output)])
         return read(output), capsys.readouterr().out
@@ -58,19 +55,22 @@ def test_levels(run):
     assert "split 1 of 1: " not in shown  # nothing was missing
 
 
-def test_missing(run):
+def test_missing_and_scale(run):
     rows, shown = run("missing", "digits")
     found = values(rows)
     assert len(found) == 8
     assert found["digits", "fitted", "0.3"] == found["digits", "L1", "0.3"] == 1.0
     assert "| scikit-learn's digits, pattern | 60 % | " in shown
     assert "The smallest lead of *fitted* is " in shown
+    rows, shown = run("scale", "digits")
+    assert [row["level"] for row in rows] == ["0.001", "1.0", "1000.0"]
+    assert max(values(rows).values()) - min(values(rows).values()) < 0.03  # one query of 40 is 0.025
+    assert "| factor | 0.001 | 1 | 1000 |" in shown
 
 
 def test_pairs(run, tmp_path):
-    rows, shown = run("pairs", "faces16", "digits")
-    methods = [(row["method"], row["level"]) for row in rows if row["data"] == "faces16"]
-    assert methods == [("not fitted", "0"), ("damage", "0"), ("pairs", "16")]
+    rows, shown = run("pairs", "faces16")
+    assert [(row["method"], row["level"]) for row in rows] == [("not fitted", "0"), ("damage", "0"), ("pairs", "16")]
     assert all(0.3 < value <= 1 for value in values(rows).values())
     lines = [line.split(" | ")[0] for line in shown.splitlines() if line.startswith("| ")]
     assert lines == ["| pairs", "| ---", "| none: not fitted", "| 16", "| none: the damage itself"]
@@ -87,14 +87,7 @@ def test_ablation(run):
     assert report.ablation(added).count("†") == 1 + len(measure.ABLATION)
 
 
-def test_scale(run):
-    rows, shown = run("scale", "digits")
-    assert [row["level"] for row in rows] == ["0.001", "1.0", "1000.0"]
-    assert max(values(rows).values()) - min(values(rows).values()) < 0.03  # one query of 40 is 0.025
-    assert "| factor | 0.001 | 1 | 1000 |" in shown
-
-
-def test_pairs_of_classes_are_made_of_images_that_are_neither_stored_nor_asked():
+def test_pairs_are_made_of_images_that_are_not_asked_and_scaled_tasks_draw_the_same_queries():
     task = tiny("faces16", None, torch.Generator().manual_seed(0))._replace(highest=0.0)
     target, query = task.pairs(64, torch.Generator().manual_seed(1))
     same = (query[:, None] == task.spare).all(-1)
@@ -103,9 +96,6 @@ def test_pairs_of_classes_are_made_of_images_that_are_neither_stored_nor_asked()
     index, query = tiny("digits", None, torch.Generator()).pairs(8, torch.Generator())
     assert index.max() < 40
     assert query.shape == (8, 12)
-
-
-def test_a_scaled_task_draws_the_same_queries():
     task = tiny("digits", None, torch.Generator().manual_seed(0))
     first, second = (each.draw(each.stored, torch.Generator().manual_seed(1)) for each in (task, task.scaled(1000.0)))
     assert torch.allclose(second, 1000 * first)
@@ -122,10 +112,8 @@ def test_euclid_orders_patterns_as_scikit_learn_does():
 
 def means(table, *columns):
     """Means of the stored accuracies by the values of some columns."""
-    rows = [row for row in pages.rows_of(f"robust_{table}.csv") if float(row["level"]) >= 0]
-    if not rows:
-        pytest.skip("not measured yet")
-    found = group(rows, *columns)
+    found = group([row for row in pages.rows_of(f"robust_{table}.csv") if float(row["level"]) >= 0], *columns)
+    assert found
     return {key: sum(float(row["value"]) for row in mine) / len(mine) for key, mine in found.items()}
 
 
@@ -137,7 +125,7 @@ def test_stored_accuracy_with_missing_values_is_not_below_that_of_baselines():
         assert fitted >= euclid, (device, data, level)
 
 
-def test_stored_ablation_is_what_the_page_says():
+def test_stored_ablation_and_scales_are_what_the_page_says():
     found = means("ablation", "data", "method")
     default, plain, ranks = "saturating bases, ranks", "saturating bases", "ranks of L1"
     for data in ("faces16", "digits"):
@@ -145,8 +133,5 @@ def test_stored_ablation_is_what_the_page_says():
     assert found["embeddings", ranks] > found["embeddings", plain]
     for data, method in found:
         assert found[data, default] > found[data, method] - 0.01, (data, method)
-
-
-def test_stored_accuracy_does_not_depend_on_the_scale():
     found = means("scale", "device", "data", "level")
     assert max(found.values()) - min(found.values()) <= 0.002

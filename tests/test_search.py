@@ -5,17 +5,21 @@ import pytest
 import torch
 
 from ahop_layers.errors import AHopError
-from ahop_layers.memory import scoring
+from ahop_layers.memory import AssociativeMemory, scoring
 from ahop_layers.memory import search as search_module
-from ahop_layers.memory.memory import AssociativeMemory
 
 
-def stable_sort(memory, x, k):
+def check_equals_sort(memory, x, *ks, tolerance=0.0):
     scores, indices = memory.scores(x).detach().sort(dim=-1, descending=True, stable=True)
-    return scores[..., :k], indices[..., :k]
+    for k in ks:
+        found = memory.search(x, k)
+        assert not found[0].requires_grad
+        torch.testing.assert_close(found[0], scores[..., :k], rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert torch.equal(found[1], indices[..., :k])
+    assert torch.equal(memory.recall(x), indices[..., 0])
 
 
-@pytest.fixture(params=[(1, 1), (7, 1), (7, 20 * 23), (61, 2**21)], ids=str)
+@pytest.fixture(params=[(7, 1), (7, 20 * 23), (61, 2**21)], ids=str)
 def block(request, monkeypatch):
     """Patterns per block, for patterns of eight dimensions, and the number of scores up to which blocks are joined."""
     size, ranked = request.param
@@ -24,23 +28,10 @@ def block(request, monkeypatch):
     monkeypatch.setattr(search_module, "RANKED_SCORES", ranked)
 
 
-def check_equals_sort(memory, x, *ks):
-    for k in ks:
-        for got, expected in zip(memory.search(x, k), stable_sort(memory, x, k), strict=True):
-            assert torch.equal(got.nan_to_num(7e30), expected.nan_to_num(7e30))
-
-
 def test_search_equals_a_full_sort(block):
     memory = AssociativeMemory.preset("A-Hop", torch.randn(61, 8).double(), prior=True)
     torch.nn.init.normal_(memory.prior, std=5.0)
-    x = torch.randn(23, 8).double()
-    for k in (1, 2, 10, 61):
-        scores, indices = memory.search(x, k)
-        expected_scores, expected_indices = stable_sort(memory, x, k)
-        assert torch.equal(indices, expected_indices)
-        torch.testing.assert_close(scores, expected_scores)
-        assert not scores.requires_grad
-        assert torch.equal(memory.recall(x), indices[:, 0])
+    check_equals_sort(memory, torch.randn(23, 8).double(), 1, 2, 10, 61, tolerance=1e-7)
 
 
 def test_equal_scores_are_ordered_by_index(block):
@@ -50,27 +41,8 @@ def test_equal_scores_are_ordered_by_index(block):
     check_equals_sort(AssociativeMemory(torch.randint(-1, 2, (61, 8)).float(), "dot"), x, 1, 2, 5, 30, 61)
 
 
-def test_distinct_scores_are_ranked_by_one_topk(monkeypatch):
-    """Only scores that equal the k-th largest need the slower ranking by index."""
-    monkeypatch.setattr(search_module, "_first_of_block", lambda *args: pytest.fail("ranked by index"))
-    memory = AssociativeMemory(torch.randn(300, 8).double(), "dot")
-    check_equals_sort(memory, torch.randn(3, 8).double(), 2, 10, 299, 300)
-
-
-@pytest.mark.parametrize("queries", [0, 1, 2, 200, 256, 10**6])
-def test_blocks_bound_the_scores_and_are_large_on_a_gpu(queries):
-    """A GPU needs few large calls; the scores of a block stay bounded for many queries."""
-    for dim in (1, 64, 2**23):
-        cpu, gpu = (scoring.block_size(dim, queries, device) for device in ("cpu", "cuda"))
-        assert 1 <= cpu <= gpu
-        assert cpu * min(queries, scoring.QUERY_ROWS) <= scoring.BLOCK_SCORES
-        assert gpu == cpu or gpu * queries <= scoring.BLOCK_SCORES
-    assert scoring.block_size(64, queries, "cpu") == 2**15
-    assert queries > 2 or scoring.block_size(64, queries, "cuda") == 2**20
-
-
 @pytest.mark.parametrize("similarity", ["auto", "dot", "dis", "l1", "adaptive"])
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_queries_take_the_dtype_of_the_patterns(similarity, stored):
     memory = AssociativeMemory(torch.randn(30, 8).to(stored), similarity)
     for asked in (torch.float16, torch.float64):
@@ -109,7 +81,7 @@ def test_any_layout_of_a_numpy_array(kind, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("bad", [[40], [3, 17, 40], list(range(61))], ids=len)
+@pytest.mark.parametrize("bad", [[3, 17, 40], list(range(61))], ids=len)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(block, bad, value):
     patterns = torch.randint(0, 3, (61, 8)).float() + 1
@@ -118,7 +90,7 @@ def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(block, bad, value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("similarity", ["auto", "dot"])
+@pytest.mark.parametrize("similarity", [pytest.param("auto", marks=pytest.mark.full), "dot"])
 def test_search_and_classification_compile_to_one_graph(similarity):
     patterns = torch.randint(-1, 2, (40, 4)).double()  # many equal scores
     memory = AssociativeMemory(patterns, similarity, labels=torch.arange(40) % 3)

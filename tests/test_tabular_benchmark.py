@@ -24,8 +24,6 @@ from benchmarks.paper.tabular.tables import NAMES
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
-
 
 def test_text_and_missing_values_are_encoded(tmp_path):
     with lzma.open(tmp_path / "table.xz", "wt") as file:
@@ -56,21 +54,6 @@ def test_missing_files_are_named_before_anything_is_measured(tmp_path, monkeypat
     assert f"expected the data set bank in {tmp_path}/tabular/bank-full.csv.xz, got no such file" in str(error.value)
 
 
-def test_the_data_page_lists_every_file():
-    page = (ROOT / "docs" / "data.md").read_text()
-    files = [file for _, files in SETS.values() for file in files]
-    assert len(files) == 7
-    assert [file for file in files if f"`{file}`" not in page] == []
-
-
-def test_the_models_of_the_paper_have_its_figures():
-    assert set(TABULAR) == set(SETS)
-    own = {"HistGradientBoosting", "adaptive memory", *(name for name in MODELS if ", " in name)}
-    assert all(set(MODELS) - set(reported) == own for reported in TABULAR.values())
-    for name in ("M-Hop", "K2-Hop"):
-        assert all(reported["A-Hop"] > reported[name] for reported in TABULAR.values())
-
-
 def test_the_default_memory_gets_categories():
     pytest.importorskip("pandas")
     random = np.random.default_rng(0)
@@ -82,6 +65,15 @@ def test_the_default_memory_gets_categories():
     assert model[-1].network_.binary.sum() == 5
     frame = model[0].transform(np.array([[4.0, 0.5]]))
     assert frame[0].cat.codes.tolist() == [4]  # as in any other part of the table
+
+
+def test_models_have_the_figures_of_the_paper_or_their_package_is_named(monkeypatch, capsys):
+    assert set(TABULAR) == set(SETS)
+    own = {"HistGradientBoosting", "adaptive memory", *(name for name in MODELS if ", " in name)}
+    assert all(set(MODELS) - set(reported) == own for reported in TABULAR.values())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert available(["A-Hop", "XGBoost"]) == ["A-Hop"]
+    assert capsys.readouterr().out == "not installed, skipped: XGBoost\n"
 
 
 def test_the_best_trial_needs_all_trials():
@@ -138,25 +130,7 @@ def small_rows(scores: dict[str, list[float]]) -> list[rows.Row]:
     return stored
 
 
-def test_ranks_and_critical_differences():
-    models = ["adaptive memory", "linear model", "random forest"]
-    stored = small_rows({models[0]: [0.9, 0.80001], models[1]: [0.8, 0.8], models[2]: [0.7, 0.7]})
-    assert small_report.ranks(small_report.means(stored, "AUC"), models) == {
-        models[0]: 1.25, models[1]: 1.75, models[2]: 3.0,
-    }  # fmt: skip
-    assert abs(small_report.critical_difference(5, 30) - 1.1138) < 1e-3  # 2.728 sqrt(5 * 6 / (6 * 30))
-    assert small_report._cliques([1.0, 1.5, 2.2, 4.0], 1.0) == [(0, 1), (1, 2)]
-    text = small_report.report(stored)
-    assert "| adaptive memory | **1.25** | **0.100** | +0.000 |" in text
-    assert "| random forest | 3.00 | **0.100** | -0.100 |" in text
-
-
-def test_the_calibration_error_is_the_gap_of_confidence_and_accuracy():
-    probabilities = np.array([[0.95, 0.05]] * 4 + [[0.3, 0.7]] * 2)
-    assert small.calibration_error(np.array([0, 0, 0, 1, 1, 0]), probabilities) == pytest.approx((0.8 + 0.4) / 6)
-
-
-def test_small_tables_are_measured_and_drawn(tmp_path):
+def test_small_tables_are_measured_ranked_and_drawn(tmp_path):
     pytest.importorskip("pandas")
     for tuned in (0, 2):
         found = small.measure(small.Evaluation("iris", "linear model", 0, tuned))
@@ -164,9 +138,19 @@ def test_small_tables_are_measured_and_drawn(tmp_path):
         assert 0 < found["calibration error"] < 0.3
     found = small.measure(small.Evaluation("diabetes", "nearest neighbors", 0, 0))
     assert list(found) == ["R2", "CPU seconds per fit"]
-    stored = small_rows({"adaptive memory": [0.9, 0.8], "linear model": [0.8, 0.8], "random forest": [0.7, 0.7]})
+    probabilities = np.array([[0.95, 0.05]] * 4 + [[0.3, 0.7]] * 2)
+    assert small.calibration_error(np.array([0, 0, 0, 1, 1, 0]), probabilities) == pytest.approx((0.8 + 0.4) / 6)
+    models = ["adaptive memory", "linear model", "random forest"]
+    stored = small_rows({models[0]: [0.9, 0.80001], models[1]: [0.8, 0.8], models[2]: [0.7, 0.7]})
+    ranks = small_report.ranks(small_report.means(stored, "AUC"), models)
+    assert ranks == dict(zip(models, (1.25, 1.75, 3.0), strict=True))
+    assert abs(small_report.critical_difference(5, 30) - 1.1138) < 1e-3  # 2.728 sqrt(5 * 6 / (6 * 30))
+    assert small_report._cliques([1.0, 1.5, 2.2, 4.0], 1.0) == [(0, 1), (1, 2)]
     small_report.draw(stored, tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").stat().st_size > 5000
+    text = small_report.report(stored)
+    assert "| adaptive memory | **1.25** | **0.100** | +0.000 |" in text
+    assert "| random forest | 3.00 | **0.100** | -0.100 |" in text
 
 
 def test_damage_replaces_a_fraction_of_the_cells():
@@ -245,9 +229,3 @@ def test_an_error_cancels_what_has_not_started(processes, tmp_path, capsys):
     if processes == 1:
         assert [row["number"] for row in results.rows] == ["2"]
         assert capsys.readouterr().out == "1/99: 2: value 0.5000\n"
-
-
-def test_models_without_their_package_are_skipped(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert available(["A-Hop", "XGBoost"]) == ["A-Hop"]
-    assert capsys.readouterr().out == "not installed, skipped: XGBoost\n"
