@@ -46,12 +46,7 @@ def one_setting(monkeypatch):
     return setting
 
 
-def test_auc_counts_ties_as_halves():
-    labels, scores = (torch.rand(60) < 0.4).float(), torch.randint(8, (60,)).float()
-    assert auc(labels, scores) == pytest.approx(roc_auc_score(labels, scores))
-
-
-def test_folds_cover_all_bags_once_with_both_labels():
+def test_folds_cover_all_bags_once_with_both_labels_and_auc_counts_ties_as_halves():
     labels = (torch.arange(40) % 4 == 0).float()
     folds = mil_training.folds(labels, 5, seed=3)
     assert sorted(torch.cat([inside for _, inside in folds]).tolist()) == list(range(40))
@@ -61,6 +56,8 @@ def test_folds_cover_all_bags_once_with_both_labels():
     again, other = (mil_training.folds(labels, 5, seed)[0][1] for seed in (3, 4))
     assert torch.equal(folds[0][1], again)
     assert not torch.equal(folds[0][1], other)
+    scores = torch.randint(8, (40,)).float()
+    assert auc(labels, scores) == pytest.approx(roc_auc_score(labels, scores))
 
 
 def test_published_folds_come_first(home):
@@ -110,15 +107,12 @@ def test_every_pooling_learns(home, one_setting, pooling):
     assert set(found) == {"auc", "epochs", *KINDS}
     assert found["auc"] > 0.65  # with ten other seeds of the data at least 0.75
     assert found["noise 2.0"] < found["auc"]  # with ten other seeds by at least 0.12
-
-
-def test_corrupted_bags_are_reproducible(home, one_setting):
-    fold = mil.OuterFold("corrupted", "tiger", "adaptive", 0, 1, 3)
-    found = mil.measure(fold, home)
-    assert found == mil.measure(fold, home)
-    assert found != mil.measure(fold._replace(repeat=1), home)
-    assert set(found) == set(KINDS)
-    assert found["bias 0.5"] > found["noise 2.0"]  # a bias costs little: with ten other seeds by at least 0.12
+    if pooling == "adaptive":
+        corrupted = mil.OuterFold("corrupted", "tiger", pooling, 0, 1, 3)
+        found = mil.measure(corrupted, home)
+        assert found == mil.measure(corrupted, home) != mil.measure(corrupted._replace(repeat=1), home)
+        assert set(found) == set(KINDS)
+        assert found["bias 0.5"] > found["noise 2.0"]  # a bias costs little: with ten other seeds by at least 0.12
 
 
 def test_a_second_run_resumes(home, tmp_path, one_setting, capsys):

@@ -137,43 +137,37 @@ def run(tmp_path, monkeypatch, capsys):
     return main
 
 
+def check_resumes(path, run, table, lost):
+    """Of some lost rows and an altered one, only the lost ones are measured again."""
+    rows = read(path)
+    rows[0]["accuracy"] = "0.123"
+    write(path, rows[:-lost])
+    assert "0.123" in run("--table", table)
+    assert [row["accuracy"] for row in read(path)] == [row["accuracy"] for row in rows]
+    assert list(path.parent.iterdir()) == [path]
+
+
 @pytest.mark.full
 def test_the_quick_version_resumes(tmp_path, run):
-    first = run("--table", "accuracy")
-    rows = read(tmp_path / "retrieval_quick.csv")
+    first, rows = run("--table", "accuracy"), read(tmp_path / "retrieval_quick.csv")
     assert len(rows) == len(measurements("accuracy", QUICK, images=False))
     found = {row["system"]: float(row["accuracy"]) for row in rows if row["noise"] == "0.4"}
     assert found["M-Hop"] < found["A-Hop, debias"] <= found["Bayes limit"]
     assert found["Bayes limit, bias guessed"] < found["Bayes limit"]
     for system in found:
         assert re.search(rf"^\| {re.escape(system)} \| \*{{0,2}}\d\.\d+", first, flags=re.MULTILINE)
-
-    # Of two lost rows and an altered one, only the lost ones are measured again.
-    rows[0]["accuracy"] = "0.123"
-    write(tmp_path / "retrieval_quick.csv", rows[:-2])
-    second = run("--table", "accuracy")
-    again = read(tmp_path / "retrieval_quick.csv")
-    assert [row["accuracy"] for row in again] == [row["accuracy"] for row in rows]
-    assert "0.123" in second
-    assert [path.name for path in tmp_path.iterdir()] == ["retrieval_quick.csv"]
+    check_resumes(tmp_path / "retrieval_quick.csv", run, "accuracy", 2)
 
 
 @pytest.mark.full
 def test_two_phases_resume(tmp_path, run):
-    path = tmp_path / "multimodal_quick.csv"
-    first, rows = run("--table", "multimodal"), read(path)
+    first, rows = run("--table", "multimodal"), read(tmp_path / "multimodal_quick.csv")
     found = {(row["system_1"], row["system_2"]): float(row["accuracy"]) for row in rows}
     assert list(found) == list(MULTIMODAL)
     assert found["M-Hop", "M-Hop"] < found["A-Hop, debias", "A-Hop, debias"]
     for (one, two), value in found.items():
         assert re.search(rf"^\| {one} \| {two} \| \*{{0,2}}{value:.3f}\*{{0,2}} \|$", first, flags=re.MULTILINE)
-
-    rows[0]["accuracy"] = "0.123"
-    write(path, rows[:-1])
-    assert "0.123" in run("--table", "multimodal")
-    again = read(path)
-    assert [row["accuracy"] for row in again] == [row["accuracy"] for row in rows]
-    assert [path.name for path in tmp_path.iterdir()] == ["multimodal_quick.csv"]
+    check_resumes(tmp_path / "multimodal_quick.csv", run, "multimodal", 1)
 
 
 @pytest.mark.parametrize("damaged", ["", "mask_1", "mask_2"])
@@ -197,22 +191,6 @@ def test_the_sides_of_a_concept_are_different_digits(count):
     shared = 2 * count - len(torch.cat(sides).unique(dim=0))
     assert shared == max(0, 2 * count - 1797)
     assert not torch.equal(digit_pairs(count, run=1)[0], sides[0])
-
-
-def test_two_phases_show_the_figures_of_the_paper():
-    rows = [
-        {"concepts": str(each.concepts), "system_1": each.system_1, "system_2": each.system_2, "accuracy": "0.5"}
-        for each in multimodal.measurements(Size(runs=2))
-    ]
-    shown = report.pair_table(rows).splitlines()
-    assert shown[-1].count("**0.500 ± 0.000**") == 4
-    for line, figures in zip(shown[-5:], MULTIMODAL.values(), strict=True):
-        assert [cell.strip() for cell in line.split("|")[4:-1:2]] == [f"{figure:.3f}" for figure in figures.values()]
-
-
-def test_the_levels_of_two_phases_are_those_of_the_example():
-    levels = [(each.mask, each.noise, each.bias) for each in (IMAGES, TRACES)]
-    assert levels == [multimodal.QUERY_LEVELS, multimodal.TRACE_LEVELS]
 
 
 def test_a_given_folder_must_have_mnist(tmp_path, monkeypatch):
@@ -249,19 +227,6 @@ def test_timing_compares_with_the_reference(tmp_path, run, monkeypatch):
     assert len(recalls) >= 4 * len(rows)  # a warm-up, and at least three for the median
 
 
-@pytest.mark.parametrize(("milliseconds", "calls"), [(1, 20), (100, 10), (900, 3)])
-def test_a_recall_time_is_the_median_of_several_calls(milliseconds, calls, monkeypatch):
-    now, made = [0.0], []
-
-    def call():
-        made.append(None)
-        now[0] += milliseconds / 1000 * (7 if len(made) == 1 else 1)  # the first call is slower
-
-    monkeypatch.setattr(retrieval.time, "perf_counter", lambda: now[0])
-    assert retrieval.median_milliseconds(call) == pytest.approx(milliseconds)
-    assert max(3, calls - 6) <= len(made) <= calls + 6
-
-
 def test_the_tables_are_those_of_the_paper():
     """Twelve mixtures by two sizes, four columns of accuracy, five runs, every ablation, five pairs by four sizes."""
     tables = {name: measurements(name, Size(), images=True) for name in ("figure", "accuracy", "ablations")}
@@ -270,6 +235,16 @@ def test_the_tables_are_those_of_the_paper():
     assert {each.system for table in ("accuracy", "ablations") for each in tables[table]} >= set(RETRIEVAL)
     pairs = multimodal.measurements(Size())
     assert len({(each.concepts, each.system_1, each.system_2, each.run) for each in pairs}) == len(pairs) == 4 * 5 * 5
+    rows = [
+        {"concepts": str(each.concepts), "system_1": each.system_1, "system_2": each.system_2, "accuracy": "0.5"}
+        for each in multimodal.measurements(Size(runs=2))
+    ]
+    shown = report.pair_table(rows).splitlines()
+    assert shown[-1].count("**0.500 ± 0.000**") == 4
+    for line, figures in zip(shown[-5:], MULTIMODAL.values(), strict=True):
+        assert [cell.strip() for cell in line.split("|")[4:-1:2]] == [f"{figure:.3f}" for figure in figures.values()]
+    levels = [(each.mask, each.noise, each.bias) for each in (IMAGES, TRACES)]  # of the example
+    assert levels == [multimodal.QUERY_LEVELS, multimodal.TRACE_LEVELS]
 
 
 @pytest.mark.parametrize("matrix", ["triangle", "identity", "random"])

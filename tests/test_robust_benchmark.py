@@ -68,6 +68,7 @@ def test_missing_and_scale(run):
     assert "| factor | 0.001 | 1 | 1000 |" in shown
 
 
+@pytest.mark.full
 def test_pairs(run, tmp_path):
     rows, shown = run("pairs", "faces16")
     assert [(row["method"], row["level"]) for row in rows] == [("not fitted", "0"), ("damage", "0"), ("pairs", "16")]
@@ -77,6 +78,7 @@ def test_pairs(run, tmp_path):
     assert (tmp_path / "pairs.png").stat().st_size > 5_000
 
 
+@pytest.mark.full
 def test_ablation(run):
     rows, shown = run("ablation", "digits")
     assert [method for (method,) in group(rows, "method")] == [*report.ABLATION]

@@ -56,15 +56,12 @@ def test_attention_alone_is_compared_with_the_dot_product(tmp_path):
     ]
     assert rows[0]["seconds"] == rows[1]["sdpa seconds"]
     assert vit_report.of_attention(rows).splitlines()[2].split(" | ")[2::2] == ["1.00", "1.00 |"]
-
-
-@pytest.mark.parametrize("name", vit_layers.TIMED)
-def test_attention_alone_has_no_projections(name):
-    framework("timm")
-    layer, x = vit_layers.bare_attention(vit_layers.TIMED[name], "cpu"), torch.randn(1, 3, 3 * vit_layers.WIDTH)
-    assert layer(x).shape == (1, 3, vit_layers.WIDTH)
-    owners = {parameter.rpartition(".")[0] for parameter, _ in layer.named_parameters()}
-    assert owners == (set() if name == "dot" else {"similarity"})
+    x = torch.randn(1, 3, 3 * vit_layers.WIDTH)
+    for name, candidate in vit_layers.TIMED.items():  # without projections
+        layer = vit_layers.bare_attention(candidate, "cpu")
+        assert layer(x).shape == (1, 3, vit_layers.WIDTH)
+        owners = {parameter.rpartition(".")[0] for parameter, _ in layer.named_parameters()}
+        assert owners == (set() if name == "dot" else {"similarity"})
 
 
 def test_one_layer_at_a_constant_number_of_tokens(tmp_path, monkeypatch):
@@ -103,18 +100,14 @@ def test_candidates_take_turns():
     assert set(times) == {"a", "b"}
 
 
-def test_a_missing_package_is_named(monkeypatch, tmp_path):
+def test_a_missing_package_and_unknown_attentions_are_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(SystemExit, match=r"expected the package timm \(pip install timm\), got: .*timm"):
         vit.main([*SMALL, "--parts", "eager", "--output", str(tmp_path / "vit.csv")])
-
-
-def test_layers_have_no_last_blocks(capsys):
     with pytest.raises(SystemExit):
         vit.parse(["--attentions", "last 4"])
-    assert "expected attentions of one layer for the parts attention, memory, compile-time, got last 4" in (
-        capsys.readouterr().err
-    )
+    expected = "expected attentions of one layer for the parts attention, memory, compile-time, got last 4"
+    assert expected in capsys.readouterr().err
 
 
 def made_row(part, model, attention, label, speed, memory="", settings=None):
