@@ -695,6 +695,7 @@ def fit(p, data, **keywords):
         (lambda p: AssociativeMemory(p).add(p[:, :3]), r"patterns must be \(..., d\) with the d = 4 of"),
         (lambda p: AssociativeMemory(p, "dot").fit(NOISY), "must have trainable parameters, got none"),
         (lambda p: fit(p, (p, p, p)), "data must be a variant or a pair .*, got tuple"),
+        (lambda p: fit(p, None, epochs=1), "data must be a variant or a pair .*, got NoneType"),
         (lambda p: fit(p, (torch.zeros(2).long(), p)), r"got \(2,\) and \(6, 4\)"),
         (lambda p: fit(p, ("a", p)), "index must be integers .* got str"),
         (lambda p: fit(p, (torch.tensor([0]), None)), "query must be a tensor, got NoneType"),

@@ -252,6 +252,8 @@ def test_tables_follow_the_definition_for_all_combinations_of_known_dimensions(m
     scores, complete = similarity(query, key, missing=True), similarity(query, key)
     assert make_table is AdaptiveTableSimilarity or torch.equal(scores, complete)
     torch.testing.assert_close(scores, complete)
+    memory, query = ah.AssociativeMemory(unknown(random(20, 6), 0.3), similarity), unknown(query.detach(), 0.3)
+    torch.testing.assert_close(memory.scores(query), by_pairs(similarity, query, memory.patterns))
 
 
 def test_tables_count_common_dimensions_beyond_the_integers_of_half_precision():
