@@ -151,7 +151,7 @@ def mixed_accuracy(memory, variant):
 @pytest.mark.parametrize("keywords", [{}, {"bases": ("l1", ("near", 0.1)), "init": "l1"}, {"blocks": [None, 8]}])
 def test_weights_of_a_network_are_solved(keywords):
     """Solved weights are about as good as trained ones, with every bias, base and block."""
-    patterns = uniform(200, 32) * 2 - 1
+    patterns = uniform(300, 32) * 2 - 1
     variant = ah.variants.Mixed(0.4, 0.1, 0.5, seed=1)
     memory, trained = (ah.AssociativeMemory.preset("A-Hop", patterns, debias=True, **keywords) for _ in range(2))
     before = mixed_accuracy(memory, variant)
