@@ -1,4 +1,4 @@
-"""Plots of attention maps, learned footprint weights, the steps that compute a score, and similarities of blocks.
+"""Plots of attention maps, learned weights, the steps that compute a score, similarities of blocks, and explanations.
 
 Matplotlib is imported by the first call. Figures follow its current style, and their colors are legible on light and
 dark backgrounds. They are not attached to a window: save them, or display them in a notebook. Every function returns
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_module, describe
+from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops.reference import fold
 from ahop_layers.similarity import AdaptiveSimilarity, named_similarities
 
@@ -265,6 +266,45 @@ def block_map(
     values = similarity.block_similarities(*rows, base or similarity.bases[0], resolution)[0, 0].float().cpu()
     pixels = values[similarity.blocks[resolution].numbers(similarity.dim)].reshape(-1, *query.shape[-2:]).mean(0)
     return _show(pixels, title, ax, cmap="inferno")[0]
+
+
+@torch.no_grad()
+def explanation(memory: AssociativeMemory, query: Any, index: int | None = None) -> "Figure":
+    """Plots a query, the pattern that a memory finds for it, and what each value adds to the score.
+
+    Args:
+        memory: an associative memory.
+        query: one query, an image if the patterns are images.
+        index: the pattern; None for the one with the largest score.
+
+    >>> import ahop_layers as ah
+    >>> memory = ah.AssociativeMemory(torch.rand(9, 8, 8))
+    >>> [axis.get_title() for axis in explanation(memory, memory.patterns[3]).axes]
+    ['query', 'pattern 3', 'share of the score']
+    """
+    reasons = torch.as_tensor(memory.explain(query, index))
+    shape = memory.patterns.shape[1:]
+    if reasons.shape != shape:
+        raise AHopError(f"query must be one query of the shape {tuple(shape)}, got several")
+    found = int(memory.recall(query)) if index is None else index
+    asked = torch.as_tensor(query).reshape(shape).float().cpu()
+    match, reasons = memory.patterns[found].float().cpu(), reasons.float().cpu()
+    titles = ("query", f"pattern {found}", "share of the score")
+    if len(shape) == 1:
+        figure, axes = _panels(None, 3, 1, size=(5.0, 1.1), sharey=False)
+        for (axis,), values, title in zip(axes, (asked, match, reasons), titles, strict=True):
+            axis.bar(range(len(values)), values.nan_to_num(0.0).numpy(), color=COLORS["dot"])
+            axis.set_title(title, fontsize="small")
+            _style(axis)
+        return figure
+    figure, axes = _panels(None, 1, 3, size=(2.2, 2.4))
+    low = reasons.sum(0) if reasons.ndim == 3 else reasons
+    pixels = (_as_pixels(asked.nan_to_num(0.0)), _as_pixels(match.nan_to_num(0.0)), low)
+    for axis, image, title in zip(axes[0], pixels, titles, strict=True):
+        axis.imshow(image.numpy(), cmap="inferno" if image is low else "gray")
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(title, fontsize="small")
+    return figure
 
 
 def _check_headless(similarity: object) -> None:

@@ -1,4 +1,4 @@
-"""Widths of saturating bases and units of dimensions, from the differences between stored patterns."""
+"""Scales of stored patterns: widths of saturating bases, units of dimensions, and the scale of all values."""
 
 from collections.abc import Sequence
 
@@ -60,3 +60,15 @@ def units(values: Tensor) -> Tensor:
     scale = torch.where(median > 0, median, mean)
     varies = scale > 0
     return torch.where(varies, scale, scale[varies].median() if varies.any() else 1.0)
+
+
+@torch.no_grad()
+def scale_of(patterns: Tensor) -> float:
+    """The half width of a uniform distribution with the variance of the patterns: 1 for patterns uniform in [-1, 1].
+
+    It estimates the variance about the mean of each dimension from at most 2**21 values. It is 1 for equal patterns.
+    """
+    rows = patterns[:: max(1, patterns.numel() // 2**21)]
+    values = rows.to(accumulation_dtype(rows.dtype))
+    scale = (3 * (values - values.nanmean(0)).square().nanmean()).sqrt().item()
+    return scale if scale > 0 else 1.0

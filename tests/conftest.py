@@ -58,7 +58,8 @@ def _numerics() -> Iterator[None]:
 @pytest.fixture
 def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solve fits of a memory from few queries, candidates and steps."""
-    from ahop_layers.memory import memory, questions, regression, solve
+    from ahop_layers.learning import questions, regression, solve
+    from ahop_layers.memory import memory
 
     sizes = {"QUERIES": 128, "MOST_QUERIES": 128, "TRIAL": 64, "TRIAL_CANDIDATES": 32, "CANDIDATES": 64, "STEPS": 30}
     for name, value in sizes.items():

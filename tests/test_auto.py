@@ -241,7 +241,7 @@ def test_a_failed_load_leaves_the_scores_unchanged():
     before, text = memory.scores(query), str(memory)
     for name in ("other", "beta"):
         with pytest.raises(RuntimeError, match=name):
-            memory.load_state_dict(source.state_dict() | {name: torch.zeros(3)})
+            memory.load_state_dict(source.state_dict() | {name: torch.ones(3)})
         assert str(memory) == text
         assert torch.equal(memory.scores(query), before)
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.memory.arranged import arranged_patterns
 
 NUMBERS = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2])
 BLOCKS = {
@@ -85,7 +84,7 @@ def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(mo
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
     expected = memory.scores(query)
     assert memory.similarity.norm_0 > 0
-    monkeypatch.setattr("ahop_layers.memory.scoring.BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.memory.search.BLOCK_ELEMENTS", 24)
     torch.testing.assert_close(memory.scores(query), expected)  # a sum of a row may depend on the number of rows
     monkeypatch.setattr("ahop_layers.blocks.SLICE_ELEMENTS", 24)
     again = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
@@ -115,7 +114,7 @@ def check_scores(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "table"), [("permuted", True), ("unequal", False), ("several", True)])
 def test_a_memory_scores_its_present_patterns(name, table, monkeypatch):
-    monkeypatch.setattr("ahop_layers.memory.scoring.BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.memory.search.BLOCK_ELEMENTS", 24)
     memory = trained_memory(ARRANGED[name], table)
     check_scores(memory)
     memory.add(torch.randn(7, 8))
@@ -141,7 +140,7 @@ def test_users_see_patterns_in_their_own_order(blocks):
     patterns = memory.patterns.clone()
     memory.scores(patterns)
     learned = {f"similarity.{name}" for name in memory.similarity.state_dict()}
-    assert set(memory.state_dict()) == {"patterns", "beta", *learned}
+    assert set(memory.state_dict()) == {"patterns", "beta", "calibration", "foreign", *learned}
     for stored in (memory.patterns, memory.state_dict()["patterns"]):
         assert torch.equal(stored, patterns)
     scores = memory.similarity(query, patterns)
@@ -153,7 +152,7 @@ def test_the_arranged_copy_is_kept_with_the_patterns():
     memory = trained_memory([2, INTERLEAVED])
 
     def copies():
-        return arranged_patterns(memory.similarity, memory.patterns)
+        return memory._scorer()._arranged()
 
     none, first = copies()
     assert none is None  # consecutive blocks need no copy
@@ -174,11 +173,11 @@ def test_the_arranged_copy_is_kept_with_the_patterns():
 
 def test_large_memories_and_learned_patterns_have_no_copy(monkeypatch):
     memory = trained_memory(INTERLEAVED)
-    monkeypatch.setattr("ahop_layers.memory.arranged.KEPT_ELEMENTS", 30 * 8 - 1)
-    assert arranged_patterns(memory.similarity, memory.patterns) is None
+    monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 30 * 8 - 1)
+    assert memory._scorer()._arranged() is None
     check_scores(memory)
-    monkeypatch.setattr("ahop_layers.memory.arranged.KEPT_ELEMENTS", 30 * 8)
-    assert arranged_patterns(memory.similarity, memory.patterns) is not None
+    monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 30 * 8)
+    assert memory._scorer()._arranged() is not None
     memory.patterns.requires_grad_()
     memory.scores(torch.randn(2, 8)).sum().backward()
     assert memory.patterns.grad.any()

@@ -133,7 +133,7 @@ def test_commands_of_the_index_and_the_gallery_are_valid(tmp_path, monkeypatch):
 
 
 def test_every_script_has_the_common_options():
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"} == set(EXAMPLES)
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__", "serve"} == set(EXAMPLES)
     for name, module in EXAMPLES.items():
         assert {"--seed", "--out", "--overwrite"} <= set(module.make_parser()._option_string_actions), name
 

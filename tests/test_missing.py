@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.memory import AdaptiveTableSimilarity, TableSimilarity, scoring
+from ahop_layers.memory import AdaptiveTableSimilarity, TableSimilarity
+from ahop_layers.memory import search as search_module
 from ahop_layers.ops import chunked, reference
 
 SIMILARITIES = ["auto", "dot", "dis", "l1", "adaptive", "normalized", "table"]
@@ -154,8 +155,8 @@ def test_results_are_those_of_the_known_values(similarity, asked, stored, monkey
     memory, query = make(similarity, unknown(random(40, 9), stored)), unknown(random(7, 9, seed=2), asked, 3)
     scores = by_hand(memory, query)
     check(memory, query, scores)
-    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 9 * 7)  # NaN in some blocks alone
-    monkeypatch.setattr(scoring, "QUERY_ROWS", 3)
+    monkeypatch.setattr(search_module, "BLOCK_ELEMENTS", 9 * 7)  # NaN in some blocks alone
+    monkeypatch.setattr(search_module, "QUERY_ROWS", 3)
     check(memory, query, scores)
 
 
@@ -330,7 +331,7 @@ def test_missing_values_are_found_at_least_as_often_as_by_nan_euclidean(share):
 @pytest.mark.full
 def test_a_fit_finds_noisy_and_missing_values_as_often_as_nan_euclidean(monkeypatch):
     for name in ("QUERIES", "MOST_QUERIES"):
-        monkeypatch.setattr(f"ahop_layers.memory.questions.{name}", 512)
+        monkeypatch.setattr(f"ahop_layers.learning.questions.{name}", 512)
     patterns = random(300, 24, dtype=torch.float32)
     noisy = patterns + 0.9 * random(300, 24, seed=2, dtype=torch.float32)
     memory = ah.AssociativeMemory(patterns)

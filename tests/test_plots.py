@@ -191,3 +191,18 @@ def test_text_and_lines_contrast_with_light_and_dark_backgrounds(model, style):
     axis = figure.axes[0]
     for color in (axis.title.get_color(), *(line.get_color() for line in axis.lines)):
         assert np.abs(np.array(matplotlib.colors.to_rgb(color)) - background).max() > 0.3
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4), (3, 2, 2)])
+def test_an_explanation_shows_query_pattern_and_contributions(shape):
+    memory = ah.AssociativeMemory(torch.rand(9, *shape))
+    query = memory.patterns[4].clone()
+    query.view(-1)[:2] = torch.tensor([5.0, torch.nan])
+    figure = plots.explanation(memory, query)
+    assert [axis.get_title() for axis in figure.axes] == ["query", "pattern 4", "share of the score"]
+    last = figure.axes[-1]
+    drawn = [bar.get_height() for bar in last.patches] if len(shape) == 1 else last.images[0].get_array().sum()
+    torch.testing.assert_close(float(np.sum(drawn)), memory.search(query).scores.item(), rtol=1e-4, atol=1e-4)
+    assert plots.explanation(memory, query, index=2).axes[1].get_title() == "pattern 2"
+    with pytest.raises(ah.AHopError, match="query must be one query of the shape"):
+        plots.explanation(memory, memory.patterns[:2])

@@ -14,7 +14,8 @@ import torch
 from torch import distributed, nn
 
 import ahop_layers as ah
-from ahop_layers.memory import questions, scoring
+from ahop_layers.learning import questions
+from ahop_layers.memory import search as search_module
 from ahop_layers.memory.shards import Shard
 from ahop_layers.variants import Mixed, Noisy
 
@@ -122,6 +123,7 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
     def shard(*arguments: Any, **keywords: Any) -> None:
         ah.AssociativeMemory(*arguments, **keywords).shard_(group)
 
+    agree = "all ranks of a sharded memory must make the same call, got"
     calls = {
         f"shard_ must be called once, got a memory that is sharded over {ranks} ranks": lambda: memory.shard_(group),
         "add must be called before shard_, got a memory that is sharded": lambda: memory.add(PATTERNS, labels=LABELS),
@@ -131,6 +133,10 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
         f"the memory must have a pattern for each of {ranks} ranks, got 1 patterns": lambda: shard(PATTERNS[:1]),
         "patterns must have the same shape and dtype on all ranks, got (10": lambda: shard(PATTERNS[: 100 + rank]),
         "labels must be equal on all ranks of a sharded": lambda: shard(PATTERNS, labels=LABELS + rank),
+        "patterns must be equal on all ranks of a sharded": lambda: shard(PATTERNS + rank),
+        f"{agree} search(k=": lambda: memory.search(QUERIES, 1 + rank),
+        f"{agree} ": lambda: (memory.classify, memory.scores)[rank % 2](QUERIES),
+        f"{agree} fit(": lambda: memory.fit(PAIRS, seed=rank),
         "data must be equal on all ranks of a sharded": lambda: memory.fit((PAIRS[0], PAIRS[1] + rank), progress=False),
     }
     return {text: message(call) for text, call in calls.items()}
@@ -144,7 +150,7 @@ def loaded() -> ah.AssociativeMemory:
     return memory
 
 
-def states(group: Any) -> dict[str, object]:
+def states(group: Any, folder: str) -> dict[str, object]:
     """Saves, loads, copies and converts sharded memories."""
     memory = make("A-Hop").shard_(group)
     keys, part = set(memory.state_dict()), memory.patterns
@@ -152,7 +158,12 @@ def states(group: Any) -> dict[str, object]:
     message(memory.load_state_dict, make("A-Hop").state_dict() | {"similarity.w": torch.zeros(2, 9)})
     memory.load_state_dict(memory.state_dict())
     double = copy.deepcopy(memory).double()
+    memory.save(f"{folder}/memory.safetensors")
+    distributed.barrier(group)
     return {
+        "saved": answers(ah.AssociativeMemory.load(f"{folder}/memory.safetensors"), QUERIES),
+        "confidence": memory.search(QUERIES, 2).confidence,
+        "reasons": memory.explain(QUERIES),
         "keys": keys,
         "part": part,
         "loaded": answers(memory, QUERIES),
@@ -168,24 +179,25 @@ def own_answers(rank: int, group: Any) -> dict[str, torch.Tensor]:
     return answers(memory.shard_(group), batch_of(rank))
 
 
-def work(rank: int, group: Any) -> dict[str, object]:
+def work(rank: int, group: Any, folder: str) -> dict[str, object]:
     """Returns the results of a rank of a group; None is the group of all processes."""
     return {
         "answers": {name: answers(make(name).shard_(group), QUERIES) for name in MEMORIES},
         "own answers": own_answers(rank, group),
         "fits": {name: fitted(name, make(kind).shard_(group)) for name, (kind, _) in FITS.items()},
         "gradients": sharded_gradients(rank, group),
-        "states": states(group),
+        "states": states(group, folder),
         "refusals": refusals(rank, group),
     }
 
 
 def run(rank: int, folder: str, ranks: int) -> None:
     torch.set_num_threads(1)
-    scoring.BLOCK_ELEMENTS = 8 * 30  # several blocks in each shard
+    search_module.BLOCK_ELEMENTS = 8 * 30  # several blocks in each shard
     questions.QUERIES = questions.MOST_QUERIES = 128
     distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    torch.save(work(rank, distributed.new_group([0, 1]) if ranks == 2 else None), f"{folder}/{rank}.pt")
+    group = distributed.new_group([0, 1]) if ranks == 2 else None
+    torch.save(work(rank, group, folder), f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -245,6 +257,9 @@ def test_a_sharded_memory_is_saved_loaded_copied_and_converted(results):
     expected = loaded()
     for rank in results:
         compare(rank["states"]["loaded"], answers(expected, QUERIES))
+        compare(rank["states"]["saved"], answers(expected, QUERIES))
+        torch.testing.assert_close(rank["states"]["confidence"], expected.search(QUERIES, 2).confidence)
+        torch.testing.assert_close(rank["states"]["reasons"], expected.explain(QUERIES))
         assert rank["states"]["keys"] == set(make("A-Hop").state_dict()) - {"patterns", "labels"}
         assert rank["states"]["converted"] == (torch.float64, torch.int64)
         assert torch.equal(rank["states"]["copied"], copy.deepcopy(expected).double().recall(QUERIES.double()))
@@ -278,11 +293,12 @@ def test_a_failed_communication_is_not_blamed_on_the_device(group, monkeypatch):
         memory.search(torch.eye(3))
     assert not isinstance(raised.value, ah.AHopError)
     with pytest.raises(ah.AHopError, match="group must support tensors on meta"):
-        Shard(None, 3, 1.0, torch.device("meta"))
+        Shard(None, 3, torch.device("meta"))
 
 
 def test_invalid_queries_raise_on_every_rank(group, monkeypatch):
     memory, gather = ah.AssociativeMemory(torch.eye(3)).shard_(), Shard.gather
+    monkeypatch.setattr(Shard, "agree", lambda self, call, device: None)
     sent = []
     monkeypatch.setattr(Shard, "gather", lambda self, tensor: sent.append(tensor) or gather(self, tensor))
     with pytest.raises(ah.AHopError, match="queries x must be"):

@@ -9,7 +9,7 @@ import torch
 from new_tensors import LargestNewTensor
 
 import ahop_layers as ah
-from ahop_layers.memory import scoring
+from ahop_layers.memory import search as search_module
 from ahop_layers.memory import shortlist as shortlist_module
 from ahop_layers.variants import Mixed
 
@@ -125,10 +125,10 @@ def test_memory_is_bounded(monkeypatch):
     """No tensor is as large as queries x patterns, or as queries x shortlist x dimensions."""
     memory, x = MEMORIES["A-Hop"](patterns(2000).double()), torch.randn(20, D).double()
     expected = memory.search(x, 3, shortlist=200)[1]
-    monkeypatch.setattr(scoring, "BLOCK_ELEMENTS", 2**13)
+    monkeypatch.setattr(search_module, "BLOCK_ELEMENTS", 2**13)
     monkeypatch.setattr(shortlist_module, "SAMPLE_ELEMENTS", 2**13)
     monkeypatch.setattr(shortlist_module, "FIRST_STAGE_SCORES", 2**13)
-    monkeypatch.setattr("ahop_layers.memory.search.RANKED_SCORES", 2**13)
+    monkeypatch.setattr("ahop_layers.memory.arrays.RANKED_SCORES", 2**13)
     plain = ah.AssociativeMemory(memory.patterns)
     with LargestNewTensor() as largest:
         assert torch.equal(memory.search(x, 3, shortlist=200)[1], expected)

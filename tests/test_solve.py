@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.memory.ranks import bin_edges, block_features, pools
-from ahop_layers.memory.regression import Problem
+from ahop_layers.learning.ranks import bin_edges, block_features, pools
+from ahop_layers.learning.regression import Problem
 
 pytestmark = pytest.mark.usefixtures("small_fit")
 
@@ -88,7 +88,7 @@ def test_learned_similarity_beats_l1_at_any_scale():
 def test_dimensions_in_different_units_get_units_of_their_own(monkeypatch):
     sizes = {"questions.QUERIES": 256, "questions.MOST_QUERIES": 256, "solve.TRIAL": 256, "solve.TRIAL_CANDIDATES": 96}
     for name, value in sizes.items():  # trials as by default: few queries say little about units
-        monkeypatch.setattr(f"ahop_layers.memory.{name}", value)
+        monkeypatch.setattr(f"ahop_layers.learning.{name}", value)
 
     def damage(unit):
         wrong = replaced(0.6, 0.0, unit)
@@ -129,7 +129,7 @@ def test_missing_values_are_learned_with():
 
 def test_a_fixed_score_is_the_result_where_learning_does_not_pay(monkeypatch):
     """A solution that is always wrong leaves the best of the fixed scores, or the weights that there are."""
-    monkeypatch.setattr("ahop_layers.memory.regression.solve", lambda problem, start, *rest: -torch.ones_like(start))
+    monkeypatch.setattr("ahop_layers.learning.regression.solve", lambda problem, start, *rest: -torch.ones_like(start))
     memory = ah.AssociativeMemory(uniform(60, 16))
     report = memory.fit(ah.variants.Noisy(0.01))
     rows = dict(report.rows)

@@ -1,7 +1,8 @@
-"""Associative memories: retrieval of stored patterns from corrupted queries."""
+"""Associative memories: retrieval of stored patterns from damaged queries."""
 
-from ahop_layers.memory.kernel import KernelModulation
+from ahop_layers.memory.confidence import Hits
 from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.presets import KernelModulation
 from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
 
-__all__ = ["AdaptiveTableSimilarity", "AssociativeMemory", "KernelModulation", "TableSimilarity"]
+__all__ = ["AdaptiveTableSimilarity", "AssociativeMemory", "Hits", "KernelModulation", "TableSimilarity"]

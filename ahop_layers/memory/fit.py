@@ -1,21 +1,34 @@
-"""Training of associative memories: optimizer, learning-rate schedule and choice of the best parameters.
+"""Training by gradients, for what is not solved: kernels, tables, and parameters of other modules.
 
-Training synchronizes with a GPU only a few times: about every twentieth loss is read.
+Random numbers are drawn on the device of the patterns, and about every twentieth loss is read: copies from and to a GPU
+synchronize with it.
 """
 
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ahop_layers.errors import AHopError, check_numbers
-from ahop_layers.memory.batches import Batches, Pairs
-from ahop_layers.memory.shards import Shard
+from ahop_layers.errors import (
+    AHopError,
+    check_floating,
+    check_numbers,
+    check_same_device,
+    check_sizes,
+    describe,
+    has_unknown,
+)
+from ahop_layers.learning.questions import Pairs
+from ahop_layers.memory.labels import Classes, class_logsumexp, leave_out
+from ahop_layers.memory.shards import Rows, Whole
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.training import trainable_forms, warmup_cosine
+from ahop_layers.variants import Variant
 
 EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
@@ -28,6 +41,33 @@ FORM_STEPS = 40
 
 FORM_EPS = 0.3
 """Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""
+
+HELD_OUT = 512
+"""Largest number of queries that are held out of training."""
+
+HELD_OUT_SHARE = 0.1
+"""Fraction of the given pairs that are held out."""
+
+EVALUATED = 128
+"""Number of held-out queries that are evaluated at once, if a batch is not larger."""
+
+MIN_DEVIATION = 4.0
+"""Smallest standard deviation of the logits of a query at the start of training.
+
+Scores that say little have their smallest loss at a small inverse temperature. The readout is then an average of many
+patterns, and training is slow.
+"""
+
+Measure = Callable[[Iterable[Tensor], Tensor], Tensor]
+"""Computes the mean loss of logits ``(L, B)`` of consecutive blocks of patterns, for targets ``(L,)``."""
+
+
+class Batches(NamedTuple):
+    """The number of steps, an iterator over the batch of each step, and held-out batches."""
+
+    steps: int
+    draws: Iterator[Any]
+    held_out: Sequence[Pairs] = ()
 
 
 class Fitted(NamedTuple):
@@ -47,7 +87,7 @@ def minimize(
     *,
     units: Sequence[tuple[Tensor | None, float]] = (),
     scale: float = 1.0,
-    shard: Shard | None = None,
+    ranks: Whole,
 ) -> Fitted:
     """Take one Adam step per batch. The learning rate rises for a tenth of the steps, then falls to zero.
 
@@ -61,7 +101,7 @@ def minimize(
         progress: whether to show a progress bar.
         units: parameters and the size of a unit of each; the learning rate is in these units. Others have the unit 1.
         scale: scale of the data, for :func:`ahop_layers.training.trainable_forms`.
-        shard: averages gradients over the ranks of a sharded memory; None for a memory on one rank.
+        ranks: averages gradients over the ranks of a sharded memory.
 
     Raises:
         AHopError: there are no trainable parameters, ``lr`` is not a positive number, or the loss or a parameter is not
@@ -83,8 +123,7 @@ def minimize(
             value = loss(batch)
             optimizer.zero_grad()
             torch.autograd.backward(value)
-            if shard is not None:
-                shard.average_gradients(parameters)
+            ranks.average_gradients(parameters)
             optimizer.step()
             schedule.step()
             losses.append(value.detach())
@@ -173,3 +212,194 @@ def _bar(batches: Batches, progress: bool) -> Iterable[Any]:
         batches.draws, total=batches.steps, desc="fit", unit="step"
     )
     return bar
+
+
+# Batches.
+
+
+def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
+    """A random generator on ``device``.
+
+    Its numbers differ from those of a generator with the seed ``seed``: patterns drawn with that seed would otherwise
+    be the values that replace dimensions of the first queries.
+
+    Raises:
+        AHopError: ``seed`` is not an integer of 64 bits.
+    """
+    try:
+        return torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise AHopError(f"seed must be an integer of 64 bits, got {seed!r}") from error
+
+
+def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
+    """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
+
+    Of given pairs, a tenth is held out. A tenth of fewer than 320 pairs is too small an estimate, so all of them are
+    used for training and for evaluation.
+
+    Raises:
+        AHopError: ``data`` is neither a variant nor a pair, or does not match the patterns.
+    """
+    check_sizes(epochs=epochs, batch=batch)
+    epochs, batch = int(epochs), int(batch)  # PyTorch does not accept all integers of NumPy
+    if isinstance(data, Variant):
+        data = data.bind(patterns) if isinstance(patterns, Tensor) else data
+        fresh = sample_pairs(data, patterns, HELD_OUT, generator)
+        draws = (sample_pairs(data, patterns, batch, generator) for _ in range(epochs))
+        return Batches(epochs, draws, _split(fresh, batch))
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
+    index, query = check_pairs(data[0], data[1], patterns)
+    size = min(int(HELD_OUT_SHARE * len(index)), HELD_OUT)
+    mixed = torch.randperm(len(index), generator=generator, device=generator.device)
+    held_out, kept = (mixed[:size], mixed[size:]) if size >= 32 else (mixed[:HELD_OUT], mixed)
+    count = math.ceil(len(kept) / batch)
+
+    def shuffled() -> Iterator[Pairs]:
+        for _ in range(epochs):
+            order = torch.randperm(len(kept), generator=generator, device=generator.device)
+            for rows in torch.tensor_split(kept[order], count):  # of equal size: a small batch has a noisy gradient
+                yield index[rows], query[rows]
+
+    return Batches(epochs * count, shuffled(), _split((index[held_out], query[held_out]), batch))
+
+
+def separation_batches(patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
+    """One batch per epoch: ``batch`` random patterns without replacement."""
+    check_sizes(epochs=epochs, batch=batch)
+    epochs, batch = int(epochs), int(batch)  # PyTorch does not accept all integers of NumPy
+
+    def drawn() -> Iterator[Tensor]:
+        for _ in range(epochs):
+            yield patterns[torch.randperm(len(patterns), generator=generator, device=patterns.device)[:batch]]
+
+    return Batches(epochs, drawn())
+
+
+def sample_pairs(variant: Variant, patterns: Rows, n: int, generator: torch.Generator) -> Pairs:
+    """Draws ``n`` queries as :meth:`ahop_layers.variants.Variant.sample`, the same on all ranks of a sharded memory."""
+    if isinstance(patterns, Tensor):
+        return variant.sample(patterns, n, generator)
+    index = torch.randint(len(patterns), (n,), generator=generator, device=patterns.device)
+    return index, variant.corrupt(patterns[index], generator)
+
+
+def _split(pairs: Pairs, batch: int) -> list[Pairs]:
+    """Splits pairs into batches, so that an evaluation needs little more memory than a step."""
+    return list(zip(*(torch.split(each, max(batch, EVALUATED)) for each in pairs), strict=True))
+
+
+def check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
+    """Returns pairs as tensors; raises unless they fit the patterns. NaN is an unknown value."""
+    check_floating(query=query)
+    check_same_device(query=query, patterns=patterns)
+    try:
+        place = torch.as_tensor(index, device=query.device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise AHopError(f"index must be integers (n,), got {type(index).__name__}") from error
+    if place.ndim != 1 or query.shape != (len(place), patterns.shape[1]) or not len(place):
+        raise AHopError(
+            f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
+            f" got {describe(place)} and {describe(query)}"
+        )
+    integers = not (place.is_floating_point() or place.is_complex() or place.dtype == torch.bool)
+    if not integers or not 0 <= int(place.min()) <= int(place.max()) < len(patterns):
+        got = f"{place.dtype} from {place.min().item()} to {place.max().item()}" if integers else f"{place.dtype}"
+        raise AHopError(f"index must be integers from 0 to {len(patterns) - 1}, got {got}")
+    has_unknown(query=query)
+    return place.long(), query
+
+
+# Estimates before the training.
+
+
+@torch.no_grad()
+def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: int, generator: torch.Generator) -> None:
+    """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
+
+    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. It is 1 if
+    all queries come from one pattern, because they do not determine it then. Gradient descent finds the bias only
+    slowly, and until then the other weights compensate for a wrong one.
+    """
+    if bias.any():
+        return
+    index, query = sample_pairs(data, patterns, 8 * batch, generator) if isinstance(data, Variant) else data
+    wide = accumulation_dtype(query.dtype)
+    query = query.to(wide)
+    origin = torch.where(query.isnan(), torch.nan, patterns[index].to(wide))  # known values alone
+    mean = origin.nanmean(0)
+    deviation = origin - mean
+    total = deviation.square().nansum()
+    varies = total > 1e-6 * origin.square().nansum()  # more than the rounding of the mean
+    slope = torch.where(varies, (deviation * query).nansum() / total, 1.0)
+    bias.copy_((query.nanmean(0) - slope * mean).nan_to_num(0.0))
+
+
+@torch.no_grad()
+def best_inverse_temperature(
+    scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], ranks: Whole
+) -> Tensor:
+    """The factor of the scores that minimizes the loss of ``batches``, a scalar.
+
+    The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
+    them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
+    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers
+    the loss.
+
+    Args:
+        scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
+        measure: computes the loss of scores.
+        batches: targets and queries.
+        ranks: the part of the patterns that ``scores`` and ``measure`` have.
+    """
+    unit = _deviation(scores(batches[0][1]), ranks).reciprocal()
+    count = sum(len(target) for target, _ in batches)
+
+    def search(factors: Tensor) -> Tensor:
+        losses = torch.zeros_like(factors)
+        for target, query in batches:
+            blocks = [block.to(unit.dtype) for block in scores(query)]
+            values = [measure((factor * unit * block for block in blocks), target) for factor in factors]
+            losses += len(target) / count * torch.stack(values)
+        return factors[(losses <= losses.min() + 0.01).int().argmax()]
+
+    octaves = torch.arange(-6, 11, device=unit.device).to(unit.dtype).exp2()
+    best = search(torch.cat([torch.zeros_like(octaves[:1]), octaves]))
+    if best > 0:
+        best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
+    return unit * best.clamp(min=MIN_DEVIATION)
+
+
+def _deviation(blocks: Iterable[Tensor], ranks: Whole) -> Tensor:
+    """The root mean square over queries of the standard deviation of their scores, or 1 if all are equal."""
+    scores = torch.cat(list(blocks), -1)
+    peak = ranks.gather(scores.abs().max().to(accumulation_dtype(scores.dtype))).max()
+    scaled = scores / peak  # because squares can overflow
+    mean = ranks.total(scaled.sum(-1)) / ranks.count
+    variance = ranks.total((scaled - mean[:, None]).square().sum(-1)) / ranks.count
+    deviation = peak * variance.mean().sqrt()
+    return torch.where(deviation > 0, deviation, 1.0)
+
+
+# Losses of the logits ``(L, B)`` of consecutive blocks of the patterns of this rank: the mean over the queries.
+
+
+def pattern_loss(blocks: Iterable[Tensor], index: Tensor, ranks: Whole) -> Tensor:
+    """The loss for queries of the patterns ``index (L,)``."""
+    return ranks.cross_entropy(torch.cat(list(blocks), -1), index)
+
+
+def class_loss(blocks: Iterable[Tensor], target: Tensor, classes: Classes, ranks: Whole) -> Tensor:
+    """The loss for queries of the classes ``target (L,)``, from 0 to ``n_classes - 1``."""
+    return functional.cross_entropy(class_logsumexp(blocks, classes, ranks), target)
+
+
+def label_loss(blocks: Iterable[Tensor], index: Tensor, classes: Classes, ranks: Whole) -> Tensor:
+    """The loss for queries of the classes of the patterns ``index (L,)``, each without that pattern.
+
+    A pattern is kept if it is the only one of its class.
+    """
+    target = ranks.rows(classes.of_pattern)[index]
+    column = (index - ranks.start).masked_fill(classes.counts[target] == 1, -1)
+    return class_loss(leave_out(blocks, column), target, classes, ranks)

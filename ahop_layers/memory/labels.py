@@ -1,15 +1,14 @@
 """Labels of stored patterns: checks, classes, and scores of classes."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.memory.search import from_numpy
-from ahop_layers.memory.shards import Shard
+from ahop_layers.memory.arrays import from_numpy
+from ahop_layers.memory.shards import Whole
 from ahop_layers.ops.reference import accumulation_dtype
 
 
@@ -27,56 +26,99 @@ class Classes(NamedTuple):
     of_pattern: Tensor
 
 
-_kept: MutableMapping[Tensor, tuple[int, Classes]] = WeakTensorKeyDictionary()
+Ids = tuple[str | int, ...]
+"""The name of each pattern."""
 
 
 def as_labels(
-    labels: Any, count: int, device: torch.device | None = None, name: str = "labels", each: str = "pattern"
-) -> Tensor:
-    """Returns a copy of ``labels (count,)`` as int64 on ``device``, by default on their own device.
+    labels: Any,
+    count: int,
+    device: torch.device | None = None,
+    name: str = "labels",
+    each: str = "pattern",
+    names: tuple[str, ...] | None = None,
+    strings: bool | None = None,
+) -> tuple[Tensor, tuple[str, ...] | None]:
+    """Returns a copy of ``labels (count,)`` as int64 on ``device``, and the names of the classes, if they have any.
+
+    Args:
+        labels: integers, or strings: each is then an index of the names.
+        count: the number of labels.
+        device: by default that of the labels.
+        name, each: how errors call the labels, and what each of them belongs to.
+        names: the names of the classes so far; others are appended.
+        strings: whether labels must be strings, or must be integers; None allows both.
 
     Raises:
-        AHopError: ``labels`` is not a tensor, array or sequence of ``count`` integers.
+        AHopError: ``labels`` is not a tensor, array or sequence of ``count`` integers or strings.
     """
-    try:
-        given = torch.as_tensor(from_numpy(labels))
-    except (RuntimeError, TypeError, ValueError):
-        got = getattr(labels, "dtype", type(labels).__name__)
-        raise AHopError(f"{name} must be integers (N,), one for each {each}, got {got}") from None
+    given = from_numpy(labels)
+    if isinstance(given, int):
+        given = torch.tensor(given)
+    if not isinstance(given, Tensor):
+        words = _listed(name, given)
+        if words and all(isinstance(word, str) for word in words):
+            if strings is False:
+                raise AHopError(f"{name} must be integers, as those stored, got strings")
+            names = tuple(sorted(set(words))) if names is None else (*names, *sorted({*words} - {*names}))
+            place = {word: index for index, word in enumerate(names)}
+            given, strings = torch.tensor([place[word] for word in words]), False
+        else:
+            try:
+                given = torch.as_tensor(words)
+            except (RuntimeError, TypeError, ValueError):
+                raise AHopError(f"{name} must be integers or strings (N,), one for each {each}, got others") from None
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise AHopError(f"{name} must be integers (N,), one for each {each}, got {given.dtype}")
+        raise AHopError(f"{name} must be integers or strings (N,), one for each {each}, got {given.dtype}")
     if given.shape != (count,):
         raise AHopError(f"{name} must be (N,) = ({count},), one for each {each}, got {describe(given)}")
-    return given.detach().to(device or given.device, torch.int64, copy=True)
+    if strings:
+        raise AHopError(f"{name} must be strings, as those stored, got integers")
+    if names is not None and count and not 0 <= int(given.min()) <= int(given.max()) < len(names):
+        raise AHopError(f"{name} must be indices of the {len(names)} names of classes, got others")
+    return given.detach().to(device or given.device, torch.int64, copy=True), names
+
+
+def as_ids(ids: Any, count: int | None = None) -> Ids:
+    """Returns ids, strings or integers, as a tuple.
+
+    Raises:
+        AHopError: they are no sequence of strings and integers, not ``count``, or two of them are equal.
+    """
+    given = from_numpy(ids)
+    listed = given.tolist() if isinstance(given, Tensor) and given.ndim == 1 else _listed("ids", given)
+    if not all(isinstance(each, (str, int)) and not isinstance(each, bool) for each in listed):
+        wrong = next(type(each).__name__ for each in listed if not isinstance(each, (str, int)) or each is True)
+        raise AHopError(f"ids must be strings or integers, one for each pattern, got {wrong}")
+    if count is not None and len(listed) != count:
+        raise AHopError(f"ids must be one for each of {count} patterns, got {len(listed)}")
+    if len(set(listed)) < len(listed):
+        seen: set[Any] = set()
+        twice = next(each for each in listed if each in seen or seen.add(each))  # type: ignore[func-returns-value]
+        raise AHopError(f"ids must differ, got {twice!r} more than once")
+    return tuple(listed)
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """Returns a sequence, or an array of strings, as a list."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+        raise AHopError(f"{name} must be a sequence, got {type(values).__name__}")
+    return [each.item() if hasattr(each, "item") else each for each in values]
 
 
 def classes_of(labels: Tensor) -> Classes:
-    """Returns the classes of ``labels (N,)``.
-
-    They are kept for as long as ``labels`` exists, and are computed again if the tensor was modified in place.
-    """
-    if torch.compiler.is_compiling() or labels.is_inference():  # inference tensors have no version counter
-        return _classes(labels)
-    kept = _kept.get(labels)
-    if kept is None or kept[0] != labels._version:
-        # Tensors created in inference mode could not be used with gradients later.
-        with torch.inference_mode(False):
-            kept = _kept[labels] = (labels._version, _classes(labels))
-    return kept[1]
-
-
-def _classes(labels: Tensor) -> Classes:
+    """Returns the classes of ``labels (N,)``."""
     distinct, index, counts = labels.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
     return Classes(distinct, counts, index)
 
 
-def class_logsumexp(blocks: Iterable[Tensor], classes: Classes, shard: Shard | None = None) -> Tensor:
+def class_logsumexp(blocks: Iterable[Tensor], classes: Classes, ranks: Whole) -> Tensor:
     """Returns the log-sum-exp of the scores of each class ``(L, n_classes)``.
 
     Args:
         blocks: the scores ``(L, B)`` of consecutive blocks of patterns.
         classes: the classes of all patterns, and the class of each pattern of this rank.
-        shard: the part of the patterns that ``blocks`` has; None for all.
+        ranks: the part of the patterns that ``blocks`` has.
     """
     totals: list[Tensor] = []
     index, start = classes.of_pattern, 0
@@ -87,7 +129,7 @@ def class_logsumexp(blocks: Iterable[Tensor], classes: Classes, shard: Shard | N
         totals = [torch.logaddexp(*totals)] if len(totals) == 2 else totals
         start = end
     total = totals[0].to(scores.dtype)
-    return total if shard is None else shard.gather(total).logsumexp(0)
+    return total if ranks.ranks == 1 else ranks.gather(total).logsumexp(0)
 
 
 def _block_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
@@ -98,33 +140,6 @@ def _block_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
         shift = lowest.scatter_reduce(-1, index.expand_as(scores), scores, "amax").clamp(limits.min, limits.max)
     exponentials = (scores - shift[:, index]).exp()
     return torch.zeros_like(shift).index_add(-1, index, exponentials).log() + shift
-
-
-def labeled_data(data: Any, classes: Classes, patterns: Tensor, shard: Shard | None) -> tuple[Any, Tensor] | None:
-    """Returns the pairs ``(label, query)`` as ``(class, query)``, and the mean pattern of each class.
-
-    Returns None for other data, such as a variant.
-
-    Args:
-        data: as for :meth:`ahop_layers.AssociativeMemory.fit`.
-        classes: the classes of the patterns.
-        patterns: ``(N, d)``, or the part of this rank.
-        shard: the part of the patterns that ``patterns`` is; None for all.
-
-    Raises:
-        AHopError: a label is not an integer, or no stored pattern has it.
-    """
-    if not isinstance(data, (tuple, list)) or len(data) != 2 or not isinstance(data[1], Tensor) or not data[1].ndim:
-        return None
-    given = as_labels(data[0], len(data[1]), patterns.device, "labels of data", "query")
-    position = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
-    unknown = given[classes.labels[position] != given]
-    if len(unknown):
-        raise AHopError(f"labels of data must be labels of stored patterns, got {unknown[0].item()}")
-    wide = patterns.to(accumulation_dtype(patterns.dtype))
-    sums = wide.new_zeros(len(classes.labels), patterns.shape[1]).index_add(0, classes.of_pattern, wide)
-    sums = sums if shard is None else shard.total(sums)
-    return (position, data[1]), (sums / classes.counts[:, None]).to(patterns.dtype)
 
 
 def leave_out(blocks: Iterable[Tensor], index: Tensor) -> Iterator[Tensor]:

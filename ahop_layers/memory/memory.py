@@ -1,87 +1,125 @@
 """AssociativeMemory: retrieval from stored patterns Xi by ``y = Xi sep(sim(mod(Xi), x))``."""
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ahop_layers.association import Similarity, change, dot_product, iterate
-from ahop_layers.errors import AHopError, check_callable, check_choice, check_sizes
-from ahop_layers.memory import questions
-from ahop_layers.memory.auto import AutoSimilarity, first_inverse_temperature
-from ahop_layers.memory.batches import (
-    Batches,
-    Pairs,
-    check_pairs,
-    retrieval_batches,
-    seeded_generator,
-    separation_batches,
+from ahop_layers.errors import (
+    AHopError,
+    check_callable,
+    check_choice,
+    check_floating,
+    check_numbers,
+    check_probability,
+    check_sizes,
+    describe,
+    has_unknown,
 )
-from ahop_layers.memory.candidates import CANDIDATES, MINED, MOST_MINED
-from ahop_layers.memory.energy import choose_energy
-from ahop_layers.memory.estimates import best_inverse_temperature, estimate_bias, scale_of
-from ahop_layers.memory.fit import Fitted, mean_loss, minimize
-from ahop_layers.memory.kernel import KernelModulation
-from ahop_layers.memory.labels import labeled_data
-from ahop_layers.memory.losses import Measure, class_loss, label_loss, pattern_loss
-from ahop_layers.memory.presets import preset_arguments
-from ahop_layers.memory.scoring import ScoredPatterns
-from ahop_layers.memory.search import Array, as_given, as_queries, from_numpy
-from ahop_layers.memory.shards import Rows, all_rows
-from ahop_layers.memory.solve import Report, learn, solve_weights
-from ahop_layers.memory.store import unchanged_on_error
+from ahop_layers.learning import questions
+from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
+from ahop_layers.learning.candidates import CANDIDATES, MINED, MOST_MINED
+from ahop_layers.learning.questions import Pairs
+from ahop_layers.learning.solve import Report, learn, solve_weights
+from ahop_layers.memory import fit as gradients
+from ahop_layers.memory import storage
+from ahop_layers.memory.arrays import Array, as_given, from_numpy
+from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits, calibrate, contributions
+from ahop_layers.memory.labels import as_labels, class_logsumexp, classes_of
+from ahop_layers.memory.presets import (
+    KernelModulation,
+    choose_energy,
+    describe_parts,
+    make_parts,
+    named_similarity,
+    preset_arguments,
+)
+from ahop_layers.memory.search import BLOCK_SCORES, QUERY_ROWS, Scorer
+from ahop_layers.memory.shards import Shard, Whole
+from ahop_layers.memory.shortlist import Index
+from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity import AdaptiveSimilarity, Associator
 from ahop_layers.variants import Variant, as_damage
+from ahop_layers.widths import scale_of
+
+Memory = TypeVar("Memory", bound="AssociativeMemory")
 
 
-class AssociativeMemory(ScoredPatterns):
-    """Stores patterns and retrieves the one that a corrupted query was made from.
+class _Lock:
+    """A lock that can be copied: each memory has its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return _Lock, ()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class AssociativeMemory(Associator):
+    """Stores patterns and finds the one that a damaged query was made from.
+
+    Threads may search while another one adds or removes patterns: each search sees one state of the memory.
 
     Args:
-        patterns: ``(N, d)``, a tensor or a NumPy array, not copied. NaN is an unknown value. They may be memory-mapped
-            and larger than the memory of the machine (``torch.from_file``, ``torch.load(..., mmap=True)``);
-            :meth:`search` and :meth:`class_scores` read them block by block. If the similarity has blocks that are not
-            consecutive or not of equal width (``blocks`` is a tensor), scoring arranges the patterns by block once and
-            keeps that copy, up to 2**28 elements; larger memories are arranged in each call, to save memory. To need
-            neither, permute the dimensions so that blocks are consecutive, and give their number. The copy is renewed
-            if ``patterns`` is replaced or modified in place, except through ``.data`` or NumPy.
+        patterns: ``(N, d)``, or images ``(N, H, W)`` or ``(N, C, H, W)``: a tensor, an array, a data frame or a list. A
+            tensor or array of floating-point numbers or uint8 is not copied; do not modify it. NaN is an unknown value.
+            Patterns may be memory-mapped and larger than the memory of the machine (``torch.from_file``,
+            ``torch.load(..., mmap=True)``); :meth:`search` and :meth:`class_scores` read them block by block. If the
+            similarity has blocks that are not consecutive or not of equal width (``blocks`` is a tensor), scoring
+            arranges the patterns by block once and keeps that copy, up to 2**28 elements.
         similarity: ``"auto"`` is robust against wrong values, also before :meth:`fit`, see
-            :class:`~ahop_layers.memory.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
+            :class:`~ahop_layers.learning.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
             ``"adaptive"`` is the similarity of A-Hop. A module or function scores queries ``(L, d)`` against keys
             ``(S, d)`` and returns ``(L, S)``.
         separation: a name of :class:`ahop_layers.separation.Separation`, or such a module.
         modulation: a module that transforms patterns ``(S, d)`` before they are scored, or ``None``.
-        labels: the class of each pattern, integers ``(N,)``, for :meth:`classify` and :meth:`class_scores`. They need
-            not be consecutive.
+        labels: the class of each pattern ``(N,)``, integers or strings, for :meth:`classify`, :meth:`class_scores` and
+            the confidence of hits. Integers need not be consecutive.
+        ids: a name of each pattern ``(N,)``, strings or integers, all different.
         prior: learn a log-probability for each pattern that is added to its score, initialized to zero.
         activation: ``"sign"`` for the binary states of the classic networks, or ``None``.
         objective: the loss of :meth:`fit`. ``"retrieval"`` is the loss of the paper, ``"separation"`` the
-            :func:`~ahop_layers.memory.kernel.uniformity_loss` of the modulated patterns.
+            :func:`~ahop_layers.memory.presets.uniformity_loss` of the modulated patterns.
         check: raise if a pattern holds infinity, or no known value. False skips the check, which reads all patterns
             once, and promises that there is no NaN.
         beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
             1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it; a number
-            is kept. It does not change which score is the largest. A state dict
-            has its value, but not whether it was given: a memory that loads one keeps it in a later :meth:`fit` only if
-            it was created with a number as well.
+            is kept. It does not change which score is the largest.
 
     Raises:
         AHopError: an argument is invalid.
 
     >>> import torch, ahop_layers as ah
     >>> patterns = torch.rand(100, 16) * 2 - 1
-    >>> memory = ah.AssociativeMemory(patterns)
+    >>> memory = ah.AssociativeMemory(patterns, ids=[f"pattern {i}" for i in range(100)])
     >>> query = patterns[:3] + 0.01
     >>> query[:, :4], query[:, 4:6] = 5.0, torch.nan
-    >>> memory.recall(query)
-    tensor([0, 1, 2])
+    >>> hits = memory.search(query)
+    >>> hits.ids
+    [['pattern 0'], ['pattern 1'], ['pattern 2']]
     """
+
+    beta: Tensor
+    calibration: Tensor
+    foreign: Tensor
+    _stored: Stored
+    _index: Index | None = None
 
     def __init__(
         self,
@@ -91,23 +129,44 @@ class AssociativeMemory(ScoredPatterns):
         modulation: nn.Module | None = None,
         *,
         labels: Any = None,
+        ids: Any = None,
         prior: bool = False,
         activation: str | None = None,
         objective: str = "retrieval",
         check: bool = True,
         beta: float | None = None,
     ) -> None:
-        super().__init__(patterns, similarity, modulation, labels=labels, prior=prior, check=check, beta=beta)
+        super().__init__()
         check_choice("objective", objective, ("retrieval", "separation"))
         if activation not in (None, "sign"):
             raise AHopError(f"activation must be 'sign' or None, got {activation!r}")
         if objective == "separation" and not isinstance(modulation, KernelModulation):
             raise AHopError(f"objective='separation' needs a KernelModulation, got {type(modulation).__name__}")
+        rows, shape = as_patterns(patterns)
+        self._writing = _Lock()
+        self.prior = nn.Parameter(torch.zeros(len(rows), device=rows.device)) if prior else None
+        stored = self._stored = make_stored(rows, shape, labels, ids, self.prior, check)
+        if self.prior is not None:
+            self.prior.data = self.prior.data.to(stored.dtype)
+        self._set_temperature(beta)
+        self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
+        self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
+        sample = stored.patterns if rows.is_floating_point() else stored.sample(stored.spread())
+        self.similarity = named_similarity(similarity, sample) if isinstance(similarity, str) else similarity
+        self.modulation = modulation
         self.separation = Separation(separation) if isinstance(separation, str) else separation
-        check_callable(separation=self.separation)
+        check_callable(similarity=self.similarity, separation=self.separation)
+        if modulation is not None:
+            check_callable(modulation=modulation)
         self.activation, self.objective = activation, objective
-        if isinstance(self.similarity, AutoSimilarity) and beta is None:
-            self.beta.fill_(first_inverse_temperature(self.similarity, self.patterns))
+        if stored.unknown:
+            self._scorer().check_missing("patterns")
+        if isinstance(self.similarity, AdaptiveSimilarity) and not sample.is_meta:
+            self.similarity.fix_norms_(sample)  # not per block of patterns
+            if not isinstance(self.similarity, AutoSimilarity):
+                self.similarity.fix_widths_(sample)
+            elif beta is None:
+                self.beta.fill_(first_inverse_temperature(self.similarity, sample))
 
     @classmethod
     def preset(cls, name: str, patterns: Any, **keywords: Any) -> "AssociativeMemory":
@@ -116,11 +175,11 @@ class AssociativeMemory(ScoredPatterns):
         Args:
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
-            patterns: ``(N, d)``, a tensor or a NumPy array.
-            keywords: ``labels``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop, whose energy
-                does not increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``,
-                ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop. ``table=True`` adds a
-                learned base similarity to the footprints.
+            patterns: as for :class:`AssociativeMemory`.
+            keywords: ``labels``, ``ids``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop,
+                whose energy does not increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``,
+                ``init``, ``debias``, ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop.
+                ``table=True`` adds a learned base similarity to the footprints.
 
         Raises:
             AHopError: the name is unknown, or the network does not have a keyword.
@@ -130,21 +189,296 @@ class AssociativeMemory(ScoredPatterns):
         >>> memory.similarity
         AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=True)
         """
-        patterns = from_numpy(patterns)
-        return cls(patterns, **preset_arguments(name, patterns, **keywords))
+        rows, _ = as_patterns(patterns)
+        own = {key: keywords.pop(key) for key in ("labels", "ids", "prior", "check", "beta") if key in keywords}
+        if own.get("check", True) and keywords.get("table"):  # which depends on the range of the patterns
+            has_unknown(patterns=rows)
+        sample = rows if rows.is_floating_point() else rows.to(torch.float32)
+        return cls(patterns, **preset_arguments(name, sample, **keywords), **own)
+
+    def __len__(self) -> int:
+        return self._stored.count
+
+    @property
+    def patterns(self) -> Tensor:
+        """The patterns in the shape in which they were given; of a sharded memory, those of this rank."""
+        return self._stored.shaped(self._stored.patterns)
+
+    @patterns.setter
+    def patterns(self, patterns: Any) -> None:
+        rows, shape = as_patterns(patterns)
+        stored = self._stored
+        alone = all(each is None for each in (stored.labels, stored.ids, stored.prior, self.shard))
+        if shape != stored.shape or not (alone or len(rows) == len(stored.patterns)):
+            expected = (len(stored.patterns), *stored.shape)
+            raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
+        unknown = rows.is_floating_point() and has_unknown(patterns=rows)
+        ranks = Whole(len(rows)) if alone else stored.ranks
+        self._stored = replace(stored, patterns=rows, unknown=unknown, ranks=ranks, _kept={})
+
+    @property
+    def labels(self) -> Any:
+        """The class of each pattern ``(N,)``, a list if they are strings; None if there are none."""
+        stored = self._stored
+        return None if stored.labels is None else stored.named(stored.labels)
+
+    @labels.setter
+    def labels(self, labels: Any) -> None:
+        stored = self._unsharded("labels")
+        codes, names = as_labels(labels, len(stored.patterns), stored.patterns.device)
+        self._stored = replace(stored, labels=codes, names=names, classes=classes_of(codes))
+
+    @property
+    def ids(self) -> list[str | int] | None:
+        """The name of each pattern, or None."""
+        return None if self._stored.ids is None else list(self._stored.ids)
+
+    @property
+    def classes(self) -> Any:
+        """The distinct labels in ascending order ``(n_classes,)``, a list if they are strings; None without labels."""
+        stored = self._stored
+        return None if stored.classes is None else stored.named(stored.classes.labels)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The part of the patterns that this rank keeps, if the memory is sharded."""
+        return self._stored.ranks if isinstance(self._stored.ranks, Shard) else None
+
+    # Search.
+
+    def scores(self, x: Array) -> Array:
+        """Scores ``x (..., d)`` against all patterns: ``(..., N)``.
+
+        Here and in the other methods, queries may have the shape of the patterns, such as ``(..., H, W)``, and are
+        converted to their dtype. NumPy arrays are accepted, and the result is then a NumPy array. NaN in a query or a
+        pattern is an unknown value, and a pair is scored by the values that both know: see
+        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf.
+
+        >>> import torch, ahop_layers as ah
+        >>> ah.AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([1., 2., 3.])
+        """
+        scorer = self._scorer("scores")
+        asked = scorer.queries(x)
+        scores: Array = as_given(x, asked.result(scorer.scores(asked.rows, asked.missing)))
+        return scores
+
+    @torch.no_grad()
+    def recall(self, x: Array) -> Array:
+        """Finds the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
+
+        >>> import torch, ahop_layers as ah
+        >>> ah.AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
+        tensor([2, 0])
+        """
+        recalled: Array = self.search(x)[1][..., 0]
+        return recalled
+
+    @torch.no_grad()
+    def search(self, x: Any, k: int = 1, shortlist: int | None = None) -> Hits:
+        """Finds the ``k`` patterns with the largest scores. Memory is independent of N.
+
+        Args:
+            x: queries ``(..., d)``, or in the shape of the patterns.
+            k: number of patterns to find for each query.
+            shortlist: score only this number of patterns for each query, those with the largest approximate scores. The
+                approximation is linear in the patterns and costs one matrix product; after :meth:`build_index`, the
+                index finds the patterns. The result is not exact: a pattern that is not on the shortlist is not found.
+                None scores all patterns.
+
+        Returns:
+            The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
+            index. :class:`~ahop_layers.memory.confidence.Hits` have their ids, labels and confidence as well.
+
+        Raises:
+            AHopError: ``x`` does not match the patterns, ``k`` is not an integer from 1 to N, or ``shortlist`` is not
+                an integer of at least ``k``.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(4), "dot")
+        >>> scores, indices = memory.search(torch.tensor([[0.5, 2.0, 0.0, 1.0], [1.0, 1.0, 1.0, 3.0]]), k=2)
+        >>> scores
+        tensor([[2., 1.],
+                [3., 1.]])
+        >>> indices
+        tensor([[1, 3],
+                [3, 0]])
+        """
+        scorer, index = self._scorer(f"search(k={k!r}, shortlist={shortlist!r})"), self._index
+        count = scorer.stored.count
+        check_sizes(k=k)
+        if k > count:
+            raise AHopError(f"k must be at most the number of patterns, {count}, got {k}")
+        if shortlist is not None:
+            check_sizes(shortlist=shortlist)
+            if shortlist < k:
+                raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
+            shortlist = int(shortlist)
+        asked = scorer.queries(x)
+        found = scorer.search(asked, int(k), shortlist, index)  # PyTorch does not accept all integers of NumPy
+        scores, indices = (as_given(x, asked.result(each)) for each in found[:2])
+        if torch.compiler.is_compiling():
+            return scores, indices  # type: ignore[return-value]
+        return Hits(scores, indices, Asked(x, scorer, asked, found, self._calibrated))
+
+    def class_scores(self, x: Array) -> Array:
+        """Computes the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
+
+        The scores are multiplied by :attr:`beta`, and the classes are in the order of ``classes``. The softmax of the
+        result is the sum of the softmax weights of the patterns of each class. Without gradients, memory is independent
+        of N.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7])
+        >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
+        tensor([1.0000, 2.6931])
+        """
+        scores, _ = self._class_scores(x)
+        result: Array = as_given(x, scores.to(self._stored.dtype))
+        return result
+
+    @torch.no_grad()
+    def classify(self, x: Any) -> Any:
+        """Finds the label of the class with the largest score: ``(..., d) -> (...)``, nested lists for strings.
+
+        Raises:
+            AHopError: the memory has no labels, or ``x`` does not match the patterns.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=["cat", "dog", "dog"])
+        >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
+        ['cat', 'dog']
+        """
+        scores, stored = self._class_scores(x)
+        return as_given(x, stored.named(stored.given_classes().labels[scores.argmax(-1)]))
+
+    def _class_scores(self, x: Any) -> tuple[Tensor, Stored]:
+        """Computes the :meth:`class_scores` in the accumulation dtype, because they can exceed float16."""
+        scorer = self._scorer("class_scores")
+        asked, classes, ranks = scorer.queries(x), scorer.stored.given_classes(), scorer.stored.ranks
+        chunks = torch.split(asked.rows, QUERY_ROWS)
+        blocks = (map(self._logits, scorer.blocks(chunk, asked.missing)) for chunk in chunks)
+        return asked.result(torch.cat([class_logsumexp(each, classes, ranks) for each in blocks])), scorer.stored
+
+    def build_index(self, description: str | None = "HNSW32", metric: str | None = None) -> Any:
+        """Builds a FAISS index of the patterns, which finds the shortlists of later searches, and returns it.
+
+        An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
+        saved. If the patterns change, for example by :meth:`add`, ``.double()`` or ``load_state_dict``, it must be
+        built again or removed before the next shortlist. With shards, each rank builds one of its part.
+
+        Args:
+            description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
+                index, such as ``nprobe``, on the result. None removes the index: a matrix product finds later
+                shortlists.
+            metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
+
+        Raises:
+            AHopError: FAISS is not installed (extra ``search``), an argument is invalid, a pattern holds NaN, or the
+                patterns were created in inference mode.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
+        >>> index = memory.build_index("HNSW32")  # doctest: +SKIP
+        >>> memory.search(memory.patterns[:2], shortlist=100)[1].flatten()
+        tensor([0, 1])
+        """
+        stored = self._stored
+        if description is None:
+            self._index = None
+            return None
+        if stored.patterns.is_inference():  # without a version counter, changes could not be noticed
+            raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
+        if stored.unknown:
+            raise AHopError("build_index needs patterns without unknown values, got NaN: shortlists work without it")
+        metric = metric or ("dot" if self.similarity is dot_product else "dis")
+        check_choice("metric", metric, ("dis", "dot"))
+        self._index = Index(stored.patterns, description, metric)
+        return self._index.faiss
+
+    # Confidence and reasons.
+
+    def threshold(self, false_accepts: float = 0.01) -> float:
+        """Returns the confidence that a share ``false_accepts`` of unknown queries exceeds.
+
+        Unknown queries are damaged copies of stored patterns whose pattern, and class, is left out. The damage is that
+        of the last :meth:`fit`; without one, any share of the values may be replaced or missing.
+
+        >>> import torch, ahop_layers as ah
+        >>> patterns = torch.rand(200, 24)
+        >>> memory = ah.AssociativeMemory(patterns)
+        >>> hits = memory.search(torch.cat([patterns[:2], torch.rand(2, 24)]))
+        >>> hits.confidence[:, 0] > memory.threshold(false_accepts=0.05)
+        tensor([ True,  True, False, False])
+        """
+        check_probability(false_accepts=false_accepts)
+        return self._calibrated().foreign.float().quantile(1 - false_accepts).item()
+
+    @torch.no_grad()
+    def explain(self, x: Array, index: Any = None) -> Array:
+        """Computes what each value of a query adds to the score of a pattern: ``(..., d)``, or the shape of images.
+
+        The sum over all values, plus the prior if there is one, is the score. A value adds 0 if it is ignored: because
+        it is unknown, or because its rank has no weight. That of a block is divided among its dimensions.
+
+        Args:
+            x: queries ``(..., d)``, or in the shape of the patterns.
+            index: the pattern of each query ``(...)``; None for the one with the largest score.
+
+        Raises:
+            AHopError: the similarity is a table or another module, whose scores are no sum that is known.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "l1")
+        >>> memory.explain(torch.tensor([2.0, 2.0, 9.0]), index=1)
+        tensor([-2., -3., -3.])
+        """
+        scorer = self._scorer("explain")
+        asked = scorer.queries(x)
+        if index is None:
+            place = scorer.search(asked, 1, None, None).indices[:, 0]
+        else:
+            place = torch.as_tensor(from_numpy(index), device=asked.rows.device).expand(asked.batch).flatten()
+            if place.is_floating_point() or not bool(((place >= 0) & (place < len(self))).all()):
+                raise AHopError(f"index must be integers from 0 to {len(self) - 1}, got {describe(place)}")
+        pairs = zip(torch.split(asked.rows, QUERY_ROWS), torch.split(place, QUERY_ROWS), strict=True)
+        parts = [contributions(scorer, rows, at) for rows, at in pairs]
+        result: Array = as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))))
+        return result
+
+    def _calibrated(self) -> Calibration:
+        """Returns the calibration of the last fit, or one from the stored patterns alone."""
+        if not self.calibration[0]:
+            with self._writing:
+                if not self.calibration[0]:
+                    self._calibrate(questions.Anything(), self._stored.labels is not None, 0)
+        factor, *weights = self.calibration.tolist()
+        return Calibration(factor, (weights[0], weights[1], weights[2]), self.foreign)
+
+    def _calibrate(self, damage: Variant | Pairs, leave_out: bool, seed: int) -> None:
+        generator = gradients.seeded_generator(self._stored.patterns.device, seed ^ 0x2545F491)
+        found = calibrate(self._scorer(), damage, leave_out, generator)
+        shares = torch.linspace(0, 1, CALIBRATED, dtype=found.foreign.dtype, device=found.foreign.device)
+        self.foreign = found.foreign.quantile(shares).to(self.foreign)
+        self.calibration = self.calibration.new_tensor([found.factor, *found.weights])
+
+    # Retrieval.
 
     @torch.no_grad()
     def retrieve(self, x: Array, steps: int = 1) -> Array:
-        """Retrieve patterns for queries, without gradients.
+        """Retrieves patterns for queries, without gradients.
 
         The graph of the gradients would store every block of the patterns. Call the memory itself to compute gradients.
 
         Args:
-            x: queries ``(..., d)``, a tensor or a NumPy array.
+            x: queries ``(..., d)``, or in the shape of the patterns.
             steps: number of updates of the state, at least 1.
 
         Returns:
-            The retrieved patterns ``(..., d)``.
+            The retrieved patterns, in the shape of ``x``.
 
         Raises:
             AHopError: ``x`` or ``steps`` is invalid.
@@ -158,19 +492,45 @@ class AssociativeMemory(ScoredPatterns):
         return output
 
     def forward(self, x: Array, steps: int = 1) -> Array:
-        """As :meth:`retrieve`, with gradients.
-
-        Args:
-            x: queries ``(..., d)``, a tensor or a NumPy array.
-            steps: number of updates of the state, at least 1.
-        """
+        """As :meth:`retrieve`, with gradients."""
+        scorer = self._scorer(f"retrieve(steps={steps!r})")
         check_sizes(steps=steps)
-        rows, own = self._all_rows(x)
-        states = torch.cat([self._update(chunk, steps) for chunk in self._chunks(rows)])
-        return as_given(x, states[own].reshape(x.shape))
+        asked = scorer.queries(x)
+        size = max(1, BLOCK_SCORES // scorer.stored.count)
+        states = torch.cat([self._update(scorer, chunk, steps) for chunk in torch.split(asked.rows, size)])
+        values = asked.result(states)
+        given = getattr(x, "shape", values.shape)
+        output: Array = as_given(x, values.reshape(tuple(given)))
+        return output
+
+    def _update(self, scorer: Scorer, rows: Tensor, steps: int) -> Tensor:
+        """Retrieves ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
+        bias, stored, ranks = self._bias(), scorer.stored, scorer.stored.ranks
+
+        def attend(state: Tensor) -> Tensor:
+            scores = self._logits(scorer.scores(state.flatten(0, -2))).reshape(*state.shape[:-1], stored.count)
+            if self.activation == "sign" and self.separation.name == "exponential":
+                scores = scores - scores.amax(-1, keepdim=True)  # avoids overflow and leaves the signs unchanged
+            weights: Tensor = self.separation(scores, masked=False)
+            return weights
+
+        def read(weights: Tensor) -> Tensor:
+            every, patterns = weights.to(stored.dtype), stored.patterns.to(stored.dtype)
+            weights = every[..., ranks.start : ranks.stop]
+            output = ranks.total(weights @ (patterns.nan_to_num(0.0) if stored.unknown else patterns))
+            if stored.unknown:  # each value is averaged over the patterns that know it
+                known = ranks.total(weights @ (~patterns.isnan()).to(weights.dtype))
+                output = output * torch.where(known != 0, every.sum(-1, keepdim=True) / known, torch.nan)
+            return output.sign() + (output == 0) if self.activation == "sign" else output  # the sign of 0 is 1
+
+        def follow(weights: Tensor) -> Tensor:
+            # The similarity subtracts the bias from its query, so it is added to a state made of patterns.
+            return read(weights) if bias is None else read(weights) + bias
+
+        return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]
 
     def energy(self, x: Array) -> Array:
-        """Compute the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
+        """Computes the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
 
         Raises:
             AHopError: no energy is defined for this similarity and separation (U-Hop).
@@ -181,11 +541,15 @@ class AssociativeMemory(ScoredPatterns):
         >>> bool((memory.energy(memory.retrieve(x)) <= memory.energy(x)).all())
         True
         """
-        energy = choose_energy(self.similarity is dot_product, self.separation)
-        state = as_queries(x, self.patterns)
-        wide = accumulation_dtype(state.dtype)
-        modulated, scores = self._modulated(state).to(wide), self.scores(state).to(wide)
-        return as_given(x, energy(state.to(wide), modulated, scores, self.separation, self.beta).to(state.dtype))
+        energy, scorer = choose_energy(self.similarity is dot_product, self.separation), self._scorer("energy")
+        asked = scorer.queries(x)
+        wide = accumulation_dtype(asked.rows.dtype)
+        modulated, scores = scorer.modulated(asked.rows).to(wide), scorer.scores(asked.rows).to(wide)
+        values = energy(asked.rows.to(wide), modulated, scores, self.separation, self.beta).to(asked.rows.dtype)
+        result: Array = as_given(x, asked.result(values))
+        return result
+
+    # Learning.
 
     def fit(
         self,
@@ -201,11 +565,11 @@ class AssociativeMemory(ScoredPatterns):
 
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
         linear in its weights, and learning them is a small regression that is solved in seconds, without epochs or a
-        learning rate: see :mod:`ahop_layers.memory.solve`. The inverse temperature :attr:`beta` is set as well, and for
-        ``"auto"`` the widths and the units of dimensions; :meth:`add` keeps all of them. If a simple score such as L1
-        is better on held-out queries, it is the result of ``"auto"``; other similarities then keep their weights. A
-        bias of zero is first set to its least-squares estimate. A prior is the frequency of the patterns, or classes,
-        in given pairs.
+        learning rate: see :mod:`ahop_layers.learning.solve`. The inverse temperature :attr:`beta` and the confidence of
+        hits are set as well, and for ``"auto"`` the widths and the units of dimensions; :meth:`add` keeps all of them.
+        If a simple score such as L1 is better on held-out queries, it is the result of ``"auto"``; other similarities
+        then keep their weights. A bias of zero is first set to its least-squares estimate. A prior is the frequency of
+        the patterns, or classes, in given pairs.
 
         Kernels, tables, parameters that are partly frozen and other modules are trained by gradients, and so is an
         :class:`~ahop_layers.AdaptiveSimilarity` if ``epochs``, ``lr`` or ``batch`` is given. The loss is the negative
@@ -255,12 +619,14 @@ class AssociativeMemory(ScoredPatterns):
         """
         if torch.is_inference_mode_enabled():
             raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
-        by = (
-            ("label" if self.labels is not None and self.objective != "separation" else "pattern") if by is None else by
-        )
+        stored = self._stored
+        call = f"fit(epochs={epochs!r}, lr={lr!r}, batch={batch!r}, seed={seed!r}, by={by!r})"
+        stored.ranks.agree(call, stored.patterns.device)
+        labeled = stored.labels is not None and self.objective != "separation"
+        by = ("label" if labeled else "pattern") if by is None else by
         check_choice("by", by, ("pattern", "label"))
         if isinstance(damage, (tuple, list)):
-            given = tuple(from_numpy(each, self.patterns.device) for each in damage)
+            given = tuple(from_numpy(each, stored.patterns.device) for each in damage)
             damage = given if any(isinstance(each, Tensor) for each in given) else as_damage(damage)
             if isinstance(damage, tuple) and len(damage) != 2:
                 raise AHopError(
@@ -289,44 +655,40 @@ class AssociativeMemory(ScoredPatterns):
 
     @torch.no_grad()
     def _solve(self, similarity: AdaptiveSimilarity, damage: Any, by: str, seed: int) -> Report:
-        """Learn the similarity by solving a regression, and estimate its bias and the prior."""
-        generator = seeded_generator(self.patterns.device, seed)
-        origins, labels, classes, log_prior = all_rows(self.patterns, self.shard), None, None, None
-        if by == "label":
-            classes = self._given_classes()
-            labels = all_rows(classes.of_pattern, self.shard)
-        count = max(CANDIDATES, min(MOST_MINED, MINED // self.patterns.shape[1]))
-        kept = torch.randperm(self._count, generator=generator, device=self.patterns.device)[:count]
+        """Learns the similarity by solving a regression, and estimates its bias, the prior and the confidence."""
+        stored = self._stored
+        generator = gradients.seeded_generator(stored.patterns.device, seed)
+        origins: Any = stored.rows
+        labels = stored.ranks.rows(stored.given_classes().of_pattern) if by == "label" else None
+        log_prior = None
+        count = max(CANDIDATES, min(MOST_MINED, MINED // stored.dim))
+        kept = torch.randperm(stored.count, generator=generator, device=stored.patterns.device)[:count]
         if isinstance(damage, Variant):
-            stored, own = origins[kept], None if labels is None else labels[kept]
-            damage = damage.bind(stored)
-            asked = questions.draw(damage, stored, own, generator)
+            patterns, own = stored.sample(kept), None if labels is None else labels[kept]
+            damage = damage.bind(patterns)
+            asked = questions.draw(damage, patterns, own, generator)
         else:
-            if self.shard is not None:
-                self.shard.check_equal("data", *(torch.as_tensor(each) for each in damage))
-            if classes is not None:
-                damage, origins = labeled_data(damage, classes, self.patterns, self.shard) or (damage, origins)
-            damage = check_pairs(damage[0], damage[1], origins)
+            damage, origins = self._pairs(stored, damage, by)
             asked = questions.given(damage, by == "label", generator)
             if by == "pattern":  # the patterns that queries belong to are among those that are kept
                 kept = torch.unique(torch.cat([asked.origin, kept]))
                 asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
             if self.prior is not None:
-                place = torch.arange(self._count, device=kept.device)
+                place = torch.arange(stored.count, device=kept.device)
                 log_prior = questions.log_frequency(damage[0], place if labels is None else labels[place])
                 asked = asked._replace(log_prior=log_prior[kept])
-            stored, own = all_rows(self.patterns, self.shard)[kept], None if labels is None else labels[kept]
-            asked = questions.with_intact(asked, stored, own, generator)
-        with unchanged_on_error(self, self.patterns):
+            patterns, own = stored.sample(kept), None if labels is None else labels[kept]
+            asked = questions.with_intact(asked, patterns, own, generator)
+        with unchanged_on_error(self):
             bias = self._bias()
             if bias is not None:
-                estimate_bias(bias, damage, origins, questions.QUERIES, generator)
+                gradients.estimate_bias(bias, damage, origins, questions.QUERIES, generator)
             if isinstance(similarity, AutoSimilarity):
-                learned = learn(stored, own, asked, generator)
+                learned = learn(patterns, own, asked, generator)
                 similarity.set_(learned)
                 temperature, report = learned.temperature, learned.report
             else:
-                weights, temperature, report = solve_weights(similarity, stored, own, asked, generator)
+                weights, temperature, report = solve_weights(similarity, patterns, own, asked, generator)
                 if weights is not None:
                     similarity.set_ranks_(weights)
             if self._fits_beta:
@@ -335,46 +697,82 @@ class AssociativeMemory(ScoredPatterns):
                 self.prior.zero_()
                 if log_prior is not None:
                     self.prior.copy_(log_prior / self.beta)
+            if by == "label" or stored.classes is None or isinstance(damage, Variant):
+                self._calibrate(damage, by == "label", seed)
         return report
 
+    def _pairs(self, stored: Stored, data: Any, by: str) -> tuple[Pairs, Any]:
+        """Returns the index, or the class, and the query of given pairs; and the pattern that each of them stands for.
+
+        The pattern of a class is the mean of its patterns.
+
+        Raises:
+            AHopError: data is no pair, does not fit the patterns, or differs between ranks.
+        """
+        if not isinstance(data, (tuple, list)) or len(data) != 2:
+            raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
+        target, query = data
+        if not isinstance(query, Tensor):
+            check_floating(query=query)
+        query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query
+        query = query if query.is_floating_point() else query.to(stored.dtype)
+        stored.ranks.check_equal("data", query)
+        origins: Any = stored.rows
+        if by == "label":
+            classes, patterns = stored.given_classes(), stored.patterns.to(accumulation_dtype(stored.dtype))
+            count, strings = len(query) if query.ndim else 0, stored.names is not None
+            given, names = as_labels(target, count, query.device, "labels of data", "query", stored.names, strings)
+            target = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
+            unknown = given[classes.labels[target] != given]
+            if len(unknown):
+                got = unknown[0].item() if names is None else repr(names[int(unknown[0])])
+                raise AHopError(f"labels of data must be labels of stored patterns, got {got}")
+            sums = patterns.new_zeros(len(classes.labels), stored.dim).index_add(0, classes.of_pattern, patterns)
+            origins = (stored.ranks.total(sums) / classes.counts[:, None]).to(stored.dtype)
+        pairs = gradients.check_pairs(target, query, origins)
+        stored.ranks.check_equal("data", pairs[0])
+        return pairs, origins
+
     def _train(self, data: Any, by: str, epochs: int, batch: int, lr: float, progress: bool, seed: int) -> Tensor:
-        """Train all parameters by gradients: those of the similarity and the kernel, and the prior."""
-        if self.patterns.dtype == torch.float16:
+        """Trains all parameters by gradients: those of the similarity and the kernel, and the prior."""
+        scorer = self._scorer()
+        stored, ranks = scorer.stored, scorer.stored.ranks
+        if stored.dtype == torch.float16:
             raise AHopError("fit needs patterns of another dtype, got torch.float16: call memory.float() before")
         if by == "label" and self.objective == "separation":
             raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
-        if self.shard is not None and isinstance(data, tuple):
-            self.shard.check_equal("data", *(torch.as_tensor(each) for each in data))
-        origins: Rows = all_rows(self.patterns, self.shard)
-        measure: Measure = partial(pattern_loss, shard=self.shard)
+        generator = gradients.seeded_generator(stored.patterns.device, seed)
+        shows = progress and ranks.rank == 0
+        if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
+            with unchanged_on_error(self):
+                batches = gradients.separation_batches(stored.rows, epochs, batch, generator)
+                return gradients.minimize(self, self.modulation.separation_loss, batches, lr, shows, ranks=ranks).losses
+        measure: gradients.Measure = partial(gradients.pattern_loss, ranks=ranks)
         if by == "label":
-            classes = self._given_classes()
-            measure = partial(label_loss, classes=classes, shard=self.shard)
-            labeled = labeled_data(data, classes, self.patterns, self.shard)
-            if labeled is not None:
-                data, origins = labeled
-                measure = partial(class_loss, classes=classes, shard=self.shard)
-        generator = seeded_generator(self.patterns.device, seed)
-        with unchanged_on_error(self, self.patterns):
-            if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
-                batches = separation_batches(origins, epochs, batch, generator)
-                return minimize(
-                    self, self.modulation.separation_loss, batches, lr, self._shows(progress), shard=self.shard
-                ).losses
-            batches = retrieval_batches(data, origins, epochs, batch, generator)
+            kind = gradients.label_loss if isinstance(data, Variant) else gradients.class_loss
+            measure = partial(kind, classes=stored.given_classes(), ranks=ranks)
+        origins: Any = stored.rows
+        if not isinstance(data, Variant):
+            data, origins = self._pairs(stored, data, by)
+        with unchanged_on_error(self):
+            batches = gradients.retrieval_batches(data, origins, epochs, batch, generator)
 
             def loss(batch: Pairs) -> Tensor:
                 target, query = batch
-                return measure(self._logit_blocks(self._rows(query)), target)
+                return measure(map(self._logits, scorer.blocks(query.to(stored.dtype))), target)
 
-            first = mean_loss(loss, batches.held_out)
+            first = gradients.mean_loss(loss, batches.held_out)
             bias = self._bias()
-            if bias is not None and bias.requires_grad and data is not None:
-                estimate_bias(bias, data, origins, batch, generator)
+            if bias is not None and bias.requires_grad:
+                gradients.estimate_bias(bias, data, origins, batch, generator)
             if self._fits_beta:
-                held_out = [(target, self._rows(query)) for target, query in batches.held_out]
-                self.beta.copy_(best_inverse_temperature(self._score_blocks, measure, held_out, self.shard))
-            fitted = self._minimize(loss, batches, lr, progress)
+                held_out = [(target, query.to(stored.dtype)) for target, query in batches.held_out]
+                self.beta.copy_(gradients.best_inverse_temperature(scorer.blocks, measure, held_out, ranks))
+            scale, logit = scale_of(stored.sample(stored.spread())), 1 / self.beta.item()
+            units = [(self._bias(), scale), (self.prior, logit)]
+            units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
+            fitted = gradients.minimize(self, loss, batches, lr, shows, units=units, scale=scale, ranks=ranks)
+            self.calibration.zero_()
         first = min(first, fitted.first)
         if not fitted.best < first:
             warnings.warn(
@@ -384,47 +782,317 @@ class AssociativeMemory(ScoredPatterns):
             )
         return fitted.losses
 
-    def _minimize(self, loss: Callable[[Pairs], Tensor], batches: Batches, lr: float, progress: bool) -> Fitted:
-        """Train in units of the data."""
-        scale = scale_of(self.patterns) if self.shard is None else self.shard.scale
-        logit = 1 / self.beta.item()
-        units = [(self._bias(), scale), (self.prior, logit)]
-        units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
-        return minimize(self, loss, batches, lr, self._shows(progress), units=units, scale=scale, shard=self.shard)
+    def _bias(self) -> Tensor | None:
+        """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
+        bias = getattr(self.similarity, "bias", None)
+        return bias if isinstance(bias, Tensor) and bias.shape == (self._stored.dim,) else None
 
-    def _shows(self, progress: bool) -> bool:
-        """Returns whether this rank shows a progress bar."""
-        return progress and (self.shard is None or self.shard.rank == 0)
+    def _logits(self, scores: Tensor) -> Tensor:
+        """Multiplies scores by the inverse temperature, in the accumulation dtype, because the product can be large."""
+        return self.beta * scores.to(accumulation_dtype(scores.dtype))
 
-    def _update(self, rows: Tensor, steps: int) -> Tensor:
-        """Retrieve ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
-        bias = self._bias()
+    def _scorer(self, call: str | None = None) -> Scorer:
+        """Returns what scores queries against what is stored now, and does not change.
 
-        def attend(state: Tensor) -> Tensor:
-            scores = self._logits(self._all_scores(state.flatten(0, -2))).reshape(*state.shape[:-1], self._count)
-            if self.activation == "sign" and self.separation.name == "exponential":
-                scores = scores - scores.amax(-1, keepdim=True)  # avoids overflow and leaves the signs unchanged
-            weights: Tensor = self.separation(scores, masked=False)
-            return weights
+        ``call`` names the method and its arguments: the ranks of a sharded memory must agree on it.
+        """
+        stored = self._stored
+        if call is not None:
+            stored.ranks.agree(call, stored.patterns.device)
+        return Scorer(stored, self.similarity, self.modulation)
 
-        def read(weights: Tensor) -> Tensor:
-            shard, weights = self.shard, weights.to(self.patterns.dtype)
-            every = weights
-            if shard is not None:
-                weights = weights[..., shard.start : shard.stop]
-            known = None
-            if self._unknown:  # each value is averaged over the patterns that know it
-                known = weights @ (~self.patterns.isnan()).to(weights.dtype)
-            output = weights @ (self.patterns.nan_to_num(0.0) if self._unknown else self.patterns)
-            if shard is not None:
-                output, known = shard.total(output), None if known is None else shard.total(known)
-            if known is not None:
-                total = every.sum(-1, keepdim=True)
-                output = output * torch.where(known != 0, total / known, torch.nan)
-            return output.sign() + (output == 0) if self.activation == "sign" else output  # the sign of 0 is 1
+    # What is stored.
 
-        def follow(weights: Tensor) -> Tensor:
-            # The similarity subtracts the bias from its query, so it is added to a state made of patterns.
-            return read(weights) if bias is None else read(weights) + bias
+    def add(
+        self, patterns: Any, check: bool = True, *, labels: Any = None, ids: Any = None, replace: bool = False
+    ) -> Tensor:
+        """Stores more patterns without refitting, and returns their indices ``(n,)``.
 
-        return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]
+        With a prior, the new patterns get the mean prior.
+
+        Args:
+            patterns: in the shape of those stored.
+            check: raise if a pattern holds infinity, or no known value. False skips the check, and promises that there
+                is no NaN.
+            labels: the class of each new pattern ``(n,)``. Required if and only if the memory has labels.
+            ids: the name of each new pattern ``(n,)``. Required if and only if the memory has ids.
+            replace: whether a pattern whose id is stored already takes its place, with its new label.
+
+        Raises:
+            AHopError: the patterns do not match those stored, or hold infinity. Labels or ids are missing, or are given
+                to a memory without. An id is stored already. The memory is sharded.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
+        >>> memory.add(torch.ones(2, 4))
+        tensor([3, 4])
+        """
+        with self._writing:
+            stored = self._unsharded("add")
+            rows, shape = as_patterns(patterns)
+            if shape not in (stored.shape, (stored.dim,)):
+                expected = ", ".join(map(str, ("n", *stored.shape)))
+                raise AHopError(f"patterns must be ({expected}), as those stored, got patterns of the shape {shape}")
+            added = make_stored(
+                _converted(rows, stored.patterns),
+                stored.shape,
+                _both("labels", labels, stored.labels),
+                _both("ids", ids, stored.ids),
+                None,
+                check,
+                stored.names,
+                stored.names is not None,
+            )
+            if added.unknown:
+                self._scorer().check_missing("patterns")
+            before, n = len(stored.patterns), len(rows)
+            place = torch.arange(before, before + n, device=rows.device)
+            if added.ids is not None and stored.ids is not None:
+                known = {each: index for index, each in enumerate(stored.ids)}
+                twice = [each for each in added.ids if each in known]
+                if twice and not replace:
+                    raise AHopError(f"ids must not be stored already, got {twice[0]!r}: replace=True replaces them")
+                fresh = iter(range(before, before + n))
+                place = torch.tensor([known[each] if each in known else next(fresh) for each in added.ids])
+                place = place.to(rows.device)
+            self._set(stored.joined(added, place))
+            return place
+
+    def remove(self, index: Any = None, *, ids: Any = None) -> None:
+        """Deletes patterns, with all that belongs to them, by index, by boolean mask or by id. Later ones move up.
+
+        Raises:
+            AHopError: ``index`` or ``ids`` is invalid, no pattern would be left, or the memory is sharded.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", ids=["a", "b", "c"])
+        >>> memory.remove(ids=["a", "c"])
+        >>> memory.patterns
+        tensor([[0., 1., 0.]])
+        """
+        with self._writing:
+            stored = self._unsharded("remove")
+            if (index is None) == (ids is None):
+                raise AHopError(f"remove takes an index or ids, got {'neither' if index is None else 'both'}")
+            keep = torch.ones(len(stored.patterns), dtype=torch.bool)
+            index = index if ids is None else stored.places(ids)
+            try:
+                removed = torch.as_tensor(from_numpy(index)).cpu()
+                keep[removed if removed.numel() else []] = False
+            except (IndexError, RuntimeError, TypeError, ValueError):
+                kind = describe(index) if isinstance(index, Tensor) else type(index).__name__
+                raise AHopError(f"index must be indices or a mask of the {len(keep)} patterns, got {kind}") from None
+            if not keep.any():
+                raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
+            self._set(stored.only(keep.nonzero().flatten().to(stored.patterns.device)))
+
+    def _unsharded(self, name: str) -> Stored:
+        if self.shard is not None:
+            raise AHopError(f"{name} must be called before shard_, got a memory that is sharded")
+        return self._stored
+
+    def _set(self, stored: Stored) -> None:
+        """Replaces what is stored. Threads that search see the old state or the new one."""
+        self.prior = stored.prior
+        self._stored = stored
+
+    @torch.no_grad()
+    def shard_(self: Memory, group: Any = None) -> Memory:
+        """Keeps only a part of the patterns and labels on each rank of a process group, and returns the memory.
+
+        Each rank must call this method with equal patterns, for example from one memory-mapped file, and copies its
+        part of them. Afterwards ``patterns`` and ``labels`` are this part. The other methods give on every rank what
+        one process gives. They communicate, so all ranks must call them together. Their queries may differ: every rank
+        then scores the queries of all ranks. :meth:`fit` needs equal data on all ranks.
+
+        Parameters, the prior included, are copied from the first rank and stay equal in :meth:`fit`. In a model that
+        is wrapped in ``DistributedDataParallel``, they are trained as all others. A state dict does not contain the
+        parts; loading one that has all patterns replaces them.
+
+        Args:
+            group: a process group of ``torch.distributed`` that supports the device of the patterns, such as gloo or
+                NCCL; None for all processes.
+
+        Raises:
+            AHopError: the memory is sharded already, ``torch.distributed`` is not initialized, patterns or labels
+                differ in shape between the ranks, or there are fewer patterns than ranks.
+
+        >>> import tempfile, torch, ahop_layers as ah
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=0, world_size=1)
+        ...     memory = ah.AssociativeMemory(torch.eye(3), "dot").shard_()
+        ...     memory.recall(torch.tensor([1.0, 3.0, 2.0]))
+        ...     torch.distributed.destroy_process_group()
+        tensor(1)
+        """
+        stored = self._stored
+        if self.shard is not None:
+            raise AHopError(f"shard_ must be called once, got a memory that is sharded over {stored.ranks.ranks} ranks")
+        shard = Shard(group, stored.count, stored.patterns.device)
+        shard.check_shapes("patterns", stored.patterns)
+        shard.check_equal("patterns", stored.sample(stored.spread()))
+        shard.check_equal("labels", stored.patterns.new_zeros(0) if stored.labels is None else stored.labels)
+        shard.copy_from_first_rank(self)
+        self._stored = stored.sharded(shard, stored.patterns)
+        return self
+
+    def _set_temperature(self, beta: float | None) -> None:
+        if beta is not None:
+            check_numbers("a positive number", beta=beta)
+        wide = accumulation_dtype(self._stored.dtype)
+        device = self._stored.patterns.device
+        temperature = torch.tensor(1.0 if beta is None else float(beta), dtype=wide, device=device)
+        if not temperature.is_meta and not 0 < temperature < torch.inf:
+            raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
+        self.register_buffer("beta", temperature)
+        self._fits_beta = beta is None
+
+    def _apply(self: Memory, fn: Any, recurse: bool = True) -> Memory:
+        """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
+        before = self.beta, self.calibration
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = self._stored.moved(fn)
+        self._stored = replace(moved, prior=self.prior)
+        wide = accumulation_dtype(moved.dtype)
+        self.beta = before[0].to(self.beta.device, wide)
+        self.calibration = before[1].to(self.calibration.device)
+        return self
+
+    # State dicts and files.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Adds what is stored, unless it is a part of a sharded memory."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.shard is None:
+            destination.update({prefix + name: tensor for name, tensor in self._stored.tensors().items()})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
+
+        Args:
+            state_dict, strict, assign: as for ``nn.Module``.
+
+        Raises:
+            AHopError: the state dict holds no pattern, infinity in a pattern, a prior, labels or ids of another length
+                or none although the memory has some, or an inverse temperature that is not positive.
+
+        >>> import torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
+        >>> memory.load_state_dict(ah.AssociativeMemory(torch.ones(2, 4)).state_dict())
+        <All keys matched successfully>
+        >>> len(memory)
+        2
+        """
+        before = self._stored
+        with unchanged_on_error(self):
+            try:
+                return super().load_state_dict(state_dict, strict, assign)
+            except Exception:
+                self._stored = before
+                raise
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *args: Any
+    ) -> None:
+        """Takes what is stored, and the number of patterns, from the state dict."""
+        before, beta, prior = self._stored, state_dict.get(prefix + "beta"), state_dict.get(prefix + "prior")
+        given = {name: state_dict.pop(prefix + name, None) for name in ("patterns", "labels", "names", "ids")}
+        if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all() and beta.isfinite().all()):
+            raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
+        if isinstance(prior, Tensor) and not prior.is_meta and not bool(prior.isfinite().all()):
+            raise AHopError(f"{prefix}prior must be finite, got NaN or infinity")
+        if given["patterns"] is not None:
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            stored = before.loaded(prefix, given, assign)
+            if stored.unknown:
+                self._scorer().check_missing(f"{prefix}patterns")
+            if self.prior is not None:
+                if isinstance(prior, Tensor) and prior.shape != (stored.count,):
+                    raise AHopError(f"{prefix}prior must be (N,) = ({stored.count},), got {describe(prior)}")
+                if stored.count != before.count:
+                    values = self.prior.new_zeros(stored.count)
+                    self.prior = nn.Parameter(values, requires_grad=self.prior.requires_grad)
+            self._stored = replace(stored, prior=self.prior)
+            if self.shard is None and isinstance(before.ranks, Shard):
+                ranks = Shard(before.ranks.group, stored.count, stored.patterns.device)
+                self._stored = self._stored.sharded(ranks, stored.patterns)
+        elif strict and self.shard is None:
+            args[0].append(prefix + "patterns")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *args)
+        self._stored = replace(self._stored, prior=self.prior)
+
+    def save(self, path: str | Path) -> None:
+        """Saves the whole memory in one file: patterns, labels, ids, similarity, temperature and confidence.
+
+        The file has the safetensors format. It replaces an older one when it is complete. The ranks of a sharded memory
+        save one file each, ``name-00001-of-00004.safetensors``; :meth:`load` reads them all. Needs
+        ``pip install ahop-layers[save]``.
+
+        Raises:
+            AHopError: the similarity, separation or modulation is not one of this package, safetensors is not
+                installed, or the folder does not exist.
+
+        >>> import tempfile, torch, ahop_layers as ah
+        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=["a", "b", "b"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     memory.save(f"{folder}/memory.safetensors")
+        ...     ah.AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
+        ['a', 'b', 'b']
+        """
+        ranks, tensors, path = self._stored.ranks, dict(self.state_dict()), Path(path)
+        if self.shard is not None:
+            tensors.update(self._stored.tensors())
+            path = storage.part_path(path, ranks.rank, ranks.ranks)
+        header = {name: getattr(self, name) for name in ("activation", "objective")}
+        header["prior"], header["fits_beta"] = self.prior is not None, self._fits_beta
+        storage.write(path, tensors, {**header, **describe_parts(self)})
+
+    @classmethod
+    def load(cls, path: str | Path, check: bool = True) -> "AssociativeMemory":
+        """Loads a memory that :meth:`save` saved. The patterns are memory-mapped: call ``.to(device)`` to move them.
+
+        Args:
+            path: the file.
+            check: as for :class:`AssociativeMemory`.
+
+        Raises:
+            AHopError: the file is missing, damaged, of another kind or of a newer version, or safetensors is not
+                installed.
+        """
+        tensors, header = storage.read_parts(Path(path))
+        try:
+            stored = storage.stored_from(tensors)
+            memory = cls(
+                stored["patterns"],
+                **make_parts(header, stored["patterns"].flatten(1)),
+                labels=stored["labels"],
+                ids=stored["ids"],
+                prior=header["prior"],
+                activation=header["activation"],
+                objective=header["objective"],
+                check=check,
+            )
+            memory.load_state_dict(tensors, assign=True)
+            memory._fits_beta = bool(header["fits_beta"])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            message = f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}"
+            raise AHopError(message) from error
+        return memory
+
+
+def _both(name: str, given: Any, stored: Any) -> Any:
+    """Returns labels or ids of new patterns; raises unless they are given if and only if the stored ones have some."""
+    if (given is None) != (stored is None):
+        expected = "not be given: the memory has none" if stored is None else f"be given: the memory has {name}"
+        raise AHopError(f"{name} must {expected}, got {'none' if given is None else name}")
+    return given
+
+
+def _converted(rows: Tensor, stored: Tensor) -> Tensor:
+    """Returns new patterns in the dtype and on the device of those stored; raises if a value does not fit."""
+    if stored.is_floating_point() or rows.dtype == stored.dtype:
+        return rows.to(stored)
+    whole = rows.round().clamp(0, 255).to(stored.dtype)
+    if not torch.equal(whole.to(rows.dtype), rows):
+        raise AHopError(f"patterns must be integers from 0 to 255, as those stored, got {describe(rows)}")
+    return whole.to(stored.device)

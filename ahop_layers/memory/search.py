@@ -1,137 +1,260 @@
-"""Search for the patterns with the largest scores, and conversion of queries from and to NumPy."""
+"""Search: queries are scored against what a memory stored at one moment, and the best patterns are its hits."""
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, check_same_device, describe
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-Array = TypeVar("Array", Tensor, "NDArray[Any]")
-"""A tensor or a NumPy array: methods return the kind of array that they are called with."""
+from ahop_layers.association import Similarity
+from ahop_layers.blocks import arrange
+from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe
+from ahop_layers.learning.auto import AutoSimilarity
+from ahop_layers.memory.arrays import as_tensor, top_k
+from ahop_layers.memory.presets import FIXED, known_scores
+from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
+from ahop_layers.memory.storage import Stored
+from ahop_layers.memory.table import TableSimilarity
+from ahop_layers.similarity import AdaptiveSimilarity
 
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""
 
-RANKED_SCORES = 2**22
-"""Number of scores that are ranked at once. Small blocks are concatenated, because each ranking has a fixed cost."""
+BLOCK_ELEMENTS = 2**21
+"""Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
+
+BLOCK_SCORES = 2**23
+"""Number of scores that are stored at once where the scores of all patterns are needed."""
+
+GPU_BLOCK_ELEMENTS = 2**26
+"""Number of elements of the patterns that a GPU scores at once: one million patterns with 64 dimensions."""
+
+KEPT_ELEMENTS = 2**28
+"""Maximum number of elements of copies of the patterns that are arranged by block: 1 GiB in float32."""
 
 
-def as_queries(x: Any, patterns: Tensor) -> Tensor:
-    """Returns ``x (..., d)`` as a tensor with the dtype of ``patterns (N, d)``, a NumPy array also on their device.
+class Queries(NamedTuple):
+    """Queries as a matrix.
 
-    Raises:
-        AHopError: ``x`` is no floating-point tensor or array, has another width, or is on another device.
+    Attributes:
+        rows: ``(L, d)`` in the dtype of the scores, those of all ranks.
+        own: the place of the queries of this rank.
+        missing: whether they or the patterns have unknown values.
+        batch: the shape of the queries of this rank without that of a pattern.
     """
-    name = "queries x"
-    if not isinstance(x, Tensor):
+
+    rows: Tensor
+    own: slice
+    missing: bool
+    batch: Sequence[int]
+
+    def result(self, values: Tensor) -> Tensor:
+        """Returns the values ``(L, ...)`` of the queries of this rank: ``(*batch, ...)``."""
+        return values[self.own].reshape((*self.batch, *values.shape[1:]))
+
+
+class Candidates(NamedTuple):
+    """The best patterns of each query, and out of which patterns they were taken.
+
+    Attributes:
+        scores, indices: of the hits ``(L, k)``, best first.
+        shortlist: the scores and indices of the shortlist ``(L, m)``; None if all patterns were scored.
+    """
+
+    scores: Tensor
+    indices: Tensor
+    shortlist: tuple[Tensor, Tensor] | None = None
+
+    def part(self, rows: slice) -> "Candidates":
+        """Returns those of some queries."""
+        listed = None if self.shortlist is None else (self.shortlist[0][rows], self.shortlist[1][rows])
+        return Candidates(self.scores[rows], self.indices[rows], listed)
+
+
+class Scorer(NamedTuple):
+    """Scores queries against what a memory stored at one moment."""
+
+    stored: Stored
+    similarity: Similarity
+    modulation: nn.Module | None
+
+    def queries(self, x: Any) -> Queries:
+        """Returns queries ``(..., d)``, or those in the shape of the patterns, as a matrix; those of all ranks.
+
+        Raises:
+            AHopError: they do not fit the patterns, or hold NaN only.
+        """
+        stored, error = self.stored, None
         try:
-            x = from_numpy(x, patterns.device)
-        except (TypeError, ValueError):
-            raise AHopError(f"{name} must have a floating-point dtype, got {x.dtype}") from None
-    check_floating(**{name: x})
-    check_width(name, x, patterns)
-    check_same_device(**{name: x, "patterns": patterns})
-    queries: Tensor = x.to(patterns.dtype)
-    return queries
+            rows, batch = self._own_queries(x)
+        except AHopError as raised:
+            rows, batch, error = stored.block(0, 0), (), raised
+        rows, own = stored.ranks.queries(rows, error)
+        return Queries(rows, own, stored.unknown or has_nan(rows), batch)
+
+    def _own_queries(self, x: Any) -> tuple[Tensor, Sequence[int]]:
+        stored, name = self.stored, "queries x"
+        given = as_tensor(name, x, stored.patterns.device)
+        axes = len(stored.shape)
+        if given.shape[-axes:] == stored.shape:
+            batch = given.shape[:-axes]
+        elif given.ndim and given.shape[-1] == stored.dim:
+            batch = given.shape[:-1]
+        else:
+            shape = f" or {('...', *stored.shape)}".replace("'", "") if axes > 1 else ""
+            rule = f"{name} must be (..., d){shape} with the d = {stored.dim} of the patterns"
+            raise AHopError(f"{rule}, got {describe(given)}")
+        check_same_device(**{name: given, "patterns": stored.patterns})
+        rows = given.reshape(-1, stored.dim).to(stored.dtype)
+        if has_nan(rows):
+            self.check_missing(name)
+            unknown = rows.isnan().all(-1)
+            if unknown.any():
+                row = int(unknown.nonzero()[0])
+                raise AHopError(f"{name} must have a known value in each row, got NaN only in row {row}")
+        return rows, batch
+
+    def check_missing(self, name: str) -> None:
+        """Raises if the similarity cannot score pairs with missing values."""
+        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, TableSimilarity))
+        if self.modulation is not None or not (adaptive or self.similarity in FIXED.values()):
+            raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
+
+    def modulated(self, patterns: Tensor) -> Tensor:
+        """Transforms patterns ``(S, d)`` by the modulation, if there is one."""
+        modulated: Tensor = patterns if self.modulation is None else self.modulation(patterns)
+        return modulated
+
+    def scores(self, rows: Tensor, missing: bool | None = None) -> Tensor:
+        """Scores ``rows (L, d)`` against the patterns of all ranks: ``(L, N)``."""
+        return self.stored.ranks.columns(torch.cat(list(self.blocks(rows, missing)), -1))
+
+    def blocks(self, rows: Tensor, missing: bool | None = None) -> Iterator[Tensor]:
+        """Yields the scores of ``rows (L, d)`` for one block of the patterns of this rank at a time.
+
+        ``missing`` says whether queries or patterns have unknown values; None reads the queries for NaN.
+        """
+        stored, prior = self.stored, self.stored.own_prior
+        missing = stored.unknown or has_nan(rows) if missing is None else missing
+        size, copies = self._block_size(len(rows)), self._arranged()
+        for start in range(0, len(stored.patterns), size):
+            key = self.modulated(stored.block(start, size))
+            arranged = None
+            if copies is not None:
+                arranged = [None if copy is None else copy[start : start + size] for copy in copies]
+            scores = self._compare(rows, key, missing, arranged)
+            yield scores if prior is None else scores + prior[start : start + len(key)]
+
+    def pairs(self, rows: Tensor, indices: Tensor, missing: bool) -> Tensor:
+        """Scores each query ``rows (L, d)`` against its own patterns ``indices (L, m)`` of this rank: ``(L, m)``."""
+        stored, prior, parts = self.stored, self.stored.own_prior, []
+        size = max(1, BLOCK_ELEMENTS // (indices.shape[1] * rows.shape[1]))
+        for queries, places in zip(torch.split(rows, size), torch.split(indices, size), strict=True):
+            key = self.modulated(stored.patterns[places.flatten()].to(stored.dtype))
+            key = key.reshape(*places.shape, key.shape[-1])
+            if isinstance(self.similarity, AdaptiveSimilarity):
+                parts.append(self._compare(queries[:, None], key, missing).squeeze(1))
+            else:
+                parts += [self._compare(query[None], each, missing) for query, each in zip(queries, key, strict=True)]
+        scores = torch.cat(parts) if parts else rows.new_empty(indices.shape)
+        return scores if prior is None else scores + prior[indices]
+
+    def search(self, asked: Queries, k: int, m: int | None, index: Index | None) -> Candidates:
+        """Finds the ``k`` best patterns of each query, with ``m`` out of a shortlist of so many."""
+        chunks = torch.split(asked.rows, QUERY_ROWS)
+        if m is not None and m < self.stored.count:
+            parts = [self._shortlist(chunk, k, m, asked.missing, index) for chunk in chunks]
+            scores, indices, some, places = (torch.cat(each) for each in zip(*parts, strict=True))
+            return Candidates(scores, indices, (some, places))
+        size, ranks = min(k, len(self.stored.patterns)), self.stored.ranks
+        found = [ranks.best(*top_k(self.blocks(chunk, asked.missing), size), k) for chunk in chunks]
+        scores, indices = (torch.cat(each) for each in zip(*found, strict=True))
+        return Candidates(scores, indices)
+
+    def _shortlist(self, rows: Tensor, k: int, m: int, missing: bool, index: Index | None) -> tuple[Tensor, ...]:
+        """Returns the ``k`` best scores and their indices, then the scores and indices of the whole shortlist."""
+        stored = self.stored
+        sample = stored.sample(sample_index(stored.count, rows.device))
+        filled, patterns = rows, stored.patterns
+        if missing:  # the first stage replaces unknown values by the mean of their dimension
+            center = sample.nanmean(0).nan_to_num(0.0)
+            filled, sample = _filled(rows, center), _filled(sample, center)
+            if stored.unknown and index is None:
+                patterns = _filled(patterns, center)
+        linear = linear_scores(self.similarity, self.modulated, filled, sample)
+        own = min(m, len(patterns))
+        if index is None:
+            first, indices = first_stage(linear, patterns, stored, own)
+        else:
+            index.check(stored.patterns)
+            first, indices = index.shortlist(linear, own)
+        scores = self.pairs(rows, indices, missing).masked_fill(first == -torch.inf, -torch.inf)
+        first, scores, indices = stored.ranks.candidates(first, scores, indices, m=m)
+        scores, indices = best_of_shortlist(first, scores, indices, m)
+        if index is not None and ((first > -torch.inf).sum(-1) < k).any():
+            check_finite_rows(**{"queries x": filled})
+            raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
+        return scores[..., :k], indices[..., :k], scores, indices
+
+    def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
+        """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
+        if isinstance(self.similarity, AdaptiveSimilarity):
+            options: dict[str, Any] = {"arranged": arranged, "missing": missing or None}
+            scores: Tensor = self.similarity(query, key, **{name: each for name, each in options.items() if each})
+        elif missing and isinstance(self.similarity, TableSimilarity):
+            scores = self.similarity(query, key, missing=True)
+        elif missing:
+            scores = known_scores(self.similarity, query, key)
+        else:
+            scores = self.similarity(query, key)
+        return scores
+
+    def _arranged(self) -> Sequence[Tensor | None] | None:
+        """Returns copies of the patterns that are arranged by the blocks of the similarity, if it needs any."""
+        stored, similarity = self.stored, self.similarity
+        if not isinstance(similarity, AdaptiveSimilarity) or self.modulation is not None:
+            return None
+        gathers = similarity.gathers()
+        elements = len(stored.patterns) * sum(len(gather) for gather in gathers if gather is not None)
+        if not 0 < elements <= KEPT_ELEMENTS or torch.compiler.is_compiling():
+            return None
+        if stored.patterns.requires_grad or stored.patterns.is_inference():  # no gradient; no version counter
+            return None
+
+        def copies() -> list[Tensor | None]:
+            return [None if gather is None else arrange(stored.block(0, stored.count), gather) for gather in gathers]
+
+        name = f"arranged {[id(gather) for gather in gathers]}"
+        found: Sequence[Tensor | None] = stored.keep(name, lambda: (gathers, copies()))[1]  # the ids stay in use
+        return found
+
+    def _block_size(self, queries: int) -> int:
+        # Other similarities may need several times the memory of a block.
+        similarity, device = self.similarity, self.stored.patterns.device.type
+        large = isinstance(similarity, AdaptiveSimilarity) and (
+            similarity.is_single() or isinstance(similarity, AutoSimilarity)
+        )
+        return block_size(self.stored.dim, queries, device if large else "cpu")
 
 
-def check_width(name: str, x: Tensor, patterns: Tensor) -> None:
-    """Raises unless ``x (..., d)`` has the width of ``patterns (N, d)``."""
-    if x.ndim < 1 or x.shape[-1] != patterns.shape[1]:
-        raise AHopError(f"{name} must be (..., d) with the d = {patterns.shape[1]} of the patterns, got {describe(x)}")
+def block_size(dim: int, queries: int, device: str) -> int:
+    """Returns the number of patterns of ``dim`` dimensions that are scored at once.
 
-
-def as_given(x: Array, result: Tensor) -> Array:
-    """Returns ``result`` as a NumPy array if ``x`` is one. NumPy has no bfloat16, which becomes float32."""
-    if isinstance(x, Tensor):
-        return result
-    wide = result.float() if result.dtype == torch.bfloat16 else result
-    array: Array = wide.detach().cpu().numpy()
-    return array
-
-
-def from_numpy(x: Any, device: torch.device | None = None) -> Any:
-    """Returns a NumPy array, or a column of pandas, as a tensor on ``device``, and anything else unchanged."""
-    numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
-    if hasattr(x, "to_numpy"):
-        x = x.to_numpy()
-    if numpy is None or not isinstance(x, numpy.ndarray):
-        return x
-    # Copies arrays that are read-only or have negative strides, which torch.from_numpy does not support.
-    return torch.from_numpy(numpy.require(x, requirements=["C", "W"])).to(device)
-
-
-def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
-    """Returns the ``k`` largest scores of each row, best first, and their indices: ``(L, k)`` each.
-
-    Equal scores are ordered by index, as in a stable sort of all scores.
-
-    Args:
-        blocks: the scores ``(L, B)`` of consecutive blocks of patterns.
-        k: at most the number of patterns.
+    A block has at most BLOCK_SCORES scores, for up to QUERY_ROWS queries. More are only scored at once where all scores
+    are kept, so that small blocks would save no memory. On a GPU, blocks are as large as the memory of their scores
+    allows, because each call has a fixed cost: blocks for the cache of a CPU would spend most of the time of a search
+    for few queries on calls.
     """
-    best: list[tuple[Tensor, Tensor]] = []
-    start = 0
-    for scores in _concatenated(blocks):
-        values, indices = _top_of_block(scores, min(k, scores.shape[-1]))
-        best.append((values, indices + start))
-        start += scores.shape[-1]
-        best = [merge(best, k)]
-    return best[0]
+    queries = max(1, queries)
+    size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
+    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries)) if device == "cuda" else size
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
-    """Returns the ``k`` largest scores and their indices out of several results ``(L, K)`` of :func:`top_k`.
-
-    All indices of a part are smaller than those of the next one. Within a part, equal scores are ordered by index.
-    """
-    values, indices = (torch.cat(each, -1) for each in zip(*parts, strict=True))
-    values, order = values.sort(dim=-1, descending=True, stable=True)  # keeps the order of equal scores
-    return values[..., :k], indices.gather(-1, order[..., :k])
+def has_nan(rows: Tensor) -> bool:
+    """Returns whether queries have unknown values. A branch on queries would break a compiled graph."""
+    return not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any())
 
 
-def _concatenated(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Concatenates consecutive blocks ``(L, B)`` up to RANKED_SCORES scores."""
-    held: list[Tensor] = []
-    count = 0
-    for block in blocks:
-        if held and count + block.numel() > RANKED_SCORES:
-            yield torch.cat(held, -1)
-            held, count = [], 0
-        held.append(block)
-        count += block.numel()
-    if held:
-        yield torch.cat(held, -1)
-
-
-def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of ``scores (L, B)`` and their indices, in the order of the indices."""
-    if k == 1:
-        values, indices = scores.max(-1, keepdim=True)  # the first maximum
-        return values, indices
-    size = scores.shape[-1]
-    largest = scores.topk(min(k + 1, size), -1)
-    # topk chooses arbitrarily among scores that equal the k-th largest. NaN, which is largest, equals nothing.
-    unique = largest.values[..., -1] < largest.values[..., -2] if k < size else scores.new_ones(1)
-    if not torch.compiler.is_compiling() and unique.all():  # a branch on values would break the graph
-        indices = largest.indices[..., :k].sort(-1).values
-    else:
-        indices = _first_of_block(scores, k, largest.values[..., k - 1 : k])
-    return scores.gather(-1, indices), indices
-
-
-def _first_of_block(scores: Tensor, k: int, threshold: Tensor) -> Tensor:
-    """The indices of the ``k`` largest of ``scores (L, B)``, the first of those that equal the ``threshold (L, 1)``."""
-    # Ranks unique integers: first all scores above the k-th largest, then all that equal it, each in the order of their
-    # indices.
-    size = scores.shape[-1]
-    group = 1 + (scores <= threshold).int() - ((scores >= threshold) | scores.isnan()).int()
-    rank = group.mul_(size).add_(torch.arange(size, dtype=torch.int32, device=scores.device))
-    chosen = rank.topk(k, -1, largest=False, sorted=False).values.long() % size
-    return chosen.sort(-1).values
+def _filled(rows: Tensor, center: Tensor) -> Tensor:
+    """Replaces NaN in ``rows (L, d)`` by the values of ``center (d,)``."""
+    return torch.where(rows.isnan(), center, rows)

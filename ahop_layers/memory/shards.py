@@ -5,6 +5,7 @@ ranks, so the mean of the parameter gradients over the ranks, as DistributedData
 the mean loss.
 """
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -13,17 +14,71 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.memory.search import merge
+from ahop_layers.memory.arrays import merge
 from ahop_layers.ops.reference import accumulation_dtype
 
 
-class Shard:
+class Whole:
+    """All ``count`` patterns of a memory on one rank, where nothing is communicated."""
+
+    rank, ranks, start = 0, 1, 0
+
+    def __init__(self, count: int) -> None:
+        self.count = self.stop = count
+
+    def rows(self, rows: Tensor) -> "Rows":
+        """Returns the rows of all ranks, of which this rank has ``rows``."""
+        return rows
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Stacks the tensors of all ranks, of equal shape and dtype: ``(...) -> (ranks, ...)``. Differentiable."""
+        return tensor[None]
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Sums the tensors of all ranks, in the order of the ranks."""
+        return tensor
+
+    def columns(self, scores: Tensor) -> Tensor:
+        """Concatenates the scores ``(L, stop - start)`` of the patterns of all ranks: ``(L, count)``."""
+        return scores
+
+    def best(self, scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Returns the ``k`` largest scores and their indices, out of those of the patterns of each rank ``(L, K)``."""
+        return scores, indices
+
+    def candidates(self, *tensors: Tensor, m: int) -> list[Tensor]:
+        """Concatenates candidates ``(L, min(m, stop - start))`` of all ranks; the last tensor has their indices."""
+        return list(tensors)
+
+    def queries(self, rows: Tensor, error: AHopError | None = None) -> tuple[Tensor, slice]:
+        """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``, or raises an error."""
+        if error is not None:
+            raise error
+        return rows, slice(None)
+
+    def agree(self, call: str, device: torch.device) -> None:
+        """Raises on all ranks unless each of them makes the same call, before any of them waits for the others."""
+
+    def cross_entropy(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Computes the mean cross entropy of the logits of all ranks, ``(L, stop - start)`` here, for equal targets.
+
+        ``index (L,)`` is the index of a pattern out of those of all ranks.
+        """
+        return functional.cross_entropy(logits, index)
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replaces the gradient of each parameter by its mean over the ranks."""
+
+    def check_equal(self, name: str, *tensors: Tensor) -> None:
+        """Raises unless tensors have the same shapes, and probably the same values, on all ranks."""
+
+
+class Shard(Whole):
     """The part ``start:stop`` of ``count`` patterns that this rank keeps, and the communication with other ranks.
 
     Args:
         group: a process group of ``torch.distributed``; None for all processes.
         count: number of patterns of all ranks together.
-        scale: scale of all patterns, see :func:`ahop_layers.memory.estimates.scale_of`.
         device: device of the patterns.
 
     Raises:
@@ -31,10 +86,10 @@ class Shard:
             ranks than there are patterns.
     """
 
-    def __init__(self, group: Any, count: int, scale: float, device: torch.device) -> None:
+    def __init__(self, group: Any, count: int, device: torch.device) -> None:
         if not distributed.is_available() or not distributed.is_initialized():
             raise AHopError("shard_ needs torch.distributed: call torch.distributed.init_process_group first, got none")
-        self.group, self.count, self.scale = group, count, scale
+        self.group, self.count = group, count
         self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
         if self.rank < 0:
             raise AHopError("group must contain this process, got a group of other processes")
@@ -59,6 +114,10 @@ class Shard:
     def sizes(self) -> list[int]:
         """The number of patterns of each rank."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def rows(self, rows: Tensor) -> "Rows":
+        """Returns the rows of all ranks, of which this rank has ``rows``."""
+        return ShardedRows(self, rows)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, of equal shape and dtype: ``(...) -> (ranks, ...)``. Differentiable."""
@@ -132,15 +191,21 @@ class Shard:
             if parameter.grad is not None:
                 parameter.grad.copy_(self.total(parameter.grad) / self.ranks)
 
+    def agree(self, call: str, device: torch.device) -> None:
+        """Raises on all ranks unless each of them makes the same call, before any of them waits for the others."""
+        digest = torch.tensor(zlib.crc32(call.encode()), device=device)
+        if not bool((self.gather(digest) == digest).all()):
+            raise AHopError(f"all ranks of a sharded memory must make the same call, got {call} on this one")
+
     @torch.no_grad()
     def check_equal(self, name: str, *tensors: Tensor) -> None:
         """Raises unless tensors have the same shapes, and probably the same values, on all ranks."""
         for tensor in tensors:
             self.check_shapes(name, tensor)
-            values = tensor.double()
+            values = tensor.double().nan_to_num(0.5)
             mean = values.abs().mean() if values.numel() else values.sum()
             sums = self.gather(torch.stack([mean, (values.flatten() * _ramp(values)).sum()]))
-            if not bool((sums == sums[0]).all() | sums.isnan().any()):
+            if not bool((sums == sums[0]).all()):
                 raise AHopError(f"{name} must be equal on all ranks of a sharded memory, got different values")
 
     def check_shapes(self, name: str, tensor: Tensor) -> None:
@@ -207,8 +272,3 @@ class ShardedRows:
 
 Rows = Tensor | ShardedRows
 """Rows ``(N, ...)`` that are indexed by tensors."""
-
-
-def all_rows(rows: Tensor, shard: Shard | None) -> Rows:
-    """Returns the rows of all ranks, of which this rank has ``rows``; None for a memory on one rank."""
-    return rows if shard is None else ShardedRows(shard, rows)

@@ -8,16 +8,16 @@ curvature. For the dot product and the negative squared distance, the approximat
 """
 
 import importlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
-from ahop_layers.memory.search import top_k
+from ahop_layers.memory.arrays import top_k
+from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity import AdaptiveSimilarity
@@ -33,8 +33,6 @@ FIRST_STAGE_SCORES = 2**22
 
 KEPT_NORMS = 2**28
 """Maximum number of squared norms that are kept for later searches: 1 GiB in float32."""
-
-_norms: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
 
 
 def sample_index(count: int, device: torch.device) -> Tensor:
@@ -106,12 +104,17 @@ def _without_ranks(similarity: AdaptiveSimilarity, query: Tensor, key: Tensor) -
     return total
 
 
-def first_stage(linear: Linear, patterns: Tensor, prior: Tensor | None, m: int) -> tuple[Tensor, Tensor]:
-    """Returns the ``m`` largest approximate scores of ``patterns (N, d)`` and their indices: ``(L, m)`` each."""
+def first_stage(linear: Linear, patterns: Tensor, stored: Stored, m: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``m`` largest approximate scores of ``patterns (N, d)`` and their indices: ``(L, m)`` each.
+
+    ``patterns`` are those that are stored, with values in place of unknown ones.
+    """
     slope, curvature = linear
-    norms = squared_norms(patterns) if curvature.any() else None
+    prior, norms = stored.own_prior, None
+    if curvature.any() and patterns is stored.patterns and len(patterns) <= KEPT_NORMS:
+        norms = stored.keep("norms", lambda: _norms(patterns))
     size = FIRST_STAGE_SCORES // max(1, len(slope))
-    if slope.dtype != patterns.dtype:  # blocks in half precision are converted, because a slope can overflow
+    if slope.dtype != patterns.dtype:  # blocks are converted, because a slope can overflow half precision
         size = min(size, FIRST_STAGE_SCORES // patterns.shape[1])
     size = max(1, size)
 
@@ -119,43 +122,33 @@ def first_stage(linear: Linear, patterns: Tensor, prior: Tensor | None, m: int) 
         for start in range(0, len(patterns), size):
             block = patterns[start : start + size].to(slope.dtype)
             scores = (block @ slope[0])[None] if len(slope) == 1 else slope @ block.mT
-            if norms is not None:
-                square = _squares(block) if norms.numel() == 0 else norms[start : start + size]
+            if curvature.any():
+                square = _squares(block) if norms is None else norms[start : start + size]
                 scores = torch.addcmul(scores, curvature, square, value=-1)
             yield scores if prior is None else scores + prior[start : start + size]
 
     return top_k(blocks(), m)
 
 
-def best_of_shortlist(first: Tensor, scores: Tensor, indices: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the ``k`` largest scores and their indices, out of the ``m`` candidates with the largest ``first``.
+def best_of_shortlist(first: Tensor, scores: Tensor, indices: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Returns the scores, best first, and the indices of the ``m`` candidates with the largest ``first``.
 
-    All tensors are ``(L, K)`` with ``K >= m``, and the result is ``(L, k)``. Equal scores are ordered by index.
+    All tensors are ``(L, K)`` with ``K >= m``, and the result is ``(L, m)``. Equal scores are ordered by index.
     """
     order = first.sort(dim=-1, descending=True, stable=True).indices[..., :m]
     indices, by_index = indices.gather(-1, order).sort(-1)
     scores = scores.gather(-1, order).gather(-1, by_index)
     scores, order = scores.sort(dim=-1, descending=True, stable=True)
-    return scores[..., :k], indices.gather(-1, order[..., :k])
+    return scores, indices.gather(-1, order)
 
 
-def squared_norms(patterns: Tensor) -> Tensor:
-    """Returns the squared norm of each pattern ``(N,)``, or an empty tensor if there are too many to keep.
-
-    They are kept for as long as ``patterns`` exists, and are computed again if the tensor was modified in place.
-    """
-    if len(patterns) > KEPT_NORMS or patterns.is_inference():
-        return patterns.new_empty(0)
-    kept = _norms.get(patterns)
-    if kept is None or kept[0] != patterns._version:
-        size = max(1, FIRST_STAGE_SCORES // patterns.shape[1])
-        with torch.inference_mode(False), torch.no_grad():
-            norms = torch.cat([_squares(block) for block in torch.split(patterns, size)])
-        kept = _norms[patterns] = (patterns._version, norms)
-    return kept[1]
+def _norms(patterns: Tensor) -> Tensor:
+    size = max(1, FIRST_STAGE_SCORES // patterns.shape[1])
+    return torch.cat([_squares(block) for block in torch.split(patterns, size)])
 
 
 def _squares(block: Tensor) -> Tensor:
+    block = block if block.is_floating_point() else block.float()
     norms: Tensor = torch.linalg.vector_norm(block, dim=-1, dtype=accumulation_dtype(block.dtype))
     return norms.square()
 
@@ -173,6 +166,8 @@ class Index:
     """
 
     def __init__(self, patterns: Tensor, description: str, metric: str) -> None:
+        if not isinstance(description, str):
+            raise AHopError(f"description must be a string, got {type(description).__name__}")
         try:
             faiss = importlib.import_module("faiss")
         except ImportError as error:
@@ -211,9 +206,12 @@ class Index:
         if self.metric == "dis":
             length = torch.linalg.vector_norm(slope, dim=-1, keepdim=True)
             slope = slope / (2 * curvature).maximum(length / (4 * self.radius.to(slope))).clamp(min=1e-30)
-        if hasattr(self.faiss, "hnsw"):
-            self.faiss.hnsw.efSearch = max(self.faiss.hnsw.efSearch, m)
-        found, places = (torch.from_numpy(each).to(slope.device) for each in self.faiss.search(_array(slope), m))
+        options = None
+        if hasattr(self.faiss, "hnsw"):  # of this search alone
+            library = importlib.import_module("faiss")
+            options = library.SearchParametersHNSW(efSearch=max(self.faiss.hnsw.efSearch, m))
+        result = self.faiss.search(_array(slope), m, params=options)
+        found, places = (torch.from_numpy(each).to(slope.device) for each in result)
         scores = found if self.metric == "dot" else -found
         return scores.masked_fill(places < 0, -torch.inf), places.clamp(min=0)
 

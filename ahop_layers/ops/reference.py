@@ -279,19 +279,26 @@ def missing_similarity(
     """
     n = folded.shape[-1]
     blocked, present = known_blocks(query, key, bases, n, blocks, widths, constant)
-    count = present.sum(-1, keepdim=True)
-    ranks = torch.arange(n + 1, device=query.device)
-    place = (n * ranks / count.clamp(min=1).to(folded.dtype)).clamp(max=n)
-    rank = (place.ceil().long() - 1).clamp(min=0)
-    rest = place - rank
+    count = present.sum(-1)
     scores = []
     for index, values in enumerate(blocked):
         values = values.masked_fill(~present, -torch.inf).sort(dim=-1, descending=True).values
         u = folded[..., index, :].unsqueeze(-2).unsqueeze(-2) if folded.ndim == 3 else folded[index]
-        before = torch.nn.functional.pad(u.cumsum(-1), (1, 0)).expand(*rank.shape[:-1], n + 1)
-        integral = before.gather(-1, rank) + rest * u.expand(*rank.shape[:-1], n).gather(-1, rank)
-        scores.append((values.masked_fill(ranks[:-1] >= count, 0.0) * integral.diff(dim=-1)).sum(-1))
-    return torch.stack(scores).sum(0).masked_fill(count.squeeze(-1) == 0, -torch.inf)
+        weight = stretched(u, count)
+        ranks = torch.arange(n, device=query.device)
+        scores.append((values.masked_fill(ranks >= count.unsqueeze(-1), 0.0) * weight).sum(-1))
+    return torch.stack(scores).sum(0).masked_fill(count == 0, -torch.inf)
+
+
+def stretched(folded: Tensor, count: Tensor) -> Tensor:
+    """The weights of the first ``count (...)`` of n sorted similarities: the integrals of ``folded (..., n)``."""
+    n = folded.shape[-1]
+    ranks = torch.arange(n + 1, device=folded.device)
+    place = (n * ranks / count.unsqueeze(-1).clamp(min=1).to(folded.dtype)).clamp(max=n)
+    rank = (place.ceil().long() - 1).clamp(min=0)
+    before = torch.nn.functional.pad(folded.cumsum(-1), (1, 0)).expand(*rank.shape[:-1], n + 1)
+    reached = before.gather(-1, rank) + (place - rank) * folded.expand(*rank.shape[:-1], n).gather(-1, rank)
+    return reached.diff(dim=-1)
 
 
 def _at(widths: Tensor | None, index: int) -> Tensor | None:

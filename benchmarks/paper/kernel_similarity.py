@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.memory.kernel import uniformity_loss
+from ahop_layers.memory.presets import uniformity_loss
 
 MOST_KEYS = 128
 """Upper bound on the keys of the separation loss, which compares all pairs. They are taken at equal distances."""

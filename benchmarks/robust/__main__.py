@@ -3,11 +3,12 @@
 To run: python -m benchmarks.robust [--table missing] [--data faces16 digits] [--splits 5] [--device cuda]
 
 The tables:
-  levels    accuracy by the level of damage, against all baselines
-  missing   30 % and 60 % of the values of a query are missing; the fit knows nothing of it
-  pairs     a fit from 16 to 1,024 pairs of damaged queries, against a fit from the damage itself
-  ablation  L1, trimmed L1, learned weights of ranks, saturating bases, and both
-  scale     all values multiplied by 0.001, 1 and 1,000
+  levels      accuracy by the level of damage, against all baselines
+  missing     30 % and 60 % of the values of a query are missing; the fit knows nothing of it
+  pairs       a fit from 16 to 1,024 pairs of damaged queries, against a fit from the damage itself
+  ablation    L1, trimmed L1, learned weights of ranks, saturating bases, and both
+  scale       all values multiplied by 0.001, 1 and 1,000
+  confidence  known queries against those of people, or sensor rows, that are not stored (take --splits 20)
 
 One fit covers the whole range of damage. Every baseline has one parameter for the whole range, chosen on damaged stored
 patterns. Values of images are replaced by uniform ones with probability 0 to 0.9; embeddings are those of
@@ -46,6 +47,7 @@ TABLES = {
     "pairs": Table(("faces16", "digits"), measure.measure_pairs, report.pairs),
     "ablation": Table(("faces16", "digits", "embeddings"), measure.measure_ablation, report.ablation),
     "scale": Table(("embeddings",), measure.measure_scale, report.scale),
+    "confidence": Table(("faces16", "faces32", "sensors"), measure.measure_confidence, report.confidence),
 }
 
 

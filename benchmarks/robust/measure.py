@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 import ahop_layers as ah
-from ahop_layers.memory import questions
-from ahop_layers.memory.auto import AutoSimilarity
-from ahop_layers.memory.solve import Learned, learn
+from ahop_layers.learning import questions
+from ahop_layers.learning.auto import AutoSimilarity
+from ahop_layers.learning.solve import Learned, learn
 from ahop_layers.variants import as_damage
 from benchmarks.robust.tasks import Task
 
@@ -26,6 +26,7 @@ CHOICE_QUERIES = 512
 MISSING = (0.3, 0.6)
 PAIRS = (16, 32, 64, 128, 256, 512, 1024)
 FACTORS = (0.001, 1.0, 1000.0)
+STRANGERS, FALSE_ACCEPTS, BINS = 10, 0.01, 15
 ABLATION: dict[str, dict[str, Any]] = {
     "ranks of L1": {"bases": ("l1",)},
     "saturating bases": {"bins": 1},
@@ -182,3 +183,86 @@ def measure_scale(task: Task, generator: torch.Generator, seed: int) -> Figures:
         queries = {level: factor * query for level, query in asked.items()}
         found[factor] = mean(recall(task, memory, queries).values())
     return {"fitted": found}
+
+
+def auroc(known: Tensor, foreign: Tensor) -> float:
+    """Returns the probability that a known query has the larger value of a known and a foreign one."""
+    below = torch.searchsorted(foreign.sort().values, known)
+    equal = torch.searchsorted(foreign.sort().values, known, right=True) - below
+    return ((below + equal / 2).double().mean() / len(foreign)).item()
+
+
+def calibration_error(confidence: Tensor, right: Tensor) -> float:
+    """Returns the mean difference of confidence and accuracy over BINS bins of equal width, weighted by their size."""
+    place = (confidence * BINS).long().clamp(max=BINS - 1)
+    gap = torch.zeros(BINS, dtype=torch.float64, device=place.device)
+    gap.index_add_(0, place, confidence.double() - right.double())
+    return (gap.abs().sum() / len(confidence)).item()
+
+
+def known_and_foreign(task: Task, generator: torch.Generator) -> tuple[Task, Tensor]:
+    """Leaves some people, or a quarter of the rows, out of a task, and returns what is left and what was left out.
+
+    Half of the photos of the others are stored.
+    """
+    if task.labels is None or task.spare is None or task.spare_labels is None:
+        order = torch.randperm(len(task.stored), generator=generator, device=task.stored.device)
+        rows = task.stored[order[len(order) // 4 :]]
+        left = task._replace(stored=rows, asked=rows, target=torch.arange(len(rows), device=rows.device))
+        return left, task.stored[order[: len(order) // 4]]
+    rows = torch.cat([task.stored, task.asked, task.spare])
+    labels = torch.cat([task.labels, task.target, task.spare_labels])
+    people = labels.unique()
+    people = people[torch.randperm(len(people), generator=generator, device=people.device)]
+    foreign = torch.isin(labels, people[:STRANGERS])
+    here = (~foreign).nonzero().flatten()
+    here = here[torch.randperm(len(here), generator=generator, device=here.device)]
+    stored, asked = here.tensor_split(2)
+    left = task._replace(stored=rows[stored], labels=labels[stored], asked=rows[asked], target=labels[asked])
+    return left, rows[foreign]
+
+
+def measure_confidence(task: Task, generator: torch.Generator, seed: int) -> Figures:
+    """Returns how well the confidence of the best hit tells known queries from foreign ones, at one level of damage.
+
+    All queries are damaged alike, and so are those of the fit. The calibration error is that of equal shares of both.
+    """
+    task, strangers = known_and_foreign(task, generator)
+    level = 0.5 if 0.5 in task.levels else 0.4
+
+    def damage(x: Tensor, generator: torch.Generator) -> Tensor:
+        return task.damage(x, torch.full((len(x), 1), level).to(x), generator)
+
+    memory = ah.AssociativeMemory(task.stored, labels=task.labels)
+    memory.fit(damage, seed=seed)
+    known, foreign = (memory.search(damage(x, generator)) for x in (task.asked, strangers))
+    threshold = memory.threshold(FALSE_ACCEPTS)
+    sure, unsure = known.confidence[:, 0], foreign.confidence[:, 0]
+    right = (known.indices[:, 0] if task.labels is None else task.labels[known.indices[:, 0]]) == task.target
+    count = min(len(sure), len(unsure))
+    both = torch.cat([sure[:count], unsure[:count]]), torch.cat([right[:count], torch.zeros_like(right[:count])])
+    found = {
+        "AUROC": auroc(sure, unsure),
+        "AUROC of the score": auroc(known.scores[:, 0], foreign.scores[:, 0]),
+        "calibration error": calibration_error(*both),
+        "false accepts": (unsure > threshold).double().mean().item(),
+        "accepted": (sure > threshold).double().mean().item(),
+        "accuracy": right.double().mean().item(),
+    }
+    if task.labels is None:
+        found["explained"] = explained(memory, task, damage, generator)
+    return {name: {level: value} for name, value in found.items()}
+
+
+def explained(memory: ah.AssociativeMemory, task: Task, damage: Any, generator: torch.Generator) -> float:
+    """Returns the share of values, changed by more than two widths, that are among the lowest contributions."""
+    similarity = cast(AutoSimilarity, memory.similarity)
+    query = damage(task.stored, generator)
+    units = torch.ones_like(task.stored[0]) if similarity.units is None else similarity.units
+    used = [row for row, name in enumerate(similarity.names) if name == "near" and similarity.w[row].any()]
+    width = 1.0 if similarity.widths is None or not used else similarity.widths[used].median().item()
+    changed = (query - task.stored).abs() > 2 * width * units
+    place = torch.arange(len(query), device=query.device)
+    reasons = memory.explain(query, index=place).masked_fill(query.isnan(), torch.inf)
+    lowest = reasons.argsort(-1).argsort(-1) < changed.sum(-1, keepdim=True)
+    return ((lowest & changed).sum() / changed.sum()).item()

@@ -120,6 +120,20 @@ def scale(rows: Sequence[Row]) -> str:
     return title + "\n\n" + table(["factor", *(f"{float(factor):g}" for factor in factors)], body)
 
 
+def confidence(rows: Sequence[Row]) -> str:
+    """Means over the splits, and for false accepts the largest: a line for each data set."""
+    columns = ("accuracy", "AUROC", "AUROC of the score", "calibration error", "false accepts", "accepted")
+    body = []
+    for (name,), here in group(rows, "data").items():
+        found = {method: _mean(mine) for (method,), mine in group(here, "method").items()}
+        worst = max(float(row["value"]) for row in here if row["method"] == "false accepts")
+        explained = f"{found['explained']:.3f}" if "explained" in found else ""
+        cells = [f"{found[column]:.3f}" for column in columns]
+        body.append([NAMES[name].split(",")[0], *cells, f"{worst:.3f}", explained])
+    title = f"Known queries against foreign ones, {_splits(rows)}; half of the values are wrong, 40 % of the sensors."
+    return title + "\n\n" + table(["data", *columns, "most false accepts", "explained"], body)
+
+
 def _mean(rows: Sequence[Row]) -> float:
     return mean(float(row["value"]) for row in rows)
 

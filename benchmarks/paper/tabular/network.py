@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError
-from ahop_layers.memory.kernel import KernelModulation
+from ahop_layers.memory.presets import KernelModulation
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.tabular.rows import CHUNK
 

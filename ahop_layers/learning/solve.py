@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from ahop_layers.memory.candidates import CANDIDATES, Queries, find_candidates
-from ahop_layers.memory.questions import Questions
-from ahop_layers.memory.ranks import BINS, Base, bin_edges, block_features, features, pairs, pools
-from ahop_layers.memory.regression import Problem, solutions, trial_loss
+from ahop_layers.learning.candidates import CANDIDATES, Queries, find_candidates
+from ahop_layers.learning.questions import Questions
+from ahop_layers.learning.ranks import BINS, Base, bin_edges, block_features, features, pairs, pools
+from ahop_layers.learning.regression import Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity import AdaptiveSimilarity, BaseArgument
 from ahop_layers.widths import differences, quantiles, units

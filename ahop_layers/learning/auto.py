@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.memory.solve import BASES, OPTIONAL, Learned
+from ahop_layers.learning.solve import BASES, OPTIONAL, Learned
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
 from ahop_layers.similarity import AdaptiveSimilarity

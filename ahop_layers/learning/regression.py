@@ -1,7 +1,7 @@
 """Softmax regression: the weights of linear scores with which right candidates beat wrong ones, found by L-BFGS."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -106,16 +106,21 @@ class Problem(NamedTuple):
 
 
 def solve(problem: Problem, start: Tensor, bounded: bool, penalty: Tensor) -> Tensor:
-    """Minimizes the objective plus ``penalty . weight**2`` by L-BFGS from ``start (f,)``, on scaled features.
-
-    Steps are halved until the loss falls. The optimizer of PyTorch would do as well, but imports its compiler, which
-    takes longer than a fit.
-    """
+    """Minimizes the objective plus ``penalty . weight**2`` from ``start (f,)``, on scaled features."""
 
     def loss(weight: Tensor) -> tuple[float, Tensor]:
         value, gradient = problem.objective(weight, bounded)
         return (value + penalty @ weight.square()).item(), gradient + 2 * penalty * weight
 
+    return minimize(loss, start)
+
+
+def minimize(loss: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
+    """Minimizes a loss by L-BFGS from ``start (f,)``; ``loss`` returns its value and its gradient.
+
+    Steps are halved until the loss falls. The optimizer of PyTorch would do as well, but imports its compiler, which
+    takes longer than a fit.
+    """
     weight, (value, gradient) = start, loss(start)
     changes: deque[tuple[Tensor, Tensor, float]] = deque(maxlen=HISTORY)
     for _ in range(STEPS):

@@ -6,8 +6,10 @@ import torch
 from torch import Generator, Tensor
 
 from ahop_layers.errors import AHopError
-from ahop_layers.memory.batches import Pairs
 from ahop_layers.variants import Missing, Replaced, Variant
+
+Pairs = tuple[Tensor, Tensor]
+"""Indices or labels ``(n,)``, and the queries ``(n, d)`` that belong to them."""
 
 QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 1024, 2048, 2**17
 """Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""

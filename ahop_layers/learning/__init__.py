@@ -1,0 +1,1 @@
+"""Learning of similarities: weights are solved for, from damaged queries of stored patterns."""

@@ -1,0 +1,139 @@
+"""Arrays: data as people have it, from and to tensors, and the largest of many scores."""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ahop_layers.errors import AHopError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Array = TypeVar("Array", Tensor, "NDArray[Any]")
+"""A tensor or a NumPy array: methods return the kind of array that they are called with."""
+
+RANKED_SCORES = 2**22
+"""Number of scores that are ranked at once. Small blocks are concatenated, because each ranking has a fixed cost."""
+
+
+def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
+    """Returns a tensor, an array, a data frame or a list of numbers as a tensor of floating-point numbers or uint8.
+
+    All but tensors are moved to ``device``. Integers become floating-point numbers, except uint8.
+
+    Raises:
+        AHopError: ``x`` has other values than real numbers.
+    """
+    given = from_numpy(x, device)
+    if not isinstance(given, Tensor):
+        try:
+            given = torch.as_tensor(x, device=device)
+        except (RuntimeError, TypeError, ValueError):
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise AHopError(f"{name} must be a tensor, an array or a list of numbers, got {kind}") from None
+    if given.is_complex() or given.is_quantized or given.is_nested or given.layout is not torch.strided:
+        kind = "nested" if given.is_nested else f"{given.dtype}, {given.layout}"
+        raise AHopError(f"{name} must be real numbers in a dense tensor, got {kind}")
+    if given.is_floating_point() or given.dtype == torch.uint8:
+        return given
+    return given.to(torch.get_default_dtype())
+
+
+def from_numpy(x: Any, device: torch.device | None = None) -> Any:
+    """Returns a NumPy array of numbers, or data of pandas, as a tensor on ``device``, and anything else unchanged."""
+    numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
+    if hasattr(x, "to_numpy"):
+        x = x.to_numpy()
+    if numpy is None or not isinstance(x, numpy.ndarray) or x.dtype.kind not in "biufc":
+        return x
+    if x.dtype.kind == "f" and x.dtype.itemsize > 8:
+        x = x.astype(numpy.float64)
+    # Copies arrays that are read-only or have negative strides or another byte order, which PyTorch does not support.
+    x = numpy.require(x.astype(x.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
+    return torch.from_numpy(x).to(device)
+
+
+def as_given(x: Any, result: Any) -> Any:
+    """Returns ``result`` as a NumPy array if ``x`` is one, or a data frame. NumPy has no bfloat16: it becomes float32.
+
+    Nested lists of strings become arrays too. For tensors and lists, the result stays what it is.
+    """
+    if isinstance(x, (Tensor, list, tuple)):
+        return result
+    if isinstance(result, Tensor):
+        wide = result.float() if result.dtype == torch.bfloat16 else result
+        return wide.detach().cpu().numpy()
+    return sys.modules["numpy"].array(result)
+
+
+def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest scores of each row, best first, and their indices: ``(L, k)`` each.
+
+    Equal scores are ordered by index, as in a stable sort of all scores.
+
+    Args:
+        blocks: the scores ``(L, B)`` of consecutive blocks of patterns.
+        k: at most the number of patterns.
+    """
+    best: list[tuple[Tensor, Tensor]] = []
+    start = 0
+    for scores in _concatenated(blocks):
+        values, indices = _top_of_block(scores, min(k, scores.shape[-1]))
+        best.append((values, indices + start))
+        start += scores.shape[-1]
+        best = [merge(best, k)]
+    return best[0]
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest scores and their indices out of several results ``(L, K)`` of :func:`top_k`.
+
+    All indices of a part are smaller than those of the next one. Within a part, equal scores are ordered by index.
+    """
+    values, indices = (torch.cat(each, -1) for each in zip(*parts, strict=True))
+    values, order = values.sort(dim=-1, descending=True, stable=True)  # keeps the order of equal scores
+    return values[..., :k], indices.gather(-1, order[..., :k])
+
+
+def _concatenated(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Concatenates consecutive blocks ``(L, B)`` up to RANKED_SCORES scores."""
+    held: list[Tensor] = []
+    count = 0
+    for block in blocks:
+        if held and count + block.numel() > RANKED_SCORES:
+            yield torch.cat(held, -1)
+            held, count = [], 0
+        held.append(block)
+        count += block.numel()
+    if held:
+        yield torch.cat(held, -1)
+
+
+def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of ``scores (L, B)`` and their indices, in the order of the indices."""
+    if k == 1:
+        values, indices = scores.max(-1, keepdim=True)  # the first maximum
+        return values, indices
+    size = scores.shape[-1]
+    largest = scores.topk(min(k + 1, size), -1)
+    # topk chooses arbitrarily among scores that equal the k-th largest. NaN, which is largest, equals nothing.
+    unique = largest.values[..., -1] < largest.values[..., -2] if k < size else scores.new_ones(1)
+    if not torch.compiler.is_compiling() and unique.all():  # a branch on values would break the graph
+        indices = largest.indices[..., :k].sort(-1).values
+    else:
+        indices = _first_of_block(scores, k, largest.values[..., k - 1 : k])
+    return scores.gather(-1, indices), indices
+
+
+def _first_of_block(scores: Tensor, k: int, threshold: Tensor) -> Tensor:
+    """The indices of the ``k`` largest of ``scores (L, B)``, the first of those that equal the ``threshold (L, 1)``."""
+    # Ranks unique integers: first all scores above the k-th largest, then all that equal it, each in the order of their
+    # indices.
+    size = scores.shape[-1]
+    group = 1 + (scores <= threshold).int() - ((scores >= threshold) | scores.isnan()).int()
+    rank = group.mul_(size).add_(torch.arange(size, dtype=torch.int32, device=scores.device))
+    chosen = rank.topk(k, -1, largest=False, sorted=False).values.long() % size
+    return chosen.sort(-1).values

@@ -1,0 +1,307 @@
+"""How sure a memory is of its hits, and why: confidence, rejection of unknown queries, and contributions to a score.
+
+The confidence of a hit is the product of two probabilities. The first says which pattern a query belongs to: the
+softmax of the scores, times a factor, summed over the patterns of a class where there are labels. The second says
+whether it belongs to any: a logistic function of the log-sum-exp of the scores, and of the log odds of the first
+probability of the best hit. The scores tell whether anything fits, and the odds whether one pattern fits better than
+all others: which of the two tells more depends on the data. All four numbers are fitted to damaged copies of stored
+patterns, and to the same queries while their pattern, or its class, is left out.
+"""
+
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ahop_layers.errors import AHopError
+from ahop_layers.learning.candidates import CANDIDATES, MINED, MOST_MINED
+from ahop_layers.learning.questions import Pairs
+from ahop_layers.learning.regression import minimize
+from ahop_layers.memory.arrays import as_given
+from ahop_layers.memory.labels import class_logsumexp
+from ahop_layers.memory.presets import FIXED
+from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
+from ahop_layers.memory.shards import Whole
+from ahop_layers.memory.storage import named_ids
+from ahop_layers.ops.reference import accumulation_dtype, fold, pair_values, stretched
+from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.variants import Variant
+
+CALIBRATED = 1024
+"""Number of queries to which the confidence is fitted, and number of unknown ones whose confidence is kept."""
+
+OCTAVES, TOLERANCE = (-4.0, 8.0), 0.01
+"""Range of the factor in powers of two, relative to the deviation of scores, and the loss that a small one may cost."""
+
+PENALTY = 1e-4
+"""Penalty of the weights of the evidence."""
+
+
+MOST_ODDS = 30.0
+"""Limit of log odds, which are infinite if there is no other pattern."""
+
+
+class Calibration(NamedTuple):
+    """How scores become confidences.
+
+    Attributes:
+        factor: of the scores.
+        weights: of the log-sum-exp, of the log odds, and a constant.
+        foreign: the confidences of unknown queries in ascending order.
+    """
+
+    factor: float
+    weights: tuple[float, float, float]
+    foreign: Tensor
+
+    def confidence(self, own: Tensor, total: Tensor) -> Tensor:
+        """Returns the confidence of hits from their log-sum-exp ``(L, k)`` and that of all patterns ``(L,)``."""
+        features = torch.stack(evidence(own[:, 0], total), -1)
+        known = functional.logsigmoid(features @ features.new_tensor(self.weights))
+        return (own - total[:, None] + known[:, None]).exp()
+
+
+def evidence(own: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what tells whether a query is known, ``(L,)`` each: its log-sum-exp, its log odds, and 1."""
+    share = (own - total).clamp(max=-torch.finfo(own.dtype).eps)
+    odds = (share - (-share.expm1()).log()).clamp(-MOST_ODDS, MOST_ODDS)
+    limit = torch.finfo(own.dtype).max
+    return total.clamp(-limit, limit), odds.nan_to_num(0.0), torch.ones_like(total)
+
+
+class Hits(tuple[Any, Any]):
+    """The best patterns of each query: ``scores, indices = hits``, each ``(..., k)``, best first.
+
+    The other attributes are computed when they are asked for, from what the memory stored when it was searched.
+    """
+
+    _asked: "Asked"
+
+    def __new__(cls, scores: Any, indices: Any, asked: "Asked") -> "Hits":
+        """Keeps what the other attributes are computed from."""
+        hits = super().__new__(cls, (scores, indices))
+        hits._asked = asked
+        return hits
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, self._asked)
+
+    @property
+    def scores(self) -> Any:
+        """The scores ``(..., k)``."""
+        return self[0]
+
+    @property
+    def indices(self) -> Any:
+        """The indices of the patterns ``(..., k)``."""
+        return self[1]
+
+    @property
+    def ids(self) -> Any:
+        """The ids of the patterns, as nested lists, or as an array if the queries were one.
+
+        Raises:
+            AHopError: the memory has no ids.
+        """
+        stored = self._asked.scorer.stored
+        if stored.ids is None:
+            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
+        places = self._asked.queries.result(self._asked.found.indices)
+        return as_given(self._asked.given, named_ids(places, stored.ids))
+
+    @property
+    def labels(self) -> Any:
+        """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings.
+
+        Raises:
+            AHopError: the memory has no labels.
+        """
+        stored, found = self._asked.scorer.stored, self._asked.found.indices
+        classes = stored.given_classes()
+        labels = classes.labels[stored.ranks.rows(classes.of_pattern)[found.flatten()]].reshape(found.shape)
+        return as_given(self._asked.given, stored.named(self._asked.queries.result(labels)))
+
+    @cached_property
+    def confidence(self) -> Any:
+        """The probability of each hit, or of its class, ``(..., k)``: that of other patterns, and of none, is the rest.
+
+        It is computed from the scores of all patterns, or of the shortlist. If the memory is sharded, all ranks must
+        ask for it together.
+        """
+        return as_given(self._asked.given, self._asked.queries.result(self._asked.confidence()))
+
+
+class Asked(NamedTuple):
+    """A search: queries as they were given, what they were scored against, and what was found."""
+
+    given: Any
+    scorer: Scorer
+    queries: Queries
+    found: Candidates
+    calibration: Any  # a function without arguments
+
+    @torch.no_grad()
+    def confidence(self) -> Tensor:
+        """Returns the confidence of each hit ``(L, k)``."""
+        calibration, parts = self.calibration(), []
+        for start in range(0, max(1, len(self.queries.rows)), QUERY_ROWS):
+            rows = slice(start, start + QUERY_ROWS)
+            own, total = self._logits(self.queries.rows[rows], self.found.part(rows), calibration.factor)
+            parts.append(calibration.confidence(own, total))
+        return torch.cat(parts)
+
+    def _logits(self, rows: Tensor, found: Candidates, factor: float) -> tuple[Tensor, Tensor]:
+        """Returns the log-sum-exp of each hit or its class ``(L, k)``, and that of all patterns ``(L,)``."""
+        stored, wide = self.scorer.stored, accumulation_dtype(self.scorer.stored.dtype)
+        classes = stored.classes
+        blocks = (factor * block.to(wide) for block in self.scorer.blocks(rows, self.queries.missing))
+        if found.shortlist is not None:
+            scores, places = found.shortlist
+            logits = factor * scores.to(wide)
+            if classes is None:
+                return factor * found.scores.to(wide), logits.logsumexp(-1)
+            of_pattern = stored.ranks.rows(classes.of_pattern)
+            listed, hit = (of_pattern[each.flatten()].reshape(each.shape) for each in (places, found.indices))
+            same = listed[:, None] == hit[:, :, None]
+            return logits[:, None].masked_fill(~same, -torch.inf).logsumexp(-1), logits.logsumexp(-1)
+        if classes is None:
+            parts = torch.stack([block.logsumexp(-1) for block in blocks])
+            return factor * found.scores.to(wide), stored.ranks.gather(parts.logsumexp(0)).logsumexp(0)
+        by_class = class_logsumexp(blocks, classes, stored.ranks)
+        hit = stored.ranks.rows(classes.of_pattern)[found.indices.flatten()].reshape(found.indices.shape)
+        return by_class.gather(-1, hit), by_class.logsumexp(-1)
+
+
+@torch.no_grad()
+def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generator: torch.Generator) -> Calibration:
+    """Fits the confidence of hits to the share of hits that are right.
+
+    Half of the queries belong to a stored pattern. The others are the same queries, while their pattern and its class
+    are left out.
+
+    Args:
+        scorer: scores queries against all patterns. Large memories are represented by a sample of the patterns.
+        damage: what happens to a pattern before it is a query, or pairs of a class, with labels, or of an index and a
+            query.
+        leave_out: whether the pattern that a query was made of does not answer for it, unless it is the only one of
+            its class.
+        generator: on the device of the patterns.
+    """
+    stored, device = scorer.stored, scorer.stored.patterns.device
+    size = max(CANDIDATES, min(MOST_MINED, MINED // stored.dim))
+    kept = torch.randperm(stored.count, generator=generator, device=device)[:size]
+    by_class = stored.classes is not None
+    if isinstance(damage, Variant):
+        origin = torch.randint(len(kept), (CALIBRATED,), generator=generator, device=device)
+        some = stored.take(kept)
+        query = damage.bind(some.patterns).corrupt(some.patterns[origin], generator)
+        target = some.given_classes().of_pattern[origin] if by_class else origin
+    else:
+        target, query = (each[:CALIBRATED] for each in damage)
+        if not by_class:
+            kept = torch.unique(torch.cat([target, kept]))
+            target = torch.searchsorted(kept, target)
+        origin, some = target.new_full(target.shape, -1), stored.take(kept)
+        if by_class:  # classes are those of the patterns that were kept
+            known = some.given_classes().labels
+            place = torch.searchsorted(known, target).clamp(max=len(known) - 1)
+            there = known[place] == target
+            target, query, origin = place[there], query[there], origin[there]
+    subset = scorer._replace(stored=some)
+    scores = subset.scores(query.to(some.dtype)).to(accumulation_dtype(some.dtype))
+    return _fit(scores, target, origin if leave_out else None, subset, stored.count)
+
+
+def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, count: int) -> Calibration:
+    """Fits the confidence to ``scores (L, n)`` of queries of the classes, or patterns, ``target (L,)``."""
+    place = torch.arange(scores.shape[1], device=scores.device)
+    of_pattern = place if subset.stored.classes is None else subset.stored.classes.of_pattern
+    same = of_pattern == target[:, None]
+    if origin is not None:
+        own = place == origin[:, None]
+        own &= (same & ~own).any(1, keepdim=True)
+        scores = scores.masked_fill(own, -torch.inf)
+    finite = scores[scores.isfinite()]
+    unit = finite.std(correction=0).item() if len(finite) else 0.0
+    if not unit > 0:  # nothing to learn from one pattern, or from equal ones
+        return Calibration(1.0, (0.0, 0.0, 0.0), scores.new_zeros(1))
+
+    def logits(scores: Tensor, factor: float) -> Tensor:
+        """Returns the log-sum-exp of each class, or pattern; a sample of the patterns stands for all of them."""
+        found = factor * scores
+        if subset.stored.classes is not None:
+            found = class_logsumexp([found], subset.stored.classes, Whole(scores.shape[1]))
+        share = torch.tensor(count / subset.stored.count).log().to(found)
+        hit = torch.zeros_like(found, dtype=torch.bool).scatter(1, of_pattern[scores.argmax(1)][:, None], True)
+        return torch.where(hit, found, found + share)
+
+    factors = [2**octave / unit for octave in torch.arange(*OCTAVES, 0.25).tolist()]
+    losses = [functional.cross_entropy(logits(scores, factor).clamp(min=-1e30), target).item() for factor in factors]
+    factor = next(each for each, loss in zip(factors, losses, strict=True) if loss <= min(losses) + TOLERANCE)
+    queries = [scores, scores.masked_fill(same, -torch.inf)]
+    hit = torch.cat([of_pattern[each.argmax(1)] for each in queries])
+    found = torch.cat([logits(each, factor) for each in queries])
+    own, total = found.gather(1, hit[:, None]), found.logsumexp(1)
+    right = hit == torch.cat([target, torch.full_like(target, -1)])
+    weights = _logistic(torch.stack(evidence(own[:, 0], total), -1), (own[:, 0] - total).nan_to_num(-1e30), right)
+    calibration = Calibration(factor, weights, scores.new_zeros(1))
+    return calibration._replace(
+        foreign=calibration.confidence(own, total)[len(scores) :, 0].nan_to_num(0.0).sort().values
+    )
+
+
+def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float, float, float]:
+    """Returns the weights of ``features (L, 3)`` for which the product with a probability is that of being right."""
+    features, log_share = features.double(), log_share.double()
+    center, scale = features[:, :2].mean(0), features[:, :2].std(0).clamp(min=1e-9)
+    scaled = torch.cat([(features[:, :2] - center) / scale, features[:, 2:]], 1)
+
+    def loss(weight: Tensor) -> tuple[float, Tensor]:
+        sure = scaled @ weight
+        log = (log_share + functional.logsigmoid(sure)).clamp(max=-1e-9)
+        value = torch.where(right, -log, -(-log.expm1()).log())
+        slope = torch.where(right, -1.0, log.exp() / -log.expm1()) * (-sure).sigmoid()
+        return (value.mean() + PENALTY * weight.square().sum()).item(), scaled.mT @ slope / len(
+            sure
+        ) + 2 * PENALTY * weight
+
+    weight = minimize(loss, scaled.new_zeros(3))
+    first, second = (weight[:2] / scale).tolist()
+    return first, second, (weight[2] - weight[:2] @ (center / scale)).item()
+
+
+def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
+    """Returns what each dimension adds to the score of query ``rows (L, d)`` and pattern ``index (L,)``: ``(L, d)``.
+
+    That of a block is divided equally among its known dimensions. An unknown value adds 0.
+
+    Raises:
+        AHopError: the similarity is not a sum over dimensions that this package knows.
+    """
+    similarity, d = scorer.similarity, rows.shape[1]
+    key = scorer.modulated(scorer.stored.sample(index))
+    query, key = rows[:, None], key[:, None]
+    known = ~(query.isnan() | key.isnan()).squeeze(1)
+    if similarity in FIXED.values():
+        name = next(name for name, fixed in FIXED.items() if fixed is similarity)
+        values = pair_values(query, key, name).reshape(rows.shape)
+        return values.nan_to_num(0.0) * (d / known.sum(-1, keepdim=True).clamp(min=1))
+    plain = isinstance(similarity, AdaptiveSimilarity) and "table" not in similarity._modules
+    if not isinstance(similarity, AdaptiveSimilarity) or not plain or similarity.num_heads is not None:
+        raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
+    total = torch.zeros_like(rows)
+    for (resolution, entry), base in product(enumerate(similarity.blocks), similarity.bases):
+        folded = fold(similarity.footprint_weight(resolution))[similarity.bases.index(base)]
+        if not folded.any():
+            continue
+        values = similarity.block_similarities(query, key, base, resolution).reshape(len(rows), -1)
+        order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
+        weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
+        added = torch.zeros_like(values).scatter(-1, order, weight) * values
+        numbers = entry.numbers(d).to(rows.device)
+        size = torch.zeros_like(values).index_add(-1, numbers, known.to(values.dtype)).clamp(min=1)
+        total += (added / size).nan_to_num(0.0)[:, numbers].masked_fill(~known, 0.0)
+    return total

@@ -1,0 +1,434 @@
+"""What a memory stores: an immutable state that is replaced as a whole, and files of it."""
+
+import glob
+import importlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ahop_layers.errors import AHopError, describe, has_unknown
+from ahop_layers.learning.auto import AutoSimilarity
+from ahop_layers.memory.arrays import as_tensor
+from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
+from ahop_layers.memory.shards import Rows, Whole
+
+VERSION = 1
+"""Version of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
+
+_KEY = "ahop_layers.memory"
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """The patterns of a memory and all that belongs to each of them.
+
+    It is never changed: a memory replaces it, so that a thread that searches sees one state.
+
+    Attributes:
+        patterns: ``(n, d)``, of this rank, floating-point or uint8.
+        shape: the shape of a pattern as it was given, ``(d,)`` or that of an image.
+        unknown: whether a pattern holds NaN.
+        labels: the class of each pattern ``(n,)``, of this rank.
+        names: the names of the classes, if they have any: a label is an index of them.
+        ids: the name of each pattern, of all ranks.
+        prior: a log-probability of each pattern ``(N,)``, of all ranks.
+        ranks: the part of all patterns that this rank keeps.
+        classes: the classes, with the class of each pattern of this rank.
+    """
+
+    patterns: Tensor
+    shape: tuple[int, ...]
+    unknown: bool
+    labels: Tensor | None
+    names: tuple[str, ...] | None
+    ids: Ids | None
+    prior: nn.Parameter | None
+    ranks: Whole
+    classes: Classes | None
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: {} if each.name == "_kept" else getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which patterns are scored."""
+        return self.patterns.dtype if self.patterns.is_floating_point() else torch.float32
+
+    @property
+    def dim(self) -> int:
+        """The number of values of a pattern."""
+        return self.patterns.shape[1]
+
+    @property
+    def count(self) -> int:
+        """The number of patterns, of all ranks together."""
+        return self.ranks.count
+
+    @property
+    def rows(self) -> Rows:
+        """The patterns of all ranks in :attr:`dtype`, to be indexed by a tensor."""
+        return self.ranks.rows(self.patterns.to(self.dtype))
+
+    @property
+    def own_prior(self) -> Tensor | None:
+        """The prior of the patterns of this rank."""
+        return None if self.prior is None else self.prior[self.ranks.start : self.ranks.stop]
+
+    def shaped(self, rows: Tensor) -> Tensor:
+        """Returns rows ``(..., d)`` in the shape in which patterns were given."""
+        return rows if len(self.shape) == 1 else rows.reshape(*rows.shape[:-1], *self.shape)
+
+    def sample(self, index: Tensor) -> Tensor:
+        """Returns the patterns ``index (n,)``, of all ranks, in :attr:`dtype`."""
+        return self.ranks.rows(self.patterns)[index].to(self.dtype)
+
+    def block(self, start: int, size: int) -> Tensor:
+        """Returns ``size`` patterns of this rank in :attr:`dtype`."""
+        return self.patterns[start : start + size].to(self.dtype)
+
+    def given_classes(self) -> Classes:
+        """Returns the classes, or raises if there are none."""
+        if self.classes is None:
+            raise AHopError("the memory must have labels, got none: use AssociativeMemory(patterns, labels=...)")
+        return self.classes
+
+    def named(self, labels: Tensor) -> Any:
+        """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
+        return labels if self.names is None else _nested(labels.tolist(), self.names)
+
+    def places(self, ids: Any) -> Tensor:
+        """Returns the index of each id, of all ranks.
+
+        Raises:
+            AHopError: the patterns have no ids, or an id is not one of them.
+        """
+        if self.ids is None:
+            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
+        known = self.keep("places", lambda: {each: index for index, each in enumerate(self.ids or ())})
+        given = as_ids(ids)
+        unknown = [each for each in given if each not in known]
+        if unknown:
+            raise AHopError(f"ids must be ids of stored patterns, got {unknown[0]!r}")
+        return torch.tensor([known[each] for each in given], dtype=torch.int64, device=self.patterns.device)
+
+    def keep(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Returns what ``compute`` returned the first time, until the patterns are modified in place."""
+        if torch.compiler.is_compiling() or self.patterns.is_inference():  # inference tensors have no version counter
+            return compute()
+        version = self.patterns._version
+        kept = self._kept.get(name)
+        if kept is None or kept[0] != version:
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._kept[name] = (version, compute())
+        return kept[1]
+
+    def take(self, index: Tensor) -> "Stored":
+        """Returns the patterns ``index (n,)`` of all ranks, without their ids, as they are stored on one rank."""
+        labels = None if self.classes is None else self.ranks.rows(self.classes.of_pattern)[index]
+        prior = None if self.prior is None else nn.Parameter(self.prior[index], requires_grad=False)
+        return Stored(
+            patterns=self.sample(index),
+            shape=self.shape,
+            unknown=self.unknown,
+            labels=labels,
+            names=None,
+            ids=None,
+            prior=prior,
+            ranks=Whole(len(index)),
+            classes=None if labels is None else classes_of(labels),
+        )
+
+    def moved(self, function: Callable[[Tensor], Tensor]) -> "Stored":
+        """Applies a function, such as a conversion, to all tensors except the prior, which is a parameter."""
+        labels = None if self.labels is None else function(self.labels)
+        classes = None if self.classes is None else Classes(*map(function, self.classes))
+        return replace(self, patterns=function(self.patterns), labels=labels, classes=classes, _kept={})
+
+    def sharded(self, ranks: Whole, patterns: Tensor) -> "Stored":
+        """Returns the part of one of several ranks, out of ``patterns (N, d)`` and the labels of all."""
+        part = slice(ranks.start, ranks.stop)
+        labels, classes = self.labels, self.classes
+        if labels is not None and classes is not None:
+            labels, classes = labels[part].clone(), classes._replace(of_pattern=classes.of_pattern[part].clone())
+        return replace(self, patterns=patterns[part].clone(), labels=labels, classes=classes, ranks=ranks, _kept={})
+
+    def spread(self) -> Tensor:
+        """Returns the indices of evenly spaced patterns, of at most 2**21 values or so."""
+        step = max(1, self.count * self.dim // 2**21)
+        return torch.arange(0, self.count, step, device=self.patterns.device)
+
+    def joined(self, added: "Stored", place: Tensor) -> "Stored":
+        """Returns these patterns, with those ``added`` at the indices ``place (n,)``: replaced, or at the end."""
+        before = len(self.patterns)
+        count = max(before, int(place.max()) + 1)
+
+        def join(old: Tensor, new: Tensor) -> Tensor:
+            if count == before + len(new) and bool((place >= before).all()):
+                return torch.cat([old, new])
+            both = torch.cat([old, new.new_zeros(count - before, *new.shape[1:])])
+            both[place] = new
+            return both
+
+        labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
+        ids = self.ids
+        if ids is not None and added.ids is not None:
+            every = dict(enumerate(ids)) | dict(zip(place.tolist(), added.ids, strict=True))
+            ids = tuple(every[index] for index in range(count))
+        prior = self.prior
+        if prior is not None:
+            mean = prior.detach().mean().expand(count - before)
+            prior = nn.Parameter(torch.cat([prior.detach(), mean]), requires_grad=prior.requires_grad)
+        return Stored(
+            patterns=join(self.patterns, added.patterns),
+            shape=self.shape,
+            unknown=self.unknown or added.unknown,
+            labels=labels,
+            names=added.names,
+            ids=ids,
+            prior=prior,
+            ranks=Whole(count),
+            classes=None if labels is None else classes_of(labels),
+        )
+
+    def only(self, index: Tensor) -> "Stored":
+        """Returns the patterns ``index (n,)``, with all that belongs to them."""
+        labels = None if self.labels is None else self.labels[index]
+        prior = self.prior
+        if prior is not None:
+            prior = nn.Parameter(prior.detach()[index], requires_grad=prior.requires_grad)
+        return replace(
+            self,
+            patterns=self.patterns[index],
+            labels=labels,
+            ids=None if self.ids is None else tuple(self.ids[place] for place in index.tolist()),
+            prior=prior,
+            ranks=Whole(len(index)),
+            classes=None if labels is None else classes_of(labels),
+            _kept={},
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns what a state dict holds of the patterns."""
+        found = {"patterns": self.shaped(self.patterns.detach())}
+        if self.labels is not None:
+            found["labels"] = self.labels
+        texts = {"names": self.names, "ids": self.ids}
+        return found | {name: text_tensor(value) for name, value in texts.items() if value is not None}
+
+    def loaded(self, prefix: str, given: Mapping[str, Any], assign: bool) -> "Stored":
+        """Returns what a state dict has of the patterns, without a prior.
+
+        Args:
+            prefix: of the names in errors.
+            given: see :meth:`tensors`.
+            assign: whether to keep the tensors of the state dict, which may be memory-mapped, instead of copies.
+        """
+        patterns, name = given["patterns"], f"{prefix}patterns"
+        shape = getattr(patterns, "shape", ())
+        if not isinstance(patterns, Tensor) or tuple(shape[1:]) != self.shape or not len(patterns):
+            got = describe(patterns) if isinstance(patterns, Tensor) else type(patterns).__name__
+            expected = ", ".join(map(str, self.shape))
+            raise AHopError(f"{name} must be (N, {expected}) with N at least 1, got {got}")
+        rows = patterns.flatten(1)
+        if not rows.is_floating_point() and rows.dtype != self.patterns.dtype:
+            raise AHopError(f"{name} must have the dtype {self.patterns.dtype}, got {rows.dtype}")
+        for key, own in (("labels", self.labels), ("names", self.names), ("ids", self.ids)):
+            if (own is None) != (given[key] is None):
+                rule = "must not be in the state dict: the memory has none" if own is None else "must be given"
+                raise AHopError(f"{prefix}{key} {rule}, got {'some' if own is None else 'none'}")
+        names, ids = (None if given[key] is None else text_value(prefix + key, given[key]) for key in ("names", "ids"))
+        if not assign:
+            rows = rows.to(self.patterns, copy=True)
+        labels = None if self.labels is None else given["labels"]
+        known = None if names is None else tuple(map(str, names))
+        return make_stored(rows, self.shape, labels, ids, None, True, known, False, name)
+
+
+def make_stored(
+    patterns: Tensor,
+    shape: tuple[int, ...],
+    labels: Any = None,
+    ids: Any = None,
+    prior: nn.Parameter | None = None,
+    check: bool = True,
+    names: tuple[str, ...] | None = None,
+    strings: bool | None = None,
+    name: str = "patterns",
+) -> Stored:
+    """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them.
+
+    ``names`` and ``strings`` are those of :func:`ahop_layers.memory.labels.as_labels`.
+
+    Raises:
+        AHopError: a pattern holds infinity, or no known value; labels or ids do not fit.
+    """
+    if labels is None:
+        codes, names = None, None
+    else:
+        called = name.replace("patterns", "labels")
+        codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names, strings=strings)
+    return Stored(
+        patterns=patterns,
+        shape=shape,
+        unknown=has_unknown(**{name: patterns}) if check and patterns.is_floating_point() else False,
+        labels=codes,
+        names=names,
+        ids=None if ids is None else as_ids(ids, len(patterns)),
+        prior=prior,
+        ranks=Whole(len(patterns)),
+        classes=None if codes is None else classes_of(codes),
+    )
+
+
+def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images.
+
+    Raises:
+        AHopError: ``patterns`` are no numbers, or do not have two to four axes.
+    """
+    given = as_tensor("patterns", patterns).detach()
+    if not 2 <= given.ndim <= 4 or 0 in given.shape:
+        rule = "patterns must be (N, d), or images (N, H, W) or (N, C, H, W), with N and d at least 1"
+        raise AHopError(f"{rule}, got {describe(given)}: flatten other patterns")
+    return given.flatten(1), tuple(given.shape[1:])
+
+
+def _nested(places: Any, names: Sequence[Any]) -> Any:
+    """Replaces each index in nested lists by its name."""
+    return [_nested(each, names) for each in places] if isinstance(places, list) else names[places]
+
+
+def named_ids(places: Tensor, ids: Ids) -> Any:
+    """Returns the ids of patterns ``places (...)`` as nested lists."""
+    return _nested(places.tolist(), ids)
+
+
+# State dicts.
+
+
+def text_tensor(value: Any) -> Tensor:
+    """Returns a value of JSON as UTF-8, so that state dicts hold tensors alone."""
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def text_value(name: str, tensor: Any) -> Any:
+    """Returns the value that :func:`text_tensor` encoded."""
+    try:
+        return json.loads(bytes(tensor.to("cpu", torch.uint8).numpy(force=True)).decode())
+    except (AttributeError, UnicodeDecodeError, ValueError) as error:
+        raise AHopError(f"{name} must be JSON in UTF-8, got {type(tensor).__name__} of other bytes") from error
+
+
+@contextmanager
+def unchanged_on_error(module: nn.Module) -> Iterator[None]:
+    """Restores all parameters and buffers of ``module`` if the body raises an Exception."""
+    owners: list[dict[str, Any]] = [*(part._parameters for part in module.modules())]
+    owners += [part._buffers for part in module.modules()]
+    before = [
+        (owner, name, tensor, tensor if tensor is None or is_lazy(tensor) else tensor.detach().clone())
+        for owner in owners
+        for name, tensor in owner.items()
+    ]
+    try:
+        yield
+    except Exception:
+        with torch.no_grad():
+            for owner, name, tensor, value in before:
+                owner[name] = tensor if tensor is value else tensor.copy_(value)
+        for part in module.modules():
+            if isinstance(part, AutoSimilarity):
+                part.refresh()
+        raise
+
+
+# Files.
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Writes a file of tensors and a header in one step: whoever reads ``path`` sees the old file or the new one.
+
+    Raises:
+        AHopError: safetensors is not installed, or the folder does not exist.
+    """
+    save = _safetensors("torch").save_file
+    if not path.parent.is_dir():
+        raise AHopError(f"path must be in a folder that exists, got {str(path)!r}")
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save(contiguous, part, metadata={_KEY: json.dumps({"version": VERSION, **header})})
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors, mapped into memory, and the header of a file that :func:`write` wrote.
+
+    Raises:
+        AHopError: safetensors is not installed, or the file is missing, damaged, of another kind or of a newer version.
+    """
+    library = _safetensors("")
+    if not path.is_file():
+        raise AHopError(f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}")
+    try:
+        with library.safe_open(str(path), framework="pt") as file:
+            header = json.loads((file.metadata() or {})[_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
+        version = int(header["version"])
+    except (library.SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise AHopError(f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}") from error
+    if version != VERSION:
+        raise AHopError(f"the file must have the version {VERSION}, got {version}: use a newer ahop-layers")
+    return tensors, header
+
+
+def _safetensors(name: str) -> Any:
+    try:
+        return importlib.import_module(f"safetensors.{name}".rstrip("."))
+    except ImportError as error:
+        raise AHopError("save and load need safetensors: pip install ahop-layers[save]") from error
+
+
+def part_path(path: Path, rank: int, ranks: int) -> Path:
+    """Returns the file of one of several ranks."""
+    return path.with_name(f"{path.stem}-{rank + 1:05d}-of-{ranks:05d}{path.suffix}")
+
+
+def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As :func:`read`, and joins the files of all ranks of a sharded memory."""
+    parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{glob.escape(path.suffix)}"))
+    if path.is_file() or not parts:
+        return read(path)
+    if parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]:
+        raise AHopError(f"path must have the files of all ranks, got {', '.join(part.name for part in parts)}")
+    files = [read(part) for part in parts]
+    tensors, header = files[0]
+    joined = {name: torch.cat([each[name] for each, _ in files]) for name in ("patterns", "labels") if name in tensors}
+    return tensors | joined, header
+
+
+def stored_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns patterns, labels and ids of a file as arguments of a memory."""
+    labels: Any = tensors.get("labels")
+    names, ids = tensors.get("names"), tensors.get("ids")
+    if labels is not None and names is not None:
+        words = text_value("names", names)
+        labels = [words[place] for place in labels.tolist()]
+    return {
+        "patterns": tensors["patterns"],
+        "labels": labels,
+        "ids": None if ids is None else text_value("ids", ids),
+    }

@@ -1,0 +1,414 @@
+"""A memory in use: inputs as people have them, ids, confidence, reasons, files, and threads."""
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers import AHopError, AssociativeMemory
+from ahop_layers.memory import search as search_module
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def damaged(patterns, count=3):
+    """The patterns with the first values replaced by others far away."""
+    query = patterns.clone()
+    query[:, :count] = 7.0
+    return query
+
+
+@pytest.fixture
+def rows():
+    return torch.rand(60, 12)
+
+
+def test_the_lines_of_the_readme(tmp_path, small_fit):
+    photos, names = torch.rand(80, 6, 5), [f"photo {i}" for i in range(80)]
+    query = photos[:4].clone()
+    query[:, :2] = 1.0
+    memory = AssociativeMemory(photos, ids=names)
+    assert "learned" in str(memory.fit(ah.variants.Replaced((0.0, 0.6))))
+    hits = memory.search(query, k=3)
+    scores, indices = hits
+    assert torch.equal(scores, hits.scores)
+    assert torch.equal(indices, hits.indices)
+    assert [each[0] for each in hits.ids] == names[:4]
+    known = hits.confidence[:, 0] > memory.threshold(false_accepts=0.01)
+    assert known.all()
+    assert memory.explain(query).shape == (4, 6, 5)
+    memory.save(tmp_path / "photos.safetensors")
+    loaded = AssociativeMemory.load(tmp_path / "photos.safetensors")
+    assert loaded.search(query, k=3).ids == hits.ids
+    assert torch.equal(loaded.search(query, k=3).confidence, hits.confidence)
+    loaded.add(photos[:2] + 1, ids=["new", "newer"])
+    loaded.remove(ids=["photo 3", "photo 4"])
+    assert len(loaded) == 80
+    assert loaded.search(photos[:1] + 1).ids == [["new"]]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "list", "frame", "images", "colors", "uint8", "integers"])
+def test_patterns_and_queries_as_people_have_them(kind):
+    values = torch.randint(0, 256, (30, 12))
+    given = {
+        "tensor": lambda x: x / 255,
+        "array": lambda x: (x / 255).numpy(),
+        "list": lambda x: (x / 255).tolist(),
+        "frame": lambda x: pytest.importorskip("pandas").DataFrame(x.numpy(), columns=list("abcdefghijkl")),
+        "images": lambda x: x.reshape(-1, 3, 4) / 255,
+        "colors": lambda x: x.reshape(-1, 3, 2, 2) / 255,
+        "uint8": lambda x: x.to(torch.uint8).reshape(-1, 4, 3),
+        "integers": lambda x: x,
+    }[kind]
+    memory = AssociativeMemory(given(values))
+    assert memory.patterns.dtype == (torch.uint8 if kind == "uint8" else torch.float32)
+    found = memory.search(given(values[:5]), k=2)
+    assert np.asarray(found.indices)[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert isinstance(found.indices, np.ndarray) == (kind in ("array", "frame"))
+    one = memory.search(given(values[:5])[3] if kind != "frame" else values[3])
+    assert int(one.indices[0]) == 3
+    if kind in ("images", "colors", "uint8"):
+        assert memory.retrieve(given(values[:5])).shape == memory.patterns[:5].shape
+        assert int(memory.recall(values[4].float() / (1 if kind == "uint8" else 255))) == 4
+
+
+def test_bytes_stay_bytes_and_are_scored_as_numbers(small_fit):
+    values = torch.randint(0, 256, (64, 10), dtype=torch.uint8)
+    memory, plain = AssociativeMemory(values), AssociativeMemory(values.float())
+    query = damaged(values[:8].float())
+    torch.testing.assert_close(memory.scores(query), plain.scores(query))
+    for each in (memory, plain):
+        each.fit(ah.variants.Replaced((0.0, 0.5)))
+    assert memory.patterns.dtype == memory.double().patterns.dtype == torch.uint8
+    assert torch.equal(memory.search(query, shortlist=60)[1], plain.search(query)[1])
+    memory.add(values[:1].float())
+    with pytest.raises(AHopError, match="integers from 0 to 255"):
+        memory.add(torch.full((1, 10), 0.5))
+
+
+def test_labels_and_ids_may_be_strings(rows):
+    labels = ["cat", "dog", "cow"] * 20
+    memory = AssociativeMemory(rows, labels=np.array(labels), ids=range(100, 160))
+    assert memory.classes == ["cat", "cow", "dog"]
+    assert memory.labels == labels
+    assert memory.classify(rows[:4]) == labels[:4]
+    hits = memory.search(rows[:2].numpy(), k=2)
+    assert hits.labels[:, 0].tolist() == labels[:2]
+    assert hits.ids[:, 0].tolist() == [100, 101]
+    memory.add(rows[:2] + 2, labels=["ant", "dog"], ids=[1, 2])
+    assert memory.classes == ["cat", "cow", "dog", "ant"]
+    assert memory.classify(rows[0] + 2) == "ant"
+    memory.add(rows[:2] + 4, labels=["ant", "cat"], ids=[100, 3], replace=True)
+    assert len(memory) == 63
+    assert memory.search(rows[0] + 4).ids == [100]
+    assert memory.search(rows[0] + 4).labels == ["ant"]
+    memory.remove(ids=[100])
+    assert len(memory) == 62
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: m.add(x, ids=["a"] * 2), "ids must differ, got 'a' more than once"),
+        (lambda m, x: m.add(x, ids=["0", "new"]), "ids must not be stored already, got '0': replace=True"),
+        (lambda m, x: m.add(x), "ids must be given: the memory has ids, got none"),
+        (lambda m, x: m.add(x, ids=["only"]), "ids must be one for each of 2 patterns, got 1"),
+        (lambda m, x: m.add(x, ids=[0.5, 1.5]), "ids must be strings or integers.* got float"),
+        (lambda m, x: m.remove(ids=["none"]), "ids must be ids of stored patterns, got 'none'"),
+        (lambda m, x: m.remove(), "an index or ids, got neither"),
+        (lambda m, x: m.search(x[:, :3]), r"queries x must be \(..., d\) or \(..., 3, 4\) with the d = 12"),
+        (lambda m, x: m.search([["a"]]), "queries x must be a tensor, an array or a list of numbers, got list"),
+        (lambda m, x: m.search(x).labels, "the memory must have labels, got none"),
+        (
+            lambda m, x: m.search(x.to_sparse_csr()),
+            "queries x must be .* in a dense tensor, got .*sparse_csr",
+        ),
+        (lambda m, x: m.search(np.array(["2020-01-01"], "M8[D]")), "queries x must be a tensor, an array or a list"),
+        (lambda m, x: m.build_index(5), "description must be a string, got int"),
+        (lambda m, x: m.explain(x, index=60), "index must be integers from 0 to 59"),
+        (lambda m, x: m.threshold(2.0), "false_accepts must be"),
+        (lambda m, x: AssociativeMemory(x[0, 0]), r"patterns must be \(N, d\), or images"),
+    ],
+)
+def test_errors_name_what_was_expected(call, message, rows):
+    memory = AssociativeMemory(rows.reshape(-1, 3, 4), ids=[str(i) for i in range(60)])
+    with pytest.raises(AHopError, match=message):
+        call(memory, rows[:2])
+    assert len(memory) == 60
+
+
+@pytest.mark.parametrize("shortlist", [None, 20])
+@pytest.mark.parametrize("labeled", [False, True])
+def test_the_confidence_is_the_share_of_a_hit(labeled, shortlist, rows, monkeypatch):
+    monkeypatch.setattr(search_module, "BLOCK_ELEMENTS", 12 * 7)
+    labels = torch.arange(60) % 4 if labeled else None
+    memory = AssociativeMemory(rows, labels=labels)
+    query = damaged(rows[:6])
+    hits = memory.search(query, k=3, shortlist=shortlist)
+    factor, (by_sum, by_odds, constant), _ = memory._calibrated()
+    scores = memory.scores(query).double()
+    if shortlist is not None:
+        listed = memory.search(query, k=20, shortlist=20).indices
+        scores = torch.full_like(scores, -torch.inf).scatter(1, listed, scores.gather(1, listed))
+    share = (factor * scores).exp()
+    total = share.sum(1, keepdim=True)
+    if labeled:
+        share = torch.stack([share[:, labels == each].sum(1) for each in range(4)], 1)[:, labels]
+    share = (share / total).gather(1, hits.indices)
+    known = by_sum * total.log() + by_odds * (share[:, :1].logit()) + constant
+    torch.testing.assert_close(hits.confidence.double(), share * known.sigmoid(), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("labeled", [False, True])
+def test_unknown_queries_are_rejected_at_the_rate_that_was_asked_for(labeled, small_fit):
+    centers = torch.rand(60, 40)
+    rows = (centers[:40].repeat(4, 1) + 0.02 * torch.randn(160, 40)) if labeled else centers[:40]
+    memory = AssociativeMemory(rows, labels=torch.arange(40).repeat(4) if labeled else None)
+    damage = ah.variants.Replaced((0.0, 0.7), low=0.0, high=1.0)
+    memory.fit(damage)
+    known, foreign = (damage.corrupt(each.repeat(20, 1)) for each in (centers[:40], centers[40:]))
+    sure, unsure = (memory.search(each).confidence[:, 0] for each in (known, foreign))
+    assert sure.median() > 0.9
+    assert unsure.median() < 0.1
+    threshold = memory.threshold(false_accepts=0.05)
+    assert (unsure > threshold).float().mean() < 0.15
+    assert (sure > threshold).float().mean() > 0.7
+    assert memory.threshold(0.01) >= threshold
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_patterns_have_a_confidence(count):
+    memory = AssociativeMemory(torch.rand(count, 5))
+    confidence = memory.search(memory.patterns).confidence
+    assert ((confidence >= 0) & (confidence <= 1)).all()
+    assert 0 <= memory.threshold() <= 1
+
+
+NETWORKS = {
+    "auto": {},
+    "prior": {"prior": True},
+    "dot": {"similarity": "dot"},
+    "l1": {"similarity": "l1"},
+    "adaptive": {"similarity": "adaptive"},
+    "blocks": {"bases": ("l1", ("near", 0.2)), "blocks": [ah.Blocks(4, normalize=True), None], "init": "uniform"},
+    "patches": {"blocks": ah.patches(3, 4, 2), "debias": True},
+}
+
+
+def network(name, rows):
+    """A memory with weights that are not those of the start."""
+    keywords = dict(NETWORKS[name])
+    if {"blocks", "bases"} & {*keywords}:
+        memory = AssociativeMemory.preset("A-Hop", rows, **keywords)
+    else:
+        memory = AssociativeMemory(rows, **keywords)
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    if hasattr(memory.similarity, "refresh"):
+        memory.similarity.refresh()
+    return memory
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_contributions_add_up_to_the_score(name, missing, rows):
+    memory = network(name, rows)
+    query = damaged(rows[:7]) + 0.01 * torch.randn(7, 12)
+    if missing:
+        query[:, 5:8] = torch.nan
+    scores, indices = memory.search(query)
+    explained = memory.explain(query)
+    prior = 0 if memory.prior is None else memory.prior[indices[:, 0]]
+    torch.testing.assert_close(explained.sum(-1) + prior, scores[:, 0], atol=1e-4, rtol=1e-4)
+    other = memory.explain(query, index=torch.arange(7) + 9).sum(-1)
+    prior = 0 if memory.prior is None else memory.prior[9:16]
+    torch.testing.assert_close(other + prior, memory.scores(query)[range(7), range(9, 16)], atol=1e-4, rtol=1e-4)
+    if missing:
+        assert not explained[:, 5:8].any()
+
+
+def test_replaced_values_contribute_least(rows):
+    memory = AssociativeMemory(rows)
+    lowest = memory.explain(damaged(rows)).argsort(-1)[:, :3].sort(-1).values
+    assert (lowest == torch.arange(3)).all()
+
+
+SAVED = {
+    **{name: lambda rows, name=name: network(name, rows) for name in NETWORKS},
+    **{
+        name: lambda rows, name=name: AssociativeMemory.preset(name, rows)
+        for name in ("D-Hop", "U-Hop", "K-Hop", "K2-Hop")
+    },
+    "table": lambda rows: AssociativeMemory.preset("A-Hop", rows, table=True, debias=True),
+    "named": lambda rows: AssociativeMemory(rows, labels=["a", "b"] * 30, ids=[f"id {i}" for i in range(60)], beta=3.0),
+    "bytes": lambda rows: AssociativeMemory((255 * rows).byte().reshape(-1, 3, 4)),
+    "double": lambda rows: AssociativeMemory(rows.double()),
+    "missing": lambda rows: AssociativeMemory(rows.masked_fill(rows < 0.2, torch.nan)),
+    "entmax": lambda rows: AssociativeMemory(rows, "dot", "entmax"),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_memory_is_the_same_memory(name, rows, tmp_path):
+    memory = SAVED[name](rows)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = AssociativeMemory.load(tmp_path / "memory.safetensors")
+    query = damaged(rows[:5])
+    assert torch.equal(loaded.scores(query), memory.scores(query))
+    assert torch.equal(loaded.retrieve(query), memory.retrieve(query))
+    assert (loaded.labels, loaded.ids, len(loaded)) == (memory.labels, memory.ids, len(memory))
+    assert loaded.patterns.shape == memory.patterns.shape
+    assert loaded._fits_beta == memory._fits_beta
+    assert [*tmp_path.iterdir()] == [tmp_path / "memory.safetensors"]
+
+
+def test_another_process_computes_the_same_bits(rows, tmp_path, small_fit):
+    memory = AssociativeMemory(rows, labels=["a", "b"] * 30)
+    memory.fit(ah.variants.Replaced((0.0, 0.5)))
+    memory.save(tmp_path / "memory.safetensors")
+    query = damaged(rows[:5])
+    torch.save(query, tmp_path / "query.pt")
+    code = (
+        "import torch, ahop_layers as ah; torch.set_num_threads(1);"
+        "memory = ah.AssociativeMemory.load('memory.safetensors');"
+        "hits = memory.search(torch.load('query.pt', weights_only=True), k=2);"
+        "torch.save([hits.scores, hits.indices, hits.confidence, torch.tensor(memory.threshold())], 'hits.pt')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    hits = memory.search(query, k=2)
+    expected = [hits.scores, hits.indices, hits.confidence, torch.tensor(memory.threshold())]
+    assert all(map(torch.equal, torch.load(tmp_path / "hits.pt", weights_only=True), expected))
+
+
+def test_modules_of_others_are_not_saved(rows, tmp_path):
+    class Mine(torch.nn.Module):
+        def forward(self, query, key):
+            return query @ key.mT
+
+    memory = AssociativeMemory(rows, Mine())
+    with pytest.raises(AHopError, match="save needs a similarity of this package, got Mine: save the state_dict"):
+        memory.save(tmp_path / "memory.safetensors")
+    with pytest.raises(AHopError, match="a folder that exists"):
+        AssociativeMemory(rows).save(tmp_path / "none" / "memory.safetensors")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "kind", ["missing", "empty", "truncated", "pickle", "no header", "newer", "hostile", "nan", "short"]
+)
+def test_a_broken_file_is_refused(kind, rows, tmp_path):
+    path = tmp_path / "memory.safetensors"
+    memory = AssociativeMemory(rows, ids=[str(i) for i in range(60)])
+    memory.save(path)
+    tensors = safetensors.load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["ahop_layers.memory"])
+
+    def rewrite(header, **changes):
+        safetensors.save_file(tensors | changes, path, metadata={"ahop_layers.memory": json.dumps(header)})
+
+    if kind == "missing":
+        path.unlink()
+    elif kind in ("empty", "truncated"):
+        path.write_bytes(path.read_bytes()[: 0 if kind == "empty" else -40])
+    elif kind == "pickle":
+        torch.save(memory.state_dict(), path)
+    elif kind == "no header":
+        safetensors.save_file(tensors, path)
+    elif kind == "newer":
+        rewrite(header | {"version": 99})
+    elif kind == "hostile":
+        rewrite(header | {"similarity": {"blocks": 3, "debias": "__import__('os')"}, "separation": 5})
+    elif kind == "nan":
+        rewrite(header, beta=torch.tensor(float("nan")))
+    else:
+        rewrite(header, ids=tensors["ids"][:-9].clone())
+    with pytest.raises(AHopError):
+        AssociativeMemory.load(path)
+
+
+def test_a_killed_save_leaves_the_old_file(rows, tmp_path):
+    path = tmp_path / "memory.safetensors"
+    AssociativeMemory(rows).save(path)
+    before = path.read_bytes()
+    code = (
+        "import torch, ahop_layers as ah; memory = ah.AssociativeMemory(torch.rand(300_000, 100), check=False);"
+        "print('ready', flush=True); memory.save('memory.safetensors')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    while not [each for each in tmp_path.iterdir() if each != path]:
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert path.read_bytes() == before
+    assert len(AssociativeMemory.load(path)) == 60
+
+
+@pytest.mark.parametrize("name", ["beta", "prior"])
+def test_a_state_dict_with_nonsense_is_refused(name, rows):
+    memory = AssociativeMemory(rows, prior=True)
+    for value in (torch.nan, -torch.inf) if name == "prior" else (torch.nan, 0.0, -1.0, torch.inf):
+        state = memory.state_dict()
+        state[name] = torch.full_like(state[name], value)
+        with pytest.raises(AHopError, match=f"{name} must be"):
+            memory.load_state_dict(state)
+    assert memory.beta.isfinite()
+    assert not memory.prior.any()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_memories_and_hits_are_copied(copied, rows):
+    memory = AssociativeMemory(rows, prior=True, ids=[str(i) for i in range(60)])
+    other = copied(memory)
+    other.add(rows[:1] + 3, ids=["new"])
+    assert (len(memory), len(other)) == (60, 61)
+    assert other.prior is other._stored.prior
+    hits = memory.search(rows[:2])
+    again = copied(hits)
+    assert again.ids == hits.ids
+    assert torch.equal(again.confidence, hits.confidence)
+
+
+def test_threads_that_search_see_one_state_while_another_changes_it():
+    """A pattern has its number as every value, as its id and as its label: a mixed state would not match."""
+    number = torch.arange(50).float()
+    memory = AssociativeMemory(number[:, None].expand(50, 8).clone(), "l1", labels=range(50), ids=range(50))
+    wrong, done, searches = [], threading.Event(), []
+
+    def search():
+        while not done.is_set():
+            asked = torch.randint(0, 20, (4,))
+            hits = memory.search(asked[:, None].expand(4, 8).float() + 0.1, k=1)
+            seen = [hits.ids, hits.labels.tolist(), memory.classify(asked[:, None].expand(4, 8).float()).tolist()]
+            if seen != [[[i] for i in asked.tolist()]] * 2 + [asked.tolist()]:
+                wrong.append((asked, seen))
+            searches.append(1)
+
+    threads = [threading.Thread(target=search) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        fresh = torch.randint(1000, 2000, ()).item()
+        memory.add(torch.full((1, 8), float(fresh)), labels=[fresh], ids=[fresh])
+        memory.remove(ids=[20 + fresh % 30])
+        memory.add(torch.full((1, 8), 20.0 + fresh % 30), labels=[20 + fresh % 30], ids=[20 + fresh % 30])
+        memory.remove(ids=[fresh])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(searches) > 10
+    assert len(memory) == 50
