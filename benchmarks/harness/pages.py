@@ -215,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "robust-pairs": lambda: of_robust("pairs", robust_report.pairs),
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
     "robust-scale": lambda: of_robust("scale", robust_report.scale),
+    "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
     "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
