@@ -191,7 +191,6 @@ def test_few_patterns_have_a_confidence(count):
     memory = AssociativeMemory(torch.rand(count, 5))
     confidence = memory.search(memory.patterns).confidence
     assert ((confidence >= 0) & (confidence <= 1)).all()
-    assert 0 <= memory.threshold() <= 1
 
 
 NETWORKS = {
@@ -412,3 +411,96 @@ def test_threads_that_search_see_one_state_while_another_changes_it():
     assert not wrong
     assert len(searches) > 10
     assert len(memory) == 50
+
+
+def test_few_classes_and_queries_that_share_no_value_do_not_spoil_the_confidence():
+    one = AssociativeMemory(torch.rand(50, 8), labels=[1] * 50)
+    assert (one.search(torch.rand(4, 8)).confidence > 0.99).all()
+    with pytest.raises(AHopError, match="threshold needs patterns of at least two classes"):
+        one.threshold()
+    centers = torch.randn(2, 32)
+    labels = torch.arange(60) % 2
+    two = AssociativeMemory(centers[labels] + 0.3 * torch.randn(60, 32), labels=labels)
+    assert two.threshold() > 0
+    assert two.calibration[2] == 0  # the odds of one class say nothing about another
+    gaps = torch.rand(200, 10)
+    gaps[torch.rand(200, 10) < 0.6] = torch.nan
+    gaps[:, 0] = gaps[:, 0].nan_to_num(0.5)
+    memory = AssociativeMemory(gaps.double())
+    assert memory.calibration.isfinite().all()
+    assert memory.search(gaps[:5]).confidence.isfinite().all()
+    assert memory.calibration[1:3].abs().max() > 1e-3
+
+
+def test_a_confidence_follows_the_patterns_until_a_fit(rows, small_fit):
+    memory = AssociativeMemory(rows[:1])
+    assert memory.search(rows[:1]).confidence.item() > 0.99
+    memory.add(rows[1:])
+    assert memory.threshold() > 0
+    assert (memory.search(9 * rows).confidence < 0.5).all()
+    before = memory.calibration.clone()
+    memory.add(torch.rand(59, 12))
+    memory.threshold()
+    assert torch.equal(memory.calibration, before)
+    memory.add(torch.rand(60, 12))  # twice as many as it was calibrated for
+    memory.threshold()
+    assert not torch.equal(memory.calibration, before)
+    memory.fit(ah.variants.Noisy(0.1))
+    fitted = memory.calibration.clone()
+    memory.add(torch.rand(500, 12))
+    memory.threshold()
+    assert torch.equal(memory.calibration, fitted)
+    labeled = AssociativeMemory(rows, labels=[0, 1, 2] * 20)
+    labeled.threshold()
+    before = labeled.calibration.clone()
+    labeled.fit((torch.arange(60), rows + 0.05), by="pattern")
+    assert not torch.equal(labeled.calibration, before)
+
+
+def test_a_confidence_in_inference_mode_and_of_other_similarities(rows):
+    memory = AssociativeMemory(rows, lambda query, key: query @ key.mT)
+    with torch.inference_mode():
+        assert memory.search(rows[:3]).confidence.isfinite().all()
+    memory.load_state_dict(AssociativeMemory(rows, memory.similarity).state_dict())
+    assert memory.half().foreign.dtype == torch.float32
+
+
+def test_states_are_not_mixed(rows, tmp_path):
+    memory = AssociativeMemory(rows, prior=True)
+    torch.nn.init.normal_(memory.prior)
+    given = torch.zeros(60, requires_grad=True)
+    (scores,) = (torch.func.functional_call(memory, {"prior": given}, (rows[:2],)),)
+    scores.sum().backward()
+    assert given.grad is not None
+    done, sizes = threading.Event(), []
+
+    def read():
+        while not done.is_set():
+            state = memory.state_dict()
+            sizes.append(len(state["prior"]) - len(state["patterns"]))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(200):
+        memory.add(rows[:1])
+    done.set()
+    thread.join()
+    assert not any(sizes)
+    photos = AssociativeMemory((255 * rows).byte(), "dot")
+    with pytest.raises(AHopError, match="patterns must be integers from 0 to 255"):
+        photos.load_state_dict(AssociativeMemory(rows, "dot").state_dict())
+    for value in (torch.inf, -torch.inf):
+        with pytest.raises(AHopError, match="queries x must not be infinite"):
+            memory.search(rows[:2] * value)
+    with pytest.raises(AHopError, match="path must be a file in a folder"):
+        memory.save(tmp_path)
+    with pytest.raises(AHopError, match="path must be a string or a path, got NoneType"):
+        memory.save(None)
+    assert memory.explain(rows[:0]).shape == (0, 12)
+    for index in ("a", [0, 1], 1.5, True, 999):
+        with pytest.raises(AHopError, match="index must be integers from 0 to"):
+            memory.explain(rows[:3], index=index)
+    with pytest.raises(AHopError, match="ids must be a sequence, got set"):
+        AssociativeMemory(rows[:2], ids={"a", "b"})
+    with pytest.raises(AHopError, match="replace=True needs a memory with ids"):
+        AssociativeMemory(rows).add(rows, replace=True)

@@ -355,6 +355,8 @@ def test_a_fit_holds_queries_out_and_keeps_the_best_parameters():
         if torch.is_grad_enabled():
             trained.append(rows)
             return scores
+        if held and len(rows) != len(held[0]):  # those of the confidence
+            return scores
         target = index[(rows[:, None] == query).all(-1).int().argmax(-1)]
         held.append(rows)
         scores = -scores if len(held) > 6 else scores  # later parameters look worse

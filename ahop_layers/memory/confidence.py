@@ -8,6 +8,7 @@ all others: which of the two tells more depends on the data. All four numbers ar
 patterns, and to the same queries while their pattern, or its class, is left out.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ PENALTY = 1e-4
 
 
 MOST_ODDS = 30.0
-"""Limit of log odds, which are infinite if there is no other pattern."""
+"""Limit of log odds."""
 
 
 class Calibration(NamedTuple):
@@ -61,21 +62,21 @@ class Calibration(NamedTuple):
         """Returns the confidence of hits from their log-sum-exp ``(L, k)`` and that of all patterns ``(L,)``."""
         features = torch.stack(evidence(own[:, 0], total), -1)
         known = functional.logsigmoid(features @ features.new_tensor(self.weights))
-        return (own - total[:, None] + known[:, None]).exp()
+        return (own - total[:, None] + known[:, None]).exp().nan_to_num(0.0)  # without a known value in common
 
 
 def evidence(own: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what tells whether a query is known, ``(L,)`` each: its log-sum-exp, its log odds, and 1."""
     share = (own - total).clamp(max=-torch.finfo(own.dtype).eps)
     odds = (share - (-share.expm1()).log()).clamp(-MOST_ODDS, MOST_ODDS)
-    limit = torch.finfo(own.dtype).max
-    return total.clamp(-limit, limit), odds.nan_to_num(0.0), torch.ones_like(total)
+    return total, odds, torch.ones_like(total)
 
 
 class Hits(tuple[Any, Any]):
     """The best patterns of each query: ``scores, indices = hits``, each ``(..., k)``, best first.
 
-    The other attributes are computed when they are asked for, from what the memory stored when it was searched.
+    The other attributes are computed when they are asked for, from what the memory stored when it was searched, and
+    with the similarity that it has then: ask before a new fit. If the memory is sharded, all ranks must ask together.
     """
 
     _asked: "Asked"
@@ -128,8 +129,7 @@ class Hits(tuple[Any, Any]):
     def confidence(self) -> Any:
         """The probability of each hit, or of its class, ``(..., k)``: that of other patterns, and of none, is the rest.
 
-        It is computed from the scores of all patterns, or of the shortlist. If the memory is sharded, all ranks must
-        ask for it together.
+        It is computed from the scores of all patterns, or of the shortlist.
         """
         return as_given(self._asked.given, self._asked.queries.result(self._asked.confidence()))
 
@@ -141,12 +141,12 @@ class Asked(NamedTuple):
     scorer: Scorer
     queries: Queries
     found: Candidates
-    calibration: Any  # a function without arguments
+    calibrated: Callable[[], Calibration]
 
     @torch.no_grad()
     def confidence(self) -> Tensor:
         """Returns the confidence of each hit ``(L, k)``."""
-        calibration, parts = self.calibration(), []
+        calibration, parts = self.calibrated(), []
         for start in range(0, max(1, len(self.queries.rows)), QUERY_ROWS):
             rows = slice(start, start + QUERY_ROWS)
             own, total = self._logits(self.queries.rows[rows], self.found.part(rows), calibration.factor)
@@ -165,8 +165,8 @@ class Asked(NamedTuple):
                 return factor * found.scores.to(wide), logits.logsumexp(-1)
             of_pattern = stored.ranks.rows(classes.of_pattern)
             listed, hit = (of_pattern[each.flatten()].reshape(each.shape) for each in (places, found.indices))
-            same = listed[:, None] == hit[:, :, None]
-            return logits[:, None].masked_fill(~same, -torch.inf).logsumexp(-1), logits.logsumexp(-1)
+            shares = [logits.masked_fill(listed != each[:, None], -torch.inf).logsumexp(-1) for each in hit.unbind(1)]
+            return torch.stack(shares, 1), logits.logsumexp(-1)
         if classes is None:
             parts = torch.stack([block.logsumexp(-1) for block in blocks])
             return factor * found.scores.to(wide), stored.ranks.gather(parts.logsumexp(0)).logsumexp(0)
@@ -200,7 +200,8 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
         query = damage.bind(some.patterns).corrupt(some.patterns[origin], generator)
         target = some.given_classes().of_pattern[origin] if by_class else origin
     else:
-        target, query = (each[:CALIBRATED] for each in damage)
+        some_pairs = torch.randperm(len(damage[0]), generator=generator, device=device)[:CALIBRATED]
+        target, query = (each[some_pairs] for each in damage)
         if not by_class:
             kept = torch.unique(torch.cat([target, kept]))
             target = torch.searchsorted(kept, target)
@@ -226,8 +227,8 @@ def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, 
         scores = scores.masked_fill(own, -torch.inf)
     finite = scores[scores.isfinite()]
     unit = finite.std(correction=0).item() if len(finite) else 0.0
-    if not unit > 0:  # nothing to learn from one pattern, or from equal ones
-        return Calibration(1.0, (0.0, 0.0, 0.0), scores.new_zeros(1))
+    if not unit > 0 or not bool((of_pattern != of_pattern[0]).any()):  # nothing to learn from one class
+        return Calibration(1.0 / unit if unit > 0 else 1.0, (0.0, 0.0, MOST_ODDS), scores.new_zeros(0))
 
     def logits(scores: Tensor, factor: float) -> Tensor:
         """Returns the log-sum-exp of each class, or pattern; a sample of the patterns stands for all of them."""
@@ -246,11 +247,13 @@ def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, 
     found = torch.cat([logits(each, factor) for each in queries])
     own, total = found.gather(1, hit[:, None]), found.logsumexp(1)
     right = hit == torch.cat([target, torch.full_like(target, -1)])
-    weights = _logistic(torch.stack(evidence(own[:, 0], total), -1), (own[:, 0] - total).nan_to_num(-1e30), right)
-    calibration = Calibration(factor, weights, scores.new_zeros(1))
-    return calibration._replace(
-        foreign=calibration.confidence(own, total)[len(scores) :, 0].nan_to_num(0.0).sort().values
-    )
+    usable = total > -torch.inf
+    features = torch.stack(evidence(own[:, 0], total), -1)[usable]
+    if found.shape[1] < 3:  # if one is left out, there are no odds among the others
+        features[:, 1] = 0.0
+    weights = _logistic(features, (own[:, 0] - total)[usable], right[usable])
+    calibration = Calibration(factor, weights, scores.new_zeros(0))
+    return calibration._replace(foreign=calibration.confidence(own, total)[len(scores) :, 0].sort().values)
 
 
 def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float, float, float]:
@@ -269,6 +272,9 @@ def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float
         ) + 2 * PENALTY * weight
 
     weight = minimize(loss, scaled.new_zeros(3))
+    if weight[1] < 0:  # odds are no evidence against a query
+        scaled[:, 1] = 0.0
+        weight = minimize(loss, scaled.new_zeros(3))
     first, second = (weight[:2] / scale).tolist()
     return first, second, (weight[2] - weight[:2] @ (center / scale)).item()
 
@@ -297,7 +303,7 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
         folded = fold(similarity.footprint_weight(resolution))[similarity.bases.index(base)]
         if not folded.any():
             continue
-        values = similarity.block_similarities(query, key, base, resolution).reshape(len(rows), -1)
+        values = similarity.block_similarities(query, key, base, resolution)[:, 0, 0]
         order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
         weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
         added = torch.zeros_like(values).scatter(-1, order, weight) * values

@@ -88,7 +88,7 @@ def as_ids(ids: Any, count: int | None = None) -> Ids:
     given = from_numpy(ids)
     listed = given.tolist() if isinstance(given, Tensor) and given.ndim == 1 else _listed("ids", given)
     if not all(isinstance(each, (str, int)) and not isinstance(each, bool) for each in listed):
-        wrong = next(type(each).__name__ for each in listed if not isinstance(each, (str, int)) or each is True)
+        wrong = next(type(each).__name__ for each in listed if not isinstance(each, (str, int)) or type(each) is bool)
         raise AHopError(f"ids must be strings or integers, one for each pattern, got {wrong}")
     if count is not None and len(listed) != count:
         raise AHopError(f"ids must be one for each of {count} patterns, got {len(listed)}")
@@ -101,7 +101,8 @@ def as_ids(ids: Any, count: int | None = None) -> Ids:
 
 def _listed(name: str, values: Any) -> list[Any]:
     """Returns a sequence, or an array of strings, as a list."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+    unordered = isinstance(values, (str, bytes, set, frozenset, dict)) or not hasattr(values, "__len__")
+    if unordered or getattr(values, "ndim", 1) != 1:
         raise AHopError(f"{name} must be a sequence, got {type(values).__name__}")
     return [each.item() if hasattr(each, "item") else each for each in values]
 

@@ -1,8 +1,9 @@
 """AssociativeMemory: retrieval from stored patterns Xi by ``y = Xi sep(sim(mod(Xi), x))``."""
 
+import math
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,7 @@ class AssociativeMemory(Associator):
     foreign: Tensor
     _stored: Stored
     _index: Index | None = None
+    _calibrated_for: float = math.inf  # the number of patterns of a calibration without a fit
 
     def __init__(
         self,
@@ -214,6 +216,7 @@ class AssociativeMemory(Associator):
             raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
         unknown = rows.is_floating_point() and has_unknown(patterns=rows)
         ranks = Whole(len(rows)) if alone else stored.ranks
+        self.calibration = torch.zeros_like(self.calibration)
         self._stored = replace(stored, patterns=rows, unknown=unknown, ranks=ranks, _kept={})
 
     @property
@@ -304,7 +307,7 @@ class AssociativeMemory(Associator):
         tensor([[1, 3],
                 [3, 0]])
         """
-        scorer, index = self._scorer(f"search(k={k!r}, shortlist={shortlist!r})"), self._index
+        scorer, index = self._scorer(f"search(k={k}, shortlist={shortlist})"), self._index
         count = scorer.stored.count
         check_sizes(k=k)
         if k > count:
@@ -415,7 +418,10 @@ class AssociativeMemory(Associator):
         tensor([ True,  True, False, False])
         """
         check_probability(false_accepts=false_accepts)
-        return self._calibrated().foreign.float().quantile(1 - false_accepts).item()
+        foreign = self._calibrated().foreign
+        if not len(foreign):
+            raise AHopError("threshold needs patterns of at least two classes, or two different patterns, got fewer")
+        return foreign.float().quantile(1 - false_accepts).item()
 
     @torch.no_grad()
     def explain(self, x: Array, index: Any = None) -> Array:
@@ -441,29 +447,57 @@ class AssociativeMemory(Associator):
         if index is None:
             place = scorer.search(asked, 1, None, None).indices[:, 0]
         else:
-            place = torch.as_tensor(from_numpy(index), device=asked.rows.device).expand(asked.batch).flatten()
-            if place.is_floating_point() or not bool(((place >= 0) & (place < len(self))).all()):
-                raise AHopError(f"index must be integers from 0 to {len(self) - 1}, got {describe(place)}")
+            place = self._as_indices(index, asked.batch, asked.rows.device)
+            if self.shard is not None and len(place) != len(asked.rows):
+                raise AHopError("index needs the same queries on all ranks of a sharded memory, got different ones")
         pairs = zip(torch.split(asked.rows, QUERY_ROWS), torch.split(place, QUERY_ROWS), strict=True)
         parts = [contributions(scorer, rows, at) for rows, at in pairs]
         result: Array = as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))))
         return result
 
+    def _as_indices(self, index: Any, batch: Sequence[int], device: torch.device) -> Tensor:
+        """Returns the index of a pattern for each query as a vector, or raises."""
+        rule = f"index must be integers from 0 to {len(self) - 1}, one for each query"
+        try:
+            place = torch.as_tensor(from_numpy(index), device=device).expand(tuple(batch)).flatten()
+        except (RuntimeError, TypeError, ValueError):
+            raise AHopError(f"{rule}, got {type(index).__name__}") from None
+        wrong = place.is_floating_point() or place.is_complex() or place.dtype == torch.bool
+        if wrong or not bool(((place >= 0) & (place < len(self))).all()):
+            got = place.dtype if wrong else f"from {int(place.min())} to {int(place.max())}"
+            raise AHopError(f"{rule}, got {got}")
+        return place.long()
+
     def _calibrated(self) -> Calibration:
-        """Returns the calibration of the last fit, or one from the stored patterns alone."""
-        if not self.calibration[0]:
-            with self._writing:
-                if not self.calibration[0]:
-                    self._calibrate(questions.Anything(), self._stored.labels is not None, 0)
+        """Returns the calibration of the last fit, or one from the stored patterns alone, renewed when they double."""
         factor, *weights = self.calibration.tolist()
+        if not factor or len(self) >= 2 * self._calibrated_for:
+            damage: Variant = questions.Anything()
+            try:
+                self._scorer().check_missing("queries")
+            except AHopError:
+                damage = questions.Anything().replaced
+            with self._writing:
+                return self._calibrate(damage, "pattern" if self._stored.classes is None else "label", 0, fitted=False)
         return Calibration(factor, (weights[0], weights[1], weights[2]), self.foreign)
 
-    def _calibrate(self, damage: Variant | Pairs, leave_out: bool, seed: int) -> None:
-        generator = gradients.seeded_generator(self._stored.patterns.device, seed ^ 0x2545F491)
-        found = calibrate(self._scorer(), damage, leave_out, generator)
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _calibrate(self, damage: Variant | Pairs, by: str, seed: int, fitted: bool = True) -> Calibration:
+        scorer = self._scorer()
+        stored = scorer.stored
+        if stored.classes is not None and by == "pattern" and not isinstance(damage, Variant):
+            damage = stored.ranks.rows(stored.classes.of_pattern)[damage[0]], damage[1]
+        generator = gradients.seeded_generator(stored.patterns.device, seed ^ 0x2545F491)
+        found = calibrate(scorer, damage, by == "label", generator)
+        self._calibrated_for = math.inf if fitted else stored.count
+        if not len(found.foreign):  # too few patterns
+            self.calibration = torch.zeros_like(self.calibration)
+            return found
         shares = torch.linspace(0, 1, CALIBRATED, dtype=found.foreign.dtype, device=found.foreign.device)
         self.foreign = found.foreign.quantile(shares).to(self.foreign)
         self.calibration = self.calibration.new_tensor([found.factor, *found.weights])
+        return found
 
     # Retrieval.
 
@@ -493,7 +527,7 @@ class AssociativeMemory(Associator):
 
     def forward(self, x: Array, steps: int = 1) -> Array:
         """As :meth:`retrieve`, with gradients."""
-        scorer = self._scorer(f"retrieve(steps={steps!r})")
+        scorer = self._scorer(f"retrieve(steps={steps})")
         check_sizes(steps=steps)
         asked = scorer.queries(x)
         size = max(1, BLOCK_SCORES // scorer.stored.count)
@@ -515,11 +549,11 @@ class AssociativeMemory(Associator):
             return weights
 
         def read(weights: Tensor) -> Tensor:
-            every, patterns = weights.to(stored.dtype), stored.patterns.to(stored.dtype)
+            every = weights.to(stored.dtype)
             weights = every[..., ranks.start : ranks.stop]
-            output = ranks.total(weights @ (patterns.nan_to_num(0.0) if stored.unknown else patterns))
+            output = ranks.total(stored.product(weights))
             if stored.unknown:  # each value is averaged over the patterns that know it
-                known = ranks.total(weights @ (~patterns.isnan()).to(weights.dtype))
+                known = ranks.total(stored.product(weights, known=True))
                 output = output * torch.where(known != 0, every.sum(-1, keepdim=True) / known, torch.nan)
             return output.sign() + (output == 0) if self.activation == "sign" else output  # the sign of 0 is 1
 
@@ -697,8 +731,7 @@ class AssociativeMemory(Associator):
                 self.prior.zero_()
                 if log_prior is not None:
                     self.prior.copy_(log_prior / self.beta)
-            if by == "label" or stored.classes is None or isinstance(damage, Variant):
-                self._calibrate(damage, by == "label", seed)
+            self._calibrate(damage, by, seed)
         return report
 
     def _pairs(self, stored: Stored, data: Any, by: str) -> tuple[Pairs, Any]:
@@ -746,6 +779,7 @@ class AssociativeMemory(Associator):
         if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
             with unchanged_on_error(self):
                 batches = gradients.separation_batches(stored.rows, epochs, batch, generator)
+                self.calibration = torch.zeros_like(self.calibration)
                 return gradients.minimize(self, self.modulation.separation_loss, batches, lr, shows, ranks=ranks).losses
         measure: gradients.Measure = partial(gradients.pattern_loss, ranks=ranks)
         if by == "label":
@@ -772,7 +806,7 @@ class AssociativeMemory(Associator):
             units = [(self._bias(), scale), (self.prior, logit)]
             units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
             fitted = gradients.minimize(self, loss, batches, lr, shows, units=units, scale=scale, ranks=ranks)
-            self.calibration.zero_()
+            self._calibrate(data, by, seed)
         first = min(first, fitted.first)
         if not fitted.best < first:
             warnings.warn(
@@ -799,6 +833,8 @@ class AssociativeMemory(Associator):
         stored = self._stored
         if call is not None:
             stored.ranks.agree(call, stored.patterns.device)
+        if self.prior is not None and self.prior is not stored.prior and len(self.prior) == stored.count:
+            stored = replace(stored, prior=self.prior)  # for example of torch.func.functional_call
         return Scorer(stored, self.similarity, self.modulation)
 
     # What is stored.
@@ -833,8 +869,10 @@ class AssociativeMemory(Associator):
             if shape not in (stored.shape, (stored.dim,)):
                 expected = ", ".join(map(str, ("n", *stored.shape)))
                 raise AHopError(f"patterns must be ({expected}), as those stored, got patterns of the shape {shape}")
+            if replace and stored.ids is None:
+                raise AHopError("replace=True needs a memory with ids, got none")
             added = make_stored(
-                _converted(rows, stored.patterns),
+                storage.converted(rows, stored.patterns),
                 stored.shape,
                 _both("labels", labels, stored.labels),
                 _both("ids", ids, stored.ids),
@@ -949,22 +987,23 @@ class AssociativeMemory(Associator):
 
     def _apply(self: Memory, fn: Any, recurse: bool = True) -> Memory:
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
-        before = self.beta, self.calibration
+        before = self.beta, self.calibration, self.foreign
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = self._stored.moved(fn)
         self._stored = replace(moved, prior=self.prior)
         wide = accumulation_dtype(moved.dtype)
         self.beta = before[0].to(self.beta.device, wide)
-        self.calibration = before[1].to(self.calibration.device)
+        self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[1:])
         return self
 
     # State dicts and files.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Adds what is stored, unless it is a part of a sharded memory."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.shard is None:
-            destination.update({prefix + name: tensor for name, tensor in self._stored.tensors().items()})
+        with self._writing:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            if self.shard is None:
+                destination.update({prefix + name: tensor for name, tensor in self._stored.tensors().items()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
@@ -996,7 +1035,10 @@ class AssociativeMemory(Associator):
     ) -> None:
         """Takes what is stored, and the number of patterns, from the state dict."""
         before, beta, prior = self._stored, state_dict.get(prefix + "beta"), state_dict.get(prefix + "prior")
-        given = {name: state_dict.pop(prefix + name, None) for name in ("patterns", "labels", "names", "ids")}
+        given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
+        for name in ("calibration", "foreign"):  # need not be there
+            state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
+        self._calibrated_for = math.inf
         if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all() and beta.isfinite().all()):
             raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
         if isinstance(prior, Tensor) and not prior.is_meta and not bool(prior.isfinite().all()):
@@ -1039,13 +1081,18 @@ class AssociativeMemory(Associator):
         ...     ah.AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
         ['a', 'b', 'b']
         """
-        ranks, tensors, path = self._stored.ranks, dict(self.state_dict()), Path(path)
-        if self.shard is not None:
-            tensors.update(self._stored.tensors())
-            path = storage.part_path(path, ranks.rank, ranks.ranks)
+        with self._writing:
+            ranks, tensors = self._stored.ranks, {**self.state_dict(), **self._stored.tensors()}
+        path = storage.as_path(path)
         header = {name: getattr(self, name) for name in ("activation", "objective")}
         header["prior"], header["fits_beta"] = self.prior is not None, self._fits_beta
-        storage.write(path, tensors, {**header, **describe_parts(self)})
+        header.update(describe_parts(self))
+        if self.shard is not None:
+            place = storage.part_path(path, ranks.rank, ranks.ranks)
+            number = torch.randint(2**62, (), device=self._stored.patterns.device)
+            storage.write(place, tensors, {**header, "save": int(ranks.gather(number)[0])})
+        else:
+            storage.write(path, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path, check: bool = True) -> "AssociativeMemory":
@@ -1059,7 +1106,8 @@ class AssociativeMemory(Associator):
             AHopError: the file is missing, damaged, of another kind or of a newer version, or safetensors is not
                 installed.
         """
-        tensors, header = storage.read_parts(Path(path))
+        path = storage.as_path(path)
+        tensors, header = storage.read_parts(path)
         try:
             stored = storage.stored_from(tensors)
             memory = cls(
@@ -1072,7 +1120,10 @@ class AssociativeMemory(Associator):
                 objective=header["objective"],
                 check=check,
             )
-            memory.load_state_dict(tensors, assign=True)
+            rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
+            keys = memory.load_state_dict(rest, strict=False)
+            if keys.missing_keys != ["patterns"] or keys.unexpected_keys:  # which the memory has already
+                raise AHopError(f"expected other tensors, got {keys}")
             memory._fits_beta = bool(header["fits_beta"])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             message = f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}"
@@ -1086,13 +1137,3 @@ def _both(name: str, given: Any, stored: Any) -> Any:
         expected = "not be given: the memory has none" if stored is None else f"be given: the memory has {name}"
         raise AHopError(f"{name} must {expected}, got {'none' if given is None else name}")
     return given
-
-
-def _converted(rows: Tensor, stored: Tensor) -> Tensor:
-    """Returns new patterns in the dtype and on the device of those stored; raises if a value does not fit."""
-    if stored.is_floating_point() or rows.dtype == stored.dtype:
-        return rows.to(stored)
-    whole = rows.round().clamp(0, 255).to(stored.dtype)
-    if not torch.equal(whole.to(rows.dtype), rows):
-        raise AHopError(f"patterns must be integers from 0 to 255, as those stored, got {describe(rows)}")
-    return whole.to(stored.device)

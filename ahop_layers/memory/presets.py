@@ -250,7 +250,8 @@ def describe_parts(memory: Any) -> dict[str, Any]:
         "separation": None,
         "modulation": None,
     }
-    if type(memory.separation) is Separation:
+    alpha = getattr(memory.separation, "alpha_logit", None)
+    if type(memory.separation) is Separation and (alpha is None or alpha.ndim == 0):
         described["separation"] = [memory.separation.name, memory.separation.degree]
     if type(memory.modulation) is KernelModulation:
         described["modulation"] = memory.modulation.phi.shape[0]

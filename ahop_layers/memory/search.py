@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ahop_layers.association import Similarity
 from ahop_layers.blocks import arrange
-from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe
+from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe, has_unknown
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.presets import FIXED, known_scores
@@ -106,12 +106,8 @@ class Scorer(NamedTuple):
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
         rows = given.reshape(-1, stored.dim).to(stored.dtype)
-        if has_nan(rows):
+        if not torch.compiler.is_compiling() and has_unknown(**{name: rows}):
             self.check_missing(name)
-            unknown = rows.isnan().all(-1)
-            if unknown.any():
-                row = int(unknown.nonzero()[0])
-                raise AHopError(f"{name} must have a known value in each row, got NaN only in row {row}")
         return rows, batch
 
     def check_missing(self, name: str) -> None:
@@ -175,16 +171,14 @@ class Scorer(NamedTuple):
         """Returns the ``k`` best scores and their indices, then the scores and indices of the whole shortlist."""
         stored = self.stored
         sample = stored.sample(sample_index(stored.count, rows.device))
-        filled, patterns = rows, stored.patterns
+        filled, center = rows, None
         if missing:  # the first stage replaces unknown values by the mean of their dimension
             center = sample.nanmean(0).nan_to_num(0.0)
-            filled, sample = _filled(rows, center), _filled(sample, center)
-            if stored.unknown and index is None:
-                patterns = _filled(patterns, center)
+            filled, sample = (torch.where(each.isnan(), center, each) for each in (rows, sample))
         linear = linear_scores(self.similarity, self.modulated, filled, sample)
-        own = min(m, len(patterns))
+        own = min(m, len(stored.patterns))
         if index is None:
-            first, indices = first_stage(linear, patterns, stored, own)
+            first, indices = first_stage(linear, stored, own, center if stored.unknown else None)
         else:
             index.check(stored.patterns)
             first, indices = index.shortlist(linear, own)
@@ -253,8 +247,3 @@ def block_size(dim: int, queries: int, device: str) -> int:
 def has_nan(rows: Tensor) -> bool:
     """Returns whether queries have unknown values. A branch on queries would break a compiled graph."""
     return not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any())
-
-
-def _filled(rows: Tensor, center: Tensor) -> Tensor:
-    """Replaces NaN in ``rows (L, d)`` by the values of ``center (d,)``."""
-    return torch.where(rows.isnan(), center, rows)

@@ -104,23 +104,24 @@ def _without_ranks(similarity: AdaptiveSimilarity, query: Tensor, key: Tensor) -
     return total
 
 
-def first_stage(linear: Linear, patterns: Tensor, stored: Stored, m: int) -> tuple[Tensor, Tensor]:
-    """Returns the ``m`` largest approximate scores of ``patterns (N, d)`` and their indices: ``(L, m)`` each.
+def first_stage(linear: Linear, stored: Stored, m: int, center: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the ``m`` largest approximate scores of the patterns and their indices: ``(L, m)`` each.
 
-    ``patterns`` are those that are stored, with values in place of unknown ones.
+    ``center (d,)`` has the values that stand for unknown ones, None if all are known.
     """
     slope, curvature = linear
-    prior, norms = stored.own_prior, None
-    if curvature.any() and patterns is stored.patterns and len(patterns) <= KEPT_NORMS:
+    patterns, prior, norms = stored.patterns, stored.own_prior, None
+    if curvature.any() and center is None and len(patterns) <= KEPT_NORMS:
         norms = stored.keep("norms", lambda: _norms(patterns))
     size = FIRST_STAGE_SCORES // max(1, len(slope))
-    if slope.dtype != patterns.dtype:  # blocks are converted, because a slope can overflow half precision
+    if slope.dtype != patterns.dtype or center is not None:  # blocks are copied: a slope can overflow half precision
         size = min(size, FIRST_STAGE_SCORES // patterns.shape[1])
     size = max(1, size)
 
     def blocks() -> Iterator[Tensor]:
         for start in range(0, len(patterns), size):
             block = patterns[start : start + size].to(slope.dtype)
+            block = block if center is None else torch.where(block.isnan(), center, block)
             scores = (block @ slope[0])[None] if len(slope) == 1 else slope @ block.mT
             if curvature.any():
                 square = _squares(block) if norms is None else norms[start : start + size]

@@ -1,5 +1,6 @@
 """What a memory stores: an immutable state that is replaced as a whole, and files of it."""
 
+import contextlib
 import glob
 import importlib
 import json
@@ -20,6 +21,9 @@ from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
 from ahop_layers.memory.shards import Rows, Whole
+
+STORED = ("patterns", "labels", "names", "ids")
+"""Names of the tensors of a state dict that belong to the patterns."""
 
 VERSION = 1
 """Version of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
@@ -132,6 +136,17 @@ class Stored:
                 kept = self._kept[name] = (version, compute())
         return kept[1]
 
+    def product(self, weights: Tensor, known: bool = False) -> Tensor:
+        """Sums the patterns of this rank, or which of their values are ``known``, with ``weights (..., n)``."""
+        if self.patterns.is_floating_point() and not self.unknown:
+            return weights @ self.patterns
+        size, total = max(1, 2**21 // self.dim), weights.new_zeros(*weights.shape[:-1], self.dim)
+        for start in range(0, len(self.patterns), size):
+            block = self.block(start, size)
+            block = (~block.isnan()).to(self.dtype) if known else block.nan_to_num(0.0)
+            total = total + weights[..., start : start + size] @ block
+        return total
+
     def take(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)`` of all ranks, without their ids, as they are stored on one rank."""
         labels = None if self.classes is None else self.ranks.rows(self.classes.of_pattern)[index]
@@ -239,7 +254,11 @@ class Stored:
             got = describe(patterns) if isinstance(patterns, Tensor) else type(patterns).__name__
             expected = ", ".join(map(str, self.shape))
             raise AHopError(f"{name} must be (N, {expected}) with N at least 1, got {got}")
-        rows = patterns.flatten(1)
+        rows = (
+            converted(patterns.flatten(1), self.patterns, name)
+            if self.patterns.dtype == torch.uint8
+            else patterns.flatten(1)
+        )
         if not rows.is_floating_point() and rows.dtype != self.patterns.dtype:
             raise AHopError(f"{name} must have the dtype {self.patterns.dtype}, got {rows.dtype}")
         for key, own in (("labels", self.labels), ("names", self.names), ("ids", self.ids)):
@@ -250,6 +269,8 @@ class Stored:
         if not assign:
             rows = rows.to(self.patterns, copy=True)
         labels = None if self.labels is None else given["labels"]
+        if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
+            raise AHopError(f"{prefix}names must be a list of different names, got others")
         known = None if names is None else tuple(map(str, names))
         return make_stored(rows, self.shape, labels, ids, None, True, known, False, name)
 
@@ -313,12 +334,22 @@ def named_ids(places: Tensor, ids: Ids) -> Any:
     return _nested(places.tolist(), ids)
 
 
+def converted(rows: Tensor, stored: Tensor, name: str = "patterns") -> Tensor:
+    """Returns new patterns in the dtype and on the device of those stored; raises if a value does not fit."""
+    if stored.is_floating_point() or rows.dtype == stored.dtype:
+        return rows.to(stored)
+    whole = rows.round().clamp(0, 255).to(stored.dtype)
+    if not torch.equal(whole.to(rows.dtype), rows):
+        raise AHopError(f"{name} must be integers from 0 to 255, as those stored, got {describe(rows)} of others")
+    return whole.to(stored.device)
+
+
 # State dicts.
 
 
 def text_tensor(value: Any) -> Tensor:
     """Returns a value of JSON as UTF-8, so that state dicts hold tensors alone."""
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def text_value(name: str, tensor: Any) -> Any:
@@ -360,18 +391,21 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) 
     Raises:
         AHopError: safetensors is not installed, or the folder does not exist.
     """
-    save = _safetensors("torch").save_file
-    if not path.parent.is_dir():
-        raise AHopError(f"path must be in a folder that exists, got {str(path)!r}")
+    library = _safetensors("torch")
+    if path.is_dir() or not path.parent.is_dir():
+        raise AHopError(f"path must be a file in a folder that exists, got {str(path)!r}")
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save(contiguous, part, metadata={_KEY: json.dumps({"version": VERSION, **header})})
+        library.save_file(contiguous, part, metadata={_KEY: json.dumps({"version": VERSION, **header})})
         with part.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
+    except (NotImplementedError, OSError, RuntimeError, _safetensors("").SafetensorError) as error:
+        raise AHopError(f"path must be a file that can be written, got {str(path)!r}: {error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -388,10 +422,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             header = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
         version = int(header["version"])
-    except (library.SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (library.SafetensorError, KeyError, OSError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise AHopError(f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}") from error
     if version != VERSION:
-        raise AHopError(f"the file must have the version {VERSION}, got {version}: use a newer ahop-layers")
+        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {version}")
     return tensors, header
 
 
@@ -402,6 +436,13 @@ def _safetensors(name: str) -> Any:
         raise AHopError("save and load need safetensors: pip install ahop-layers[save]") from error
 
 
+def as_path(path: Any) -> Path:
+    """Returns ``path`` as a path; raises unless it is a string or a path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise AHopError(f"path must be a string or a path, got {type(path).__name__}")
+    return Path(path)
+
+
 def part_path(path: Path, rank: int, ranks: int) -> Path:
     """Returns the file of one of several ranks."""
     return path.with_name(f"{path.stem}-{rank + 1:05d}-of-{ranks:05d}{path.suffix}")
@@ -410,14 +451,19 @@ def part_path(path: Path, rank: int, ranks: int) -> Path:
 def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As :func:`read`, and joins the files of all ranks of a sharded memory."""
     parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{glob.escape(path.suffix)}"))
-    if path.is_file() or not parts:
+    if not parts:
         return read(path)
-    if parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]:
-        raise AHopError(f"path must have the files of all ranks, got {', '.join(part.name for part in parts)}")
+    whole = [path] if path.is_file() else []
+    if whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]:
+        got = ", ".join(part.name for part in (*whole, *parts))
+        raise AHopError(f"path must have one file, or the files of all ranks, got {got}")
     files = [read(part) for part in parts]
     tensors, header = files[0]
-    joined = {name: torch.cat([each[name] for each, _ in files]) for name in ("patterns", "labels") if name in tensors}
-    return tensors | joined, header
+    names = [name for name in ("patterns", "labels") if name in tensors]
+    alike = all({*each} == {*tensors} and own == header for each, own in files)
+    if not alike or len({each["patterns"].shape[1:] for each, _ in files}) > 1:
+        raise AHopError(f"path must have files of one call of save, got those of several: {parts[0].name}, …")
+    return tensors | {name: torch.cat([each[name] for each, _ in files]) for name in names}, header
 
 
 def stored_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
