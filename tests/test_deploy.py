@@ -169,6 +169,7 @@ def test_the_confidence_is_the_share_of_a_hit(labeled, shortlist, rows, monkeypa
     torch.testing.assert_close(hits.confidence.double(), share * known.sigmoid(), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labeled", [False, True])
 def test_unknown_queries_are_rejected_at_the_rate_that_was_asked_for(labeled, small_fit):
     centers = torch.rand(60, 40)
@@ -272,6 +273,7 @@ def test_a_saved_memory_is_the_same_memory(name, rows, tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path / "memory.safetensors"]
 
 
+@pytest.mark.slow
 def test_another_process_computes_the_same_bits(rows, tmp_path, small_fit):
     memory = AssociativeMemory(rows, labels=["a", "b"] * 30)
     memory.fit(ah.variants.Replaced((0.0, 0.5)))
@@ -337,6 +339,7 @@ def test_a_broken_file_is_refused(kind, rows, tmp_path):
         AssociativeMemory.load(path)
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_old_file(rows, tmp_path):
     path = tmp_path / "memory.safetensors"
     AssociativeMemory(rows).save(path)
@@ -380,6 +383,7 @@ def test_memories_and_hits_are_copied(copied, rows):
     assert torch.equal(again.confidence, hits.confidence)
 
 
+@pytest.mark.slow
 def test_threads_that_search_see_one_state_while_another_changes_it():
     """A pattern has its number as every value, as its id and as its label: a mixed state would not match."""
     number = torch.arange(50).float()

@@ -128,7 +128,7 @@ def test_commands_of_the_index_and_the_gallery_are_valid(tmp_path, monkeypatch):
     for page in (ROOT / "examples" / "README.md", ROOT / "docs" / "gallery.md"):
         found = re.findall(r"(?:`|^)python -m examples\.([^`\n]+)", page.read_text(), flags=re.MULTILINE)
         assert {shlex.split(line)[0] for line in found} >= set(EXAMPLES) - {"demo"}
-        for name, *arguments in map(shlex.split, found):
+        for name, *arguments in (shlex.split(line) for line in found if not line.startswith("serve ")):
             EXAMPLES[name].make_parser().parse_args(arguments)
 
 
