@@ -18,7 +18,7 @@ import ahop_layers as ah
 from ahop_layers import AHopError, AssociativeMemory
 from ahop_layers.memory import search as search_module
 
-safetensors = pytest.importorskip("safetensors.torch")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install '.[save]'")
 
 
 def damaged(patterns, count=3):

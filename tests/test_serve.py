@@ -11,8 +11,8 @@ import torch
 
 import ahop_layers as ah
 
-uvicorn = pytest.importorskip("uvicorn")
-pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
+pytest.importorskip("fastapi", reason="fastapi is not installed: pip install '.[serve]'")
 pytestmark = pytest.mark.slow
 
 

@@ -1082,7 +1082,8 @@ class AssociativeMemory(Associator):
         ['a', 'b', 'b']
         """
         with self._writing:
-            ranks, tensors = self._stored.ranks, {**self.state_dict(), **self._stored.tensors()}
+            ranks, tensors = self._stored.ranks, dict(self.state_dict())
+            tensors |= {} if self.shard is None else self._stored.tensors()
         path = storage.as_path(path)
         header = {name: getattr(self, name) for name in ("activation", "objective")}
         header["prior"], header["fits_beta"] = self.prior is not None, self._fits_beta

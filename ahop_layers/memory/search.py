@@ -86,13 +86,14 @@ class Scorer(NamedTuple):
         """
         stored, error = self.stored, None
         try:
-            rows, batch = self._own_queries(x)
+            rows, batch, missing = self._own_queries(x)
         except AHopError as raised:
-            rows, batch, error = stored.block(0, 0), (), raised
+            rows, batch, missing, error = stored.block(0, 0), (), False, raised
         rows, own = stored.ranks.queries(rows, error)
-        return Queries(rows, own, stored.unknown or has_nan(rows), batch)
+        missing = missing or stored.unknown or (stored.ranks.ranks > 1 and has_nan(rows))  # of other ranks
+        return Queries(rows, own, missing, batch)
 
-    def _own_queries(self, x: Any) -> tuple[Tensor, Sequence[int]]:
+    def _own_queries(self, x: Any) -> tuple[Tensor, Sequence[int], bool]:
         stored, name = self.stored, "queries x"
         given = as_tensor(name, x, stored.patterns.device)
         axes = len(stored.shape)
@@ -106,9 +107,10 @@ class Scorer(NamedTuple):
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
         rows = given.reshape(-1, stored.dim).to(stored.dtype)
-        if not torch.compiler.is_compiling() and has_unknown(**{name: rows}):
+        missing = not torch.compiler.is_compiling() and has_unknown(**{name: rows})
+        if missing:
             self.check_missing(name)
-        return rows, batch
+        return rows, batch, missing
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
