@@ -32,12 +32,15 @@ from ahop_layers.errors import (
 from ahop_layers.ops.reference import accumulation_dtype
 
 __all__ = [
-    "Biased", "Brightened", "Composed", "Custom", "DroppedChannels", "Erased", "Missing", "Mixed", "Noisy", "Occluded",
-    "Replaced", "SaltAndPepper", "Variant", "as_damage",
+    "Biased", "Brightened", "Composed", "Covered", "Custom", "DroppedChannels", "Erased", "Missing", "Mixed", "Noisy",
+    "Occluded", "Replaced", "SaltAndPepper", "Variant", "as_damage",
 ]  # fmt: skip
 
 Level = float | tuple[float, float]
 """A number, or a range ``(low, high)`` from which each query draws its own number uniformly."""
+
+SQUARE, COVERS = 4, 512
+"""Side of the squares, and largest number of the images, that :class:`Covered` covers images with."""
 
 RANGE_BLOCK = 2**21
 """Number of values of the patterns that are read at once to find their range."""
@@ -169,7 +172,8 @@ class _Draw:
         self.origin, self.generator = origin, generator
         self.options: dict[str, Any] = {"dtype": accumulation_dtype(origin.dtype), "device": origin.device}
 
-    def _uniform(self, dim: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+    def uniform(self, dim: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Returns ``dim`` uniform numbers for each row: ``(..., dim)``."""
         shape = (*self.origin.shape[:-1], dim)
         return torch.empty(shape, **self.options).uniform_(low, high, generator=self.generator)
 
@@ -179,19 +183,25 @@ class _Draw:
 
     def level(self, level: Level) -> float | Tensor:
         """Returns the level if it is a number, otherwise one random level per row: ``(..., 1)``."""
-        return self._uniform(1, *level) if isinstance(level, tuple) else level
+        return self.uniform(1, *level) if isinstance(level, tuple) else level
 
     def chosen(self, share: Level, dim: int) -> Tensor:
         """Chooses a fraction ``share`` of ``dim`` entries at random for each row: bool ``(..., dim)``."""
         count = self.level(share) * dim + 1e-9  # 0.29 * 100 is 28.999...
-        return self._uniform(dim).argsort(-1) < count // 1  # in half precision, ties would favor some positions
+        return self.uniform(dim).argsort(-1) < count // 1  # in half precision, ties would favor some positions
 
     def interval(self, side: float | Tensor, size: int) -> Tensor:
         """Chooses ``side * size`` consecutive entries of ``size`` for each row, from a random start on."""
         length = torch.as_tensor(side * size, **self.options).round()
-        first = (self._uniform(1) * (size - length + 1)).floor().minimum(size - length)  # the product can round up
+        first = (self.uniform(1) * (size - length + 1)).floor().minimum(size - length)  # the product can round up
         place = torch.arange(size, device=self.origin.device)
         return (place >= first) & (place < first + length)
+
+    def rectangle(self, tall: float | Tensor, wide: float | Tensor, image: Any) -> Tensor:
+        """Chooses a rectangle of an image, in all channels, with sides relative to its own: bool ``(..., d)``."""
+        rows, columns = self.interval(tall, image.height), self.interval(wide, image.width)
+        inside = (rows[..., :, None] & columns[..., None, :]).flatten(-2)
+        return torch.cat([inside] * image.channels, -1)
 
 
 FRACTION, NOT_NEGATIVE, FINITE = "a number between 0 and 1", "a number of at least 0", "a finite number"
@@ -209,6 +219,7 @@ class _Drawn(Variant):
             check_numbers(FINITE, low=low, high=high)
             if not low < high:
                 raise AHopError(f"low must be below high, got {low!r} and {high!r}")
+        given.pop("others", None)
         check_seed(seed=given.pop("seed", 0))
         check_sizes(**{name: given.pop(name) for name in ("height", "width", "channels") if name in given})
         for name, level in given.items():
@@ -408,13 +419,53 @@ class Occluded(_Drawn):
     value: Level = 0.0
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        dim = self.channels * self.height * self.width
-        if origin.shape[-1] != dim:
-            raise AHopError(f"origin must be (n, channels * height * width) = (n, {dim}), got {describe(origin)}")
+        _check_images(self, origin)
         side = draw.level(self.share) ** 0.5
-        rows, columns = draw.interval(side, self.height), draw.interval(side, self.width)
-        block = (rows[..., :, None] & columns[..., None, :]).flatten(-2)
-        return torch.where(torch.cat([block] * self.channels, -1), draw.level(self.value), origin)
+        return torch.where(draw.rectangle(side, side, self), draw.level(self.value), origin)
+
+
+@dataclass(frozen=True, eq=False)
+class Covered(_Drawn):
+    """Covers a rectangle at a random position of an image, in all channels, with something else.
+
+    The rectangle has any shape and ``share`` of the area. It is filled, each in a third of the queries, with one value,
+    with random squares of 4 x 4 pixels, or with the same part of another pattern, upside down. :meth:`corrupt` without
+    :meth:`bind` takes values and patterns from its rows.
+
+    >>> images = torch.rand(3, 64)
+    >>> (Covered(0.5, height=8, width=8).corrupt(images) == images).float().mean(-1) > 0.3
+    tensor([True, True, True])
+    """
+
+    share: Level
+    height: int
+    width: int
+    channels: int = 1
+    others: Tensor | None = field(default=None, repr=False, kw_only=True)
+
+    def bind(self, patterns: Tensor) -> Variant:
+        """Takes values, and the images that cover others, from the patterns."""
+        rows = patterns.flatten(0, -2)
+        return replace(self, others=rows[:: max(1, len(rows) // COVERS)])
+
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        _check_images(self, origin)
+        others = origin.reshape(-1, origin.shape[-1]) if self.others is None else self.others
+        if not origin.numel() or not len(others):
+            return origin
+        share = torch.as_tensor(draw.level(self.share), **draw.options)
+        tall = draw.uniform(1, 0.2).maximum(share)
+        inside = draw.rectangle(tall, share / tall, self)
+        cells = [-(-size // SQUARE) for size in (self.height, self.width)]
+        squares = draw.uniform(self.channels * math.prod(cells)).unflatten(-1, (self.channels, *cells))
+        squares = squares.repeat_interleave(SQUARE, -2).repeat_interleave(SQUARE, -1)
+        squares = squares[..., : self.height, : self.width].flatten(-3)
+        kind, known = draw.uniform(1, high=3.0), others[~others.isnan()]
+        low, high = (known.amin(), known.amax()) if len(known) else (0.0, 0.0)
+        values = low + (high - low) * torch.where(kind < 1, draw.uniform(1), squares)
+        place = (draw.uniform(1).squeeze(-1) * len(others)).long().clamp(max=len(others) - 1)
+        turned = others[place].unflatten(-1, (self.channels, self.height, self.width)).flip(-2).flatten(-3)
+        return torch.where(inside, torch.where(kind < 2, values.to(origin.dtype), turned), origin)
 
 
 @dataclass(frozen=True)
@@ -451,6 +502,12 @@ class DroppedChannels(_Drawn):
             raise AHopError(f"origin must be (n, d) with d a multiple of {self.channels}, got {describe(origin)}")
         chosen = draw.chosen(self.share, self.channels).repeat_interleave(origin.shape[-1] // self.channels, -1)
         return torch.where(chosen, draw.level(self.value), origin)
+
+
+def _check_images(image: Any, origin: Tensor) -> None:
+    dim = image.channels * image.height * image.width
+    if origin.shape[-1] != dim:
+        raise AHopError(f"origin must be (n, channels * height * width) = (n, {dim}), got {describe(origin)}")
 
 
 def known_range(rows: Tensor) -> tuple[Tensor, Tensor]:

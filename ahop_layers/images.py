@@ -1,0 +1,211 @@
+"""ImageSimilarity: compares images by their pixels, contrasts and overlapping patches, and ignores what is covered."""
+
+from collections.abc import Sequence
+from functools import reduce
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.blocks import Blocks
+from ahop_layers.errors import AHopError, check_sizes, describe
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity import AdaptiveSimilarity, BaseArgument
+
+PIXELS: tuple[BaseArgument, ...] = ("l1", ("near", 0.02), ("near", 0.1), ("near", 0.5))
+CONTRASTS: tuple[BaseArgument, ...] = (("near", 0.05), ("near", 0.2))
+"""Bases for pixels and for contrasts."""
+
+OFFSETS = ((0, 1), (1, 0), (1, 1), (1, -1))
+"""Distances in rows and columns of the two pixels of a contrast."""
+
+DARK = 0.05
+"""Brightness below which a contrast counts little, relative to the root mean square of the stored pixels."""
+
+BEST = 0.3
+"""Share of the patches that count before the weights are learned: those that agree best."""
+
+
+class ImageSimilarity(nn.Module):
+    """Scores how well two images agree, although a part of one of them is covered, wrong or unknown.
+
+    The score is the sum of adaptive similarities of several views of the images. Each of them sorts what it compares
+    and learns how much each rank counts, so that it can ignore what does not agree:
+
+    - ``pixels``: the differences of pixels, and saturating similarities of several widths.
+    - ``contrasts``: the difference of two neighboring pixels, divided by their sum. The brightness does not matter.
+    - ``patches``: the correlations of overlapping square patches, one similarity for each size. Neither the brightness
+      nor the contrast of a patch matters.
+
+    Before any training, the score is the mean correlation of the best 30 % of the patches, plus the mean saturating
+    similarities of pixels and of contrasts. The settings were chosen on faces of Extended Yale B and digits of MNIST.
+
+    Args:
+        height, width: size of the images in pixels.
+        channels: number of channels. An image is a row of ``channels * height * width`` values, channels first.
+        sizes: sides of the patches. Patches are half their side apart. Sizes of which an image has only one patch are
+            left out.
+        shifts: compare the query shifted by up to so many pixels in each direction, and take the best score. It costs
+            ``(2 * shifts + 1) ** 2`` times as much.
+
+    Raises:
+        AHopError: a size is invalid.
+
+    >>> image = torch.rand(5, 16 * 16)
+    >>> query = image[:1].clone()
+    >>> query[:, :128] = torch.rand(128)  # the upper half
+    >>> ImageSimilarity(16, 16)(query, image).argmax()
+    tensor(0)
+    """
+
+    def __init__(
+        self, height: int, width: int, channels: int = 1, sizes: Sequence[int] = (2, 4, 8), shifts: int = 0
+    ) -> None:
+        super().__init__()
+        check_sizes(height=height, width=width, channels=channels)
+        for size in sizes:
+            check_sizes(size=size)
+        if isinstance(shifts, bool) or not isinstance(shifts, int) or not 0 <= shifts < min(height, width):
+            raise AHopError(f"shifts must be an integer from 0 to {min(height, width) - 1}, got {shifts!r}")
+        self.height, self.width, self.channels, self.shifts = height, width, channels, shifts
+        places = torch.arange(channels * height * width, device="cpu").view(channels, height, width)
+        self.dim = places.numel()
+        self.register_buffer("dark", torch.zeros(()))
+        self.pixels = self._view("pixels", places.reshape(1, -1), PIXELS)
+        pairs = torch.cat([_pairs(places, *offset) for offset in OFFSETS], -1)
+        self.contrasts = self._view("contrasts", pairs, CONTRASTS, Blocks(1)) if pairs.numel() else None
+        found = {size: _patches(places, size) for size in dict.fromkeys(sizes)}
+        self.sizes = tuple(size for size, index in found.items() if size > 1 and len(index) > 1)
+        self.patches = nn.ModuleList()
+        for size in self.sizes:
+            blocks = Blocks(len(found[size]), normalize=True)
+            self.patches.append(self._view(f"patches_{size}", found[size].reshape(1, -1), ("dot",), blocks))
+        self.reset_parameters()
+
+    def _view(
+        self, name: str, index: Tensor, bases: Sequence[BaseArgument], blocks: Blocks | None = None
+    ) -> AdaptiveSimilarity:
+        """Returns the similarity of a view whose values depend on the pixels ``index (pixels of a value, values)``."""
+        self.register_buffer(f"_index_{name}", index, persistent=False)
+        return AdaptiveSimilarity(index.shape[1], bases=bases, init="uniform", blocks=blocks)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Resets the weights to those before any training; widths and norms stay, because they come from the images."""
+        for part in self.parts():
+            part.set_ranks_([torch.zeros_like(part.w)])
+        near = [index for index, base in enumerate(PIXELS) if base != "l1"]
+        self.pixels.w[near, -1] = 1 / (len(near) * self.dim)
+        if self.contrasts is not None:
+            self.contrasts.w[:, -1] = 1 / (len(CONTRASTS) * self.contrasts.dim)
+        for part in self.patches:
+            best = max(1, round(BEST * part.w.shape[-1]))
+            part.w[0, best - 1] = 1 / (best * len(self.patches))
+
+    def parts(self) -> list[AdaptiveSimilarity]:
+        """Returns the similarity of each view."""
+        return [part for part in (self.pixels, self.contrasts, *self.patches) if part is not None]
+
+    def _indices(self) -> list[Tensor]:
+        names = ["pixels", *(["contrasts"] if self.contrasts is not None else [])]
+        return [getattr(self, f"_index_{name}") for name in (*names, *(f"patches_{size}" for size in self.sizes))]
+
+    def views(self, rows: Tensor) -> list[Tensor]:
+        """Returns what each of the :meth:`parts` compares of the images ``rows (..., d)``.
+
+        >>> [tuple(view.shape) for view in ImageSimilarity(8, 8).views(torch.rand(5, 64))]
+        [(5, 64), (5, 210), (5, 196), (5, 144)]
+        """
+        if rows.shape[-1] != self.dim:
+            expected = f"{self.channels} * {self.height} * {self.width} = {self.dim}"
+            raise AHopError(f"images must have {expected} values, got {describe(rows)}")
+        views = [rows]
+        for index in self._indices()[1:]:
+            if len(index) == 1:
+                views.append(rows.index_select(-1, index[0]))
+            else:
+                first, second = (rows.index_select(-1, each) for each in index)
+                total = first.abs() + second.abs()
+                dark = 2 * self.dark.to(rows.dtype)
+                views.append((second - first) / torch.where(total + dark > 0, total + dark, 1.0))
+        return views
+
+    def spread(self, shares: Sequence[Tensor]) -> Tensor:
+        """Returns the sum over views of what their values add to a score, for each pixel: ``(..., d)``.
+
+        Args:
+            shares: what each value of each view adds, in the order of :meth:`views`. That of a contrast is divided
+                equally between its two pixels.
+        """
+        total = torch.zeros_like(shares[0])
+        for index, share in zip(self._indices(), shares, strict=True):
+            for places in index:
+                total = total.index_add(-1, places, share / len(index))
+        return total
+
+    def forward(self, query: Tensor, key: Tensor, missing: bool = False) -> Tensor:
+        """Computes the scores ``(..., L, S)`` of images ``query (..., L, d)`` and ``key (..., S, d)``.
+
+        NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf.
+        """
+        keys, size = self.views(key), range(-self.shifts, self.shifts + 1)
+        scores = [self._score(self._shifted(query, *offset), keys, missing) for offset in product(size, size)]
+        return reduce(torch.maximum, scores)
+
+    def _score(self, query: Tensor, keys: Sequence[Tensor], missing: bool) -> Tensor:
+        views = zip(self.parts(), self.views(query), keys, strict=True)
+        scores = [part(own, key, missing=missing) for part, own, key in views]
+        if missing:  # a patch needs several known pixels, so that images may have no patch in common
+            scores[1:] = [each.masked_fill(each == -torch.inf, 0.0) for each in scores[1:]]
+        return reduce(torch.add, scores)
+
+    def _shifted(self, rows: Tensor, down: int, right: int) -> Tensor:
+        """Moves images; the pixels that enter are those of the border."""
+        if not down and not right:
+            return rows
+        at = [torch.arange(n, device=rows.device) for n in (self.height, self.width)]
+        above, left = ((place - step).clamp(0, len(place) - 1) for place, step in zip(at, (down, right), strict=True))
+        images = rows.unflatten(-1, (self.channels, self.height, self.width))
+        return images.index_select(-2, above).index_select(-1, left).flatten(-3)
+
+    @torch.no_grad()
+    def fix_norms_(self, key: Tensor) -> "ImageSimilarity":
+        """Takes over the scales of images ``key (..., S, d)``: the brightness, and the norms of patches.
+
+        Scales that are set already stay.
+        """
+        if not self.dark.any():
+            pixels = key.to(accumulation_dtype(key.dtype))
+            self.dark.copy_(DARK * pixels.square().nanmean().sqrt().nan_to_num(0.0))
+        for part, view in zip(self.parts(), self.views(key), strict=True):
+            part.fix_norms_(view)
+        return self
+
+    @torch.no_grad()
+    def fix_widths_(self, key: Tensor) -> "ImageSimilarity":
+        """Sets the widths of saturating bases from the differences of images ``key (..., S, d)``, once."""
+        for part, view in zip(self.parts(), self.views(key), strict=True):
+            part.fix_widths_(view)
+        return self
+
+    def extra_repr(self) -> str:
+        """Constructor arguments, for ``repr``."""
+        text = f"{self.height}, {self.width}, channels={self.channels}, sizes={self.sizes}"
+        return text + (f", shifts={self.shifts}" if self.shifts else "")
+
+
+def _pairs(places: Tensor, down: int, right: int) -> Tensor:
+    """Returns the places of all two pixels of ``places (C, H, W)`` at a distance: ``(2, pairs)``."""
+    height, width = (max(0, n - abs(step)) for n, step in zip(places.shape[1:], (down, right), strict=True))
+    first = places[:, :height, max(0, -right) :][..., :width]
+    second = places[:, down:, max(0, right) :][..., :width]
+    return torch.stack([first.flatten(), second.flatten()])
+
+
+def _patches(places: Tensor, size: int) -> Tensor:
+    """Returns the places of the patches of ``places (C, H, W)``, half their side apart: ``(patches, C * size**2)``."""
+    if size > min(places.shape[1:]):
+        return places.new_empty(0, len(places) * size**2)
+    step = max(1, size // 2)
+    found = places.unfold(1, size, step).unfold(2, size, step)
+    return found.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
