@@ -25,6 +25,12 @@ HARD = (0.05, 0.2, 0.5)
 """Quantiles of saturating bases whose sums, beside L1 and the dot product, find the hardest wrong patterns."""
 
 
+def some_patterns(count: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Returns the indices of random patterns, out of ``count``, from which candidates are taken."""
+    size = max(CANDIDATES, min(MOST_MINED, MINED // dim))
+    return torch.randperm(count, generator=generator, device=generator.device)[:size]
+
+
 class Queries(NamedTuple):
     """Queries ``(L, d)``, their candidates ``(L, C)``, log weights and right ones, see Problem.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError
+from ahop_layers.errors import AHopError, check_floating
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,9 +37,29 @@ def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
     if given.is_complex() or given.is_quantized or given.is_nested or given.layout is not torch.strided:
         kind = "nested" if given.is_nested else f"{given.dtype}, {given.layout}"
         raise AHopError(f"{name} must be real numbers in a dense tensor, got {kind}")
-    if given.is_floating_point() or given.dtype == torch.uint8:
+    if given.is_floating_point():
+        check_floating(**{name: given})
         return given
-    return given.to(torch.get_default_dtype())
+    return given if given.dtype == torch.uint8 else given.to(torch.get_default_dtype())
+
+
+def is_integer(x: Tensor) -> bool:
+    """Returns whether a tensor has an integer dtype."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def as_indices(index: Any, count: int, device: torch.device) -> Tensor:
+    """Returns indices of ``count`` patterns as int64 on ``device``; raises unless they are integers in that range."""
+    rule = f"index must be integers from 0 to {count - 1}"
+    try:
+        place = torch.as_tensor(from_numpy(index), device=device)
+    except (RuntimeError, TypeError, ValueError):
+        raise AHopError(f"{rule}, got {type(index).__name__}") from None
+    if not is_integer(place):
+        raise AHopError(f"{rule}, got {place.dtype}")
+    if not bool(((place >= 0) & (place < count)).all()):
+        raise AHopError(f"{rule}, got {place.dtype} from {int(place.min())} to {int(place.max())}")
+    return place.long()
 
 
 def from_numpy(x: Any, device: torch.device | None = None) -> Any:
@@ -56,17 +76,17 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
     return torch.from_numpy(x).to(device)
 
 
-def as_given(x: Any, result: Any) -> Any:
+def as_given(x: Array, result: Any) -> Array:
     """Returns ``result`` as a NumPy array if ``x`` is one, or a data frame. NumPy has no bfloat16: it becomes float32.
 
     Nested lists of strings become arrays too. For tensors and lists, the result stays what it is.
     """
-    if isinstance(x, (Tensor, list, tuple)):
-        return result
-    if isinstance(result, Tensor):
-        wide = result.float() if result.dtype == torch.bfloat16 else result
-        return wide.detach().cpu().numpy()
-    return sys.modules["numpy"].array(result)
+    given: Any = result
+    if not isinstance(x, (Tensor, list, tuple)) and isinstance(result, Tensor):
+        given = (result.float() if result.dtype == torch.bfloat16 else result).detach().cpu().numpy()
+    elif not isinstance(x, (Tensor, list, tuple)):
+        given = sys.modules["numpy"].array(result)
+    return given  # type: ignore[no-any-return]
 
 
 def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError
-from ahop_layers.learning.candidates import CANDIDATES, MINED, MOST_MINED
+from ahop_layers.learning.candidates import some_patterns
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.regression import minimize
 from ahop_layers.memory.arrays import as_given
@@ -26,7 +26,7 @@ from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.presets import FIXED
 from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
 from ahop_layers.memory.shards import Whole
-from ahop_layers.memory.storage import named_ids
+from ahop_layers.memory.storage import nested
 from ahop_layers.ops.reference import accumulation_dtype, fold, pair_values, stretched
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.variants import Variant
@@ -107,11 +107,8 @@ class Hits(tuple[Any, Any]):
         Raises:
             AHopError: the memory has no ids.
         """
-        stored = self._asked.scorer.stored
-        if stored.ids is None:
-            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        places = self._asked.queries.result(self._asked.found.indices)
-        return as_given(self._asked.given, named_ids(places, stored.ids))
+        places = self._asked.queries.result(self._asked.found.indices).tolist()
+        return as_given(self._asked.given, nested(places, self._asked.scorer.stored.given_ids()))
 
     @property
     def labels(self) -> Any:
@@ -191,8 +188,7 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
         generator: on the device of the patterns.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
-    size = max(CANDIDATES, min(MOST_MINED, MINED // stored.dim))
-    kept = torch.randperm(stored.count, generator=generator, device=device)[:size]
+    kept = some_patterns(stored.count, stored.dim, generator)
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
         origin = torch.randint(len(kept), (CALIBRATED,), generator=generator, device=device)

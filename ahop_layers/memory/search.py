@@ -14,8 +14,8 @@ from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.presets import FIXED, known_scores
 from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
 from ahop_layers.memory.storage import Stored
-from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import TableSimilarity
 
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""
@@ -90,7 +90,7 @@ class Scorer(NamedTuple):
         except AHopError as raised:
             rows, batch, missing, error = stored.block(0, 0), (), False, raised
         rows, own = stored.ranks.queries(rows, error)
-        missing = missing or stored.unknown or (stored.ranks.ranks > 1 and has_nan(rows))  # of other ranks
+        missing = missing or stored.unknown or (not stored.ranks.alone and has_nan(rows))  # of other ranks
         return Queries(rows, own, missing, batch)
 
     def _own_queries(self, x: Any) -> tuple[Tensor, Sequence[int], bool]:
@@ -112,10 +112,14 @@ class Scorer(NamedTuple):
             self.check_missing(name)
         return rows, batch, missing
 
+    def allows_missing(self) -> bool:
+        """Returns whether the similarity can score pairs with missing values."""
+        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, TableSimilarity))
+        return self.modulation is None and (adaptive or self.similarity in FIXED.values())
+
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
-        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, TableSimilarity))
-        if self.modulation is not None or not (adaptive or self.similarity in FIXED.values()):
+        if not self.allows_missing():
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
     def modulated(self, patterns: Tensor) -> Tensor:
@@ -185,7 +189,8 @@ class Scorer(NamedTuple):
             index.check(stored.patterns)
             first, indices = index.shortlist(linear, own)
         scores = self.pairs(rows, indices, missing).masked_fill(first == -torch.inf, -torch.inf)
-        first, scores, indices = stored.ranks.candidates(first, scores, indices, m=m)
+        ranks = stored.ranks
+        first, scores, indices = (ranks.columns(each, m) for each in (first, scores, indices + ranks.start))
         scores, indices = best_of_shortlist(first, scores, indices, m)
         if index is not None and ((first > -torch.inf).sum(-1) < k).any():
             check_finite_rows(**{"queries x": filled})

@@ -18,9 +18,9 @@ from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.arrays import top_k
 from ahop_layers.memory.storage import Stored
-from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import AdaptiveTableSimilarity
 
 SAMPLE = 256
 """Number of patterns of the sample."""
@@ -155,20 +155,24 @@ def _squares(block: Tensor) -> Tensor:
 
 
 class Index:
-    """A FAISS index of patterns ``(N, d)``.
+    """A FAISS index of the patterns of a memory.
 
-    Args:
-        patterns: the patterns.
-        description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``.
-        metric: ``"dis"`` or ``"dot"``.
+    See :meth:`ahop_layers.AssociativeMemory.build_index` for ``description`` and ``metric``.
 
     Raises:
-        AHopError: FAISS is not installed or refuses the description.
+        AHopError: FAISS is not installed or refuses the description, or an index cannot find what is stored.
     """
 
-    def __init__(self, patterns: Tensor, description: str, metric: str) -> None:
+    def __init__(self, stored: Stored, description: str, metric: str) -> None:
+        patterns = stored.patterns
         if not isinstance(description, str):
             raise AHopError(f"description must be a string, got {type(description).__name__}")
+        if patterns.is_inference():  # without a version counter, changes could not be noticed
+            raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
+        if stored.unknown:
+            raise AHopError("build_index needs patterns without unknown values, got NaN: shortlists work without it")
+        if stored.prior is not None:
+            raise AHopError("build_index needs a memory without a prior, got one: shortlists work without an index")
         try:
             faiss = importlib.import_module("faiss")
         except ImportError as error:

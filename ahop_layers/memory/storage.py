@@ -1,14 +1,10 @@
 """What a memory stores: an immutable state that is replaced as a whole, and files of it."""
 
-import contextlib
 import glob
-import importlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ahop_layers import files
 from ahop_layers.errors import AHopError, describe, has_unknown
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor
@@ -57,11 +54,15 @@ class Stored:
     ids: Ids | None
     prior: nn.Parameter | None
     ranks: Whole
-    classes: Classes | None
-    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    classes: Classes | None = None
+    _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and self.classes is None:
+            object.__setattr__(self, "classes", classes_of(self.labels))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: {} if each.name == "_kept" else getattr(self, each.name) for each in fields(self)}
+        return {**self.__dict__, "_kept": {}}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,20 +107,24 @@ class Stored:
             raise AHopError("the memory must have labels, got none: use AssociativeMemory(patterns, labels=...)")
         return self.classes
 
-    def named(self, labels: Tensor) -> Any:
-        """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
-        return labels if self.names is None else _nested(labels.tolist(), self.names)
-
-    def places(self, ids: Any) -> Tensor:
-        """Returns the index of each id, of all ranks.
-
-        Raises:
-            AHopError: the patterns have no ids, or an id is not one of them.
-        """
+    def given_ids(self) -> Ids:
+        """Returns the ids, or raises if there are none."""
         if self.ids is None:
             raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        known = self.keep("places", lambda: {each: index for index, each in enumerate(self.ids or ())})
-        given = as_ids(ids)
+        return self.ids
+
+    def named(self, labels: Tensor) -> Any:
+        """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
+        return labels if self.names is None else nested(labels.tolist(), self.names)
+
+    def place_of(self) -> dict[str | int, int]:
+        """Returns the index of each id, of all ranks; raises if there are no ids."""
+        places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(self.given_ids())})
+        return places
+
+    def places(self, ids: Any) -> Tensor:
+        """Returns the index of each of the ``ids``, or raises."""
+        known, given = self.place_of(), as_ids(ids)
         unknown = [each for each in given if each not in known]
         if unknown:
             raise AHopError(f"ids must be ids of stored patterns, got {unknown[0]!r}")
@@ -147,90 +152,79 @@ class Stored:
             total = total + weights[..., start : start + size] @ block
         return total
 
-    def take(self, index: Tensor) -> "Stored":
-        """Returns the patterns ``index (n,)`` of all ranks, without their ids, as they are stored on one rank."""
-        labels = None if self.classes is None else self.ranks.rows(self.classes.of_pattern)[index]
-        prior = None if self.prior is None else nn.Parameter(self.prior[index], requires_grad=False)
-        return Stored(
-            patterns=self.sample(index),
-            shape=self.shape,
-            unknown=self.unknown,
-            labels=labels,
-            names=None,
-            ids=None,
-            prior=prior,
-            ranks=Whole(len(index)),
-            classes=None if labels is None else classes_of(labels),
-        )
-
-    def moved(self, function: Callable[[Tensor], Tensor]) -> "Stored":
-        """Applies a function, such as a conversion, to all tensors except the prior, which is a parameter."""
-        labels = None if self.labels is None else function(self.labels)
-        classes = None if self.classes is None else Classes(*map(function, self.classes))
-        return replace(self, patterns=function(self.patterns), labels=labels, classes=classes, _kept={})
-
-    def sharded(self, ranks: Whole, patterns: Tensor) -> "Stored":
-        """Returns the part of one of several ranks, out of ``patterns (N, d)`` and the labels of all."""
-        part = slice(ranks.start, ranks.stop)
-        labels, classes = self.labels, self.classes
-        if labels is not None and classes is not None:
-            labels, classes = labels[part].clone(), classes._replace(of_pattern=classes.of_pattern[part].clone())
-        return replace(self, patterns=patterns[part].clone(), labels=labels, classes=classes, ranks=ranks, _kept={})
-
     def spread(self) -> Tensor:
         """Returns the indices of evenly spaced patterns, of at most 2**21 values or so."""
         step = max(1, self.count * self.dim // 2**21)
         return torch.arange(0, self.count, step, device=self.patterns.device)
 
-    def joined(self, added: "Stored", place: Tensor) -> "Stored":
-        """Returns these patterns, with those ``added`` at the indices ``place (n,)``: replaced, or at the end."""
-        before = len(self.patterns)
-        count = max(before, int(place.max()) + 1)
+    def moved(self, function: Callable[[Tensor], Tensor]) -> "Stored":
+        """Applies a function, such as a conversion, to all tensors except the prior, which is a parameter."""
+        labels = None if self.labels is None else function(self.labels)
+        classes = None if self.classes is None else Classes(*map(function, self.classes))
+        return replace(self, patterns=function(self.patterns), labels=labels, classes=classes)
 
-        def join(old: Tensor, new: Tensor) -> Tensor:
-            if count == before + len(new) and bool((place >= before).all()):
-                return torch.cat([old, new])
-            both = torch.cat([old, new.new_zeros(count - before, *new.shape[1:])])
-            both[place] = new
-            return both
+    def sharded(self, ranks: Whole) -> "Stored":
+        """Returns the part of one of several ranks, out of the patterns and labels of all."""
+        part = slice(ranks.start, ranks.stop)
+        labels, classes = self.labels, self.classes
+        if labels is not None and classes is not None:
+            labels, classes = labels[part].clone(), classes._replace(of_pattern=classes.of_pattern[part].clone())
+        return replace(self, patterns=self.patterns[part].clone(), labels=labels, classes=classes, ranks=ranks)
 
-        labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
-        ids = self.ids
-        if ids is not None and added.ids is not None:
-            every = dict(enumerate(ids)) | dict(zip(place.tolist(), added.ids, strict=True))
-            ids = tuple(every[index] for index in range(count))
+    def _alone(self, patterns: Tensor, labels: Tensor | None, **others: Any) -> "Stored":
+        """Returns other patterns, all on one rank, with their labels and ``others`` of the attributes."""
+        whole = Whole(len(patterns))
+        return replace(self, patterns=patterns, labels=labels, classes=None, ranks=whole, **others)
+
+    def _prior(self, values: Callable[[Tensor], Tensor]) -> nn.Parameter | None:
+        """Returns a prior that is computed from this one, if there is one."""
         prior = self.prior
-        if prior is not None:
-            mean = prior.detach().mean().expand(count - before)
-            prior = nn.Parameter(torch.cat([prior.detach(), mean]), requires_grad=prior.requires_grad)
-        return Stored(
-            patterns=join(self.patterns, added.patterns),
-            shape=self.shape,
-            unknown=self.unknown or added.unknown,
-            labels=labels,
-            names=added.names,
-            ids=ids,
-            prior=prior,
-            ranks=Whole(count),
-            classes=None if labels is None else classes_of(labels),
+        return None if prior is None else nn.Parameter(values(prior.detach()), requires_grad=prior.requires_grad)
+
+    def take(self, index: Tensor) -> "Stored":
+        """Returns the patterns ``index (n,)`` of all ranks, with their classes as labels and without ids."""
+        labels = None if self.classes is None else self.ranks.rows(self.classes.of_pattern)[index]
+        return self._alone(
+            self.sample(index), labels, names=None, ids=None, prior=self._prior(lambda prior: prior[index])
         )
 
     def only(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)``, with all that belongs to them."""
         labels = None if self.labels is None else self.labels[index]
-        prior = self.prior
-        if prior is not None:
-            prior = nn.Parameter(prior.detach()[index], requires_grad=prior.requires_grad)
-        return replace(
-            self,
-            patterns=self.patterns[index],
-            labels=labels,
-            ids=None if self.ids is None else tuple(self.ids[place] for place in index.tolist()),
-            prior=prior,
-            ranks=Whole(len(index)),
-            classes=None if labels is None else classes_of(labels),
-            _kept={},
-        )
+        ids = None if self.ids is None else tuple(self.ids[place] for place in index.tolist())
+        return self._alone(self.patterns[index], labels, ids=ids, prior=self._prior(lambda prior: prior[index]))
+
+    def joined(self, added: "Stored", replaces: bool) -> tuple["Stored", Tensor]:
+        """Returns these patterns and those ``added``, and the indices of the latter ``(n,)``.
+
+        If ``replaces``, a pattern takes the place of the one with its id. Others are at the end, with the mean prior.
+
+        Raises:
+            AHopError: an id is there already, and must not be replaced.
+        """
+        before, n, ids = len(self.patterns), len(added.patterns), self.ids
+        place = torch.arange(before, before + n, device=self.patterns.device)
+        old = place < 0
+        if ids is not None and added.ids is not None:
+            known = self.place_of()
+            twice = [each for each in added.ids if each in known]
+            if twice and not replaces:
+                raise AHopError(f"ids must not be stored already, got {twice[0]!r}: replace=True replaces them")
+            old = torch.tensor([each in known for each in added.ids], device=place.device)
+            place = before - 1 + (~old).cumsum(0)
+            place[old] = torch.tensor([known[each] for each in twice], dtype=torch.int64, device=place.device)
+            ids = (*ids, *(each for each in added.ids if each not in known))
+
+        def join(first: Tensor, second: Tensor) -> Tensor:
+            both = torch.cat([first, second[~old] if old.any() else second])
+            both[place[old]] = second[old]
+            return both
+
+        labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
+        prior = self._prior(lambda prior: torch.cat([prior, prior.mean().expand(int((~old).sum()))]))
+        unknown = self.unknown or added.unknown
+        patterns = join(self.patterns, added.patterns)
+        return self._alone(patterns, labels, unknown=unknown, names=added.names, ids=ids, prior=prior), place
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what a state dict holds of the patterns."""
@@ -254,25 +248,19 @@ class Stored:
             got = describe(patterns) if isinstance(patterns, Tensor) else type(patterns).__name__
             expected = ", ".join(map(str, self.shape))
             raise AHopError(f"{name} must be (N, {expected}) with N at least 1, got {got}")
-        rows = (
-            converted(patterns.flatten(1), self.patterns, name)
-            if self.patterns.dtype == torch.uint8
-            else patterns.flatten(1)
-        )
-        if not rows.is_floating_point() and rows.dtype != self.patterns.dtype:
+        rows = patterns.flatten(1)
+        if self.patterns.dtype == torch.uint8:
+            rows = converted(rows, self.patterns, name)
+        elif not rows.is_floating_point():
             raise AHopError(f"{name} must have the dtype {self.patterns.dtype}, got {rows.dtype}")
         for key, own in (("labels", self.labels), ("names", self.names), ("ids", self.ids)):
             if (own is None) != (given[key] is None):
                 rule = "must not be in the state dict: the memory has none" if own is None else "must be given"
                 raise AHopError(f"{prefix}{key} {rule}, got {'some' if own is None else 'none'}")
         names, ids = (None if given[key] is None else text_value(prefix + key, given[key]) for key in ("names", "ids"))
-        if not assign:
-            rows = rows.to(self.patterns, copy=True)
-        labels = None if self.labels is None else given["labels"]
-        if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
-            raise AHopError(f"{prefix}names must be a list of different names, got others")
-        known = None if names is None else tuple(map(str, names))
-        return make_stored(rows, self.shape, labels, ids, None, True, known, False, name)
+        rows = rows if assign else rows.to(self.patterns, copy=True)
+        stored = make_stored(rows, self.shape, given["labels"], ids, names=None, name=name)
+        return stored if names is None else replace(stored, names=check_names(prefix, names, stored.given_classes()))
 
 
 def make_stored(
@@ -280,35 +268,33 @@ def make_stored(
     shape: tuple[int, ...],
     labels: Any = None,
     ids: Any = None,
-    prior: nn.Parameter | None = None,
     check: bool = True,
-    names: tuple[str, ...] | None = None,
-    strings: bool | None = None,
+    names: tuple[str, ...] | None = (),
     name: str = "patterns",
 ) -> Stored:
     """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them.
 
-    ``names`` and ``strings`` are those of :func:`ahop_layers.memory.labels.as_labels`.
+    ``names`` are those of :func:`ahop_layers.memory.labels.as_labels`.
 
     Raises:
         AHopError: a pattern holds infinity, or no known value; labels or ids do not fit.
     """
-    if labels is None:
-        codes, names = None, None
-    else:
+    codes = None
+    if labels is not None:
         called = name.replace("patterns", "labels")
-        codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names, strings=strings)
-    return Stored(
-        patterns=patterns,
-        shape=shape,
-        unknown=has_unknown(**{name: patterns}) if check and patterns.is_floating_point() else False,
-        labels=codes,
-        names=names,
-        ids=None if ids is None else as_ids(ids, len(patterns)),
-        prior=prior,
-        ranks=Whole(len(patterns)),
-        classes=None if codes is None else classes_of(codes),
-    )
+        codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
+    unknown = check and patterns.is_floating_point() and has_unknown(**{name: patterns})
+    ids = None if ids is None else as_ids(ids, len(patterns))
+    return Stored(patterns, shape, unknown, codes, names or None, ids, None, Whole(len(patterns)))
+
+
+def check_names(prefix: str, names: Any, classes: Classes) -> tuple[str, ...]:
+    """Returns the names of classes; raises unless they are different, and labels are indices of them."""
+    if not isinstance(names, list) or len(set(map(str, names))) < len(names):
+        raise AHopError(f"{prefix}names must be a list of different names, got others")
+    if not 0 <= int(classes.labels[0]) <= int(classes.labels[-1]) < len(names):
+        raise AHopError(f"{prefix}labels must be indices of the {len(names)} names of classes, got others")
+    return tuple(map(str, names))
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
@@ -324,14 +310,9 @@ def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
     return given.flatten(1), tuple(given.shape[1:])
 
 
-def _nested(places: Any, names: Sequence[Any]) -> Any:
+def nested(places: Any, names: Sequence[Any]) -> Any:
     """Replaces each index in nested lists by its name."""
-    return [_nested(each, names) for each in places] if isinstance(places, list) else names[places]
-
-
-def named_ids(places: Tensor, ids: Ids) -> Any:
-    """Returns the ids of patterns ``places (...)`` as nested lists."""
-    return _nested(places.tolist(), ids)
+    return [nested(each, names) for each in places] if isinstance(places, list) else names[places]
 
 
 def converted(rows: Tensor, stored: Tensor, name: str = "patterns") -> Tensor:
@@ -385,96 +366,42 @@ def unchanged_on_error(module: nn.Module) -> Iterator[None]:
 # Files.
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Writes a file of tensors and a header in one step: whoever reads ``path`` sees the old file or the new one.
-
-    Raises:
-        AHopError: safetensors is not installed, or the folder does not exist.
-    """
-    library = _safetensors("torch")
-    if path.is_dir() or not path.parent.is_dir():
-        raise AHopError(f"path must be a file in a folder that exists, got {str(path)!r}")
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        library.save_file(contiguous, part, metadata={_KEY: json.dumps({"version": VERSION, **header})})
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (NotImplementedError, OSError, RuntimeError, _safetensors("").SafetensorError) as error:
-        raise AHopError(f"path must be a file that can be written, got {str(path)!r}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors, mapped into memory, and the header of a file that :func:`write` wrote.
-
-    Raises:
-        AHopError: safetensors is not installed, or the file is missing, damaged, of another kind or of a newer version.
-    """
-    library = _safetensors("")
-    if not path.is_file():
-        raise AHopError(f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}")
-    try:
-        with library.safe_open(str(path), framework="pt") as file:
-            header = json.loads((file.metadata() or {})[_KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
-        version = int(header["version"])
-    except (library.SafetensorError, KeyError, OSError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise AHopError(f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}") from error
-    if version != VERSION:
-        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {version}")
-    return tensors, header
-
-
-def _safetensors(name: str) -> Any:
-    try:
-        return importlib.import_module(f"safetensors.{name}".rstrip("."))
-    except ImportError as error:
-        raise AHopError("save and load need safetensors: pip install ahop-layers[save]") from error
-
-
-def as_path(path: Any) -> Path:
-    """Returns ``path`` as a path; raises unless it is a string or a path."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise AHopError(f"path must be a string or a path, got {type(path).__name__}")
-    return Path(path)
-
-
 def part_path(path: Path, rank: int, ranks: int) -> Path:
     """Returns the file of one of several ranks."""
     return path.with_name(f"{path.stem}-{rank + 1:05d}-of-{ranks:05d}{path.suffix}")
 
 
-def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As :func:`read`, and joins the files of all ranks of a sharded memory."""
+def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Writes the tensors of a memory, and a header with the version."""
+    files.write(path, _KEY, tensors, {"version": VERSION, **header})
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory.
+
+    Raises:
+        AHopError: safetensors is not installed, or a file is missing, damaged, of another kind, version or save.
+    """
     parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{glob.escape(path.suffix)}"))
-    if not parts:
-        return read(path)
     whole = [path] if path.is_file() else []
-    if whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]:
+    if parts and (whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]):
         got = ", ".join(part.name for part in (*whole, *parts))
         raise AHopError(f"path must have one file, or the files of all ranks, got {got}")
-    files = [read(part) for part in parts]
-    tensors, header = files[0]
-    names = [name for name in ("patterns", "labels") if name in tensors]
-    alike = all({*each} == {*tensors} and own == header for each, own in files)
-    if not alike or len({each["patterns"].shape[1:] for each, _ in files}) > 1:
+    found = [files.read(part, _KEY, "AssociativeMemory.save") for part in parts or [path]]
+    tensors, header = found[0]
+    if header.get("version") != VERSION:
+        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {header.get('version')}")
+    alike = all({*each} == {*tensors} and own == header for each, own in found)
+    if not alike or len({each["patterns"].shape[1:] for each, _ in found if "patterns" in each}) > 1:
         raise AHopError(f"path must have files of one call of save, got those of several: {parts[0].name}, …")
-    return tensors | {name: torch.cat([each[name] for each, _ in files]) for name in names}, header
+    names = [name for name in ("patterns", "labels") if name in tensors and parts]
+    return tensors | {name: torch.cat([each[name] for each, _ in found]) for name in names}, header
 
 
 def stored_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns patterns, labels and ids of a file as arguments of a memory."""
     labels: Any = tensors.get("labels")
-    names, ids = tensors.get("names"), tensors.get("ids")
+    names, ids = (text_value(key, tensors[key]) if key in tensors else None for key in ("names", "ids"))
     if labels is not None and names is not None:
-        words = text_value("names", names)
-        labels = [words[place] for place in labels.tolist()]
-    return {
-        "patterns": tensors["patterns"],
-        "labels": labels,
-        "ids": None if ids is None else text_value("ids", ids),
-    }
+        labels = [names[place] for place in labels.tolist()]
+    return {"patterns": tensors["patterns"], "labels": labels, "ids": ids}
