@@ -23,9 +23,6 @@ def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
     """Returns a tensor, an array, a data frame or a list of numbers as a tensor of floating-point numbers or uint8.
 
     All but tensors are moved to ``device``. Integers become floating-point numbers, except uint8.
-
-    Raises:
-        AHopError: ``x`` has other values than real numbers.
     """
     given = from_numpy(x, device)
     if not isinstance(given, Tensor):
@@ -92,11 +89,8 @@ def as_given(x: Array, result: Any) -> Array:
 def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
     """Returns the ``k`` largest scores of each row, best first, and their indices: ``(L, k)`` each.
 
-    Equal scores are ordered by index, as in a stable sort of all scores.
-
-    Args:
-        blocks: the scores ``(L, B)`` of consecutive blocks of patterns.
-        k: at most the number of patterns.
+    ``blocks`` are the scores ``(L, B)`` of consecutive blocks of at least k patterns. Equal scores are ordered by
+    index, as in a stable sort of all scores.
     """
     best: list[tuple[Tensor, Tensor]] = []
     start = 0

@@ -37,12 +37,8 @@ CALIBRATED = 1024
 OCTAVES, TOLERANCE = (-4.0, 8.0), 0.01
 """Range of the factor in powers of two, relative to the deviation of scores, and the loss that a small one may cost."""
 
-PENALTY = 1e-4
-"""Penalty of the weights of the evidence."""
-
-
-MOST_ODDS = 30.0
-"""Limit of log odds."""
+PENALTY, MOST_ODDS = 1e-4, 30.0
+"""Penalty of the weights of the evidence, and limit of log odds."""
 
 
 class Calibration(NamedTuple):
@@ -60,16 +56,26 @@ class Calibration(NamedTuple):
 
     def confidence(self, own: Tensor, total: Tensor) -> Tensor:
         """Returns the confidence of hits from their log-sum-exp ``(L, k)`` and that of all patterns ``(L,)``."""
-        features = torch.stack(evidence(own[:, 0], total), -1)
+        features = evidence(own[:, 0], total)
         known = functional.logsigmoid(features @ features.new_tensor(self.weights))
         return (own - total[:, None] + known[:, None]).exp().nan_to_num(0.0)  # without a known value in common
 
 
-def evidence(own: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what tells whether a query is known, ``(L,)`` each: its log-sum-exp, its log odds, and 1."""
+def evidence(own: Tensor, total: Tensor) -> Tensor:
+    """Returns what tells whether a query is known: its log-sum-exp, its log odds, and 1, ``(L, 3)``."""
     share = (own - total).clamp(max=-torch.finfo(own.dtype).eps)
     odds = (share - (-share.expm1()).log()).clamp(-MOST_ODDS, MOST_ODDS)
-    return total, odds, torch.ones_like(total)
+    return torch.stack([total, odds, torch.ones_like(total)], -1)
+
+
+class Asked(NamedTuple):
+    """A search: queries as they were given, what they were scored against, and what was found."""
+
+    given: Any
+    scorer: Scorer
+    queries: Queries
+    found: Candidates
+    calibrated: Callable[[], Calibration]
 
 
 class Hits(tuple[Any, Any]):
@@ -79,9 +85,9 @@ class Hits(tuple[Any, Any]):
     with the similarity that it has then: ask before a new fit. If the memory is sharded, all ranks must ask together.
     """
 
-    _asked: "Asked"
+    _asked: Asked
 
-    def __new__(cls, scores: Any, indices: Any, asked: "Asked") -> "Hits":
+    def __new__(cls, scores: Any, indices: Any, asked: Asked) -> "Hits":
         """Keeps what the other attributes are computed from."""
         hits = super().__new__(cls, (scores, indices))
         hits._asked = asked
@@ -102,74 +108,50 @@ class Hits(tuple[Any, Any]):
 
     @property
     def ids(self) -> Any:
-        """The ids of the patterns, as nested lists, or as an array if the queries were one.
-
-        Raises:
-            AHopError: the memory has no ids.
-        """
-        places = self._asked.queries.result(self._asked.found.indices).tolist()
-        return as_given(self._asked.given, nested(places, self._asked.scorer.stored.given_ids()))
+        """The ids of the patterns, as nested lists, or as an array if the queries were one."""
+        asked = self._asked
+        places = asked.queries.result(asked.found.indices).tolist()
+        return as_given(asked.given, nested(places, asked.scorer.stored.given_ids()))
 
     @property
     def labels(self) -> Any:
-        """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings.
-
-        Raises:
-            AHopError: the memory has no labels.
-        """
-        stored, found = self._asked.scorer.stored, self._asked.found.indices
-        classes = stored.given_classes()
-        labels = classes.labels[stored.ranks.rows(classes.of_pattern)[found.flatten()]].reshape(found.shape)
-        return as_given(self._asked.given, stored.named(self._asked.queries.result(labels)))
+        """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings."""
+        asked, stored = self._asked, self._asked.scorer.stored
+        labels = stored.given_classes().labels[stored.class_of(asked.found.indices)]
+        return as_given(asked.given, stored.named(asked.queries.result(labels)))
 
     @cached_property
+    @torch.no_grad()
     def confidence(self) -> Any:
         """The probability of each hit, or of its class, ``(..., k)``: that of other patterns, and of none, is the rest.
 
         It is computed from the scores of all patterns, or of the shortlist.
         """
-        return as_given(self._asked.given, self._asked.queries.result(self._asked.confidence()))
-
-
-class Asked(NamedTuple):
-    """A search: queries as they were given, what they were scored against, and what was found."""
-
-    given: Any
-    scorer: Scorer
-    queries: Queries
-    found: Candidates
-    calibrated: Callable[[], Calibration]
-
-    @torch.no_grad()
-    def confidence(self) -> Tensor:
-        """Returns the confidence of each hit ``(L, k)``."""
-        calibration, parts = self.calibrated(), []
-        for start in range(0, max(1, len(self.queries.rows)), QUERY_ROWS):
-            rows = slice(start, start + QUERY_ROWS)
-            own, total = self._logits(self.queries.rows[rows], self.found.part(rows), calibration.factor)
+        asked, parts = self._asked, []
+        calibration = asked.calibrated()
+        for start in range(0, max(1, len(asked.queries.rows)), QUERY_ROWS):
+            own, total = self._logits(slice(start, start + QUERY_ROWS), calibration.factor)
             parts.append(calibration.confidence(own, total))
-        return torch.cat(parts)
+        return as_given(asked.given, asked.queries.result(torch.cat(parts)))
 
-    def _logits(self, rows: Tensor, found: Candidates, factor: float) -> tuple[Tensor, Tensor]:
+    def _logits(self, rows: slice, factor: float) -> tuple[Tensor, Tensor]:
         """Returns the log-sum-exp of each hit or its class ``(L, k)``, and that of all patterns ``(L,)``."""
-        stored, wide = self.scorer.stored, accumulation_dtype(self.scorer.stored.dtype)
-        classes = stored.classes
-        blocks = (factor * block.to(wide) for block in self.scorer.blocks(rows, self.queries.missing))
+        stored, found, queries = self._asked.scorer.stored, self._asked.found.part(rows), self._asked.queries
+        classes, ranks, wide = stored.classes, stored.ranks, accumulation_dtype(stored.dtype)
+        own = factor * found.scores.to(wide)
         if found.shortlist is not None:
-            scores, places = found.shortlist
-            logits = factor * scores.to(wide)
-            if classes is None:
-                return factor * found.scores.to(wide), logits.logsumexp(-1)
-            of_pattern = stored.ranks.rows(classes.of_pattern)
-            listed, hit = (of_pattern[each.flatten()].reshape(each.shape) for each in (places, found.indices))
-            shares = [logits.masked_fill(listed != each[:, None], -torch.inf).logsumexp(-1) for each in hit.unbind(1)]
-            return torch.stack(shares, 1), logits.logsumexp(-1)
-        if classes is None:
-            parts = torch.stack([block.logsumexp(-1) for block in blocks])
-            return factor * found.scores.to(wide), stored.ranks.gather(parts.logsumexp(0)).logsumexp(0)
-        by_class = class_logsumexp(blocks, classes, stored.ranks)
-        hit = stored.ranks.rows(classes.of_pattern)[found.indices.flatten()].reshape(found.indices.shape)
-        return by_class.gather(-1, hit), by_class.logsumexp(-1)
+            logits = factor * found.shortlist[0].to(wide)
+            if classes is not None:
+                listed, hit = stored.class_of(found.shortlist[1]), stored.class_of(found.indices)
+                others = [listed != each[:, None] for each in hit.unbind(1)]
+                own = torch.stack([logits.masked_fill(each, -torch.inf).logsumexp(-1) for each in others], 1)
+            return own, logits.logsumexp(-1)
+        blocks = (factor * each.to(wide) for each in self._asked.scorer.blocks(queries.rows[rows], queries.missing))
+        if classes is not None:
+            by_class = class_logsumexp(blocks, classes, ranks)
+            return by_class.gather(-1, stored.class_of(found.indices)), by_class.logsumexp(-1)
+        total = torch.stack([block.logsumexp(-1) for block in blocks]).logsumexp(0)
+        return own, ranks.gather(total).logsumexp(0)
 
 
 @torch.no_grad()
@@ -177,15 +159,9 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
     """Fits the confidence of hits to the share of hits that are right.
 
     Half of the queries belong to a stored pattern. The others are the same queries, while their pattern and its class
-    are left out.
-
-    Args:
-        scorer: scores queries against all patterns. Large memories are represented by a sample of the patterns.
-        damage: what happens to a pattern before it is a query, or pairs of a class, with labels, or of an index and a
-            query.
-        leave_out: whether the pattern that a query was made of does not answer for it, unless it is the only one of
-            its class.
-        generator: on the device of the patterns.
+    are left out. A sample of the patterns represents a large memory. ``damage`` is a variant, or pairs of a class, with
+    labels, or of an index, and a query. ``leave_out`` says whether the pattern that a query was made of does not answer
+    for it, unless it is the only one of its class.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
     kept = some_patterns(stored.count, stored.dim, generator)
@@ -244,7 +220,7 @@ def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, 
     own, total = found.gather(1, hit[:, None]), found.logsumexp(1)
     right = hit == torch.cat([target, torch.full_like(target, -1)])
     usable = total > -torch.inf
-    features = torch.stack(evidence(own[:, 0], total), -1)[usable]
+    features = evidence(own[:, 0], total)[usable]
     if found.shape[1] < 3:  # if one is left out, there are no odds among the others
         features[:, 1] = 0.0
     weights = _logistic(features, (own[:, 0] - total)[usable], right[usable])
@@ -263,9 +239,8 @@ def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float
         log = (log_share + functional.logsigmoid(sure)).clamp(max=-1e-9)
         value = torch.where(right, -log, -(-log.expm1()).log())
         slope = torch.where(right, -1.0, log.exp() / -log.expm1()) * (-sure).sigmoid()
-        return (value.mean() + PENALTY * weight.square().sum()).item(), scaled.mT @ slope / len(
-            sure
-        ) + 2 * PENALTY * weight
+        penalized = value.mean() + PENALTY * weight.square().sum()
+        return penalized.item(), scaled.mT @ slope / len(sure) + 2 * PENALTY * weight
 
     weight = minimize(loss, scaled.new_zeros(3))
     if weight[1] < 0:  # odds are no evidence against a query
@@ -279,9 +254,6 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
     """Returns what each dimension adds to the score of query ``rows (L, d)`` and pattern ``index (L,)``: ``(L, d)``.
 
     That of a block is divided equally among its known dimensions. An unknown value adds 0.
-
-    Raises:
-        AHopError: the similarity is not a sum over dimensions that this package knows.
     """
     similarity, d = scorer.similarity, rows.shape[1]
     key = scorer.modulated(scorer.stored.sample(index))

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.errors import AHopError, check_floating, check_numbers, check_same_device, describe, has_unknown
+from ahop_layers.errors import AHopError, check_numbers
 from ahop_layers.learning.questions import Pairs
-from ahop_layers.memory.arrays import as_indices, from_numpy
+from ahop_layers.memory.arrays import from_numpy
 from ahop_layers.memory.labels import Classes, class_logsumexp, leave_out
-from ahop_layers.memory.shards import Rows, Whole
+from ahop_layers.memory.shards import Whole
+from ahop_layers.memory.storage import Stored
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.training import trainable_forms, warmup_cosine
 from ahop_layers.variants import Variant, as_damage
@@ -27,20 +28,17 @@ from ahop_layers.variants import Variant, as_damage
 EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
 
-FORM_UNITS = {"original0": 20.0, "original1": 1.0}
-"""Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
+FORM_UNITS, FORM_STEPS = {"original0": 20.0, "original1": 1.0}, 40
+"""Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`.
 
-FORM_STEPS = 40
-"""Number of steps up to which the weights have these units. With more steps, units fall with the root of the number."""
+They hold up to so many steps. With more steps, units fall with the root of the number.
+"""
 
 FORM_EPS = 0.3
 """Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""
 
-HELD_OUT, HELD_OUT_SHARE, FEWEST_HELD_OUT = 512, 0.1, 32
-"""Largest number of queries that are held out of training, their share of given pairs, and the smallest number."""
-
-EVALUATED = 128
-"""Number of held-out queries that are evaluated at once, if a batch is not larger."""
+HELD_OUT, HELD_OUT_SHARE, FEWEST_HELD_OUT, EVALUATED = 512, 0.1, 32, 128
+"""Most queries that are held out, their share of given pairs, the fewest, and how many are evaluated at once."""
 
 MIN_DEVIATION = 4.0
 """Smallest standard deviation of the logits of a query at the start of training.
@@ -61,14 +59,6 @@ class Batches(NamedTuple):
     held_out: Sequence[Pairs] = ()
 
 
-class Fitted(NamedTuple):
-    """The loss of every step ``(steps,)``, and the first and the best loss on the held-out queries."""
-
-    losses: Tensor
-    first: float
-    best: float
-
-
 def minimize(
     module: nn.Module,
     loss: Callable[[Any], Tensor],
@@ -79,24 +69,16 @@ def minimize(
     units: Sequence[tuple[Tensor | None, float]] = (),
     scale: float = 1.0,
     ranks: Whole,
-) -> Fitted:
-    """Takes one Adam step per batch. The learning rate rises for a tenth of the steps, then falls to zero.
+) -> tuple[Tensor, float, float]:
+    """Trains the parameters of a module: one step of Adam per batch.
 
-    If the batches have held-out queries, the parameters are those with the smallest loss on them.
+    The learning rate rises for a tenth of the steps, then falls to zero. If the batches have held-out queries, the
+    parameters are those with the smallest loss on them. ``units`` are parameters and the size of a unit of each; the
+    learning rate is in these units. Others have the unit 1. ``scale`` is that of the data, see
+    :func:`ahop_layers.training.trainable_forms`. Gradients are averaged over ``ranks``.
 
-    Args:
-        module: the module whose parameters are trained.
-        loss: computes the loss of a batch.
-        batches: the batches of all steps.
-        lr: learning rate.
-        progress: whether to show a progress bar.
-        units: parameters and the size of a unit of each; the learning rate is in these units. Others have the unit 1.
-        scale: scale of the data, for :func:`ahop_layers.training.trainable_forms`.
-        ranks: averages gradients over the ranks of a sharded memory.
-
-    Raises:
-        AHopError: there are no trainable parameters, ``lr`` is not a positive number, or the loss or a parameter is not
-            finite.
+    Returns:
+        The loss of every step ``(steps,)``, and the first and the smallest loss on the held-out queries.
     """
     check_numbers("a positive number", lr=lr)
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -131,7 +113,7 @@ def minimize(
         if batches.held_out:
             for parameter, value in zip(parameters, kept, strict=True):
                 parameter.data.copy_(value)
-    return Fitted(history, first, best)
+    return history, first, best
 
 
 def _groups(
@@ -198,41 +180,38 @@ def as_data(damage: Any, device: torch.device) -> Variant | Pairs | None:
     return given
 
 
-def retrieval_batches(data: Variant | Pairs, patterns: Rows, epochs: int, batch: int, draw: torch.Generator) -> Batches:
+def sample_pairs(variant: Variant, stored: Stored, n: int, draw: torch.Generator) -> Pairs:
+    """Draws ``n`` queries of a bound variant, the same on all ranks of a sharded memory."""
+    index = torch.randint(stored.count, (n,), generator=draw, device=draw.device)
+    return index, variant.corrupt(stored.sample(index), draw)
+
+
+def retrieval_batches(data: Variant | Pairs, stored: Stored, epochs: int, batch: int, draw: torch.Generator) -> Batches:
     """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
 
     Of given pairs, a tenth is held out. If that is too small an estimate, all of them are used for training and for
     evaluation.
     """
     if isinstance(data, Variant):
-        fresh = sample_pairs(data, patterns, HELD_OUT, draw)
-        draws = (sample_pairs(data, patterns, batch, draw) for _ in range(epochs))
+        fresh = sample_pairs(data, stored, HELD_OUT, draw)
+        draws = (sample_pairs(data, stored, batch, draw) for _ in range(epochs))
         return Batches(epochs, draws, _split(fresh, batch))
     index, query = data
     size = min(int(HELD_OUT_SHARE * len(index)), HELD_OUT)
     mixed = torch.randperm(len(index), generator=draw, device=draw.device)
     held_out, kept = (mixed[:size], mixed[size:]) if size >= FEWEST_HELD_OUT else (mixed[:HELD_OUT], mixed)
     count = math.ceil(len(kept) / batch)
-
-    def shuffled() -> Iterator[Pairs]:
-        for _ in range(epochs):
-            order = torch.randperm(len(kept), generator=draw, device=draw.device)
-            for rows in torch.tensor_split(kept[order], count):  # of equal size: a small batch has a noisy gradient
-                yield index[rows], query[rows]
-
-    return Batches(epochs * count, shuffled(), _split((index[held_out], query[held_out]), batch))
+    orders = (torch.randperm(len(kept), generator=draw, device=draw.device) for _ in range(epochs))
+    # Of equal size: a small batch has a noisy gradient.
+    parts = (rows for order in orders for rows in torch.tensor_split(kept[order], count))
+    draws = ((index[rows], query[rows]) for rows in parts)
+    return Batches(epochs * count, draws, _split((index[held_out], query[held_out]), batch))
 
 
-def separation_batches(patterns: Rows, epochs: int, batch: int, draw: torch.Generator) -> Batches:
+def separation_batches(stored: Stored, epochs: int, batch: int, draw: torch.Generator) -> Batches:
     """One batch per epoch: ``batch`` random patterns without replacement."""
-    orders = (torch.randperm(len(patterns), generator=draw, device=patterns.device) for _ in range(epochs))
-    return Batches(epochs, (patterns[order[:batch]] for order in orders))
-
-
-def sample_pairs(variant: Variant, patterns: Rows, n: int, draw: torch.Generator) -> Pairs:
-    """Draws ``n`` queries of a bound variant, the same on all ranks of a sharded memory."""
-    index = torch.randint(len(patterns), (n,), generator=draw, device=patterns.device)
-    return index, variant.corrupt(patterns[index], draw)
+    orders = (torch.randperm(stored.count, generator=draw, device=draw.device) for _ in range(epochs))
+    return Batches(epochs, (stored.sample(order[:batch]) for order in orders))
 
 
 def _split(pairs: Pairs, batch: int) -> list[Pairs]:
@@ -240,37 +219,20 @@ def _split(pairs: Pairs, batch: int) -> list[Pairs]:
     return list(zip(*(torch.split(each, max(batch, EVALUATED)) for each in pairs), strict=True))
 
 
-def check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
-    """Returns pairs as tensors; raises unless they fit the patterns. NaN is an unknown value."""
-    check_floating(query=query)
-    check_same_device(query=query, patterns=patterns)
-    place = as_indices(index, len(patterns), query.device)
-    if place.ndim != 1 or query.shape != (len(place), patterns.shape[1]) or not len(place):
-        raise AHopError(
-            f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
-            f" got {describe(place)} and {describe(query)}"
-        )
-    has_unknown(query=query)
-    return place, query
-
-
 # Estimates before the training.
 
 
 @torch.no_grad()
-def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: int, draw: torch.Generator) -> None:
-    """Initializes a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keeps others.
+def estimate_bias(bias: Tensor, origin: Tensor, query: Tensor) -> None:
+    """Initializes a bias ``(d,)`` to the least-squares solution of ``query = a * origin + bias``, for ``(n, d)``.
 
     ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. With a
     single pattern it is unidentifiable, and 1. Gradient descent finds the bias only slowly, and until then the other
     weights compensate for a wrong one.
     """
-    if bias.any():
-        return
-    index, query = sample_pairs(data, patterns, 8 * batch, draw) if isinstance(data, Variant) else data
     wide = accumulation_dtype(query.dtype)
     query = query.to(wide)
-    origin = torch.where(query.isnan(), torch.nan, patterns[index].to(wide))  # known values alone
+    origin = torch.where(query.isnan(), torch.nan, origin.to(wide))  # known values alone
     mean = origin.nanmean(0)
     deviation = origin - mean
     total = deviation.square().nansum()
@@ -283,20 +245,14 @@ def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: in
 def best_inverse_temperature(
     scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], ranks: Whole
 ) -> Tensor:
-    """The factor of the scores that minimizes the loss of ``batches``, a scalar.
+    """The factor of the scores that minimizes the loss of ``batches`` of targets and queries, a scalar.
 
-    The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
-    them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
-    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers
-    the loss.
-
-    Args:
-        scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
-        measure: computes the loss of scores.
-        batches: targets and queries.
-        ranks: the part of the patterns that ``scores`` and ``measure`` have.
+    ``scores`` yields those of queries ``(L, d)`` for one block of the patterns of this rank at a time. The search is
+    relative to their standard deviation, so that the result is inversely proportional to them. The loss falls without
+    limit if the largest score is always right, so the result is the smallest factor with a loss within 0.01 of the
+    minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers the loss.
     """
-    unit = _deviation(scores(batches[0][1]), ranks).reciprocal()
+    unit = _deviation(ranks.columns(torch.cat(list(scores(batches[0][1])), -1))).reciprocal()
     count = sum(len(target) for target, _ in batches)
 
     def search(factors: Tensor) -> Tensor:
@@ -314,14 +270,10 @@ def best_inverse_temperature(
     return unit * best.clamp(min=MIN_DEVIATION)
 
 
-def _deviation(blocks: Iterable[Tensor], ranks: Whole) -> Tensor:
-    """The root mean square over queries of the standard deviation of their scores, or 1 if all are equal."""
-    scores = torch.cat(list(blocks), -1)
-    peak = ranks.gather(scores.abs().max().to(accumulation_dtype(scores.dtype))).max()
-    scaled = scores / peak  # because squares can overflow
-    mean = ranks.total(scaled.sum(-1)) / ranks.count
-    variance = ranks.total((scaled - mean[:, None]).square().sum(-1)) / ranks.count
-    deviation = peak * variance.mean().sqrt()
+def _deviation(scores: Tensor) -> Tensor:
+    """The root mean square over queries of the standard deviation of their scores ``(L, N)``, or 1 if all are equal."""
+    peak = scores.abs().max().to(accumulation_dtype(scores.dtype))
+    deviation = peak * (scores / peak).std(-1, correction=0).square().mean().sqrt()  # squares could overflow
     return torch.where(deviation > 0, deviation, 1.0)
 
 
@@ -345,6 +297,6 @@ def label_loss(blocks: Iterable[Tensor], index: Tensor, classes: Classes, ranks:
 
     A pattern is kept if it is the only one of its class.
     """
-    target = ranks.rows(classes.of_pattern)[index]
+    target = ranks.pick(classes.of_pattern, index)
     column = (index - ranks.start).masked_fill(classes.counts[target] == 1, -1)
     return class_loss(leave_out(blocks, column), target, classes, ranks)

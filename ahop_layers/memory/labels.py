@@ -42,9 +42,6 @@ def as_labels(
 
     Errors call the labels ``name``, and what each of them belongs to ``each``. If they are strings, a label is an index
     of the names. ``names`` has the names so far, to which others are appended. None requires integers.
-
-    Raises:
-        AHopError: ``labels`` is not a tensor, array or sequence of ``count`` integers or strings.
     """
     rule = f"one for each {each}"
     given = from_numpy(labels)
@@ -72,11 +69,7 @@ def as_labels(
 
 
 def as_ids(ids: Any, count: int | None = None) -> Ids:
-    """Returns ids, strings or integers, as a tuple.
-
-    Raises:
-        AHopError: they are no sequence of strings and integers, not ``count``, or two of them are equal.
-    """
+    """Returns ``count`` different ids, strings or integers, as a tuple."""
     given = from_numpy(ids)
     listed = given.tolist() if isinstance(given, Tensor) and given.ndim == 1 else _listed("ids", given)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, (str, int)) or isinstance(each, bool)]

@@ -23,6 +23,7 @@ from ahop_layers.errors import (
     check_given_sizes,
     check_numbers,
     check_probability,
+    check_same_device,
     check_seed,
     check_sizes,
     describe,
@@ -443,7 +444,7 @@ class AssociativeMemory(Associator):
         scorer = self._scorer()
         stored = scorer.stored
         if stored.classes is not None and by == "pattern" and not isinstance(damage, Variant):
-            damage = stored.ranks.rows(stored.classes.of_pattern)[damage[0]], damage[1]
+            damage = stored.class_of(damage[0]), damage[1]
         found = calibrate(scorer, damage, by == "label", self._generator(seed ^ 0x2545F491))
         self._calibrated_for = math.inf if fitted else stored.count
         self.calibration = torch.zeros_like(self.calibration)
@@ -634,33 +635,30 @@ class AssociativeMemory(Associator):
     def _solve(self, similarity: AdaptiveSimilarity, data: Variant | Pairs, by: str, seed: int) -> Report:
         """Learns the similarity by solving a regression, and estimates its bias, the prior and the confidence."""
         stored, generator = self._stored, self._generator(seed)
-        labels = stored.ranks.rows(stored.given_classes().of_pattern) if by == "label" else None
         kept = some_patterns(stored.count, stored.dim, generator)
-        origins, log_prior = stored.rows, None
+        means, log_prior = None, None
 
         def some(kept: Tensor) -> tuple[Tensor, Tensor | None]:
-            return stored.sample(kept), None if labels is None else labels[kept]
+            return stored.sample(kept), stored.class_of(kept) if by == "label" else None
 
         if isinstance(data, Variant):
             patterns, own = some(kept)
             data = data.bind(patterns)
             asked = questions.draw(data, patterns, own, generator)
         else:
-            data, origins = self._pairs(stored, data, by)
+            data, means = self._pairs(stored, data, by)
             asked = questions.given(data, by == "label", generator)
             if by == "pattern":  # the patterns that queries belong to are among those that are kept
                 kept = torch.unique(torch.cat([asked.origin, kept]))
                 asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
             if self.prior is not None:
                 place = torch.arange(stored.count, device=kept.device)
-                log_prior = questions.log_frequency(data[0], place if labels is None else labels[place])
+                log_prior = questions.log_frequency(data[0], place if by == "pattern" else stored.class_of(place))
                 asked = asked._replace(log_prior=log_prior[kept])
             patterns, own = some(kept)
             asked = questions.with_intact(asked, patterns, own, generator)
         with unchanged_on_error(self):
-            bias = self._bias()
-            if bias is not None:
-                gradients.estimate_bias(bias, data, origins, questions.QUERIES, generator)
+            self._set_bias(stored, data, means, questions.QUERIES, generator)
             if isinstance(similarity, AutoSimilarity):
                 learned = learn(patterns, own, asked, generator)
                 similarity.set_(learned)
@@ -676,10 +674,8 @@ class AssociativeMemory(Associator):
             self._calibrate(data, by, seed)
         return report
 
-    def _pairs(self, stored: Stored, data: Pairs, by: str) -> tuple[Pairs, Any]:
-        """Returns the index, or the class, and the query of given pairs; and the pattern that each of them stands for.
-
-        The pattern of a class is the mean of its patterns.
+    def _pairs(self, stored: Stored, data: Pairs, by: str) -> tuple[Pairs, Tensor | None]:
+        """Returns the index, or the class, and the query of given pairs; and the mean pattern of each class.
 
         Raises:
             AHopError: the pairs do not fit the patterns, or differ between ranks.
@@ -688,23 +684,36 @@ class AssociativeMemory(Associator):
         if not isinstance(query, Tensor):
             check_floating(query=query)
         query = as_tensor("query", query)
+        check_same_device(query=query, patterns=stored.patterns)
         query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query
         stored.ranks.check_equal("data", query)
-        origins: Any = stored.rows
+        means = None
         if by == "label":
             classes, patterns = stored.given_classes(), stored.patterns.to(accumulation_dtype(stored.dtype))
             count = len(query) if query.ndim else 0
             given, names = as_labels(target, count, query.device, "labels of data", "query", stored.names)
-            target = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
-            unknown = given[classes.labels[target] != given]
+            index = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
+            unknown = given[classes.labels[index] != given]
             if len(unknown):
                 got = unknown[0].item() if names is None else repr(names[int(unknown[0])])
                 raise AHopError(f"labels of data must be labels of stored patterns, got {got}")
             sums = patterns.new_zeros(len(classes.labels), stored.dim).index_add(0, classes.of_pattern, patterns)
-            origins = (stored.ranks.total(sums) / classes.counts[:, None]).to(stored.dtype)
-        pairs = gradients.check_pairs(target, query, origins)
-        stored.ranks.check_equal("data", pairs[0])
-        return pairs, origins
+            means = (stored.ranks.total(sums) / classes.counts[:, None]).to(stored.dtype)
+        else:
+            index = as_indices(target, stored.count, query.device)
+        if index.ndim != 1 or query.shape != (len(index), stored.dim) or not len(index):
+            rule = f"data must be index (n,) and query (n, d) with d = {stored.dim} and n >= 1"
+            raise AHopError(f"{rule}, got {describe(index)} and {describe(query)}")
+        has_unknown(query=query)
+        stored.ranks.check_equal("data", index)
+        return (index, query), means
+
+    def _set_bias(self, stored: Stored, data: Any, means: Tensor | None, batch: int, draw: torch.Generator) -> None:
+        """Estimates a bias of zero from queries, and the patterns that they belong to or the ``means`` of classes."""
+        bias = self._bias()
+        if bias is not None and bias.requires_grad and not bias.any():
+            index, query = gradients.sample_pairs(data, stored, 8 * batch, draw) if isinstance(data, Variant) else data
+            gradients.estimate_bias(bias, stored.sample(index) if means is None else means[index], query)
 
     def _train(
         self, data: Variant | Pairs | None, by: str, epochs: int, batch: int, lr: float, progress: bool, seed: int
@@ -720,16 +729,16 @@ class AssociativeMemory(Associator):
                 raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
             with unchanged_on_error(self):
                 self.calibration = torch.zeros_like(self.calibration)
-                batches = gradients.separation_batches(stored.rows, epochs, batch, generator)
-                return minimize(self.modulation.separation_loss, batches).losses
+                batches = gradients.separation_batches(stored, epochs, batch, generator)
+                return minimize(self.modulation.separation_loss, batches)[0]
         if data is None:
             raise AHopError("data must be a variant or a pair (index, query), got NoneType")
         classes = stored.given_classes() if by == "label" else None
-        origins: Any = stored.rows
+        means = None
         if not isinstance(data, Variant):
-            data, origins = self._pairs(stored, data, by)
-        elif isinstance(origins, Tensor):
-            data = data.bind(origins)
+            data, means = self._pairs(stored, data, by)
+        elif ranks.alone:
+            data = data.bind(stored.patterns.to(stored.dtype))
         measure = gradients.measure_of(classes, ranks, isinstance(data, Variant))
 
         def loss(batch: Pairs) -> Tensor:
@@ -737,27 +746,22 @@ class AssociativeMemory(Associator):
             return measure(map(self._logits, scorer.blocks(query.to(stored.dtype))), target)
 
         with unchanged_on_error(self):
-            batches = gradients.retrieval_batches(data, origins, epochs, batch, generator)
+            batches = gradients.retrieval_batches(data, stored, epochs, batch, generator)
             first = gradients.mean_loss(loss, batches.held_out)
-            bias = self._bias()
-            if bias is not None and bias.requires_grad:
-                gradients.estimate_bias(bias, data, origins, batch, generator)
+            self._set_bias(stored, data, means, batch, generator)
             if self._fits_beta:
                 held_out = [(target, query.to(stored.dtype)) for target, query in batches.held_out]
                 self.beta.copy_(gradients.best_inverse_temperature(scorer.blocks, measure, held_out, ranks))
             scale, logit = scale_of(stored.sample(stored.spread())), 1 / self.beta.item()
-            units = [(bias, scale), (self.prior, logit)]
+            units = [(self._bias(), scale), (self.prior, logit)]
             units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
-            fitted = minimize(loss, batches, units=units, scale=scale)
+            losses, start, best = minimize(loss, batches, units=units, scale=scale)
             self._calibrate(data, by, seed)
-        first = min(first, fitted.first)
-        if not fitted.best < first:
-            warnings.warn(
-                f"fit did not improve the loss of the held-out queries: expected less than {first:.4g}, got"
-                f" {fitted.best:.4g}. Use more epochs, more pairs or another lr",
-                stacklevel=3,
-            )
-        return fitted.losses
+        if not best < min(first, start):
+            rule = f"expected less than {min(first, start):.4g}, got {best:.4g}"
+            advice = "Use more epochs, more pairs or another lr"
+            warnings.warn(f"fit did not improve the loss of the held-out queries: {rule}. {advice}", stacklevel=3)
+        return losses
 
     def _bias(self) -> Tensor | None:
         """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""

@@ -147,11 +147,7 @@ def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **opti
 
 
 def preset_arguments(name: str, patterns: Tensor, **keywords: Any) -> dict[str, Any]:
-    """The arguments of :class:`AssociativeMemory` for the preset ``name`` and floating-point ``patterns (N, d)``.
-
-    Raises:
-        AHopError: the name is unknown, or the network does not have a keyword.
-    """
+    """The arguments of :class:`AssociativeMemory` for the preset ``name`` and floating-point ``patterns (N, d)``."""
     check_choice("name", name, tuple(PRESETS))
     row = PRESETS[name]
     unknown = [key for key in keywords if key not in row.keywords]
@@ -178,11 +174,7 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
 
 
 def describe_parts(memory: Any) -> dict[str, Any]:
-    """Returns what :func:`make_parts` makes the parts of a memory from.
-
-    Raises:
-        AHopError: a part is not one of this package.
-    """
+    """Returns what :func:`make_parts` makes the parts of a memory from; raises if one is not of this package."""
     separation, modulation = memory.separation, memory.modulation
     alpha = getattr(separation, "alpha_logit", None)
     plain = type(separation) is Separation and (alpha is None or alpha.ndim == 0)
@@ -236,8 +228,7 @@ def _similarity(dim: int, name: str, given: dict[str, Any]) -> Callable[[], nn.M
 def make_parts(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Makes the similarity, separation and modulation of a memory, for the ``tensors`` of its state dict.
 
-    Raises:
-        AHopError: a part has other sizes than the tensors. It is not allocated then.
+    A part that has other sizes than the tensors is refused before it is allocated.
     """
     patterns, (separation, degree) = tensors["patterns"], described["separation"]
     dim, given, features = patterns[0].numel(), described["similarity"], described["modulation"]

@@ -20,14 +20,11 @@ from ahop_layers.table import TableSimilarity
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""
 
-BLOCK_ELEMENTS = 2**21
+BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS = 2**21, 2**26
 """Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
 
 BLOCK_SCORES = 2**23
 """Number of scores that are stored at once where the scores of all patterns are needed."""
-
-GPU_BLOCK_ELEMENTS = 2**26
-"""Number of elements of the patterns that a GPU scores at once: one million patterns with 64 dimensions."""
 
 KEPT_ELEMENTS = 2**28
 """Maximum number of elements of copies of the patterns that are arranged by block: 1 GiB in float32."""
@@ -79,11 +76,7 @@ class Scorer(NamedTuple):
     modulation: nn.Module | None
 
     def queries(self, x: Any) -> Queries:
-        """Returns queries ``(..., d)``, or those in the shape of the patterns, as a matrix; those of all ranks.
-
-        Raises:
-            AHopError: they do not fit the patterns, or hold NaN only.
-        """
+        """Returns queries ``(..., d)``, or those in the shape of the patterns, as a matrix; those of all ranks."""
         stored, error = self.stored, None
         try:
             rows, batch, missing = self._own_queries(x)
@@ -199,16 +192,12 @@ class Scorer(NamedTuple):
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
-        if isinstance(self.similarity, AdaptiveSimilarity):
-            options: dict[str, Any] = {"arranged": arranged, "missing": missing or None}
-            scores: Tensor = self.similarity(query, key, **{name: each for name, each in options.items() if each})
-        elif missing and isinstance(self.similarity, TableSimilarity):
-            scores = self.similarity(query, key, missing=True)
-        elif missing:
-            scores = known_scores(self.similarity, query, key)
-        else:
-            scores = self.similarity(query, key)
-        return scores
+        if missing and self.similarity in FIXED.values():
+            return known_scores(self.similarity, query, key)
+        options: dict[str, Any] = {"missing": True} if missing else {}
+        if arranged is not None:
+            options["arranged"] = arranged
+        return self.similarity(query, key, **options)
 
     def _arranged(self) -> Sequence[Tensor | None] | None:
         """Returns copies of the patterns that are arranged by the blocks of the similarity, if it needs any."""
@@ -222,33 +211,29 @@ class Scorer(NamedTuple):
         if stored.patterns.requires_grad or stored.patterns.is_inference():  # no gradient; no version counter
             return None
 
-        def copies() -> list[Tensor | None]:
-            return [None if gather is None else arrange(stored.block(0, stored.count), gather) for gather in gathers]
+        def copies() -> tuple[Any, list[Tensor | None]]:
+            rows = stored.block(0, stored.count)
+            return gathers, [None if gather is None else arrange(rows, gather) for gather in gathers]
 
-        name = f"arranged {[id(gather) for gather in gathers]}"
-        found: Sequence[Tensor | None] = stored.keep(name, lambda: (gathers, copies()))[1]  # the ids stay in use
+        found: Sequence[Tensor | None]
+        _, found = stored.keep(f"arranged {[id(gather) for gather in gathers]}", copies)  # the ids stay in use
         return found
 
     def _block_size(self, queries: int) -> int:
-        # Other similarities may need several times the memory of a block.
-        similarity, device = self.similarity, self.stored.patterns.device.type
-        large = isinstance(similarity, AdaptiveSimilarity) and (
-            similarity.is_single() or isinstance(similarity, AutoSimilarity)
+        """Returns the number of patterns that are scored at once.
+
+        A block has at most BLOCK_SCORES scores, for up to QUERY_ROWS queries. More are only scored at once where all
+        scores are kept, so that small blocks would save no memory. On a GPU, blocks are as large as the memory of their
+        scores allows, because each call has a fixed cost. Some similarities need several times the memory of a block.
+        """
+        similarity, dim, queries = self.similarity, self.stored.dim, max(1, queries)
+        size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
+        single = isinstance(similarity, AutoSimilarity) or (
+            isinstance(similarity, AdaptiveSimilarity) and similarity.is_single()
         )
-        return block_size(self.stored.dim, queries, device if large else "cpu")
-
-
-def block_size(dim: int, queries: int, device: str) -> int:
-    """Returns the number of patterns of ``dim`` dimensions that are scored at once.
-
-    A block has at most BLOCK_SCORES scores, for up to QUERY_ROWS queries. More are only scored at once where all scores
-    are kept, so that small blocks would save no memory. On a GPU, blocks are as large as the memory of their scores
-    allows, because each call has a fixed cost: blocks for the cache of a CPU would spend most of the time of a search
-    for few queries on calls.
-    """
-    queries = max(1, queries)
-    size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
-    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries)) if device == "cuda" else size
+        if not single or self.stored.patterns.device.type != "cuda":
+            return size
+        return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries))
 
 
 def has_nan(rows: Tensor) -> bool:

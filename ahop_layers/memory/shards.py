@@ -36,9 +36,15 @@ class Whole:
         """Sums the tensors of all ranks, in the order of the ranks."""
         return tensor if self.alone else self.gather(tensor).sum(0)
 
-    def rows(self, rows: Tensor) -> "Rows":
-        """Returns the rows of all ranks, of which this rank has ``rows``."""
-        return rows if self.alone else ShardedRows(self, rows)
+    def pick(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Returns the rows ``index (n,)`` of all ranks, of which this rank has ``rows``."""
+        if self.alone:
+            return rows[index]
+        column = index - self.start
+        own = (column >= 0) & (column < len(rows))
+        found = rows.new_zeros(len(index), *rows.shape[1:])
+        found[own] = rows[column[own]]
+        return self.total(found)
 
     def columns(self, tensor: Tensor, most: int | None = None) -> Tensor:
         """Concatenates columns of all ranks, ``(L, stop - start)`` here; of each rank at most ``most`` columns."""
@@ -202,25 +208,3 @@ class _Gather(torch.autograd.Function):
         total = grad.to(accumulation_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
         distributed.all_reduce(total, group=ctx.shard.group)
         return total[ctx.shard.rank].to(grad.dtype), None
-
-
-class ShardedRows:
-    """Rows ``(N, ...)`` of which each rank keeps a part. Every rank must index the same rows at the same time."""
-
-    def __init__(self, shard: Whole, rows: Tensor) -> None:
-        self._shard, self._rows = shard, rows
-        self.shape, self.device, self.dtype = (shard.count, *rows.shape[1:]), rows.device, rows.dtype
-
-    def __len__(self) -> int:
-        return self._shard.count
-
-    def __getitem__(self, index: Tensor) -> Tensor:
-        column = index - self._shard.start
-        own = (column >= 0) & (column < len(self._rows))
-        found = self._rows.new_zeros(len(index), *self._rows.shape[1:])
-        found[own] = self._rows[column[own]]
-        return self._shard.total(found)
-
-
-Rows = Tensor | ShardedRows
-"""Rows ``(N, ...)`` that are indexed by tensors."""

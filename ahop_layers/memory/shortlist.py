@@ -22,11 +22,8 @@ from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.table import AdaptiveTableSimilarity
 
-SAMPLE = 256
-"""Number of patterns of the sample."""
-
-SAMPLE_ELEMENTS = 2**21
-"""Number of elements of query-pattern pairs of the sample that are processed at once."""
+SAMPLE, SAMPLE_ELEMENTS = 256, 2**21
+"""Number of patterns of the sample, and of elements of query-pattern pairs that are processed at once."""
 
 FIRST_STAGE_SCORES = 2**22
 """Number of scores of the first stage that are computed at once."""
@@ -49,11 +46,7 @@ class Linear(NamedTuple):
 
 
 def linear_scores(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: Tensor, sample: Tensor) -> Linear:
-    """Approximates the scores of queries ``rows (L, d)``, from a ``sample (S, d)`` of the patterns.
-
-    Raises:
-        AHopError: the similarity is not differentiable.
-    """
+    """Approximates the scores of queries ``rows (L, d)``, from a ``sample (S, d)`` of the patterns."""
     if not len(rows):
         wide = sample.new_empty(0, sample.shape[1], dtype=accumulation_dtype(sample.dtype))
         return Linear(wide, wide[:, :1])
@@ -113,10 +106,8 @@ def first_stage(linear: Linear, stored: Stored, m: int, center: Tensor | None) -
     patterns, prior, norms = stored.patterns, stored.own_prior, None
     if curvature.any() and center is None and len(patterns) <= KEPT_NORMS:
         norms = stored.keep("norms", lambda: _norms(patterns))
-    size = FIRST_STAGE_SCORES // max(1, len(slope))
-    if slope.dtype != patterns.dtype or center is not None:  # blocks are copied: a slope can overflow half precision
-        size = min(size, FIRST_STAGE_SCORES // patterns.shape[1])
-    size = max(1, size)
+    copies = slope.dtype != patterns.dtype or center is not None  # a slope can overflow half precision
+    size = max(1, FIRST_STAGE_SCORES // max(1, len(slope), patterns.shape[1] if copies else 0))
 
     def blocks() -> Iterator[Tensor]:
         for start in range(0, len(patterns), size):
@@ -124,7 +115,7 @@ def first_stage(linear: Linear, stored: Stored, m: int, center: Tensor | None) -
             block = block if center is None else torch.where(block.isnan(), center, block)
             scores = (block @ slope[0])[None] if len(slope) == 1 else slope @ block.mT
             if curvature.any():
-                square = _squares(block) if norms is None else norms[start : start + size]
+                square = _norms(block) if norms is None else norms[start : start + size]
                 scores = torch.addcmul(scores, curvature, square, value=-1)
             yield scores if prior is None else scores + prior[start : start + size]
 
@@ -144,14 +135,11 @@ def best_of_shortlist(first: Tensor, scores: Tensor, indices: Tensor, m: int) ->
 
 
 def _norms(patterns: Tensor) -> Tensor:
+    """Returns the squared norms of patterns, which are read in blocks."""
     size = max(1, FIRST_STAGE_SCORES // patterns.shape[1])
-    return torch.cat([_squares(block) for block in torch.split(patterns, size)])
-
-
-def _squares(block: Tensor) -> Tensor:
-    block = block if block.is_floating_point() else block.float()
-    norms: Tensor = torch.linalg.vector_norm(block, dim=-1, dtype=accumulation_dtype(block.dtype))
-    return norms.square()
+    blocks = (block if block.is_floating_point() else block.float() for block in torch.split(patterns, size))
+    norms = [torch.linalg.vector_norm(block, dim=-1, dtype=accumulation_dtype(block.dtype)) for block in blocks]
+    return torch.cat(norms).square()
 
 
 class Index:
@@ -176,10 +164,9 @@ class Index:
         try:
             faiss = importlib.import_module("faiss")
         except ImportError as error:
-            message = "build_index needs FAISS, got no installation: install ahop-layers[search]"
-            raise AHopError(message) from error
+            raise AHopError("build_index needs FAISS, got no installation: install ahop-layers[search]") from error
         self.patterns, self.version, self.metric = patterns, patterns._version, metric
-        self.radius = _squares(patterns[:: max(1, len(patterns) // SAMPLE)]).mean().sqrt()
+        self.radius = _norms(patterns[:: max(1, len(patterns) // SAMPLE)]).mean().sqrt()
         kind = faiss.METRIC_INNER_PRODUCT if metric == "dot" else faiss.METRIC_L2
         try:
             self.faiss = faiss.index_factory(patterns.shape[1], description, kind)

@@ -17,7 +17,7 @@ from ahop_layers.errors import AHopError, describe, has_unknown
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
-from ahop_layers.memory.shards import Rows, Whole
+from ahop_layers.memory.shards import Whole
 
 STORED = ("patterns", "labels", "names", "ids")
 """Names of the tensors of a state dict that belong to the patterns."""
@@ -80,11 +80,6 @@ class Stored:
         return self.ranks.count
 
     @property
-    def rows(self) -> Rows:
-        """The patterns of all ranks in :attr:`dtype`, to be indexed by a tensor."""
-        return self.ranks.rows(self.patterns.to(self.dtype))
-
-    @property
     def own_prior(self) -> Tensor | None:
         """The prior of the patterns of this rank."""
         return None if self.prior is None else self.prior[self.ranks.start : self.ranks.stop]
@@ -95,7 +90,7 @@ class Stored:
 
     def sample(self, index: Tensor) -> Tensor:
         """Returns the patterns ``index (n,)``, of all ranks, in :attr:`dtype`."""
-        return self.ranks.rows(self.patterns)[index].to(self.dtype)
+        return self.ranks.pick(self.patterns, index).to(self.dtype)
 
     def block(self, start: int, size: int) -> Tensor:
         """Returns ``size`` patterns of this rank in :attr:`dtype`."""
@@ -106,6 +101,10 @@ class Stored:
         if self.classes is None:
             raise AHopError("the memory must have labels, got none: use AssociativeMemory(patterns, labels=...)")
         return self.classes
+
+    def class_of(self, index: Tensor) -> Tensor:
+        """Returns the class of each pattern ``index (...)``, of all ranks."""
+        return self.ranks.pick(self.given_classes().of_pattern, index.flatten()).reshape(index.shape)
 
     def given_ids(self) -> Ids:
         """Returns the ids, or raises if there are none."""
@@ -183,7 +182,7 @@ class Stored:
 
     def take(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)`` of all ranks, with their classes as labels and without ids."""
-        labels = None if self.classes is None else self.ranks.rows(self.classes.of_pattern)[index]
+        labels = None if self.classes is None else self.class_of(index)
         return self._alone(
             self.sample(index), labels, names=None, ids=None, prior=self._prior(lambda prior: prior[index])
         )
@@ -198,9 +197,6 @@ class Stored:
         """Returns these patterns and those ``added``, and the indices of the latter ``(n,)``.
 
         If ``replaces``, a pattern takes the place of the one with its id. Others are at the end, with the mean prior.
-
-        Raises:
-            AHopError: an id is there already, and must not be replaced.
         """
         before, n, ids = len(self.patterns), len(added.patterns), self.ids
         place = torch.arange(before, before + n, device=self.patterns.device)
@@ -235,12 +231,9 @@ class Stored:
         return found | {name: text_tensor(value) for name, value in texts.items() if value is not None}
 
     def loaded(self, prefix: str, given: Mapping[str, Any], assign: bool) -> "Stored":
-        """Returns what a state dict has of the patterns, without a prior.
+        """Returns what a state dict has of the patterns, see :meth:`tensors`, without a prior.
 
-        Args:
-            prefix: of the names in errors.
-            given: see :meth:`tensors`.
-            assign: whether to keep the tensors of the state dict, which may be memory-mapped, instead of copies.
+        ``prefix`` is that of the names in errors. ``assign`` keeps its tensors, which may be memory-mapped.
         """
         patterns, name = given["patterns"], f"{prefix}patterns"
         shape = getattr(patterns, "shape", ())
@@ -275,9 +268,6 @@ def make_stored(
     """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them.
 
     ``names`` are those of :func:`ahop_layers.memory.labels.as_labels`.
-
-    Raises:
-        AHopError: a pattern holds infinity, or no known value; labels or ids do not fit.
     """
     codes = None
     if labels is not None:
@@ -298,11 +288,7 @@ def check_names(prefix: str, names: Any, classes: Classes) -> tuple[str, ...]:
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images.
-
-    Raises:
-        AHopError: ``patterns`` are no numbers, or do not have two to four axes.
-    """
+    """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images."""
     given = as_tensor("patterns", patterns).detach()
     if not 2 <= given.ndim <= 4 or 0 in given.shape:
         rule = "patterns must be (N, d), or images (N, H, W) or (N, C, H, W), with N and d at least 1"
@@ -325,9 +311,6 @@ def converted(rows: Tensor, stored: Tensor, name: str = "patterns") -> Tensor:
     return whole.to(stored.device)
 
 
-# State dicts.
-
-
 def text_tensor(value: Any) -> Tensor:
     """Returns a value of JSON as UTF-8, so that state dicts hold tensors alone."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -344,26 +327,22 @@ def text_value(name: str, tensor: Any) -> Any:
 @contextmanager
 def unchanged_on_error(module: nn.Module) -> Iterator[None]:
     """Restores all parameters and buffers of ``module`` if the body raises an Exception."""
-    owners: list[dict[str, Any]] = [*(part._parameters for part in module.modules())]
-    owners += [part._buffers for part in module.modules()]
-    before = [
-        (owner, name, tensor, tensor if tensor is None or is_lazy(tensor) else tensor.detach().clone())
-        for owner in owners
-        for name, tensor in owner.items()
-    ]
+    owners = [owner for part in module.modules() for owner in (part._parameters, part._buffers)]
+    before: list[dict[str, Any]] = [dict(owner) for owner in owners]
+    tensors = [each for owner in before for each in owner.values() if each is not None and not is_lazy(each)]
+    values = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     except Exception:
+        for owner, tensor_of in zip(owners, before, strict=True):
+            owner.update(tensor_of)
         with torch.no_grad():
-            for owner, name, tensor, value in before:
-                owner[name] = tensor if tensor is value else tensor.copy_(value)
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
         for part in module.modules():
             if isinstance(part, AutoSimilarity):
                 part.refresh()
         raise
-
-
-# Files.
 
 
 def part_path(path: Path, rank: int, ranks: int) -> Path:
@@ -377,11 +356,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) 
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory.
-
-    Raises:
-        AHopError: safetensors is not installed, or a file is missing, damaged, of another kind, version or save.
-    """
+    """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory."""
     parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{glob.escape(path.suffix)}"))
     whole = [path] if path.is_file() else []
     if parts and (whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]):
