@@ -254,12 +254,7 @@ def solve_weights(
     asked: Questions,
     generator: torch.Generator,
 ) -> Solved:
-    """Solves for the weights of a given similarity, which keeps its bases, blocks, widths, units and bias.
-
-    Args:
-        similarity: without heads.
-        patterns, labels, asked, generator: as for :func:`learn`.
-    """
+    """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias."""
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
     unbiased = asked._replace(query=similarity.unbiased(asked.query))
@@ -325,12 +320,9 @@ def _widened(patterns: Tensor, asked: Questions) -> tuple[Tensor, Questions]:
 def _choose(right: dict[str, Tensor], available: Sequence[str]) -> tuple[str, int, dict[str, float]]:
     """Chooses a score by every second held-out query, and returns accuracies of the other queries.
 
-    Args:
-        right: by name, whether each of several scores is right for each query: bool ``(scores, L)``.
-        available: the names that may be chosen instead of ``"learned"``.
-
-    Returns:
-        The name and number of the chosen score, and for each name the accuracy of its best score.
+    ``right`` says by name whether each of several scores is right for each query, bool ``(scores, L)``. The names
+    ``available`` may be chosen instead of ``"learned"``. The result is the name and number of the chosen score, and for
+    each name the accuracy of its best score.
     """
     best = {name: int(each[:, ::2].sum(1).argmax()) for name, each in right.items()}
     rows = {name: each[best[name], 1::2].double().mean().item() for name, each in right.items()}

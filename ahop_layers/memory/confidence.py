@@ -110,14 +110,14 @@ class Hits(tuple[Any, Any]):
     def ids(self) -> Any:
         """The ids of the patterns, as nested lists, or as an array if the queries were one."""
         asked = self._asked
-        places = asked.queries.result(asked.found.indices).tolist()
+        places = asked.queries.result(asked.found.indices[:, : asked.found.k]).tolist()
         return as_given(asked.given, nested(places, asked.scorer.stored.given_ids()))
 
     @property
     def labels(self) -> Any:
         """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings."""
         asked, stored = self._asked, self._asked.scorer.stored
-        labels = stored.given_classes().labels[stored.class_of(asked.found.indices)]
+        labels = stored.given_classes().labels[stored.class_of(asked.found.indices[:, : asked.found.k])]
         return as_given(asked.given, stored.named(asked.queries.result(labels)))
 
     @cached_property
@@ -136,22 +136,24 @@ class Hits(tuple[Any, Any]):
 
     def _logits(self, rows: slice, factor: float) -> tuple[Tensor, Tensor]:
         """Returns the log-sum-exp of each hit or its class ``(L, k)``, and that of all patterns ``(L,)``."""
-        stored, found, queries = self._asked.scorer.stored, self._asked.found.part(rows), self._asked.queries
-        classes, ranks, wide = stored.classes, stored.ranks, accumulation_dtype(stored.dtype)
-        own = factor * found.scores.to(wide)
-        if found.shortlist is not None:
-            logits = factor * found.shortlist[0].to(wide)
-            if classes is not None:
-                listed, hit = stored.class_of(found.shortlist[1]), stored.class_of(found.indices)
-                others = [listed != each[:, None] for each in hit.unbind(1)]
-                own = torch.stack([logits.masked_fill(each, -torch.inf).logsumexp(-1) for each in others], 1)
-            return own, logits.logsumexp(-1)
-        blocks = (factor * each.to(wide) for each in self._asked.scorer.blocks(queries.rows[rows], queries.missing))
-        if classes is not None:
-            by_class = class_logsumexp(blocks, classes, ranks)
-            return by_class.gather(-1, stored.class_of(found.indices)), by_class.logsumexp(-1)
-        total = torch.stack([block.logsumexp(-1) for block in blocks]).logsumexp(0)
-        return own, ranks.gather(total).logsumexp(0)
+        scorer, queries, found = self._asked.scorer, self._asked.queries, self._asked.found
+        stored, wide = scorer.stored, accumulation_dtype(scorer.stored.dtype)
+        logits = factor * found.scores[rows].to(wide)
+        own, total = logits[:, : found.k], logits.logsumexp(-1)
+        if stored.classes is not None:
+            listed = stored.class_of(found.indices[rows])
+            hit = listed[:, : found.k]
+        if stored.classes is not None and found.short:
+            others = [listed != each[:, None] for each in hit.unbind(1)]
+            own = torch.stack([logits.masked_fill(each, -torch.inf).logsumexp(-1) for each in others], 1)
+        elif not found.short:
+            blocks = (factor * each.to(wide) for each in scorer.blocks(queries.rows[rows], queries.missing))
+            if stored.classes is not None:
+                by_class = class_logsumexp(blocks, stored.classes, stored.ranks)
+                return by_class.gather(-1, hit), by_class.logsumexp(-1)
+            total = torch.stack([block.logsumexp(-1) for block in blocks]).logsumexp(0)
+            total = stored.ranks.gather(total).logsumexp(0)
+        return own, total
 
 
 @torch.no_grad()

@@ -25,9 +25,6 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.training import trainable_forms, warmup_cosine
 from ahop_layers.variants import Variant, as_damage
 
-EVALUATIONS = 10
-"""Number of evaluations on the held-out queries during training."""
-
 FORM_UNITS, FORM_STEPS = {"original0": 20.0, "original1": 1.0}, 40
 """Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`.
 
@@ -37,8 +34,8 @@ They hold up to so many steps. With more steps, units fall with the root of the 
 FORM_EPS = 0.3
 """Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""
 
-HELD_OUT, HELD_OUT_SHARE, FEWEST_HELD_OUT, EVALUATED = 512, 0.1, 32, 128
-"""Most queries that are held out, their share of given pairs, the fewest, and how many are evaluated at once."""
+HELD_OUT, HELD_OUT_SHARE, FEWEST_HELD_OUT, EVALUATED, EVALUATIONS = 512, 0.1, 32, 128, 10
+"""Most queries that are held out, their share of given pairs, the fewest; how many are evaluated at once; how often."""
 
 MIN_DEVIATION = 4.0
 """Smallest standard deviation of the logits of a query at the start of training.
@@ -123,9 +120,8 @@ def _groups(
 
     Adam takes full steps along any gradient larger than ``eps``. If nearly all queries are right, gradients are small
     and noisy, and full steps would undo that. A larger ``eps`` for the weights makes such steps small. As gradients are
-    inversely proportional to the unit, so is ``eps``. It is divided by the number of ranks and of heads, because heads
-    share the gradient of a query; separate weights for each pattern are heads. Few steps must be large; many large
-    ones overfit.
+    inversely proportional to the unit, so is ``eps``. It is divided by the number of ranks and of heads, which share
+    the gradient of a query. Few steps must be large; many large ones overfit.
     """
     known = {id(parameter): unit for parameter, unit in units}
     groups = []
@@ -150,19 +146,15 @@ def mean_loss(loss: Callable[[Any], Tensor], batches: Sequence[Pairs]) -> float:
 
 def _check_finite(tensors: list[Tensor], step: int, lr: float) -> None:
     if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
-        raise AHopError(
-            f"loss and parameters must stay finite, got NaN or infinity by step {step} with lr={lr!r}: use a smaller lr"
-        )
+        got = f"NaN or infinity by step {step} with lr={lr!r}"
+        raise AHopError(f"loss and parameters must stay finite, got {got}: use a smaller lr")
 
 
-def _bar(batches: Batches, progress: bool) -> Iterable[Any]:
+def _bar(batches: Batches, progress: bool) -> Any:
     """Returns the batches, with a progress bar if requested and tqdm is installed."""
     if not progress or importlib.util.find_spec("tqdm") is None:
         return batches.draws
-    bar: Iterable[Any] = importlib.import_module("tqdm").tqdm(
-        batches.draws, total=batches.steps, desc="fit", unit="step"
-    )
-    return bar
+    return importlib.import_module("tqdm").tqdm(batches.draws, total=batches.steps, desc="fit", unit="step")
 
 
 # Data and batches.

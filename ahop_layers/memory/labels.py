@@ -13,13 +13,7 @@ from ahop_layers.memory.shards import Whole
 
 
 class Classes(NamedTuple):
-    """The classes of labels.
-
-    Attributes:
-        labels: the distinct labels in ascending order ``(n_classes,)``.
-        counts: number of patterns of each class ``(n_classes,)``.
-        of_pattern: the class of each pattern ``(N,)``, from 0 to ``n_classes - 1``.
-    """
+    """The distinct labels, ascending, and their counts ``(n_classes,)``; the class of each pattern ``(N,)``, from 0."""
 
     labels: Tensor
     counts: Tensor
@@ -121,10 +115,7 @@ def _block_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
 
 
 def leave_out(blocks: Iterable[Tensor], index: Tensor) -> Iterator[Tensor]:
-    """Yields the scores ``(L, B)`` of each block, with -inf for the pattern ``index (L,)`` of each row.
-
-    An index that no block contains changes nothing.
-    """
+    """Yields the scores ``(L, B)`` of each block, with -inf for the pattern ``index (L,)`` of each row, if any."""
     start = 0
     for scores in blocks:
         column = (index - start)[:, None]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,6 @@ from ahop_layers.table import TableSimilarity
 from ahop_layers.variants import Variant
 from ahop_layers.widths import scale_of
 
-Memory = TypeVar("Memory", bound="AssociativeMemory")
-
 
 class AssociativeMemory(Associator):
     """Stores patterns and finds the one that a damaged query was made from.
@@ -64,9 +62,8 @@ class AssociativeMemory(Associator):
         patterns: ``(N, d)``, or images ``(N, H, W)`` or ``(N, C, H, W)``: a tensor, an array, a data frame or a list. A
             tensor or array of floating-point numbers or uint8 is not copied; do not modify it. NaN is an unknown value.
             Patterns may be memory-mapped and larger than the memory of the machine (``torch.from_file``,
-            ``torch.load(..., mmap=True)``); :meth:`search` and :meth:`class_scores` read them block by block. If the
-            similarity has blocks that are not consecutive or not of equal width (``blocks`` is a tensor), scoring
-            arranges the patterns by block once and keeps that copy, up to 2**28 elements.
+            ``torch.load(..., mmap=True)``). If ``blocks`` of the similarity is a tensor, scoring arranges the patterns
+            by block once and keeps that copy, up to 2**28 elements.
         similarity: ``"auto"`` is robust against wrong values, also before :meth:`fit`, see
             :class:`~ahop_layers.learning.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
             ``"adaptive"`` is the similarity of A-Hop. A module or function scores queries ``(L, d)`` against keys
@@ -130,13 +127,12 @@ class AssociativeMemory(Associator):
         wide = accumulation_dtype(stored.dtype)
         zeros = torch.zeros(len(rows), device=rows.device, dtype=stored.dtype)
         self._set(replace(stored, prior=nn.Parameter(zeros) if prior else None))
+        self._fits_beta = beta is None
         if beta is not None:
             check_numbers("a positive number", beta=beta)
-            if not 0 < torch.tensor(float(beta), dtype=wide, device="cpu") < torch.inf:
-                raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
-        self._fits_beta = beta is None
-        first = torch.tensor(1.0 if beta is None else float(beta), dtype=wide, device=rows.device)
-        self.register_buffer("beta", first)
+        self.register_buffer("beta", torch.tensor(float(beta or 1.0), dtype=wide, device=rows.device))
+        if not rows.is_meta and not 0 < self.beta < torch.inf:
+            raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
         sample = stored.patterns if rows.is_floating_point() else stored.sample(stored.spread())
@@ -169,8 +165,7 @@ class AssociativeMemory(Associator):
                 ``init``, ``debias``, ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop.
                 ``table=True`` adds a learned base similarity to the footprints.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory.preset("A-Hop", torch.rand(100, 16) * 2 - 1, debias=True)
+        >>> memory = AssociativeMemory.preset("A-Hop", torch.rand(100, 16) * 2 - 1, debias=True)
         >>> memory.similarity
         AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=True)
         """
@@ -247,8 +242,7 @@ class AssociativeMemory(Associator):
         pattern is an unknown value, and a pair is scored by the values that both know: see
         :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf.
 
-        >>> import torch, ahop_layers as ah
-        >>> ah.AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
+        >>> AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
         """
         scorer = self._scorer("scores")
@@ -259,8 +253,7 @@ class AssociativeMemory(Associator):
     def recall(self, x: Array) -> Array:
         """Finds the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
 
-        >>> import torch, ahop_layers as ah
-        >>> ah.AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
+        >>> AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
         tensor([2, 0])
         """
         indices: Array = self.search(x)[1]
@@ -282,15 +275,9 @@ class AssociativeMemory(Associator):
             The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
             index. :class:`~ahop_layers.memory.confidence.Hits` have their ids, labels and confidence as well.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(4), "dot")
-        >>> scores, indices = memory.search(torch.tensor([[0.5, 2.0, 0.0, 1.0], [1.0, 1.0, 1.0, 3.0]]), k=2)
-        >>> scores
-        tensor([[2., 1.],
-                [3., 1.]])
-        >>> indices
-        tensor([[1, 3],
-                [3, 0]])
+        >>> scores, indices = AssociativeMemory(torch.eye(4), "dot").search(torch.tensor([0.5, 2.0, 0.0, 1.0]), k=2)
+        >>> scores, indices
+        (tensor([2., 1.]), tensor([1, 3]))
         """
         scorer, index = self._scorer(f"search(k={k}, shortlist={shortlist})"), self._index
         count = scorer.stored.count
@@ -303,7 +290,7 @@ class AssociativeMemory(Associator):
         asked = scorer.queries(x)
         # PyTorch does not accept all integers of NumPy.
         found = scorer.search(asked, int(k), None if shortlist is None else int(shortlist), index)
-        scores, indices = (as_given(x, asked.result(each)) for each in found[:2])
+        scores, indices = (as_given(x, asked.result(each[:, : found.k])) for each in found[:2])
         if torch.compiler.is_compiling():
             return scores, indices  # type: ignore[return-value]
         return Hits(scores, indices, Asked(x, scorer, asked, found, self._calibrated))
@@ -315,8 +302,7 @@ class AssociativeMemory(Associator):
         result is the sum of the softmax weights of the patterns of each class. Without gradients, memory is independent
         of N.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7])
+        >>> memory = AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7])
         >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
         """
@@ -327,8 +313,7 @@ class AssociativeMemory(Associator):
     def classify(self, x: Any) -> Any:
         """Finds the label of the class with the largest score: ``(..., d) -> (...)``, nested lists for strings.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=["cat", "dog", "dog"])
+        >>> memory = AssociativeMemory(torch.eye(3), "dot", labels=["cat", "dog", "dog"])
         >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
         ['cat', 'dog']
         """
@@ -347,18 +332,16 @@ class AssociativeMemory(Associator):
         """Builds a FAISS index of the patterns, which finds the shortlists of later searches, and returns it.
 
         An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
-        saved. If the patterns change, for example by :meth:`add`, ``.double()`` or ``load_state_dict``, it must be
-        built again or removed before the next shortlist. With shards, each rank builds one of its part. Needs
+        saved. If the patterns change, for example by :meth:`add` or ``.double()``, it must be built again or removed
+        before the next shortlist. With shards, each rank builds one of its part. Needs
         ``pip install ahop-layers[search]``, and patterns without NaN, without a prior and not of inference mode.
 
         Args:
             description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
-                index, such as ``nprobe``, on the result. None removes the index: a matrix product finds later
-                shortlists.
+                index, such as ``nprobe``, on the result. None removes the index.
             metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
+        >>> memory = AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
         >>> index = memory.build_index("HNSW32")  # doctest: +SKIP
         >>> memory.search(memory.patterns[:2], shortlist=100)[1].flatten()
         tensor([0, 1])
@@ -379,9 +362,8 @@ class AssociativeMemory(Associator):
         Unknown queries are damaged copies of stored patterns whose pattern, and class, is left out. The damage is that
         of the last :meth:`fit`; without one, any share of the values may be replaced or missing.
 
-        >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(200, 24)
-        >>> memory = ah.AssociativeMemory(patterns)
+        >>> memory = AssociativeMemory(patterns)
         >>> hits = memory.search(torch.cat([patterns[:2], torch.rand(2, 24)]))
         >>> hits.confidence[:, 0] > memory.threshold(false_accepts=0.05)
         tensor([ True,  True, False, False])
@@ -397,17 +379,11 @@ class AssociativeMemory(Associator):
         """Computes what each value of a query adds to the score of a pattern: ``(..., d)``, or the shape of images.
 
         The sum over all values, plus the prior if there is one, is the score. A value adds 0 if it is ignored: because
-        it is unknown, or because its rank has no weight. That of a block is divided among its dimensions.
+        it is unknown, or because its rank has no weight. That of a block is divided among its dimensions. ``index`` has
+        the pattern of each query ``(...)``; None means the one with the largest score. Tables and other modules are
+        refused: their scores are no sum that is known.
 
-        Args:
-            x: queries ``(..., d)``, or in the shape of the patterns.
-            index: the pattern of each query ``(...)``; None for the one with the largest score.
-
-        Raises:
-            AHopError: the similarity is a table or another module, whose scores are no sum that is known.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "l1")
+        >>> memory = AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "l1")
         >>> memory.explain(torch.tensor([2.0, 2.0, 9.0]), index=1)
         tensor([-2., -3., -3.])
         """
@@ -462,8 +438,7 @@ class AssociativeMemory(Associator):
 
         The graph of the gradients would store every block of the patterns. Call the memory itself to compute gradients.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(4) * 10, "dot")
+        >>> memory = AssociativeMemory(torch.eye(4) * 10, "dot")
         >>> memory.retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
         tensor([10.,  0.,  0.,  0.])
         """
@@ -507,13 +482,9 @@ class AssociativeMemory(Associator):
         return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]
 
     def energy(self, x: Array) -> Array:
-        """Computes the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
+        """Computes the energy of states ``x (..., d)``, as in the paper's first table, which has none for U-Hop.
 
-        Raises:
-            AHopError: no energy is defined for this similarity and separation (U-Hop).
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.randn(20, 8), similarity="dis")
+        >>> memory = AssociativeMemory(torch.randn(20, 8), similarity="dis")
         >>> x = torch.randn(5, 8)
         >>> bool((memory.energy(memory.retrieve(x)) <= memory.energy(x)).all())
         True
@@ -550,21 +521,18 @@ class AssociativeMemory(Associator):
 
         Kernels, tables, parameters that are partly frozen and other modules are trained by gradients, and so is an
         :class:`~ahop_layers.AdaptiveSimilarity` if ``epochs``, ``lr`` or ``batch`` is given. The loss is the negative
-        log-likelihood of the pattern that a query was made from, as in the paper. It uses the softmax of the scores for
-        every separation, because the logarithm of a sparse weight can be infinite. Bias and inverse temperature start
-        at their estimates. Steps are relative to the scale of the patterns and to ``beta``, so that the result does not
-        depend on the unit of the data. Weights that are given, as a module or as a tensor ``init``, are in that unit:
-        if their bases grow with different powers of it, as ``"l1"`` and ``"dot"`` do, the result depends on it. A tenth
-        of the pairs, at most 512, is held out; for a damage, 512 further queries. The memory keeps the parameters with
-        the smallest of about ten losses on them. Training warns if none of these is smaller than the loss at the start,
-        before or after the bias and ``beta`` are set.
+        log-likelihood of the pattern that a query was made from, as in the paper, with the softmax of the scores for
+        every separation. Bias and inverse temperature start at their estimates, and steps are relative to the scale of
+        the patterns and to ``beta``. The memory keeps the parameters with the smallest of about ten losses on queries
+        that are held out: a tenth of the pairs, or 512 queries of a damage. Training warns if none of these is smaller
+        than the loss at the start.
 
         Args:
             damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
                 ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.variants`). Or
-                pairs ``(index (n,), query (n, d))`` of queries and the patterns they belong to, tensors or NumPy
-                arrays. None, where the weights are solved for, assumes that any share of the values, from none to most,
-                may be replaced or missing, and that the others may have a little noise. K-Hop needs no damage.
+                pairs ``(index (n,), query (n, d))`` of the patterns that queries belong to and queries. None, where the
+                weights are solved for, assumes that any share of the values may be replaced or missing, and that the
+                others may have a little noise. K-Hop needs no damage.
             epochs: number of epochs of the training, by default 200. Each draws ``batch`` queries of a damage, or
                 splits the pairs into shuffled batches.
             lr: maximum learning rate of Adam, by default 0.05. It rises for a tenth of the steps, then falls to zero.
@@ -581,16 +549,14 @@ class AssociativeMemory(Associator):
 
         Raises:
             AHopError: the memory has no trainable parameters, the patterns are float16 and training would let squared
-                gradients underflow, or the loss is not finite. The parameters are then unchanged.
+                gradients underflow, or the loss is not finite.
 
         >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(200, 24, generator=torch.Generator().manual_seed(1))
-        >>> memory = ah.AssociativeMemory(patterns)
+        >>> memory = AssociativeMemory(patterns)
         >>> damage = ah.variants.Replaced((0.0, 0.8), low=0.0, high=1.0)
-        >>> index, query = damage.sample(patterns, 300)  # or memory.fit(damage), from more queries
-        >>> report = memory.fit((index, query))
-        >>> accuracy = dict(report.rows)
-        >>> accuracy["learned"] > accuracy["L1"]
+        >>> report = memory.fit(damage.sample(patterns, 300))  # or memory.fit(damage), from more queries
+        >>> dict(report.rows)["learned"] > dict(report.rows)["L1"]
         True
         """
         if torch.is_inference_mode_enabled():
@@ -605,36 +571,27 @@ class AssociativeMemory(Associator):
         data = gradients.as_data(damage, stored.patterns.device)
         options = {"epochs": epochs, "lr": lr, "batch": batch}
         trained = [f"{name}={value!r}" for name, value in options.items() if value is not None]
-        linear = self._linear_similarity()
-        if trained and isinstance(linear, AutoSimilarity):
+        similarity = self.similarity
+        linear = isinstance(similarity, AdaptiveSimilarity) and similarity.num_heads is None and self.modulation is None
+        linear = linear and type(similarity).forward is AdaptiveSimilarity.forward
+        linear = linear and all(each.requires_grad for each in self.parameters())
+        if trained and linear and isinstance(similarity, AutoSimilarity):
             raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(trained)}")
-        if linear is not None and not trained:
-            return self._solve(linear, questions.Anything() if data is None else data, by, int(seed))
+        if linear and not trained:
+            return self._solve(questions.Anything() if data is None else data, by, int(seed))
         epochs, batch = 200 if epochs is None else epochs, 512 if batch is None else batch
         check_sizes(epochs=epochs, batch=batch)
         return self._train(data, by, int(epochs), int(batch), 0.05 if lr is None else lr, progress, int(seed))
 
     def _generator(self, seed: int) -> torch.Generator:
-        """Returns a random generator on the device of the patterns.
-
-        Its numbers differ from those of a generator with the seed ``seed``: patterns drawn with that seed would
-        otherwise be the values that replace dimensions of the first queries.
-        """
+        """Returns a random generator on the device of the patterns."""
+        # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.
         return torch.Generator(self._stored.patterns.device).manual_seed(seed ^ 0x5851F42D4C957F2D)
 
-    def _linear_similarity(self) -> AdaptiveSimilarity | None:
-        """Returns the similarity if the scores are linear in its weights, and all of them may be learned."""
-        similarity = self.similarity
-        if not isinstance(similarity, AdaptiveSimilarity) or similarity.num_heads is not None:
-            return None
-        fixed = not all(each.requires_grad for each in self.parameters())
-        own = type(similarity).forward is AdaptiveSimilarity.forward
-        return None if fixed or not own or self.modulation is not None else similarity
-
     @torch.no_grad()
-    def _solve(self, similarity: AdaptiveSimilarity, data: Variant | Pairs, by: str, seed: int) -> Report:
+    def _solve(self, data: Variant | Pairs, by: str, seed: int) -> Report:
         """Learns the similarity by solving a regression, and estimates its bias, the prior and the confidence."""
-        stored, generator = self._stored, self._generator(seed)
+        stored, similarity, generator = self._stored, self.similarity, self._generator(seed)
         kept = some_patterns(stored.count, stored.dim, generator)
         means, log_prior = None, None
 
@@ -675,11 +632,7 @@ class AssociativeMemory(Associator):
         return report
 
     def _pairs(self, stored: Stored, data: Pairs, by: str) -> tuple[Pairs, Tensor | None]:
-        """Returns the index, or the class, and the query of given pairs; and the mean pattern of each class.
-
-        Raises:
-            AHopError: the pairs do not fit the patterns, or differ between ranks.
-        """
+        """Returns the index, or the class, and the query of given pairs; and the mean pattern of each class."""
         target, query = data
         if not isinstance(query, Tensor):
             check_floating(query=query)
@@ -773,10 +726,7 @@ class AssociativeMemory(Associator):
         return self.beta * scores.to(accumulation_dtype(scores.dtype))
 
     def _scorer(self, call: str | None = None) -> Scorer:
-        """Returns what scores queries against what is stored now, and does not change.
-
-        ``call`` names the method and its arguments: the ranks of a sharded memory must agree on it.
-        """
+        """Returns what scores queries against what is stored now. All ranks of a sharded memory must make the call."""
         stored = self._stored
         if call is not None:
             stored.ranks.agree(call, stored.patterns.device)
@@ -789,9 +739,7 @@ class AssociativeMemory(Associator):
     def add(
         self, patterns: Any, check: bool = True, *, labels: Any = None, ids: Any = None, replace: bool = False
     ) -> Tensor:
-        """Stores more patterns without refitting, and returns their indices ``(n,)``.
-
-        With a prior, the new patterns get the mean prior. A sharded memory refuses them.
+        """Stores more patterns without refitting, and returns their indices ``(n,)``. They get the mean prior.
 
         Args:
             patterns: in the shape of those stored.
@@ -799,8 +747,7 @@ class AssociativeMemory(Associator):
             labels, ids: of each new pattern ``(n,)``. Required if and only if the memory has labels, or ids.
             replace: whether a pattern whose id is stored already takes its place, with its new label.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
+        >>> memory = AssociativeMemory(torch.zeros(3, 4))
         >>> memory.add(torch.ones(2, 4))
         tensor([3, 4])
         """
@@ -827,10 +774,7 @@ class AssociativeMemory(Associator):
     def remove(self, index: Any = None, *, ids: Any = None) -> None:
         """Deletes patterns, with all that belongs to them, by index, by boolean mask or by id. Later ones move up.
 
-        At least one pattern must be left. A sharded memory refuses.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", ids=["a", "b", "c"])
+        >>> memory = AssociativeMemory(torch.eye(3), "dot", ids=["a", "b", "c"])
         >>> memory.remove(ids=["a", "c"])
         >>> memory.patterns
         tensor([[0., 1., 0.]])
@@ -862,26 +806,23 @@ class AssociativeMemory(Associator):
         self._stored = stored
 
     @torch.no_grad()
-    def shard_(self: Memory, group: Any = None) -> Memory:
+    def shard_(self, group: Any = None) -> "AssociativeMemory":
         """Keeps only a part of the patterns and labels on each rank of a process group, and returns the memory.
 
-        Each rank must call this method with equal patterns, for example from one memory-mapped file, and copies its
-        part of them. Afterwards ``patterns`` and ``labels`` are this part. The other methods give on every rank what
-        one process gives. They communicate, so all ranks must call them together. Their queries may differ: every rank
-        then scores the queries of all ranks. :meth:`fit` needs equal data on all ranks.
+        ``group`` is a process group of ``torch.distributed`` that supports the device of the patterns, such as gloo or
+        NCCL; None means all processes. Each rank must call this method with equal patterns, for example from one
+        memory-mapped file, and copies its part of them. Afterwards ``patterns`` and ``labels`` are this part. The other
+        methods give on every rank what one process gives. They communicate, so all ranks must call them together. Their
+        queries may differ: every rank then scores the queries of all ranks. :meth:`fit` needs equal data on all ranks.
 
         Parameters, the prior included, are copied from the first rank and stay equal in :meth:`fit`. In a model that
         is wrapped in ``DistributedDataParallel``, they are trained as all others. A state dict does not contain the
         parts; loading one that has all patterns replaces them.
 
-        Args:
-            group: a process group of ``torch.distributed`` that supports the device of the patterns, such as gloo or
-                NCCL, and has at most as many ranks as there are patterns; None for all processes.
-
-        >>> import tempfile, torch, ahop_layers as ah
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=0, world_size=1)
-        ...     memory = ah.AssociativeMemory(torch.eye(3), "dot").shard_()
+        ...     memory = AssociativeMemory(torch.eye(3), "dot").shard_()
         ...     memory.recall(torch.tensor([1.0, 3.0, 2.0]))
         ...     torch.distributed.destroy_process_group()
         tensor(1)
@@ -897,7 +838,7 @@ class AssociativeMemory(Associator):
         self._stored = stored.sharded(shard)
         return self
 
-    def _apply(self: Memory, fn: Any, recurse: bool = True) -> Memory:
+    def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
         before = self.beta, self.calibration, self.foreign
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -922,20 +863,14 @@ class AssociativeMemory(Associator):
             state_dict: of a memory that has labels, names of classes, ids and a prior if and only if this one does.
             strict, assign: as for ``nn.Module``.
 
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
-        >>> memory.load_state_dict(ah.AssociativeMemory(torch.ones(2, 4)).state_dict())
+        >>> memory = AssociativeMemory(torch.zeros(3, 4))
+        >>> memory.load_state_dict(AssociativeMemory(torch.ones(2, 4)).state_dict())
         <All keys matched successfully>
         >>> len(memory)
         2
         """
-        before = self._stored
         with unchanged_on_error(self):
-            try:
-                return super().load_state_dict(state_dict, strict, assign)
-            except Exception:
-                self._stored = before
-                raise
+            return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *args: Any
@@ -972,18 +907,14 @@ class AssociativeMemory(Associator):
         """Saves the whole memory in one file: patterns, labels, ids, similarity, temperature and confidence.
 
         The file has the safetensors format. It replaces an older one when it is complete. The ranks of a sharded memory
-        save one file each, ``name-00001-of-00004.safetensors``; :meth:`load` reads them all. Needs
-        ``pip install ahop-layers[save]``.
+        save one file each, ``name-00001-of-00004.safetensors``; :meth:`load` reads them all. Similarity, separation and
+        modulation must be of this package. Needs ``pip install ahop-layers[save]``.
 
-        Raises:
-            AHopError: the similarity, separation or modulation is not one of this package, safetensors is not
-                installed, or the folder does not exist.
-
-        >>> import tempfile, torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=["a", "b", "b"])
+        >>> import tempfile
+        >>> memory = AssociativeMemory(torch.eye(3), labels=["a", "b", "b"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     memory.save(f"{folder}/memory.safetensors")
-        ...     ah.AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
+        ...     AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
         ['a', 'b', 'b']
         """
         with self._writing:

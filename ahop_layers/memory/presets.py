@@ -43,17 +43,9 @@ def uniformity_loss(points: Tensor) -> Tensor:
 class KernelModulation(nn.Module):
     """Computes ``mod(pattern) = Phi^T Phi pattern``, so that a dot product compares ``Phi pattern`` and ``Phi query``.
 
-    Args:
-        dim: dimension ``d`` of a pattern.
-        features: number of rows of Phi; None for ``d``.
+    ``phi (features, dim)`` is learned; by default it is square. It is initialized to the identity, so that patterns are
+    unchanged.
 
-    Attributes:
-        phi: learned ``(features, d)``, initialized to the identity, so that initially patterns are unchanged.
-
-    Raises:
-        AHopError: a size is not a positive integer.
-
-    >>> import torch
     >>> patterns = torch.randn(5, 8)
     >>> torch.equal(KernelModulation(8)(patterns), patterns)
     True
@@ -71,13 +63,7 @@ class KernelModulation(nn.Module):
         return patterns @ phi.mT @ phi
 
     def separation_loss(self, patterns: Tensor) -> Tensor:
-        """The :func:`uniformity_loss` of ``Phi patterns`` for patterns ``(n, d)``: lower values mean larger distances.
-
-        >>> far, near = torch.eye(3), torch.full((3, 3), 0.5) + 0.1 * torch.eye(3)
-        >>> modulation = KernelModulation(3)
-        >>> bool(modulation.separation_loss(far) < modulation.separation_loss(near))
-        True
-        """
+        """The :func:`uniformity_loss` of ``Phi patterns`` for patterns ``(n, d)``: the lower, the larger distances."""
         return uniformity_loss(patterns @ self.phi.to(patterns.dtype).mT)
 
     def extra_repr(self) -> str:
@@ -128,7 +114,7 @@ def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
 
 
 def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **options: Any) -> Similarity:
-    """Create the named similarity for ``patterns (N, d)``; ``table`` and ``options`` are those of ``"adaptive"``."""
+    """Creates the named similarity for ``patterns (N, d)``; ``table`` and ``options`` are those of ``"adaptive"``."""
     check_choice("similarity", name, ("auto", *FIXED, "adaptive"))
     if name == "auto":
         return AutoSimilarity(patterns)

@@ -51,21 +51,15 @@ class Queries(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The best patterns of each query, and out of which patterns they were taken.
+    """Patterns of each query, best first: scores and indices ``(L, m)``, of which the first ``k`` are its hits.
 
-    Attributes:
-        scores, indices: of the hits ``(L, k)``, best first.
-        shortlist: the scores and indices of the shortlist ``(L, m)``; None if all patterns were scored.
+    If ``short``, they are a shortlist. Otherwise all patterns were scored, and m is k.
     """
 
     scores: Tensor
     indices: Tensor
-    shortlist: tuple[Tensor, Tensor] | None = None
-
-    def part(self, rows: slice) -> "Candidates":
-        """Returns those of some queries."""
-        listed = None if self.shortlist is None else (self.shortlist[0][rows], self.shortlist[1][rows])
-        return Candidates(self.scores[rows], self.indices[rows], listed)
+    k: int
+    short: bool
 
 
 class Scorer(NamedTuple):
@@ -155,19 +149,19 @@ class Scorer(NamedTuple):
         return scores if prior is None else scores + prior[indices]
 
     def search(self, asked: Queries, k: int, m: int | None, index: Index | None) -> Candidates:
-        """Finds the ``k`` best patterns of each query, with ``m`` out of a shortlist of so many."""
+        """Finds the ``k`` best patterns of each query, out of all or of a shortlist of ``m``."""
         chunks = torch.split(asked.rows, QUERY_ROWS)
-        if m is not None and m < self.stored.count:
+        short = m is not None and m < self.stored.count
+        if m is not None and short:
             parts = [self._shortlist(chunk, k, m, asked.missing, index) for chunk in chunks]
-            scores, indices, some, places = (torch.cat(each) for each in zip(*parts, strict=True))
-            return Candidates(scores, indices, (some, places))
-        size, ranks = min(k, len(self.stored.patterns)), self.stored.ranks
-        found = [ranks.best(*top_k(self.blocks(chunk, asked.missing), size), k) for chunk in chunks]
-        scores, indices = (torch.cat(each) for each in zip(*found, strict=True))
-        return Candidates(scores, indices)
+        else:
+            size, ranks = min(k, len(self.stored.patterns)), self.stored.ranks
+            parts = [ranks.best(*top_k(self.blocks(chunk, asked.missing), size), k) for chunk in chunks]
+        scores, indices = (torch.cat(each) for each in zip(*parts, strict=True))
+        return Candidates(scores, indices, k, short)
 
-    def _shortlist(self, rows: Tensor, k: int, m: int, missing: bool, index: Index | None) -> tuple[Tensor, ...]:
-        """Returns the ``k`` best scores and their indices, then the scores and indices of the whole shortlist."""
+    def _shortlist(self, rows: Tensor, k: int, m: int, missing: bool, index: Index | None) -> tuple[Tensor, Tensor]:
+        """Returns the scores and indices of a shortlist of ``m`` patterns, best first."""
         stored = self.stored
         sample = stored.sample(sample_index(stored.count, rows.device))
         filled, center = rows, None
@@ -188,7 +182,7 @@ class Scorer(NamedTuple):
         if index is not None and ((first > -torch.inf).sum(-1) < k).any():
             check_finite_rows(**{"queries x": filled})
             raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
-        return scores[..., :k], indices[..., :k], scores, indices
+        return scores, indices
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""

@@ -22,10 +22,8 @@ from ahop_layers.memory.shards import Whole
 STORED = ("patterns", "labels", "names", "ids")
 """Names of the tensors of a state dict that belong to the patterns."""
 
-VERSION = 1
-"""Version of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
-
-_KEY = "ahop_layers.memory"
+VERSION, _KEY = 1, "ahop_layers.memory"
+"""Version and header of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +181,8 @@ class Stored:
     def take(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)`` of all ranks, with their classes as labels and without ids."""
         labels = None if self.classes is None else self.class_of(index)
-        return self._alone(
-            self.sample(index), labels, names=None, ids=None, prior=self._prior(lambda prior: prior[index])
-        )
+        prior = self._prior(lambda values: values[index])
+        return self._alone(self.sample(index), labels, names=None, ids=None, prior=prior)
 
     def only(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)``, with all that belongs to them."""
@@ -231,10 +228,7 @@ class Stored:
         return found | {name: text_tensor(value) for name, value in texts.items() if value is not None}
 
     def loaded(self, prefix: str, given: Mapping[str, Any], assign: bool) -> "Stored":
-        """Returns what a state dict has of the patterns, see :meth:`tensors`, without a prior.
-
-        ``prefix`` is that of the names in errors. ``assign`` keeps its tensors, which may be memory-mapped.
-        """
+        """Returns what a state dict has of the patterns; ``assign`` keeps its tensors, which may be memory-mapped."""
         patterns, name = given["patterns"], f"{prefix}patterns"
         shape = getattr(patterns, "shape", ())
         if not isinstance(patterns, Tensor) or tuple(shape[1:]) != self.shape or not len(patterns):
@@ -325,8 +319,9 @@ def text_value(name: str, tensor: Any) -> Any:
 
 
 @contextmanager
-def unchanged_on_error(module: nn.Module) -> Iterator[None]:
-    """Restores all parameters and buffers of ``module`` if the body raises an Exception."""
+def unchanged_on_error(module: Any) -> Iterator[None]:
+    """Restores all parameters and buffers of a memory, and what it stores, if the body raises an Exception."""
+    stored = module._stored
     owners = [owner for part in module.modules() for owner in (part._parameters, part._buffers)]
     before: list[dict[str, Any]] = [dict(owner) for owner in owners]
     tensors = [each for owner in before for each in owner.values() if each is not None and not is_lazy(each)]
@@ -334,6 +329,7 @@ def unchanged_on_error(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception:
+        module._stored = stored
         for owner, tensor_of in zip(owners, before, strict=True):
             owner.update(tensor_of)
         with torch.no_grad():
