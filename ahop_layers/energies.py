@@ -15,17 +15,11 @@ def energy(
     the state and the modulated state, minus the function of the scores whose gradient is the separation.
 
     For the dot product and another separation (Hop, D-Hop, E-Hop), it is the negative sum over patterns of the
-    antiderivative of the separation. The paper's table has the sum inside the power and the exponential. This is the
-    sum of the powers and exponentials, whose gradient gives the dynamics. It does not increase for odd degrees. For the
-    exponential the energy is the logarithm of that sum, which is monotonic in it and does not overflow. The signs of
-    the other two do not depend on ``beta``.
+    antiderivative of the separation; the paper's table has the sum inside the power and the exponential. It does not
+    increase for odd degrees. For the exponential it is the logarithm of that sum, which does not overflow.
 
     For other similarities with softmax (A-Hop), it is the negative log-sum-exp of the scores. For the similarity
-    ``-|x - bias - pattern|^2`` it does not increase and is at least ``-log N``. For other weights the paper makes no
-    statement.
-
-    Raises:
-        AHopError: the paper defines no energy for this memory.
+    ``-|x - bias - pattern|^2`` it does not increase and is at least ``-log N``. Other memories have no energy.
     """
     name, attention = separation.name, ("softmax", "sparsemax", "entmax15", "entmax")
     if name not in ((*attention, "identity", "polynomial", "exponential") if dot_product else ("softmax",)):

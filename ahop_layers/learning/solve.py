@@ -93,21 +93,6 @@ class Learned(NamedTuple):
     report: Report
 
 
-class Solved(NamedTuple):
-    """Weights of a given similarity.
-
-    Attributes:
-        weights: the weight of each rank of the sorted, not cumulated, similarities, for each resolution
-            ``(n_bases, n)``; None if those that it has are better.
-        temperature: the scores divided by it are logits.
-        report: held-out accuracy.
-    """
-
-    weights: list[Tensor] | None
-    temperature: float
-    report: Report
-
-
 def fixed_weights(bases: Sequence[Base], edges: list[int]) -> dict[str, list[Tensor]]:
     """Returns the weights ``(n_bases, 1 + bins)`` of fixed scores: each base alone, and L1 trimmed at each edge."""
     names = {"l1": "L1", "dis": "Euclid", "dot": "dot product", "near": "near", "clip": "clipped L1"}
@@ -191,14 +176,9 @@ def learn(
     The result is never much worse than a fixed score: if L1, trimmed L1, Euclid, the dot product or one saturating base
     is better than the learned weights by more than a standard error on held-out queries, it is the result.
 
-    Args:
-        patterns: ``(N, d)``; NaN is a missing value.
-        labels: class of each pattern ``(N,)``; None to find the pattern itself. With labels, a pattern does not answer
-            for queries that were made of it, so that the accuracy is that of unseen patterns.
-        asked: queries, and what belongs to them.
-        generator: random generator on the device of the patterns.
-        bases: bases of the similarity.
-        bins: number of rank bins; with 1 the weights do not depend on ranks.
+    ``labels`` are the class of each pattern ``(N,)``; None finds the pattern itself. With labels, a pattern does not
+    answer for queries that were made of it, so that the accuracy is that of unseen patterns. With one of ``bins``, the
+    weights do not depend on ranks.
     """
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
@@ -253,8 +233,13 @@ def solve_weights(
     labels: Tensor | None,
     asked: Questions,
     generator: torch.Generator,
-) -> Solved:
-    """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias."""
+) -> tuple[list[Tensor] | None, float, Report]:
+    """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias.
+
+    Returns:
+        The weight of each rank, for each resolution ``(n_bases, n)``, or None if those that it has are better; the
+        temperature, by which scores are divided to be logits; and the held-out accuracy.
+    """
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
     unbiased = asked._replace(query=similarity.unbiased(asked.query))
@@ -282,11 +267,11 @@ def solve_weights(
     report = Report(tuple(rows.items()), chosen, len(held.offset) // 2, time.perf_counter() - began)
     weight = solved[best] / solved[best].abs().max().clamp(min=1e-30)
     if chosen == "start" or not weight.any():
-        return Solved(None, held.temperature(scores)[0], report)
+        return None, held.temperature(scores)[0], report
     lengths = [len(similarity.bases) * (1 + len(ends)) for ends in edges]
     parts = [part.view(len(similarity.bases), -1) for part in torch.split(weight, lengths)]
     weights = [part @ pools(ends).to(part) for part, ends in zip(parts, edges, strict=True)]
-    return Solved(weights, held.temperature(held.scores(weight))[0], report)
+    return weights, held.temperature(held.scores(weight))[0], report
 
 
 def _starts(similarity: AdaptiveSimilarity, edges: list[list[int]]) -> list[Tensor]:

@@ -40,16 +40,23 @@ def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
     return given if given.dtype == torch.uint8 else given.to(torch.get_default_dtype())
 
 
+def check_values(name: str, x: Tensor) -> None:
+    """Raises unless a tensor is dense and has values."""
+    if x.is_meta or x.layout is not torch.strided:
+        raise AHopError(f"{name} must be a dense tensor with values, got {x.layout} on {x.device}")
+
+
 def is_integer(x: Tensor) -> bool:
     """Returns whether a tensor has an integer dtype."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def as_indices(index: Any, count: int, device: torch.device) -> Tensor:
-    """Returns indices of ``count`` patterns as int64 on ``device``; raises unless they are integers in that range."""
-    rule = f"index must be integers from 0 to {count - 1}"
+def as_indices(index: Any, count: int, device: torch.device, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Returns indices of ``count`` patterns as int64 on ``device``, expanded to a ``shape`` if one is given."""
+    rule = f"index must be integers from 0 to {count - 1}" + ("" if shape is None else ", one for each query")
     try:
         place = torch.as_tensor(from_numpy(index), device=device)
+        place = place if shape is None else place.expand(shape)
     except (RuntimeError, TypeError, ValueError):
         raise AHopError(f"{rule}, got {type(index).__name__}") from None
     if not is_integer(place):

@@ -42,12 +42,9 @@ PENALTY, MOST_ODDS = 1e-4, 30.0
 
 
 class Calibration(NamedTuple):
-    """How scores become confidences.
+    """How scores become confidences: a factor of the scores, and weights of the log-sum-exp, the log odds and 1.
 
-    Attributes:
-        factor: of the scores.
-        weights: of the log-sum-exp, of the log odds, and a constant.
-        foreign: the confidences of unknown queries in ascending order.
+    ``foreign`` are the confidences of unknown queries in ascending order.
     """
 
     factor: float

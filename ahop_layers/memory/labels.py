@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.memory.arrays import from_numpy, is_integer
+from ahop_layers.memory.arrays import check_values, from_numpy, is_integer
 from ahop_layers.memory.shards import Whole
 
 
@@ -53,6 +53,7 @@ def as_labels(
             given = torch.as_tensor(listed)
         except (RuntimeError, TypeError, ValueError):
             raise AHopError(f"{name} must be integers or strings (N,), {rule}, got others") from None
+    check_values(name, given)
     if not is_integer(given):
         raise AHopError(f"{name} must be integers or strings (N,), {rule}, got {given.dtype}")
     if given.shape != (count,):
@@ -65,6 +66,8 @@ def as_labels(
 def as_ids(ids: Any, count: int | None = None) -> Ids:
     """Returns ``count`` different ids, strings or integers, as a tuple."""
     given = from_numpy(ids)
+    if isinstance(given, Tensor):
+        check_values("ids", given)
     listed = given.tolist() if isinstance(given, Tensor) and given.ndim == 1 else _listed("ids", given)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, (str, int)) or isinstance(each, bool)]
     if wrong:

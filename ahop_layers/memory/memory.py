@@ -5,7 +5,6 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,12 @@ from ahop_layers.errors import (
 from ahop_layers.learning import questions
 from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
 from ahop_layers.learning.candidates import some_patterns
+from ahop_layers.learning.descent import mean_loss, minimize
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.solve import Report, learn, solve_weights
 from ahop_layers.memory import fit as gradients
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, as_indices, as_tensor, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, as_tensor, check_values, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits, calibrate, contributions
 from ahop_layers.memory.labels import as_labels, class_logsumexp
 from ahop_layers.memory.presets import KernelModulation, describe_parts, make_parts, named_similarity, preset_arguments
@@ -80,8 +80,7 @@ class AssociativeMemory(Associator):
         check: raise if a pattern holds infinity, or no known value. False skips the check, which reads all patterns
             once, and promises that there is no NaN.
         beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
-            1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it; a number
-            is kept. It does not change which score is the largest.
+            1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it.
 
     >>> import torch, ahop_layers as ah
     >>> patterns = torch.rand(100, 16) * 2 - 1
@@ -159,7 +158,7 @@ class AssociativeMemory(Associator):
         Args:
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
-            patterns: as for :class:`AssociativeMemory`.
+            patterns: as of the class.
             keywords: ``labels``, ``ids``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop,
                 whose energy does not increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``,
                 ``init``, ``debias``, ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop.
@@ -302,8 +301,7 @@ class AssociativeMemory(Associator):
         result is the sum of the softmax weights of the patterns of each class. Without gradients, memory is independent
         of N.
 
-        >>> memory = AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7])
-        >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
+        >>> AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7]).class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
         """
         scores, stored = self._class_scores(x)
@@ -334,7 +332,7 @@ class AssociativeMemory(Associator):
         An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
         saved. If the patterns change, for example by :meth:`add` or ``.double()``, it must be built again or removed
         before the next shortlist. With shards, each rank builds one of its part. Needs
-        ``pip install ahop-layers[search]``, and patterns without NaN, without a prior and not of inference mode.
+        ``pip install ahop-layers[search]``, and patterns without NaN, with equal priors and not of inference mode.
 
         Args:
             description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
@@ -362,8 +360,7 @@ class AssociativeMemory(Associator):
         Unknown queries are damaged copies of stored patterns whose pattern, and class, is left out. The damage is that
         of the last :meth:`fit`; without one, any share of the values may be replaced or missing.
 
-        >>> patterns = torch.rand(200, 24)
-        >>> memory = AssociativeMemory(patterns)
+        >>> memory = AssociativeMemory(patterns := torch.rand(200, 24))
         >>> hits = memory.search(torch.cat([patterns[:2], torch.rand(2, 24)]))
         >>> hits.confidence[:, 0] > memory.threshold(false_accepts=0.05)
         tensor([ True,  True, False, False])
@@ -383,20 +380,15 @@ class AssociativeMemory(Associator):
         the pattern of each query ``(...)``; None means the one with the largest score. Tables and other modules are
         refused: their scores are no sum that is known.
 
-        >>> memory = AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "l1")
-        >>> memory.explain(torch.tensor([2.0, 2.0, 9.0]), index=1)
-        tensor([-2., -3., -3.])
+        >>> AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0]]), "l1").explain(torch.tensor([2.0, 2.0, 9.0]))
+        tensor([-1., -0., -6.])
         """
         scorer = self._scorer("explain")
         asked, count = scorer.queries(x), scorer.stored.count
         if index is None:
             place = scorer.search(asked, 1, None, None).indices[:, 0]
         else:
-            try:
-                place = as_indices(index, count, asked.rows.device).expand(tuple(asked.batch)).flatten()
-            except RuntimeError:
-                rule = f"index must be integers from 0 to {count - 1}, one for each query"
-                raise AHopError(f"{rule}, got others than {tuple(asked.batch)}") from None
+            place = as_indices(index, count, asked.rows.device, tuple(asked.batch)).flatten()
             if self.shard is not None and len(place) != len(asked.rows):
                 raise AHopError("index needs the same queries on all ranks of a sharded memory, got different ones")
         pairs = zip(torch.split(asked.rows, QUERY_ROWS), torch.split(place, QUERY_ROWS), strict=True)
@@ -405,6 +397,7 @@ class AssociativeMemory(Associator):
 
     def _calibrated(self) -> Calibration:
         """Returns the calibration of the last fit, or one from the stored patterns alone, renewed when they double."""
+        check_values("patterns", self._stored.patterns)
         factor, *weights = self.calibration.tolist()
         if factor and len(self) < 2 * self._calibrated_for:
             return Calibration(factor, (weights[0], weights[1], weights[2]), self.foreign)
@@ -434,12 +427,11 @@ class AssociativeMemory(Associator):
 
     @torch.no_grad()
     def retrieve(self, x: Array, steps: int = 1) -> Array:
-        """Retrieves patterns for queries, in the shape of ``x``, with ``steps`` updates and without gradients.
+        """Retrieves patterns for queries, in the shape of ``x``, with ``steps`` updates.
 
-        The graph of the gradients would store every block of the patterns. Call the memory itself to compute gradients.
+        Call the memory itself to compute gradients: their graph stores every block of the patterns.
 
-        >>> memory = AssociativeMemory(torch.eye(4) * 10, "dot")
-        >>> memory.retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
+        >>> AssociativeMemory(torch.eye(4) * 10, "dot").retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
         tensor([10.,  0.,  0.,  0.])
         """
         output: Array = self(x, steps)
@@ -545,11 +537,8 @@ class AssociativeMemory(Associator):
 
         Returns:
             Where the weights are solved for, a report that prints as a table: the accuracy of simple scores and of the
-            learned one on held-out queries. Otherwise the loss of every step.
-
-        Raises:
-            AHopError: the memory has no trainable parameters, the patterns are float16 and training would let squared
-                gradients underflow, or the loss is not finite.
+            learned one on held-out queries. Otherwise the loss of every step. Training of float16 patterns is refused,
+            because squared gradients would underflow.
 
         >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(200, 24, generator=torch.Generator().manual_seed(1))
@@ -562,6 +551,7 @@ class AssociativeMemory(Associator):
         if torch.is_inference_mode_enabled():
             raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
         stored = self._stored
+        check_values("patterns", stored.patterns)
         check_seed(seed=seed)
         call = f"fit(epochs={epochs!r}, lr={lr!r}, batch={batch!r}, seed={int(seed)}, by={by!r})"
         stored.ranks.agree(call, stored.patterns.device)
@@ -676,14 +666,14 @@ class AssociativeMemory(Associator):
         stored, ranks = scorer.stored, scorer.stored.ranks
         if stored.dtype == torch.float16:
             raise AHopError("fit needs patterns of another dtype, got torch.float16: call memory.float() before")
-        minimize = partial(gradients.minimize, self, lr=lr, progress=progress and ranks.rank == 0, ranks=ranks)
+        shows, average = progress and ranks.rank == 0, ranks.average_gradients
         if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
             if by == "label":
                 raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
             with unchanged_on_error(self):
                 self.calibration = torch.zeros_like(self.calibration)
                 batches = gradients.separation_batches(stored, epochs, batch, generator)
-                return minimize(self.modulation.separation_loss, batches)[0]
+                return minimize(self, self.modulation.separation_loss, batches, lr, shows, average)[0]
         if data is None:
             raise AHopError("data must be a variant or a pair (index, query), got NoneType")
         classes = stored.given_classes() if by == "label" else None
@@ -700,7 +690,7 @@ class AssociativeMemory(Associator):
 
         with unchanged_on_error(self):
             batches = gradients.retrieval_batches(data, stored, epochs, batch, generator)
-            first = gradients.mean_loss(loss, batches.held_out)
+            first = mean_loss(loss, batches.held_out)
             self._set_bias(stored, data, means, batch, generator)
             if self._fits_beta:
                 held_out = [(target, query.to(stored.dtype)) for target, query in batches.held_out]
@@ -708,7 +698,7 @@ class AssociativeMemory(Associator):
             scale, logit = scale_of(stored.sample(stored.spread())), 1 / self.beta.item()
             units = [(self._bias(), scale), (self.prior, logit)]
             units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
-            losses, start, best = minimize(loss, batches, units=units, scale=scale)
+            losses, start, best = minimize(self, loss, batches, lr, shows, average, units, scale)
             self._calibrate(data, by, seed)
         if not best < min(first, start):
             rule = f"expected less than {min(first, start):.4g}, got {best:.4g}"
@@ -747,8 +737,7 @@ class AssociativeMemory(Associator):
             labels, ids: of each new pattern ``(n,)``. Required if and only if the memory has labels, or ids.
             replace: whether a pattern whose id is stored already takes its place, with its new label.
 
-        >>> memory = AssociativeMemory(torch.zeros(3, 4))
-        >>> memory.add(torch.ones(2, 4))
+        >>> AssociativeMemory(torch.zeros(3, 4)).add(torch.ones(2, 4))
         tensor([3, 4])
         """
         with self._writing:
@@ -911,9 +900,8 @@ class AssociativeMemory(Associator):
         modulation must be of this package. Needs ``pip install ahop-layers[save]``.
 
         >>> import tempfile
-        >>> memory = AssociativeMemory(torch.eye(3), labels=["a", "b", "b"])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     memory.save(f"{folder}/memory.safetensors")
+        ...     AssociativeMemory(torch.eye(3), labels=["a", "b", "b"]).save(f"{folder}/memory.safetensors")
         ...     AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
         ['a', 'b', 'b']
         """
@@ -933,8 +921,7 @@ class AssociativeMemory(Associator):
     def load(cls, path: str | Path, check: bool = True) -> "AssociativeMemory":
         """Loads a memory that :meth:`save` saved. The patterns are memory-mapped: call ``.to(device)`` to move them.
 
-        ``check`` is that of :class:`AssociativeMemory`. A file that is missing, damaged, of another kind or of a newer
-        version is refused.
+        ``check`` is that of :class:`AssociativeMemory`.
         """
         path = files.as_path(path)
         tensors, header = storage.read(path)

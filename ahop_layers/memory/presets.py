@@ -12,6 +12,7 @@ from ahop_layers.association import Similarity, dot_product, negative_distance
 from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError, check_choice, check_sizes, describe
 from ahop_layers.learning.auto import AutoSimilarity
+from ahop_layers.memory.arrays import check_values
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
@@ -121,6 +122,7 @@ def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **opti
     if name != "adaptive":
         return FIXED[name]
     if table:
+        check_values("patterns", patterns)
         low, high = known_range(patterns)
         reach = torch.maximum(-low, high)
         options["key_range"] = reach[~reach.isnan()].max()

@@ -31,13 +31,10 @@ KEPT_ELEMENTS = 2**28
 
 
 class Queries(NamedTuple):
-    """Queries as a matrix.
+    """Queries of all ranks as a matrix ``rows (L, d)``, of which those at ``own`` are of this rank.
 
-    Attributes:
-        rows: ``(L, d)`` in the dtype of the scores, those of all ranks.
-        own: the place of the queries of this rank.
-        missing: whether they or the patterns have unknown values.
-        batch: the shape of the queries of this rank without that of a pattern.
+    ``missing`` says whether they or the patterns have unknown values. ``batch`` is the shape of the queries of this
+    rank without that of a pattern.
     """
 
     rows: Tensor
@@ -173,7 +170,7 @@ class Scorer(NamedTuple):
         if index is None:
             first, indices = first_stage(linear, stored, own, center if stored.unknown else None)
         else:
-            index.check(stored.patterns)
+            index.check(stored)
             first, indices = index.shortlist(linear, own)
         scores = self.pairs(rows, indices, missing).masked_fill(first == -torch.inf, -torch.inf)
         ranks = stored.ranks
@@ -216,9 +213,8 @@ class Scorer(NamedTuple):
     def _block_size(self, queries: int) -> int:
         """Returns the number of patterns that are scored at once.
 
-        A block has at most BLOCK_SCORES scores, for up to QUERY_ROWS queries. More are only scored at once where all
-        scores are kept, so that small blocks would save no memory. On a GPU, blocks are as large as the memory of their
-        scores allows, because each call has a fixed cost. Some similarities need several times the memory of a block.
+        More than QUERY_ROWS queries are only scored at once where all scores are kept, so that small blocks would save
+        no memory. On a GPU, each call has a fixed cost. Some similarities need several times the memory of a block.
         """
         similarity, dim, queries = self.similarity, self.stored.dim, max(1, queries)
         size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))

@@ -1,8 +1,7 @@
 """Shards: each rank of a process group keeps a part of the patterns of a memory.
 
-All communication is one operation, a gather that is differentiable. Its gradient is the sum over the losses of all
-ranks, so the mean of the parameter gradients over the ranks, as DistributedDataParallel computes it, is the gradient of
-the mean loss.
+All communication is a differentiable gather. Its gradient is the sum over the losses of all ranks, so the mean of the
+parameter gradients over the ranks, as DistributedDataParallel computes it, is the gradient of the mean loss.
 """
 
 import zlib
@@ -64,11 +63,7 @@ class Whole:
         """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``.
 
         Every rank scores the queries of all ranks against its patterns. Queries that are equal on all ranks and need no
-        gradient are scored once.
-
-        Raises:
-            AHopError: ``error``, if the queries of this rank are invalid, or that those of another rank are. Without
-                this exchange, the others would wait for a rank that raised.
+        gradient are scored once. Raises on all ranks if one has an ``error``: the others would wait for it.
         """
         failed = []
         if not self.alone:
@@ -89,10 +84,7 @@ class Whole:
         return joined, slice(first, first + len(rows))
 
     def cross_entropy(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Computes the mean cross entropy of the logits of all ranks, ``(L, stop - start)`` here, for equal targets.
-
-        ``index (L,)`` is the index of a pattern out of those of all ranks.
-        """
+        """Computes the mean cross entropy of the logits of all ranks, ``(L, stop - start)`` here, of ``index (L,)``."""
         if self.alone:
             return functional.cross_entropy(logits, index)
         wide = logits.to(accumulation_dtype(logits.dtype))
@@ -137,17 +129,7 @@ class Whole:
 
 
 class Shard(Whole):
-    """The part ``start:stop`` of ``count`` patterns that this rank keeps, and the communication with other ranks.
-
-    Args:
-        group: a process group of ``torch.distributed``; None for all processes.
-        count: number of patterns of all ranks together.
-        device: device of the patterns.
-
-    Raises:
-        AHopError: there is no process group, this process is not in it, it does not support the device, or it has more
-            ranks than there are patterns.
-    """
+    """The part ``start:stop`` of ``count`` patterns that this rank of a group keeps, on a device that it supports."""
 
     alone = False
 

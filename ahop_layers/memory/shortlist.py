@@ -159,8 +159,6 @@ class Index:
             raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
         if stored.unknown:
             raise AHopError("build_index needs patterns without unknown values, got NaN: shortlists work without it")
-        if stored.prior is not None:
-            raise AHopError("build_index needs a memory without a prior, got one: shortlists work without an index")
         try:
             faiss = importlib.import_module("faiss")
         except ImportError as error:
@@ -182,11 +180,13 @@ class Index:
     def __reduce__(self) -> Any:
         return type(None), ()  # an index is neither copied nor saved
 
-    def check(self, patterns: Tensor) -> None:
-        """Raises unless the index was built for these patterns."""
-        if self.patterns is not patterns or self.version != patterns._version:
+    def check(self, stored: Stored) -> None:
+        """Raises unless the index was built for these patterns, which it finds without their prior."""
+        if self.patterns is not stored.patterns or self.version != stored.patterns._version:
             rule = "the index must be that of the stored patterns, got one of others"
             raise AHopError(f"{rule}: call build_index again, or build_index(None) to search without")
+        if stored.prior is not None and bool((stored.prior != stored.prior[0]).any()):
+            raise AHopError("an index needs equal priors, got different ones: call build_index(None) to search without")
 
     def shortlist(self, linear: Linear, m: int) -> tuple[Tensor, Tensor]:
         """Returns approximate scores and the indices of ``m`` patterns for each query: ``(L, m)`` each.

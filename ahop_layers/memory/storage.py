@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from ahop_layers import files
 from ahop_layers.errors import AHopError, describe, has_unknown
 from ahop_layers.learning.auto import AutoSimilarity
-from ahop_layers.memory.arrays import as_tensor
+from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
 from ahop_layers.memory.shards import Whole
 
@@ -28,9 +28,7 @@ VERSION, _KEY = 1, "ahop_layers.memory"
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """The patterns of a memory and all that belongs to each of them.
-
-    It is never changed: a memory replaces it, so that a thread that searches sees one state.
+    """The patterns of a memory and all that belongs to them. A memory replaces it, so that a search sees one state.
 
     Attributes:
         patterns: ``(n, d)``, of this rank, floating-point or uint8.
@@ -235,7 +233,9 @@ class Stored:
             got = describe(patterns) if isinstance(patterns, Tensor) else type(patterns).__name__
             expected = ", ".join(map(str, self.shape))
             raise AHopError(f"{name} must be (N, {expected}) with N at least 1, got {got}")
-        rows = patterns.flatten(1)
+        if not assign:
+            check_values(name, patterns)
+        rows = as_tensor(name, patterns).flatten(1)
         if self.patterns.dtype == torch.uint8:
             rows = converted(rows, self.patterns, name)
         elif not rows.is_floating_point():
@@ -253,18 +253,16 @@ class Stored:
 def make_stored(
     patterns: Tensor,
     shape: tuple[int, ...],
-    labels: Any = None,
-    ids: Any = None,
+    labels: Any,
+    ids: Any,
     check: bool = True,
     names: tuple[str, ...] | None = (),
     name: str = "patterns",
 ) -> Stored:
-    """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them.
-
-    ``names`` are those of :func:`ahop_layers.memory.labels.as_labels`.
-    """
+    """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them; for names see as_labels."""
     codes = None
     if labels is not None:
+        check_values("patterns with labels", patterns)
         called = name.replace("patterns", "labels")
         codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
     unknown = check and patterns.is_floating_point() and has_unknown(**{name: patterns})
@@ -297,6 +295,8 @@ def nested(places: Any, names: Sequence[Any]) -> Any:
 
 def converted(rows: Tensor, stored: Tensor, name: str = "patterns") -> Tensor:
     """Returns new patterns in the dtype and on the device of those stored; raises if a value does not fit."""
+    check_values(name, rows)
+    check_values("stored patterns", stored)
     if stored.is_floating_point() or rows.dtype == stored.dtype:
         return rows.to(stored)
     whole = rows.round().clamp(0, 255).to(stored.dtype)
@@ -360,8 +360,9 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise AHopError(f"path must have one file, or the files of all ranks, got {got}")
     found = [files.read(part, _KEY, "AssociativeMemory.save") for part in parts or [path]]
     tensors, header = found[0]
-    if header.get("version") != VERSION:
-        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {header.get('version')}")
+    version = header.get("version")
+    if version != VERSION:
+        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {version!r}")
     alike = all({*each} == {*tensors} and own == header for each, own in found)
     if not alike or len({each["patterns"].shape[1:] for each, _ in found if "patterns" in each}) > 1:
         raise AHopError(f"path must have files of one call of save, got those of several: {parts[0].name}, …")
