@@ -22,11 +22,7 @@ def as_path(path: Any) -> Path:
 
 
 def write(path: Path, key: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Writes tensors and the header ``key`` in one step: whoever reads ``path`` sees the old file or the new one.
-
-    Raises:
-        AHopError: safetensors is not installed, the folder does not exist, or the file cannot be written.
-    """
+    """Writes tensors and the header ``key`` in one step: whoever reads ``path`` sees the old file or the new one."""
     library = _safetensors()
     if path.is_dir() or not path.parent.is_dir():
         raise AHopError(f"path must be a file in a folder that exists, got {str(path)!r}")
@@ -45,11 +41,7 @@ def write(path: Path, key: str, tensors: Mapping[str, Tensor], header: Mapping[s
 
 
 def read(path: Path, key: str, writer: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors, mapped into memory, and the header ``key`` of a file that ``writer`` wrote.
-
-    Raises:
-        AHopError: safetensors is not installed, or the file is missing, damaged or of another kind.
-    """
+    """Returns the tensors, mapped into memory, and the header ``key`` of a file that ``writer`` wrote."""
     library, rule = _safetensors(), f"path must be a file that {writer} wrote, got {str(path)!r}"
     if not path.is_file():
         raise AHopError(rule)

@@ -317,7 +317,7 @@ def test_tensors_without_values_of_other_layouts_and_dtypes_are_refused(kind, ro
     else:
         calls.append(lambda: AssociativeMemory(other(rows)))
     for call in calls:
-        with pytest.raises(AHopError, match="must be|must have|needs"):
+        with pytest.raises(AHopError, match=r"must be|must have|needs"):
             call()
     assert len(memory) == 60
 

@@ -132,7 +132,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     ah.save_similarities(model, path)
     before = path.read_bytes()
     monkeypatch.setattr("os.replace", Mock(side_effect=OSError("disk full")))
-    with pytest.raises(ah.AHopError, match="path must be a file that can be written, got .* disk full"):
+    with pytest.raises(ah.AHopError, match=r"path must be a file that can be written, got .* disk full"):
         ah.save_similarities(model, path)
     assert path.read_bytes() == before
     assert [*tmp_path.iterdir()] == [path]

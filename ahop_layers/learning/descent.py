@@ -17,10 +17,7 @@ EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
 
 FORM_UNITS, FORM_STEPS = {"original0": 20.0, "original1": 1.0}, 40
-"""Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`.
-
-They hold up to so many steps. With more steps, units fall with the root of the number.
-"""
+"""Units of the weights of trainable forms, up to so many steps. With more, they fall with the root of the number."""
 
 FORM_EPS = 0.3
 """Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""

@@ -236,9 +236,8 @@ def solve_weights(
 ) -> tuple[list[Tensor] | None, float, Report]:
     """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias.
 
-    Returns:
-        The weight of each rank, for each resolution ``(n_bases, n)``, or None if those that it has are better; the
-        temperature, by which scores are divided to be logits; and the held-out accuracy.
+    The result is the weight of each rank, for each resolution ``(n_bases, n)``, or None if those that it has are
+    better; the temperature, by which scores are divided to be logits; and the held-out accuracy.
     """
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)

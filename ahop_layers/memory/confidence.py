@@ -2,10 +2,9 @@
 
 The confidence of a hit is the product of two probabilities. The first says which pattern a query belongs to: the
 softmax of the scores, times a factor, summed over the patterns of a class where there are labels. The second says
-whether it belongs to any: a logistic function of the log-sum-exp of the scores, and of the log odds of the first
-probability of the best hit. The scores tell whether anything fits, and the odds whether one pattern fits better than
-all others: which of the two tells more depends on the data. All four numbers are fitted to damaged copies of stored
-patterns, and to the same queries while their pattern, or its class, is left out.
+whether it belongs to any: a logistic function of the log-sum-exp of the scores, which tells whether anything fits, and
+of the log odds of the best hit, which tell whether one pattern fits better than all others. All four numbers are fitted
+to damaged copies of stored patterns, and to the same queries while their pattern, or its class, is left out.
 """
 
 from collections.abc import Callable
@@ -136,21 +135,19 @@ class Hits(tuple[Any, Any]):
         scorer, queries, found = self._asked.scorer, self._asked.queries, self._asked.found
         stored, wide = scorer.stored, accumulation_dtype(scorer.stored.dtype)
         logits = factor * found.scores[rows].to(wide)
-        own, total = logits[:, : found.k], logits.logsumexp(-1)
-        if stored.classes is not None:
-            listed = stored.class_of(found.indices[rows])
-            hit = listed[:, : found.k]
-        if stored.classes is not None and found.short:
-            others = [listed != each[:, None] for each in hit.unbind(1)]
-            own = torch.stack([logits.masked_fill(each, -torch.inf).logsumexp(-1) for each in others], 1)
-        elif not found.short:
+        listed = None if stored.classes is None else stored.class_of(found.indices[rows])
+        if not found.short:
             blocks = (factor * each.to(wide) for each in scorer.blocks(queries.rows[rows], queries.missing))
-            if stored.classes is not None:
+            if stored.classes is not None and listed is not None:
                 by_class = class_logsumexp(blocks, stored.classes, stored.ranks)
-                return by_class.gather(-1, hit), by_class.logsumexp(-1)
+                return by_class.gather(-1, listed), by_class.logsumexp(-1)
             total = torch.stack([block.logsumexp(-1) for block in blocks]).logsumexp(0)
-            total = stored.ranks.gather(total).logsumexp(0)
-        return own, total
+            return logits, stored.ranks.gather(total).logsumexp(0)
+        own = logits[:, : found.k]
+        if listed is not None:
+            others = [listed != each[:, None] for each in listed[:, : found.k].unbind(1)]
+            own = torch.stack([logits.masked_fill(each, -torch.inf).logsumexp(-1) for each in others], 1)
+        return own, logits.logsumexp(-1)
 
 
 @torch.no_grad()

@@ -113,7 +113,10 @@ def best_inverse_temperature(
     limit if the largest score is always right, so the result is the smallest factor with a loss within 0.01 of the
     minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers the loss.
     """
-    unit = _deviation(ranks.columns(torch.cat(list(scores(batches[0][1])), -1))).reciprocal()
+    some = ranks.columns(torch.cat(list(scores(batches[0][1])), -1))
+    peak = some.abs().max().to(accumulation_dtype(some.dtype))
+    deviation = peak * (some / peak).std(-1, correction=0).square().mean().sqrt()  # squares could overflow
+    unit = torch.where(deviation > 0, deviation, 1.0).reciprocal()
     count = sum(len(target) for target, _ in batches)
 
     def search(factors: Tensor) -> Tensor:
@@ -129,13 +132,6 @@ def best_inverse_temperature(
     if best > 0:
         best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
     return unit * best.clamp(min=MIN_DEVIATION)
-
-
-def _deviation(scores: Tensor) -> Tensor:
-    """The root mean square over queries of the standard deviation of their scores ``(L, N)``, or 1 if all are equal."""
-    peak = scores.abs().max().to(accumulation_dtype(scores.dtype))
-    deviation = peak * (scores / peak).std(-1, correction=0).square().mean().sqrt()  # squares could overflow
-    return torch.where(deviation > 0, deviation, 1.0)
 
 
 # Losses of the logits ``(L, B)`` of consecutive blocks of the patterns of this rank: the mean over the queries.

@@ -66,9 +66,7 @@ def as_labels(
 def as_ids(ids: Any, count: int | None = None) -> Ids:
     """Returns ``count`` different ids, strings or integers, as a tuple."""
     given = from_numpy(ids)
-    if isinstance(given, Tensor):
-        check_values("ids", given)
-    listed = given.tolist() if isinstance(given, Tensor) and given.ndim == 1 else _listed("ids", given)
+    listed = _listed("ids", given)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, (str, int)) or isinstance(each, bool)]
     if wrong:
         raise AHopError(f"ids must be strings or integers, one for each pattern, got {wrong[0]}")
@@ -80,7 +78,10 @@ def as_ids(ids: Any, count: int | None = None) -> Ids:
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """Returns a sequence, or an array of strings, as a list."""
+    """Returns a sequence, a vector, or an array of strings, as a list."""
+    if isinstance(values, Tensor):
+        check_values(name, values)
+        values = values.tolist() if values.ndim == 1 else values
     unordered = isinstance(values, (str, bytes, set, frozenset, dict)) or not hasattr(values, "__len__")
     if unordered or getattr(values, "ndim", 1) != 1:
         raise AHopError(f"{name} must be a sequence, got {type(values).__name__}")

@@ -153,16 +153,14 @@ class AssociativeMemory(Associator):
 
     @classmethod
     def preset(cls, name: str, patterns: Any, **keywords: Any) -> "AssociativeMemory":
-        """Creates a network of the paper's first table.
+        """Creates a network of the paper's first table for ``patterns``.
 
         Args:
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
-            patterns: as of the class.
-            keywords: ``labels``, ``ids``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop,
-                whose energy does not increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``,
-                ``init``, ``debias``, ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop.
-                ``table=True`` adds a learned base similarity to the footprints.
+            keywords: ``labels``, ``ids``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop;
+                ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``, ``blocks`` (see
+                :class:`~ahop_layers.AdaptiveSimilarity`) and ``table``, a learned base similarity, for A-Hop.
 
         >>> memory = AssociativeMemory.preset("A-Hop", torch.rand(100, 16) * 2 - 1, debias=True)
         >>> memory.similarity
@@ -212,7 +210,7 @@ class AssociativeMemory(Associator):
     @labels.setter
     def labels(self, labels: Any) -> None:
         stored = self._unsharded("labels")
-        codes, names = as_labels(labels, len(stored.patterns), stored.patterns.device)
+        codes, names = as_labels(labels, stored.count, stored.patterns.device)
         self._stored = replace(stored, labels=codes, names=names, classes=None)
 
     @property
@@ -298,8 +296,7 @@ class AssociativeMemory(Associator):
         """Computes the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
 
         The scores are multiplied by :attr:`beta`, and the classes are in the order of ``classes``. The softmax of the
-        result is the sum of the softmax weights of the patterns of each class. Without gradients, memory is independent
-        of N.
+        result is the sum of the softmax weights of the patterns of each class.
 
         >>> AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7]).class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
@@ -636,9 +633,9 @@ class AssociativeMemory(Associator):
             count = len(query) if query.ndim else 0
             given, names = as_labels(target, count, query.device, "labels of data", "query", stored.names)
             index = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
-            unknown = given[classes.labels[index] != given]
-            if len(unknown):
-                got = unknown[0].item() if names is None else repr(names[int(unknown[0])])
+            unknown = given[classes.labels[index] != given].tolist()
+            if unknown:
+                got = unknown[0] if names is None else repr(names[unknown[0]])
                 raise AHopError(f"labels of data must be labels of stored patterns, got {got}")
             sums = patterns.new_zeros(len(classes.labels), stored.dim).index_add(0, classes.of_pattern, patterns)
             means = (stored.ranks.total(sums) / classes.counts[:, None]).to(stored.dtype)
@@ -804,9 +801,8 @@ class AssociativeMemory(Associator):
         methods give on every rank what one process gives. They communicate, so all ranks must call them together. Their
         queries may differ: every rank then scores the queries of all ranks. :meth:`fit` needs equal data on all ranks.
 
-        Parameters, the prior included, are copied from the first rank and stay equal in :meth:`fit`. In a model that
-        is wrapped in ``DistributedDataParallel``, they are trained as all others. A state dict does not contain the
-        parts; loading one that has all patterns replaces them.
+        Parameters, the prior included, are copied from the first rank. In ``DistributedDataParallel``, they are trained
+        as all others. A state dict does not contain the parts; loading one that has all patterns replaces them.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -909,13 +905,13 @@ class AssociativeMemory(Associator):
             stored, tensors = self._stored, {**self.state_dict(), **self._stored.tensors()}
         path = files.as_path(path)
         header = describe_parts(self) | {"prior": self.prior is not None, "fits_beta": self._fits_beta}
-        header |= {"activation": self.activation, "objective": self.objective}
+        header |= {"version": storage.VERSION, "activation": self.activation, "objective": self.objective}
         header["frozen"] = [name for name, each in self.named_parameters() if not each.requires_grad]
         if self.shard is not None:
             path = storage.part_path(path, stored.ranks.rank, stored.ranks.ranks)
             number = torch.randint(2**62, (), device=stored.patterns.device)
             header["save"] = int(stored.ranks.gather(number)[0])
-        storage.write(path, tensors, header)
+        files.write(path, storage.KEY, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path, check: bool = True) -> "AssociativeMemory":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import Similarity, dot_product, negative_distance
+from ahop_layers.association import Similarity, dot_product, negative_distance, negative_manhattan
 from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError, check_choice, check_sizes, describe
 from ahop_layers.learning.auto import AutoSimilarity
@@ -94,12 +94,6 @@ PRESETS = {
     "K2-Hop": Preset("dot", "softmax", kernel=True, keywords=("features",)),
     "A-Hop": Preset("adaptive", "softmax", keywords=("bases", "init", "debias", "table", "blocks")),
 }
-
-
-def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
-    """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
-    wide = accumulation_dtype(query.dtype)
-    return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
 
 
 FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}

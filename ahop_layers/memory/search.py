@@ -12,7 +12,7 @@ from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, 
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.presets import FIXED, known_scores
-from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
+from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
 from ahop_layers.memory.storage import Stored
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.table import TableSimilarity
@@ -159,8 +159,8 @@ class Scorer(NamedTuple):
 
     def _shortlist(self, rows: Tensor, k: int, m: int, missing: bool, index: Index | None) -> tuple[Tensor, Tensor]:
         """Returns the scores and indices of a shortlist of ``m`` patterns, best first."""
-        stored = self.stored
-        sample = stored.sample(sample_index(stored.count, rows.device))
+        stored, size = self.stored, min(SAMPLE, self.stored.count)
+        sample = stored.sample(torch.arange(size, device=rows.device) * stored.count // size)
         filled, center = rows, None
         if missing:  # the first stage replaces unknown values by the mean of their dimension
             center = sample.nanmean(0).nan_to_num(0.0)

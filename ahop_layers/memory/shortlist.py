@@ -32,12 +32,6 @@ KEPT_NORMS = 2**28
 """Maximum number of squared norms that are kept for later searches: 1 GiB in float32."""
 
 
-def sample_index(count: int, device: torch.device) -> Tensor:
-    """Returns the indices of the sample, evenly spaced among ``count`` patterns."""
-    size = min(SAMPLE, count)
-    return torch.arange(size, device=device) * count // size
-
-
 class Linear(NamedTuple):
     """Approximate scores: ``slope (L, d)`` and ``curvature (L, 1)`` of each query."""
 

@@ -22,7 +22,7 @@ from ahop_layers.memory.shards import Whole
 STORED = ("patterns", "labels", "names", "ids")
 """Names of the tensors of a state dict that belong to the patterns."""
 
-VERSION, _KEY = 1, "ahop_layers.memory"
+VERSION, KEY = 1, "ahop_layers.memory"
 """Version and header of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
 
 
@@ -247,7 +247,13 @@ class Stored:
         names, ids = (None if given[key] is None else text_value(prefix + key, given[key]) for key in ("names", "ids"))
         rows = rows if assign else rows.to(self.patterns, copy=True)
         stored = make_stored(rows, self.shape, given["labels"], ids, names=None, name=name)
-        return stored if names is None else replace(stored, names=check_names(prefix, names, stored.given_classes()))
+        if names is None:
+            return stored
+        if not isinstance(names, list) or len(set(map(str, names))) < len(names):
+            raise AHopError(f"{prefix}names must be a list of different names, got others")
+        if not 0 <= int(stored.given_classes().labels[0]) <= int(stored.given_classes().labels[-1]) < len(names):
+            raise AHopError(f"{prefix}labels must be indices of the {len(names)} names of classes, got others")
+        return replace(stored, names=tuple(map(str, names)))
 
 
 def make_stored(
@@ -268,15 +274,6 @@ def make_stored(
     unknown = check and patterns.is_floating_point() and has_unknown(**{name: patterns})
     ids = None if ids is None else as_ids(ids, len(patterns))
     return Stored(patterns, shape, unknown, codes, names or None, ids, None, Whole(len(patterns)))
-
-
-def check_names(prefix: str, names: Any, classes: Classes) -> tuple[str, ...]:
-    """Returns the names of classes; raises unless they are different, and labels are indices of them."""
-    if not isinstance(names, list) or len(set(map(str, names))) < len(names):
-        raise AHopError(f"{prefix}names must be a list of different names, got others")
-    if not 0 <= int(classes.labels[0]) <= int(classes.labels[-1]) < len(names):
-        raise AHopError(f"{prefix}labels must be indices of the {len(names)} names of classes, got others")
-    return tuple(map(str, names))
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
@@ -346,11 +343,6 @@ def part_path(path: Path, rank: int, ranks: int) -> Path:
     return path.with_name(f"{path.stem}-{rank + 1:05d}-of-{ranks:05d}{path.suffix}")
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Writes the tensors of a memory, and a header with the version."""
-    files.write(path, _KEY, tensors, {"version": VERSION, **header})
-
-
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory."""
     parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{glob.escape(path.suffix)}"))
@@ -358,7 +350,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if parts and (whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]):
         got = ", ".join(part.name for part in (*whole, *parts))
         raise AHopError(f"path must have one file, or the files of all ranks, got {got}")
-    found = [files.read(part, _KEY, "AssociativeMemory.save") for part in parts or [path]]
+    found = [files.read(part, KEY, "AssociativeMemory.save") for part in parts or [path]]
     tensors, header = found[0]
     version = header.get("version")
     if version != VERSION:
