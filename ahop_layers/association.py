@@ -45,6 +45,12 @@ def negative_distance(query: Tensor, key: Tensor) -> Tensor:
     return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1).unsqueeze(-2)
 
 
+def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
+    """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
+    wide = accumulation_dtype(query.dtype)
+    return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
+
+
 class Mask(NamedTuple):
     """Entries to exclude from the scores, and values to add to them.
 

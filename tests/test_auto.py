@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -182,7 +183,7 @@ def test_a_fit_with_one_seed_gives_the_same_bits():
     memory = ah.AssociativeMemory(PATTERNS)
     torch.manual_seed(7)  # the random numbers of the caller do not matter
     before = torch.get_rng_state()
-    for seed in (0, 1, 0):  # nor does an earlier fit
+    for seed in (0, 1, np.int64(0)):  # nor does an earlier fit
         memory.fit(Replaced(0.3), seed=seed)
         assert all(same_states(memory, fitted())) == (seed == 0)
     assert torch.equal(torch.get_rng_state(), before)

@@ -275,6 +275,53 @@ def test_a_saved_memory_is_the_same_memory(name, rows, tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path / "memory.safetensors"]
 
 
+@pytest.mark.parametrize("init", ["dot", "uniform", torch.linspace(0, 1, 24).reshape(2, 12)])
+@pytest.mark.parametrize("table", [False, True])
+def test_a_saved_similarity_keeps_its_init_and_what_is_frozen(init, table, rows, tmp_path):
+    memory = AssociativeMemory.preset("A-Hop", rows, init=init, table=table, debias=True, prior=True)
+    memory.similarity.bias.requires_grad_(False)
+    memory.prior.requires_grad_(False)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = AssociativeMemory.load(tmp_path / "memory.safetensors")
+    frozen = [{name for name, each in m.named_parameters() if not each.requires_grad} for m in (memory, loaded)]
+    assert frozen == [{"similarity.bias", "prior"}] * 2
+    for each in (memory, loaded):
+        each.similarity.reset_parameters()
+    assert torch.equal(loaded.similarity.footprint_weight(), memory.similarity.footprint_weight())
+
+
+INVALID = {
+    "meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "float8": lambda x: x.to(torch.float8_e4m3fn) if x.is_floating_point() else x.to(torch.complex64),
+}
+
+
+@pytest.mark.parametrize("kind", INVALID)
+def test_tensors_without_values_of_other_layouts_and_dtypes_are_refused(kind, rows):
+    memory, other = AssociativeMemory(rows), INVALID[kind]
+    calls = [
+        lambda: memory.search(other(rows)),
+        lambda: memory.add(other(rows)),
+        lambda: memory.explain(rows, index=other(torch.arange(60))),
+        lambda: AssociativeMemory(rows, labels=other(torch.arange(60))),
+        lambda: AssociativeMemory(rows, ids=other(torch.arange(60))),
+        lambda: AssociativeMemory(rows, "adaptive").fit((torch.arange(60), other(rows))),
+        lambda: memory.load_state_dict(memory.state_dict() | {"patterns": other(rows)}),
+    ]
+    if kind == "meta":  # whose shapes a memory may have, without values
+        empty = AssociativeMemory(other(rows))
+        calls += [lambda: empty.fit(ah.variants.Noisy(0.1)), lambda: empty.add(rows), empty.threshold]
+        calls += [lambda: AssociativeMemory(other(rows), labels=range(60))]
+        calls += [lambda: AssociativeMemory.preset("A-Hop", other(rows), table=True)]
+    else:
+        calls.append(lambda: AssociativeMemory(other(rows)))
+    for call in calls:
+        with pytest.raises(AHopError, match=r"must be|must have|needs"):
+            call()
+    assert len(memory) == 60
+
+
 @pytest.mark.slow
 def test_another_process_computes_the_same_bits(rows, tmp_path, small_fit):
     memory = AssociativeMemory(rows, labels=["a", "b"] * 30)
@@ -308,7 +355,21 @@ def test_modules_of_others_are_not_saved(rows, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["missing", "empty", "truncated", "pickle", "no header", "newer", "hostile", "nan", "short"]
+    "kind",
+    [
+        "missing",
+        "empty",
+        "truncated",
+        "pickle",
+        "no header",
+        "newer",
+        "hostile",
+        "table",
+        "heads",
+        "kernel",
+        "nan",
+        "short",
+    ],
 )
 def test_a_broken_file_is_refused(kind, rows, tmp_path):
     path = tmp_path / "memory.safetensors"
@@ -333,6 +394,11 @@ def test_a_broken_file_is_refused(kind, rows, tmp_path):
         rewrite(header | {"version": 99})
     elif kind == "hostile":
         rewrite(header | {"similarity": {"blocks": 3, "debias": "__import__('os')"}, "separation": 5})
+    elif kind in ("table", "heads", "kernel"):  # sizes that the tensors of the file do not have
+        options = {"debias": False, "init": "dot", "bases": ["dot"], "blocks": [[None, False]], "num_heads": 10**10}
+        table = ["TableSimilarity", {"debias": False, "init": "dot", "knots": [2, 10**10]}]
+        similarity = {"table": table, "heads": ["AdaptiveSimilarity", options], "kernel": "dot"}[kind]
+        rewrite(header | {"similarity": similarity, "modulation": 10**10 if kind == "kernel" else None})
     elif kind == "nan":
         rewrite(header, beta=torch.tensor(float("nan")))
     else:

@@ -17,8 +17,8 @@ PACKAGE = Path(ah.__file__).parent
 
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
-    version errors ops blocks widths separation similarity association packed training variants learning memory hopfield
-    attention convert tabular hflayers plots torchmil
+    version errors files ops blocks widths separation energies similarity table association packed training variants
+    learning memory hopfield attention convert tabular hflayers plots torchmil
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 

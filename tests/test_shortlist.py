@@ -178,6 +178,12 @@ def test_errors_of_an_index_and_its_removal(monkeypatch):
             memory.build_index()
     with pytest.raises(ah.AHopError, match="description must be that of a FAISS index, got 'Nonsense'"):
         memory.build_index("Nonsense")
+    weighted = ah.AssociativeMemory(patterns(), "dis", prior=True)
+    weighted.build_index("Flat")
+    assert weighted.search(weighted.patterns[:2], shortlist=5)[1].flatten().tolist() == [0, 1]
+    weighted.prior.data[3] = 9.0
+    with pytest.raises(ah.AHopError, match="an index needs equal priors, got different ones"):
+        weighted.search(weighted.patterns[:2], shortlist=5)
     memory.build_index("IVF64,Flat").nprobe = 1
     x = memory.patterns[:5].clone()
     with pytest.raises(ah.AHopError, match=r"the index must find at least k = 200 patterns .* set its nprobe"):

@@ -1,13 +1,12 @@
 """save_similarities and load_similarities: the learned weights of adapted layers, without the rest of a model."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ahop_layers import files
 from ahop_layers.convert.class_swap import original_class
 from ahop_layers.convert.registry import full_name
 from ahop_layers.errors import AHopError, check_module
@@ -20,7 +19,8 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     """Saves the similarities of a model in the safetensors format, and the learned separations if it has any.
 
     The file has a few kilobytes: the weights of the similarities, and for each the class of its layer, its class,
-    bases, blocks and number of heads. Needs ``pip install safetensors``.
+    bases, blocks and number of heads. It replaces an older one when it is complete. Needs
+    ``pip install ahop-layers[save]``.
 
     Args:
         model: a model with adaptive layers.
@@ -41,8 +41,7 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     tensor([0.5000], grad_fn=<Unique2Backward0>)
     """
     parts = _parts(model)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(parts).items()}
-    _safetensors("save_file")(tensors, str(path), metadata={_KEY: json.dumps(_describe(model, parts))})
+    files.write(files.as_path(path), _KEY, _state(parts), _describe(model, parts))
 
 
 def load_similarities(model: nn.Module, path: str | Path) -> None:
@@ -62,13 +61,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
     ...     ah.load_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     """
     parts = _parts(model)
-    if not Path(path).is_file():
-        raise AHopError(f"path must be a file that save_similarities wrote, got {str(path)!r}")
-    with _safetensors("safe_open")(str(path), framework="pt") as file:
-        saved = json.loads((file.metadata() or {}).get(_KEY, "null"))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
-    if saved is None:
-        raise AHopError(f"path must be a file that save_similarities wrote, got {str(path)!r}")
+    tensors, saved = files.read(files.as_path(path), _KEY, "save_similarities")
     own = _describe(model, parts)
     for name in {**saved, **own}:
         if name not in own or name not in saved:
@@ -119,13 +112,3 @@ def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[s
             described[name] |= {"dim": part.dim, "num_heads": part.num_heads, "bases": part.base_names()}
             described[name]["blocks"] = [entry.short() for entry in part.blocks]
     return described
-
-
-def _safetensors(name: str) -> Callable[..., Any]:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise AHopError("saving and loading similarities needs safetensors: pip install safetensors") from error
-    function: Callable[..., Any] = getattr(safetensors.torch, name, None) or getattr(safetensors, name)
-    return function

@@ -12,17 +12,20 @@ from ahop_layers.learning.ranks import rows_at_once
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.widths import differences, quantiles
 
-CANDIDATES = 128
-"""Number of patterns that a query is compared with: some right ones, the hardest wrong ones, and random ones."""
-
-RIGHT, RANDOM = 8, 4
-"""At most one in so many candidates is right, and one in so many of the others is random."""
+CANDIDATES, RIGHT, RANDOM = 128, 8, 4
+"""Number of candidates of a query. At most one in RIGHT is right, and one in RANDOM of the others is random."""
 
 MINED, MOST_MINED = 2**21, 2**12
 """Numbers of elements, and of patterns, out of which candidates are taken, to bound the time for large memories."""
 
 HARD = (0.05, 0.2, 0.5)
 """Quantiles of saturating bases whose sums, beside L1 and the dot product, find the hardest wrong patterns."""
+
+
+def some_patterns(count: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Returns the indices of random patterns, out of ``count``, from which candidates are taken."""
+    size = max(CANDIDATES, min(MOST_MINED, MINED // dim))
+    return torch.randperm(count, generator=generator, device=generator.device)[:size]
 
 
 class Queries(NamedTuple):

@@ -88,15 +88,9 @@ def _sort_(values: Tensor) -> Tensor:
 
 
 def stretch(values: Tensor, known: Tensor, edges: Tensor) -> Tensor:
-    """Averages values over bins of ranks, after the first ``known (...)`` of d were stretched to d ranks.
+    """Averages ``values (..., d)`` over bins of ranks, after the first ``known (...)`` of d were stretched to d ranks.
 
-    Args:
-        values: ``(..., d)``; those after the first ``known`` are ignored.
-        known: number of values, ``(...)``.
-        edges: last rank of each bin ``(b,)``.
-
-    Returns:
-        ``(..., b)``, 0 if no value is known.
+    ``edges (b,)`` are the last rank of each bin. The result is ``(..., b)``, 0 if no value is known.
     """
     d = values.shape[-1]
     total = pad(values.nan_to_num(0.0).cumsum(-1), (1, 0))

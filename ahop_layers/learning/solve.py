@@ -93,21 +93,6 @@ class Learned(NamedTuple):
     report: Report
 
 
-class Solved(NamedTuple):
-    """Weights of a given similarity.
-
-    Attributes:
-        weights: the weight of each rank of the sorted, not cumulated, similarities, for each resolution
-            ``(n_bases, n)``; None if those that it has are better.
-        temperature: the scores divided by it are logits.
-        report: held-out accuracy.
-    """
-
-    weights: list[Tensor] | None
-    temperature: float
-    report: Report
-
-
 def fixed_weights(bases: Sequence[Base], edges: list[int]) -> dict[str, list[Tensor]]:
     """Returns the weights ``(n_bases, 1 + bins)`` of fixed scores: each base alone, and L1 trimmed at each edge."""
     names = {"l1": "L1", "dis": "Euclid", "dot": "dot product", "near": "near", "clip": "clipped L1"}
@@ -191,14 +176,9 @@ def learn(
     The result is never much worse than a fixed score: if L1, trimmed L1, Euclid, the dot product or one saturating base
     is better than the learned weights by more than a standard error on held-out queries, it is the result.
 
-    Args:
-        patterns: ``(N, d)``; NaN is a missing value.
-        labels: class of each pattern ``(N,)``; None to find the pattern itself. With labels, a pattern does not answer
-            for queries that were made of it, so that the accuracy is that of unseen patterns.
-        asked: queries, and what belongs to them.
-        generator: random generator on the device of the patterns.
-        bases: bases of the similarity.
-        bins: number of rank bins; with 1 the weights do not depend on ranks.
+    ``labels`` are the class of each pattern ``(N,)``; None finds the pattern itself. With labels, a pattern does not
+    answer for queries that were made of it, so that the accuracy is that of unseen patterns. With one of ``bins``, the
+    weights do not depend on ranks.
     """
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
@@ -253,12 +233,11 @@ def solve_weights(
     labels: Tensor | None,
     asked: Questions,
     generator: torch.Generator,
-) -> Solved:
-    """Solves for the weights of a given similarity, which keeps its bases, blocks, widths, units and bias.
+) -> tuple[list[Tensor] | None, float, Report]:
+    """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias.
 
-    Args:
-        similarity: without heads.
-        patterns, labels, asked, generator: as for :func:`learn`.
+    The result is the weight of each rank, for each resolution ``(n_bases, n)``, or None if those that it has are
+    better; the temperature, by which scores are divided to be logits; and the held-out accuracy.
     """
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
@@ -287,11 +266,11 @@ def solve_weights(
     report = Report(tuple(rows.items()), chosen, len(held.offset) // 2, time.perf_counter() - began)
     weight = solved[best] / solved[best].abs().max().clamp(min=1e-30)
     if chosen == "start" or not weight.any():
-        return Solved(None, held.temperature(scores)[0], report)
+        return None, held.temperature(scores)[0], report
     lengths = [len(similarity.bases) * (1 + len(ends)) for ends in edges]
     parts = [part.view(len(similarity.bases), -1) for part in torch.split(weight, lengths)]
     weights = [part @ pools(ends).to(part) for part, ends in zip(parts, edges, strict=True)]
-    return Solved(weights, held.temperature(held.scores(weight))[0], report)
+    return weights, held.temperature(held.scores(weight))[0], report
 
 
 def _starts(similarity: AdaptiveSimilarity, edges: list[list[int]]) -> list[Tensor]:
@@ -325,12 +304,9 @@ def _widened(patterns: Tensor, asked: Questions) -> tuple[Tensor, Questions]:
 def _choose(right: dict[str, Tensor], available: Sequence[str]) -> tuple[str, int, dict[str, float]]:
     """Chooses a score by every second held-out query, and returns accuracies of the other queries.
 
-    Args:
-        right: by name, whether each of several scores is right for each query: bool ``(scores, L)``.
-        available: the names that may be chosen instead of ``"learned"``.
-
-    Returns:
-        The name and number of the chosen score, and for each name the accuracy of its best score.
+    ``right`` says by name whether each of several scores is right for each query, bool ``(scores, L)``. The names
+    ``available`` may be chosen instead of ``"learned"``. The result is the name and number of the chosen score, and for
+    each name the accuracy of its best score.
     """
     best = {name: int(each[:, ::2].sum(1).argmax()) for name, each in right.items()}
     rows = {name: each[best[name], 1::2].double().mean().item() for name, each in right.items()}

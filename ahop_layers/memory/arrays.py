@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError
+from ahop_layers.errors import AHopError, check_floating
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,9 +23,6 @@ def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
     """Returns a tensor, an array, a data frame or a list of numbers as a tensor of floating-point numbers or uint8.
 
     All but tensors are moved to ``device``. Integers become floating-point numbers, except uint8.
-
-    Raises:
-        AHopError: ``x`` has other values than real numbers.
     """
     given = from_numpy(x, device)
     if not isinstance(given, Tensor):
@@ -37,9 +34,36 @@ def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
     if given.is_complex() or given.is_quantized or given.is_nested or given.layout is not torch.strided:
         kind = "nested" if given.is_nested else f"{given.dtype}, {given.layout}"
         raise AHopError(f"{name} must be real numbers in a dense tensor, got {kind}")
-    if given.is_floating_point() or given.dtype == torch.uint8:
+    if given.is_floating_point():
+        check_floating(**{name: given})
         return given
-    return given.to(torch.get_default_dtype())
+    return given if given.dtype == torch.uint8 else given.to(torch.get_default_dtype())
+
+
+def check_values(name: str, x: Tensor) -> None:
+    """Raises unless a tensor is dense and has values."""
+    if x.is_meta or x.layout is not torch.strided:
+        raise AHopError(f"{name} must be a dense tensor with values, got {x.layout} on {x.device}")
+
+
+def is_integer(x: Tensor) -> bool:
+    """Returns whether a tensor has an integer dtype."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def as_indices(index: Any, count: int, device: torch.device, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Returns indices of ``count`` patterns as int64 on ``device``, expanded to a ``shape`` if one is given."""
+    rule = f"index must be integers from 0 to {count - 1}" + ("" if shape is None else ", one for each query")
+    try:
+        place = torch.as_tensor(from_numpy(index), device=device)
+        place = place if shape is None else place.expand(shape)
+    except (RuntimeError, TypeError, ValueError):
+        raise AHopError(f"{rule}, got {type(index).__name__}") from None
+    if not is_integer(place):
+        raise AHopError(f"{rule}, got {place.dtype}")
+    if not bool(((place >= 0) & (place < count)).all()):
+        raise AHopError(f"{rule}, got {place.dtype} from {int(place.min())} to {int(place.max())}")
+    return place.long()
 
 
 def from_numpy(x: Any, device: torch.device | None = None) -> Any:
@@ -56,27 +80,24 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
     return torch.from_numpy(x).to(device)
 
 
-def as_given(x: Any, result: Any) -> Any:
+def as_given(x: Array, result: Any) -> Array:
     """Returns ``result`` as a NumPy array if ``x`` is one, or a data frame. NumPy has no bfloat16: it becomes float32.
 
     Nested lists of strings become arrays too. For tensors and lists, the result stays what it is.
     """
-    if isinstance(x, (Tensor, list, tuple)):
-        return result
-    if isinstance(result, Tensor):
-        wide = result.float() if result.dtype == torch.bfloat16 else result
-        return wide.detach().cpu().numpy()
-    return sys.modules["numpy"].array(result)
+    given: Any = result
+    if not isinstance(x, (Tensor, list, tuple)) and isinstance(result, Tensor):
+        given = (result.float() if result.dtype == torch.bfloat16 else result).detach().cpu().numpy()
+    elif not isinstance(x, (Tensor, list, tuple)):
+        given = sys.modules["numpy"].array(result)
+    return given  # type: ignore[no-any-return]
 
 
 def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
     """Returns the ``k`` largest scores of each row, best first, and their indices: ``(L, k)`` each.
 
-    Equal scores are ordered by index, as in a stable sort of all scores.
-
-    Args:
-        blocks: the scores ``(L, B)`` of consecutive blocks of patterns.
-        k: at most the number of patterns.
+    ``blocks`` are the scores ``(L, B)`` of consecutive blocks of at least k patterns. Equal scores are ordered by
+    index, as in a stable sort of all scores.
     """
     best: list[tuple[Tensor, Tensor]] = []
     start = 0

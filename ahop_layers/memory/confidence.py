@@ -2,10 +2,9 @@
 
 The confidence of a hit is the product of two probabilities. The first says which pattern a query belongs to: the
 softmax of the scores, times a factor, summed over the patterns of a class where there are labels. The second says
-whether it belongs to any: a logistic function of the log-sum-exp of the scores, and of the log odds of the first
-probability of the best hit. The scores tell whether anything fits, and the odds whether one pattern fits better than
-all others: which of the two tells more depends on the data. All four numbers are fitted to damaged copies of stored
-patterns, and to the same queries while their pattern, or its class, is left out.
+whether it belongs to any: a logistic function of the log-sum-exp of the scores, which tells whether anything fits, and
+of the log odds of the best hit, which tell whether one pattern fits better than all others. All four numbers are fitted
+to damaged copies of stored patterns, and to the same queries while their pattern, or its class, is left out.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError
-from ahop_layers.learning.candidates import CANDIDATES, MINED, MOST_MINED
+from ahop_layers.learning.candidates import some_patterns
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.regression import minimize
 from ahop_layers.memory.arrays import as_given
@@ -26,7 +25,7 @@ from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.presets import FIXED
 from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
 from ahop_layers.memory.shards import Whole
-from ahop_layers.memory.storage import named_ids
+from ahop_layers.memory.storage import nested
 from ahop_layers.ops.reference import accumulation_dtype, fold, pair_values, stretched
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.variants import Variant
@@ -37,21 +36,14 @@ CALIBRATED = 1024
 OCTAVES, TOLERANCE = (-4.0, 8.0), 0.01
 """Range of the factor in powers of two, relative to the deviation of scores, and the loss that a small one may cost."""
 
-PENALTY = 1e-4
-"""Penalty of the weights of the evidence."""
-
-
-MOST_ODDS = 30.0
-"""Limit of log odds."""
+PENALTY, MOST_ODDS = 1e-4, 30.0
+"""Penalty of the weights of the evidence, and limit of log odds."""
 
 
 class Calibration(NamedTuple):
-    """How scores become confidences.
+    """How scores become confidences: a factor of the scores, and weights of the log-sum-exp, the log odds and 1.
 
-    Attributes:
-        factor: of the scores.
-        weights: of the log-sum-exp, of the log odds, and a constant.
-        foreign: the confidences of unknown queries in ascending order.
+    ``foreign`` are the confidences of unknown queries in ascending order.
     """
 
     factor: float
@@ -60,16 +52,26 @@ class Calibration(NamedTuple):
 
     def confidence(self, own: Tensor, total: Tensor) -> Tensor:
         """Returns the confidence of hits from their log-sum-exp ``(L, k)`` and that of all patterns ``(L,)``."""
-        features = torch.stack(evidence(own[:, 0], total), -1)
+        features = evidence(own[:, 0], total)
         known = functional.logsigmoid(features @ features.new_tensor(self.weights))
         return (own - total[:, None] + known[:, None]).exp().nan_to_num(0.0)  # without a known value in common
 
 
-def evidence(own: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what tells whether a query is known, ``(L,)`` each: its log-sum-exp, its log odds, and 1."""
+def evidence(own: Tensor, total: Tensor) -> Tensor:
+    """Returns what tells whether a query is known: its log-sum-exp, its log odds, and 1, ``(L, 3)``."""
     share = (own - total).clamp(max=-torch.finfo(own.dtype).eps)
     odds = (share - (-share.expm1()).log()).clamp(-MOST_ODDS, MOST_ODDS)
-    return total, odds, torch.ones_like(total)
+    return torch.stack([total, odds, torch.ones_like(total)], -1)
+
+
+class Asked(NamedTuple):
+    """A search: queries as they were given, what they were scored against, and what was found."""
+
+    given: Any
+    scorer: Scorer
+    queries: Queries
+    found: Candidates
+    calibrated: Callable[[], Calibration]
 
 
 class Hits(tuple[Any, Any]):
@@ -79,9 +81,9 @@ class Hits(tuple[Any, Any]):
     with the similarity that it has then: ask before a new fit. If the memory is sharded, all ranks must ask together.
     """
 
-    _asked: "Asked"
+    _asked: Asked
 
-    def __new__(cls, scores: Any, indices: Any, asked: "Asked") -> "Hits":
+    def __new__(cls, scores: Any, indices: Any, asked: Asked) -> "Hits":
         """Keeps what the other attributes are computed from."""
         hits = super().__new__(cls, (scores, indices))
         hits._asked = asked
@@ -102,77 +104,50 @@ class Hits(tuple[Any, Any]):
 
     @property
     def ids(self) -> Any:
-        """The ids of the patterns, as nested lists, or as an array if the queries were one.
-
-        Raises:
-            AHopError: the memory has no ids.
-        """
-        stored = self._asked.scorer.stored
-        if stored.ids is None:
-            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        places = self._asked.queries.result(self._asked.found.indices)
-        return as_given(self._asked.given, named_ids(places, stored.ids))
+        """The ids of the patterns, as nested lists, or as an array if the queries were one."""
+        asked = self._asked
+        places = asked.queries.result(asked.found.indices[:, : asked.found.k]).tolist()
+        return as_given(asked.given, nested(places, asked.scorer.stored.given_ids()))
 
     @property
     def labels(self) -> Any:
-        """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings.
-
-        Raises:
-            AHopError: the memory has no labels.
-        """
-        stored, found = self._asked.scorer.stored, self._asked.found.indices
-        classes = stored.given_classes()
-        labels = classes.labels[stored.ranks.rows(classes.of_pattern)[found.flatten()]].reshape(found.shape)
-        return as_given(self._asked.given, stored.named(self._asked.queries.result(labels)))
+        """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings."""
+        asked, stored = self._asked, self._asked.scorer.stored
+        labels = stored.given_classes().labels[stored.class_of(asked.found.indices[:, : asked.found.k])]
+        return as_given(asked.given, stored.named(asked.queries.result(labels)))
 
     @cached_property
+    @torch.no_grad()
     def confidence(self) -> Any:
         """The probability of each hit, or of its class, ``(..., k)``: that of other patterns, and of none, is the rest.
 
         It is computed from the scores of all patterns, or of the shortlist.
         """
-        return as_given(self._asked.given, self._asked.queries.result(self._asked.confidence()))
-
-
-class Asked(NamedTuple):
-    """A search: queries as they were given, what they were scored against, and what was found."""
-
-    given: Any
-    scorer: Scorer
-    queries: Queries
-    found: Candidates
-    calibrated: Callable[[], Calibration]
-
-    @torch.no_grad()
-    def confidence(self) -> Tensor:
-        """Returns the confidence of each hit ``(L, k)``."""
-        calibration, parts = self.calibrated(), []
-        for start in range(0, max(1, len(self.queries.rows)), QUERY_ROWS):
-            rows = slice(start, start + QUERY_ROWS)
-            own, total = self._logits(self.queries.rows[rows], self.found.part(rows), calibration.factor)
+        asked, parts = self._asked, []
+        calibration = asked.calibrated()
+        for start in range(0, max(1, len(asked.queries.rows)), QUERY_ROWS):
+            own, total = self._logits(slice(start, start + QUERY_ROWS), calibration.factor)
             parts.append(calibration.confidence(own, total))
-        return torch.cat(parts)
+        return as_given(asked.given, asked.queries.result(torch.cat(parts)))
 
-    def _logits(self, rows: Tensor, found: Candidates, factor: float) -> tuple[Tensor, Tensor]:
+    def _logits(self, rows: slice, factor: float) -> tuple[Tensor, Tensor]:
         """Returns the log-sum-exp of each hit or its class ``(L, k)``, and that of all patterns ``(L,)``."""
-        stored, wide = self.scorer.stored, accumulation_dtype(self.scorer.stored.dtype)
-        classes = stored.classes
-        blocks = (factor * block.to(wide) for block in self.scorer.blocks(rows, self.queries.missing))
-        if found.shortlist is not None:
-            scores, places = found.shortlist
-            logits = factor * scores.to(wide)
-            if classes is None:
-                return factor * found.scores.to(wide), logits.logsumexp(-1)
-            of_pattern = stored.ranks.rows(classes.of_pattern)
-            listed, hit = (of_pattern[each.flatten()].reshape(each.shape) for each in (places, found.indices))
-            shares = [logits.masked_fill(listed != each[:, None], -torch.inf).logsumexp(-1) for each in hit.unbind(1)]
-            return torch.stack(shares, 1), logits.logsumexp(-1)
-        if classes is None:
-            parts = torch.stack([block.logsumexp(-1) for block in blocks])
-            return factor * found.scores.to(wide), stored.ranks.gather(parts.logsumexp(0)).logsumexp(0)
-        by_class = class_logsumexp(blocks, classes, stored.ranks)
-        hit = stored.ranks.rows(classes.of_pattern)[found.indices.flatten()].reshape(found.indices.shape)
-        return by_class.gather(-1, hit), by_class.logsumexp(-1)
+        scorer, queries, found = self._asked.scorer, self._asked.queries, self._asked.found
+        stored, wide = scorer.stored, accumulation_dtype(scorer.stored.dtype)
+        logits = factor * found.scores[rows].to(wide)
+        listed = None if stored.classes is None else stored.class_of(found.indices[rows])
+        if not found.short:
+            blocks = (factor * each.to(wide) for each in scorer.blocks(queries.rows[rows], queries.missing))
+            if stored.classes is not None and listed is not None:
+                by_class = class_logsumexp(blocks, stored.classes, stored.ranks)
+                return by_class.gather(-1, listed), by_class.logsumexp(-1)
+            total = torch.stack([block.logsumexp(-1) for block in blocks]).logsumexp(0)
+            return logits, stored.ranks.gather(total).logsumexp(0)
+        own = logits[:, : found.k]
+        if listed is not None:
+            others = [listed != each[:, None] for each in listed[:, : found.k].unbind(1)]
+            own = torch.stack([logits.masked_fill(each, -torch.inf).logsumexp(-1) for each in others], 1)
+        return own, logits.logsumexp(-1)
 
 
 @torch.no_grad()
@@ -180,19 +155,12 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
     """Fits the confidence of hits to the share of hits that are right.
 
     Half of the queries belong to a stored pattern. The others are the same queries, while their pattern and its class
-    are left out.
-
-    Args:
-        scorer: scores queries against all patterns. Large memories are represented by a sample of the patterns.
-        damage: what happens to a pattern before it is a query, or pairs of a class, with labels, or of an index and a
-            query.
-        leave_out: whether the pattern that a query was made of does not answer for it, unless it is the only one of
-            its class.
-        generator: on the device of the patterns.
+    are left out. A sample of the patterns represents a large memory. ``damage`` is a variant, or pairs of a class, with
+    labels, or of an index, and a query. ``leave_out`` says whether the pattern that a query was made of does not answer
+    for it, unless it is the only one of its class.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
-    size = max(CANDIDATES, min(MOST_MINED, MINED // stored.dim))
-    kept = torch.randperm(stored.count, generator=generator, device=device)[:size]
+    kept = some_patterns(stored.count, stored.dim, generator)
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
         origin = torch.randint(len(kept), (CALIBRATED,), generator=generator, device=device)
@@ -248,7 +216,7 @@ def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, 
     own, total = found.gather(1, hit[:, None]), found.logsumexp(1)
     right = hit == torch.cat([target, torch.full_like(target, -1)])
     usable = total > -torch.inf
-    features = torch.stack(evidence(own[:, 0], total), -1)[usable]
+    features = evidence(own[:, 0], total)[usable]
     if found.shape[1] < 3:  # if one is left out, there are no odds among the others
         features[:, 1] = 0.0
     weights = _logistic(features, (own[:, 0] - total)[usable], right[usable])
@@ -267,9 +235,8 @@ def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float
         log = (log_share + functional.logsigmoid(sure)).clamp(max=-1e-9)
         value = torch.where(right, -log, -(-log.expm1()).log())
         slope = torch.where(right, -1.0, log.exp() / -log.expm1()) * (-sure).sigmoid()
-        return (value.mean() + PENALTY * weight.square().sum()).item(), scaled.mT @ slope / len(
-            sure
-        ) + 2 * PENALTY * weight
+        penalized = value.mean() + PENALTY * weight.square().sum()
+        return penalized.item(), scaled.mT @ slope / len(sure) + 2 * PENALTY * weight
 
     weight = minimize(loss, scaled.new_zeros(3))
     if weight[1] < 0:  # odds are no evidence against a query
@@ -283,9 +250,6 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
     """Returns what each dimension adds to the score of query ``rows (L, d)`` and pattern ``index (L,)``: ``(L, d)``.
 
     That of a block is divided equally among its known dimensions. An unknown value adds 0.
-
-    Raises:
-        AHopError: the similarity is not a sum over dimensions that this package knows.
     """
     similarity, d = scorer.similarity, rows.shape[1]
     key = scorer.modulated(scorer.stored.sample(index))

@@ -1,288 +1,81 @@
-"""Training by gradients, for what is not solved: kernels, tables, and parameters of other modules.
+"""Training of a memory by gradients, for what is not solved: kernels, tables, and parameters of other modules.
 
 Random numbers are drawn on the device of the patterns, and about every twentieth loss is read: copies from and to a GPU
 synchronize with it.
 """
 
-import importlib
-import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.errors import (
-    AHopError,
-    check_floating,
-    check_numbers,
-    check_same_device,
-    check_sizes,
-    describe,
-    has_unknown,
-)
+from ahop_layers.errors import AHopError
+from ahop_layers.learning.descent import Batches
 from ahop_layers.learning.questions import Pairs
+from ahop_layers.memory.arrays import from_numpy
 from ahop_layers.memory.labels import Classes, class_logsumexp, leave_out
-from ahop_layers.memory.shards import Rows, Whole
+from ahop_layers.memory.shards import Whole
+from ahop_layers.memory.storage import Stored
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.training import trainable_forms, warmup_cosine
-from ahop_layers.variants import Variant
+from ahop_layers.variants import Variant, as_damage
 
-EVALUATIONS = 10
-"""Number of evaluations on the held-out queries during training."""
-
-FORM_UNITS = {"original0": 20.0, "original1": 1.0}
-"""Units of folded and of unfolded weights, by their names in :func:`ahop_layers.training.trainable_forms`."""
-
-FORM_STEPS = 40
-"""Number of steps up to which the weights have these units. With more steps, units fall with the root of the number."""
-
-FORM_EPS = 0.3
-"""Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""
-
-HELD_OUT = 512
-"""Largest number of queries that are held out of training."""
-
-HELD_OUT_SHARE = 0.1
-"""Fraction of the given pairs that are held out."""
-
-EVALUATED = 128
-"""Number of held-out queries that are evaluated at once, if a batch is not larger."""
+HELD_OUT, HELD_OUT_SHARE, FEWEST_HELD_OUT, EVALUATED = 512, 0.1, 32, 128
+"""Most queries that are held out, their share of given pairs, the fewest, and how many are evaluated at once."""
 
 MIN_DEVIATION = 4.0
-"""Smallest standard deviation of the logits of a query at the start of training.
-
-Scores that say little have their smallest loss at a small inverse temperature. The readout is then an average of many
-patterns, and training is slow.
-"""
+"""Smallest deviation of the logits of a query at the start. With less, training is slow: the readout is an average."""
 
 Measure = Callable[[Iterable[Tensor], Tensor], Tensor]
 """Computes the mean loss of logits ``(L, B)`` of consecutive blocks of patterns, for targets ``(L,)``."""
 
 
-class Batches(NamedTuple):
-    """The number of steps, an iterator over the batch of each step, and held-out batches."""
-
-    steps: int
-    draws: Iterator[Any]
-    held_out: Sequence[Pairs] = ()
-
-
-class Fitted(NamedTuple):
-    """The loss of every step ``(steps,)``, and the first and the best loss on the held-out queries."""
-
-    losses: Tensor
-    first: float = math.inf
-    best: float = -math.inf
+def as_data(damage: Any, device: torch.device) -> Variant | Pairs | None:
+    """Returns a damage as a variant, or pairs with their arrays as tensors on ``device``."""
+    if damage is None or not isinstance(damage, (tuple, list)):
+        return None if damage is None else as_damage(damage)
+    given = tuple(from_numpy(each, device) for each in damage)
+    if not any(isinstance(each, Tensor) for each in given):
+        return as_damage(damage)
+    if len(given) != 2:
+        raise AHopError(f"data must be a variant or a pair (index, query), got tuple of {len(given)}")
+    return given
 
 
-def minimize(
-    module: nn.Module,
-    loss: Callable[[Any], Tensor],
-    batches: Batches,
-    lr: float,
-    progress: bool,
-    *,
-    units: Sequence[tuple[Tensor | None, float]] = (),
-    scale: float = 1.0,
-    ranks: Whole,
-) -> Fitted:
-    """Take one Adam step per batch. The learning rate rises for a tenth of the steps, then falls to zero.
-
-    If the batches have held-out queries, the parameters are those with the smallest loss on them.
-
-    Args:
-        module: the module whose parameters are trained.
-        loss: computes the loss of a batch.
-        batches: the batches of all steps.
-        lr: learning rate.
-        progress: whether to show a progress bar.
-        units: parameters and the size of a unit of each; the learning rate is in these units. Others have the unit 1.
-        scale: scale of the data, for :func:`ahop_layers.training.trainable_forms`.
-        ranks: averages gradients over the ranks of a sharded memory.
-
-    Raises:
-        AHopError: there are no trainable parameters, ``lr`` is not a positive number, or the loss or a parameter is not
-            finite.
-    """
-    check_numbers("a positive number", lr=lr)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise AHopError("the memory must have trainable parameters, got none in its similarity, modulation and prior")
-    losses = []
-    with torch.enable_grad(), trainable_forms(module, scale):
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if lr > torch.finfo(parameters[0].dtype).max / 16:  # Adam divides by 1 - 0.9 in the first step
-            raise AHopError(f"lr must be within the range of {parameters[0].dtype}, got {lr!r}")
-        optimizer = torch.optim.Adam(_groups(module, lr, units, batches.steps), lr=lr, fused=parameters[0].is_cuda)
-        best = _Best(loss, batches.held_out, parameters)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, batches.steps))
-        bar = _bar(batches, progress)
-        for step, batch in enumerate(bar):
-            value = loss(batch)
-            optimizer.zero_grad()
-            torch.autograd.backward(value)
-            ranks.average_gradients(parameters)
-            optimizer.step()
-            schedule.step()
-            losses.append(value.detach())
-            if (step + 1) * EVALUATIONS // batches.steps > step * EVALUATIONS // batches.steps:
-                best.evaluate()
-            if step % max(1, batches.steps // 20) == 0:
-                _check_finite([value], step, lr)
-                if hasattr(bar, "set_postfix"):
-                    bar.set_postfix(loss=f"{value.item():.3f}")
-        history = torch.stack(losses)
-        _check_finite([history, *parameters], len(losses) - 1, lr)
-        best.restore()
-    return Fitted(history, best.first, best.loss)
+def sample_pairs(variant: Variant, stored: Stored, n: int, draw: torch.Generator) -> Pairs:
+    """Draws ``n`` queries of a bound variant, the same on all ranks of a sharded memory."""
+    index = torch.randint(stored.count, (n,), generator=draw, device=draw.device)
+    return index, variant.corrupt(stored.sample(index), draw)
 
 
-def _groups(
-    module: nn.Module, lr: float, units: Sequence[tuple[Tensor | None, float]], steps: int
-) -> list[dict[str, Any]]:
-    """Returns a parameter group of Adam for each trained parameter, with its learning rate and ``eps``.
-
-    Adam takes full steps along any gradient larger than ``eps``. If nearly all queries are right, gradients are small
-    and noisy, and full steps would undo that. A larger ``eps`` for the weights makes such steps small. As gradients are
-    inversely proportional to the unit, so is ``eps``. It is divided by the number of ranks and of heads, because heads
-    share the gradient of a query; separate weights for each pattern are heads. Few steps must be large; many large
-    ones overfit.
-    """
-    known = {id(parameter): unit for parameter, unit in units}
-    groups = []
-    for path, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            name, eps = path.rpartition(".")[2], 1e-8
-            unit = known.get(id(parameter), 1.0)
-            if name in FORM_UNITS:
-                unit = FORM_UNITS[name] * min(1.0, math.sqrt(FORM_STEPS / steps))
-                eps = FORM_EPS * parameter.shape[-2] / parameter.numel()
-            rate = min(lr * unit, torch.finfo(parameter.dtype).max / 16)
-            groups.append({"params": [parameter], "lr": rate, "eps": eps / unit})
-    return groups
-
-
-@torch.no_grad()
-def mean_loss(loss: Callable[[Any], Tensor], batches: Sequence[Pairs]) -> float:
-    """The mean loss of the queries of all batches."""
-    count = sum(len(target) for target, _ in batches)
-    return sum(len(batch[0]) / count * loss(batch).item() for batch in batches)
-
-
-class _Best:
-    """Keeps the parameters with the smallest loss on held-out queries. Without such queries it does nothing."""
-
-    def __init__(self, loss: Callable[[Any], Tensor], held_out: Sequence[Pairs], parameters: Sequence[Tensor]) -> None:
-        self._measure, self._held_out, self._parameters = loss, held_out, parameters
-        self._values: list[Tensor] = []
-        self.loss = math.inf
-        self.evaluate()
-        self.first = self.loss
-
-    @torch.no_grad()
-    def evaluate(self) -> None:
-        """Compute the loss on the held-out queries, and copy the parameters if it is the smallest so far."""
-        if not self._held_out:
-            return
-        loss = mean_loss(self._measure, self._held_out)
-        if loss < self.loss:
-            self.loss, self._values = loss, [parameter.detach().clone() for parameter in self._parameters]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Set the parameters to those of the smallest loss."""
-        for parameter, value in zip(self._parameters, self._values, strict=False):
-            parameter.copy_(value)
-
-
-def _check_finite(tensors: list[Tensor], step: int, lr: float) -> None:
-    if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
-        raise AHopError(
-            f"loss and parameters must stay finite, got NaN or infinity by step {step} with lr={lr!r}: use a smaller lr"
-        )
-
-
-def _bar(batches: Batches, progress: bool) -> Iterable[Any]:
-    """The batches, with a progress bar if requested and tqdm is installed."""
-    if not progress or importlib.util.find_spec("tqdm") is None:
-        return batches.draws
-    bar: Iterable[Any] = importlib.import_module("tqdm").tqdm(
-        batches.draws, total=batches.steps, desc="fit", unit="step"
-    )
-    return bar
-
-
-# Batches.
-
-
-def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
-    """A random generator on ``device``.
-
-    Its numbers differ from those of a generator with the seed ``seed``: patterns drawn with that seed would otherwise
-    be the values that replace dimensions of the first queries.
-
-    Raises:
-        AHopError: ``seed`` is not an integer of 64 bits.
-    """
-    try:
-        return torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise AHopError(f"seed must be an integer of 64 bits, got {seed!r}") from error
-
-
-def retrieval_batches(data: object, patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
+def retrieval_batches(data: Variant | Pairs, stored: Stored, epochs: int, batch: int, draw: torch.Generator) -> Batches:
     """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
 
-    Of given pairs, a tenth is held out. A tenth of fewer than 320 pairs is too small an estimate, so all of them are
-    used for training and for evaluation.
-
-    Raises:
-        AHopError: ``data`` is neither a variant nor a pair, or does not match the patterns.
+    Of given pairs, a tenth is held out. If that is too small an estimate, all of them are used for both.
     """
-    check_sizes(epochs=epochs, batch=batch)
-    epochs, batch = int(epochs), int(batch)  # PyTorch does not accept all integers of NumPy
     if isinstance(data, Variant):
-        data = data.bind(patterns) if isinstance(patterns, Tensor) else data
-        fresh = sample_pairs(data, patterns, HELD_OUT, generator)
-        draws = (sample_pairs(data, patterns, batch, generator) for _ in range(epochs))
+        fresh = sample_pairs(data, stored, HELD_OUT, draw)
+        draws = (sample_pairs(data, stored, batch, draw) for _ in range(epochs))
         return Batches(epochs, draws, _split(fresh, batch))
-    if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
-    index, query = check_pairs(data[0], data[1], patterns)
+    index, query = data
     size = min(int(HELD_OUT_SHARE * len(index)), HELD_OUT)
-    mixed = torch.randperm(len(index), generator=generator, device=generator.device)
-    held_out, kept = (mixed[:size], mixed[size:]) if size >= 32 else (mixed[:HELD_OUT], mixed)
+    mixed = torch.randperm(len(index), generator=draw, device=draw.device)
+    held_out, kept = (mixed[:size], mixed[size:]) if size >= FEWEST_HELD_OUT else (mixed[:HELD_OUT], mixed)
     count = math.ceil(len(kept) / batch)
-
-    def shuffled() -> Iterator[Pairs]:
-        for _ in range(epochs):
-            order = torch.randperm(len(kept), generator=generator, device=generator.device)
-            for rows in torch.tensor_split(kept[order], count):  # of equal size: a small batch has a noisy gradient
-                yield index[rows], query[rows]
-
-    return Batches(epochs * count, shuffled(), _split((index[held_out], query[held_out]), batch))
+    orders = (torch.randperm(len(kept), generator=draw, device=draw.device) for _ in range(epochs))
+    # Of equal size: a small batch has a noisy gradient.
+    parts = (rows for order in orders for rows in torch.tensor_split(kept[order], count))
+    draws = ((index[rows], query[rows]) for rows in parts)
+    return Batches(epochs * count, draws, _split((index[held_out], query[held_out]), batch))
 
 
-def separation_batches(patterns: Rows, epochs: int, batch: int, generator: torch.Generator) -> Batches:
+def separation_batches(stored: Stored, epochs: int, batch: int, draw: torch.Generator) -> Batches:
     """One batch per epoch: ``batch`` random patterns without replacement."""
-    check_sizes(epochs=epochs, batch=batch)
-    epochs, batch = int(epochs), int(batch)  # PyTorch does not accept all integers of NumPy
-
-    def drawn() -> Iterator[Tensor]:
-        for _ in range(epochs):
-            yield patterns[torch.randperm(len(patterns), generator=generator, device=patterns.device)[:batch]]
-
-    return Batches(epochs, drawn())
-
-
-def sample_pairs(variant: Variant, patterns: Rows, n: int, generator: torch.Generator) -> Pairs:
-    """Draws ``n`` queries as :meth:`ahop_layers.variants.Variant.sample`, the same on all ranks of a sharded memory."""
-    if isinstance(patterns, Tensor):
-        return variant.sample(patterns, n, generator)
-    index = torch.randint(len(patterns), (n,), generator=generator, device=patterns.device)
-    return index, variant.corrupt(patterns[index], generator)
+    orders = (torch.randperm(stored.count, generator=draw, device=draw.device) for _ in range(epochs))
+    return Batches(epochs, (stored.sample(order[:batch]) for order in orders))
 
 
 def _split(pairs: Pairs, batch: int) -> list[Pairs]:
@@ -290,44 +83,17 @@ def _split(pairs: Pairs, batch: int) -> list[Pairs]:
     return list(zip(*(torch.split(each, max(batch, EVALUATED)) for each in pairs), strict=True))
 
 
-def check_pairs(index: object, query: Tensor, patterns: Rows) -> Pairs:
-    """Returns pairs as tensors; raises unless they fit the patterns. NaN is an unknown value."""
-    check_floating(query=query)
-    check_same_device(query=query, patterns=patterns)
-    try:
-        place = torch.as_tensor(index, device=query.device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise AHopError(f"index must be integers (n,), got {type(index).__name__}") from error
-    if place.ndim != 1 or query.shape != (len(place), patterns.shape[1]) or not len(place):
-        raise AHopError(
-            f"data must be index (n,) and query (n, d) with d = {patterns.shape[1]} and n >= 1,"
-            f" got {describe(place)} and {describe(query)}"
-        )
-    integers = not (place.is_floating_point() or place.is_complex() or place.dtype == torch.bool)
-    if not integers or not 0 <= int(place.min()) <= int(place.max()) < len(patterns):
-        got = f"{place.dtype} from {place.min().item()} to {place.max().item()}" if integers else f"{place.dtype}"
-        raise AHopError(f"index must be integers from 0 to {len(patterns) - 1}, got {got}")
-    has_unknown(query=query)
-    return place.long(), query
-
-
-# Estimates before the training.
-
-
 @torch.no_grad()
-def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: int, generator: torch.Generator) -> None:
-    """Initialize a zero bias ``(d,)`` to the least-squares solution of ``query = a * pattern + bias``; keep others.
+def estimate_bias(bias: Tensor, origin: Tensor, query: Tensor) -> None:
+    """Initializes a bias ``(d,)`` to the least-squares solution of ``query = a * origin + bias``, for ``(n, d)``.
 
-    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. It is 1 if
-    all queries come from one pattern, because they do not determine it then. Gradient descent finds the bias only
-    slowly, and until then the other weights compensate for a wrong one.
+    ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. With a
+    single pattern it is unidentifiable, and 1. Gradient descent finds the bias only slowly, and until then the other
+    weights compensate for a wrong one.
     """
-    if bias.any():
-        return
-    index, query = sample_pairs(data, patterns, 8 * batch, generator) if isinstance(data, Variant) else data
     wide = accumulation_dtype(query.dtype)
     query = query.to(wide)
-    origin = torch.where(query.isnan(), torch.nan, patterns[index].to(wide))  # known values alone
+    origin = torch.where(query.isnan(), torch.nan, origin.to(wide))  # known values alone
     mean = origin.nanmean(0)
     deviation = origin - mean
     total = deviation.square().nansum()
@@ -340,20 +106,17 @@ def estimate_bias(bias: Tensor, data: Variant | Pairs, patterns: Rows, batch: in
 def best_inverse_temperature(
     scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], ranks: Whole
 ) -> Tensor:
-    """The factor of the scores that minimizes the loss of ``batches``, a scalar.
+    """The factor of the scores that minimizes the loss of ``batches`` of targets and queries, a scalar.
 
-    The search is relative to the standard deviation of the scores, so that the result is inversely proportional to
-    them. The loss falls without limit if the largest score is always right, so the result is the smallest factor with a
-    loss within 0.01 of the minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers
-    the loss.
-
-    Args:
-        scores: yields the scores ``(L, B)`` of queries ``(L, d)`` for one block of patterns at a time.
-        measure: computes the loss of scores.
-        batches: targets and queries.
-        ranks: the part of the patterns that ``scores`` and ``measure`` have.
+    ``scores`` yields those of queries ``(L, d)`` for one block of the patterns of this rank at a time. The search is
+    relative to their standard deviation, so that the result is inversely proportional to them. The loss falls without
+    limit if the largest score is always right, so the result is the smallest factor with a loss within 0.01 of the
+    minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers the loss.
     """
-    unit = _deviation(scores(batches[0][1]), ranks).reciprocal()
+    some = ranks.columns(torch.cat(list(scores(batches[0][1])), -1))
+    peak = some.abs().max().to(accumulation_dtype(some.dtype))
+    deviation = peak * (some / peak).std(-1, correction=0).square().mean().sqrt()  # squares could overflow
+    unit = torch.where(deviation > 0, deviation, 1.0).reciprocal()
     count = sum(len(target) for target, _ in batches)
 
     def search(factors: Tensor) -> Tensor:
@@ -371,23 +134,14 @@ def best_inverse_temperature(
     return unit * best.clamp(min=MIN_DEVIATION)
 
 
-def _deviation(blocks: Iterable[Tensor], ranks: Whole) -> Tensor:
-    """The root mean square over queries of the standard deviation of their scores, or 1 if all are equal."""
-    scores = torch.cat(list(blocks), -1)
-    peak = ranks.gather(scores.abs().max().to(accumulation_dtype(scores.dtype))).max()
-    scaled = scores / peak  # because squares can overflow
-    mean = ranks.total(scaled.sum(-1)) / ranks.count
-    variance = ranks.total((scaled - mean[:, None]).square().sum(-1)) / ranks.count
-    deviation = peak * variance.mean().sqrt()
-    return torch.where(deviation > 0, deviation, 1.0)
-
-
 # Losses of the logits ``(L, B)`` of consecutive blocks of the patterns of this rank: the mean over the queries.
 
 
-def pattern_loss(blocks: Iterable[Tensor], index: Tensor, ranks: Whole) -> Tensor:
-    """The loss for queries of the patterns ``index (L,)``."""
-    return ranks.cross_entropy(torch.cat(list(blocks), -1), index)
+def measure_of(classes: Classes | None, ranks: Whole, made_of_patterns: bool) -> Measure:
+    """Returns the loss for queries of patterns; with ``classes``, of classes or of the classes of patterns."""
+    if classes is None:
+        return lambda blocks, index: ranks.cross_entropy(torch.cat(list(blocks), -1), index)
+    return partial(label_loss if made_of_patterns else class_loss, classes=classes, ranks=ranks)
 
 
 def class_loss(blocks: Iterable[Tensor], target: Tensor, classes: Classes, ranks: Whole) -> Tensor:
@@ -400,6 +154,6 @@ def label_loss(blocks: Iterable[Tensor], index: Tensor, classes: Classes, ranks:
 
     A pattern is kept if it is the only one of its class.
     """
-    target = ranks.rows(classes.of_pattern)[index]
+    target = ranks.pick(classes.of_pattern, index)
     column = (index - ranks.start).masked_fill(classes.counts[target] == 1, -1)
     return class_loss(leave_out(blocks, column), target, classes, ranks)

@@ -3,87 +3,67 @@
 import math
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ahop_layers import files
 from ahop_layers.association import Similarity, change, dot_product, iterate
+from ahop_layers.energies import energy
 from ahop_layers.errors import (
     AHopError,
     check_callable,
     check_choice,
     check_floating,
+    check_given_sizes,
     check_numbers,
     check_probability,
+    check_same_device,
+    check_seed,
     check_sizes,
     describe,
     has_unknown,
 )
 from ahop_layers.learning import questions
 from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
-from ahop_layers.learning.candidates import CANDIDATES, MINED, MOST_MINED
+from ahop_layers.learning.candidates import some_patterns
+from ahop_layers.learning.descent import mean_loss, minimize
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.solve import Report, learn, solve_weights
 from ahop_layers.memory import fit as gradients
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, as_tensor, check_values, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits, calibrate, contributions
-from ahop_layers.memory.labels import as_labels, class_logsumexp, classes_of
-from ahop_layers.memory.presets import (
-    KernelModulation,
-    choose_energy,
-    describe_parts,
-    make_parts,
-    named_similarity,
-    preset_arguments,
-)
+from ahop_layers.memory.labels import as_labels, class_logsumexp
+from ahop_layers.memory.presets import KernelModulation, describe_parts, make_parts, named_similarity, preset_arguments
 from ahop_layers.memory.search import BLOCK_SCORES, QUERY_ROWS, Scorer
 from ahop_layers.memory.shards import Shard, Whole
 from ahop_layers.memory.shortlist import Index
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
-from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, Associator
-from ahop_layers.variants import Variant, as_damage
+from ahop_layers.table import TableSimilarity
+from ahop_layers.variants import Variant
 from ahop_layers.widths import scale_of
-
-Memory = TypeVar("Memory", bound="AssociativeMemory")
-
-
-class _Lock:
-    """A lock that can be copied: each memory has its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __reduce__(self) -> Any:
-        return _Lock, ()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class AssociativeMemory(Associator):
     """Stores patterns and finds the one that a damaged query was made from.
 
-    Threads may search while another one adds or removes patterns: each search sees one state of the memory.
+    Threads may search while another one adds or removes patterns: each search sees one state of the memory. An invalid
+    argument raises an :class:`~ahop_layers.AHopError`, here and in all methods, and leaves the memory unchanged.
 
     Args:
         patterns: ``(N, d)``, or images ``(N, H, W)`` or ``(N, C, H, W)``: a tensor, an array, a data frame or a list. A
             tensor or array of floating-point numbers or uint8 is not copied; do not modify it. NaN is an unknown value.
             Patterns may be memory-mapped and larger than the memory of the machine (``torch.from_file``,
-            ``torch.load(..., mmap=True)``); :meth:`search` and :meth:`class_scores` read them block by block. If the
-            similarity has blocks that are not consecutive or not of equal width (``blocks`` is a tensor), scoring
-            arranges the patterns by block once and keeps that copy, up to 2**28 elements.
+            ``torch.load(..., mmap=True)``). If ``blocks`` of the similarity is a tensor, scoring arranges the patterns
+            by block once and keeps that copy, up to 2**28 elements.
         similarity: ``"auto"`` is robust against wrong values, also before :meth:`fit`, see
             :class:`~ahop_layers.learning.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
             ``"adaptive"`` is the similarity of A-Hop. A module or function scores queries ``(L, d)`` against keys
@@ -100,11 +80,7 @@ class AssociativeMemory(Associator):
         check: raise if a pattern holds infinity, or no known value. False skips the check, which reads all patterns
             once, and promises that there is no NaN.
         beta: inverse temperature, the factor of the scores in the separation, the loss and the energy. ``None`` means
-            1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it; a number
-            is kept. It does not change which score is the largest.
-
-    Raises:
-        AHopError: an argument is invalid.
+            1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it.
 
     >>> import torch, ahop_layers as ah
     >>> patterns = torch.rand(100, 16) * 2 - 1
@@ -145,12 +121,17 @@ class AssociativeMemory(Associator):
         if objective == "separation" and not isinstance(modulation, KernelModulation):
             raise AHopError(f"objective='separation' needs a KernelModulation, got {type(modulation).__name__}")
         rows, shape = as_patterns(patterns)
-        self._writing = _Lock()
-        self.prior = nn.Parameter(torch.zeros(len(rows), device=rows.device)) if prior else None
-        stored = self._stored = make_stored(rows, shape, labels, ids, self.prior, check)
-        if self.prior is not None:
-            self.prior.data = self.prior.data.to(stored.dtype)
-        self._set_temperature(beta)
+        self._writing = threading.RLock()
+        stored = make_stored(rows, shape, labels, ids, check)
+        wide = accumulation_dtype(stored.dtype)
+        zeros = torch.zeros(len(rows), device=rows.device, dtype=stored.dtype)
+        self._set(replace(stored, prior=nn.Parameter(zeros) if prior else None))
+        self._fits_beta = beta is None
+        if beta is not None:
+            check_numbers("a positive number", beta=beta)
+        self.register_buffer("beta", torch.tensor(float(beta or 1.0), dtype=wide, device=rows.device))
+        if not rows.is_meta and not 0 < self.beta < torch.inf:
+            raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
         sample = stored.patterns if rows.is_floating_point() else stored.sample(stored.spread())
@@ -172,22 +153,16 @@ class AssociativeMemory(Associator):
 
     @classmethod
     def preset(cls, name: str, patterns: Any, **keywords: Any) -> "AssociativeMemory":
-        """Create a network of the paper's first table.
+        """Creates a network of the paper's first table for ``patterns``.
 
         Args:
             name: Hop, D-Hop, E-Hop, M-Hop, U-Hop, S-Hop, K-Hop (:meth:`fit` separates the patterns), K2-Hop
                 (:meth:`fit` minimizes the loss of the paper) or A-Hop.
-            patterns: as for :class:`AssociativeMemory`.
-            keywords: ``labels``, ``ids``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop,
-                whose energy does not increase for odd degrees; ``features`` for K-Hop and K2-Hop; ``bases``,
-                ``init``, ``debias``, ``blocks`` (see :class:`~ahop_layers.AdaptiveSimilarity`) and ``table`` for A-Hop.
-                ``table=True`` adds a learned base similarity to the footprints.
+            keywords: ``labels``, ``ids``, ``prior``, ``check`` and ``beta`` for all networks; ``degree`` for D-Hop;
+                ``features`` for K-Hop and K2-Hop; ``bases``, ``init``, ``debias``, ``blocks`` (see
+                :class:`~ahop_layers.AdaptiveSimilarity`) and ``table``, a learned base similarity, for A-Hop.
 
-        Raises:
-            AHopError: the name is unknown, or the network does not have a keyword.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory.preset("A-Hop", torch.rand(100, 16) * 2 - 1, debias=True)
+        >>> memory = AssociativeMemory.preset("A-Hop", torch.rand(100, 16) * 2 - 1, debias=True)
         >>> memory.similarity
         AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=True)
         """
@@ -200,6 +175,13 @@ class AssociativeMemory(Associator):
 
     def __len__(self) -> int:
         return self._stored.count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_writing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._writing = threading.RLock()  # each copy has its own
 
     @property
     def patterns(self) -> Tensor:
@@ -215,9 +197,9 @@ class AssociativeMemory(Associator):
             expected = (len(stored.patterns), *stored.shape)
             raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
         unknown = rows.is_floating_point() and has_unknown(patterns=rows)
-        ranks = Whole(len(rows)) if alone else stored.ranks
         self.calibration = torch.zeros_like(self.calibration)
-        self._stored = replace(stored, patterns=rows, unknown=unknown, ranks=ranks, _kept={})
+        ranks = Whole(len(rows)) if alone else stored.ranks
+        self._stored = replace(stored, patterns=rows, unknown=unknown, ranks=ranks)
 
     @property
     def labels(self) -> Any:
@@ -228,8 +210,8 @@ class AssociativeMemory(Associator):
     @labels.setter
     def labels(self, labels: Any) -> None:
         stored = self._unsharded("labels")
-        codes, names = as_labels(labels, len(stored.patterns), stored.patterns.device)
-        self._stored = replace(stored, labels=codes, names=names, classes=classes_of(codes))
+        codes, names = as_labels(labels, stored.count, stored.patterns.device)
+        self._stored = replace(stored, labels=codes, names=names, classes=None)
 
     @property
     def ids(self) -> list[str | int] | None:
@@ -257,25 +239,22 @@ class AssociativeMemory(Associator):
         pattern is an unknown value, and a pair is scored by the values that both know: see
         :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf.
 
-        >>> import torch, ahop_layers as ah
-        >>> ah.AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
+        >>> AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
         """
         scorer = self._scorer("scores")
         asked = scorer.queries(x)
-        scores: Array = as_given(x, asked.result(scorer.scores(asked.rows, asked.missing)))
-        return scores
+        return as_given(x, asked.result(scorer.scores(asked.rows, asked.missing)))
 
     @torch.no_grad()
     def recall(self, x: Array) -> Array:
         """Finds the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
 
-        >>> import torch, ahop_layers as ah
-        >>> ah.AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
+        >>> AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
         tensor([2, 0])
         """
-        recalled: Array = self.search(x)[1][..., 0]
-        return recalled
+        indices: Array = self.search(x)[1]
+        return indices[..., 0]
 
     @torch.no_grad()
     def search(self, x: Any, k: int = 1, shortlist: int | None = None) -> Hits:
@@ -284,42 +263,31 @@ class AssociativeMemory(Associator):
         Args:
             x: queries ``(..., d)``, or in the shape of the patterns.
             k: number of patterns to find for each query.
-            shortlist: score only this number of patterns for each query, those with the largest approximate scores. The
-                approximation is linear in the patterns and costs one matrix product; after :meth:`build_index`, the
-                index finds the patterns. The result is not exact: a pattern that is not on the shortlist is not found.
-                None scores all patterns.
+            shortlist: score only this number of patterns for each query, at least ``k``: those with the largest
+                approximate scores. The approximation is linear in the patterns and costs one matrix product; after
+                :meth:`build_index`, the index finds the patterns. The result is not exact: a pattern that is not on the
+                shortlist is not found. None scores all patterns.
 
         Returns:
             The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
             index. :class:`~ahop_layers.memory.confidence.Hits` have their ids, labels and confidence as well.
 
-        Raises:
-            AHopError: ``x`` does not match the patterns, ``k`` is not an integer from 1 to N, or ``shortlist`` is not
-                an integer of at least ``k``.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(4), "dot")
-        >>> scores, indices = memory.search(torch.tensor([[0.5, 2.0, 0.0, 1.0], [1.0, 1.0, 1.0, 3.0]]), k=2)
-        >>> scores
-        tensor([[2., 1.],
-                [3., 1.]])
-        >>> indices
-        tensor([[1, 3],
-                [3, 0]])
+        >>> scores, indices = AssociativeMemory(torch.eye(4), "dot").search(torch.tensor([0.5, 2.0, 0.0, 1.0]), k=2)
+        >>> scores, indices
+        (tensor([2., 1.]), tensor([1, 3]))
         """
         scorer, index = self._scorer(f"search(k={k}, shortlist={shortlist})"), self._index
         count = scorer.stored.count
         check_sizes(k=k)
+        check_given_sizes(shortlist=shortlist)
         if k > count:
             raise AHopError(f"k must be at most the number of patterns, {count}, got {k}")
-        if shortlist is not None:
-            check_sizes(shortlist=shortlist)
-            if shortlist < k:
-                raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
-            shortlist = int(shortlist)
+        if shortlist is not None and shortlist < k:
+            raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
         asked = scorer.queries(x)
-        found = scorer.search(asked, int(k), shortlist, index)  # PyTorch does not accept all integers of NumPy
-        scores, indices = (as_given(x, asked.result(each)) for each in found[:2])
+        # PyTorch does not accept all integers of NumPy.
+        found = scorer.search(asked, int(k), None if shortlist is None else int(shortlist), index)
+        scores, indices = (as_given(x, asked.result(each[:, : found.k])) for each in found[:2])
         if torch.compiler.is_compiling():
             return scores, indices  # type: ignore[return-value]
         return Hits(scores, indices, Asked(x, scorer, asked, found, self._calibrated))
@@ -328,30 +296,19 @@ class AssociativeMemory(Associator):
         """Computes the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
 
         The scores are multiplied by :attr:`beta`, and the classes are in the order of ``classes``. The softmax of the
-        result is the sum of the softmax weights of the patterns of each class. Without gradients, memory is independent
-        of N.
+        result is the sum of the softmax weights of the patterns of each class.
 
-        Raises:
-            AHopError: the memory has no labels, or ``x`` does not match the patterns.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7])
-        >>> memory.class_scores(torch.tensor([1.0, 2.0, 2.0]))
+        >>> AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7]).class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
         """
-        scores, _ = self._class_scores(x)
-        result: Array = as_given(x, scores.to(self._stored.dtype))
-        return result
+        scores, stored = self._class_scores(x)
+        return as_given(x, scores.to(stored.dtype))
 
     @torch.no_grad()
     def classify(self, x: Any) -> Any:
         """Finds the label of the class with the largest score: ``(..., d) -> (...)``, nested lists for strings.
 
-        Raises:
-            AHopError: the memory has no labels, or ``x`` does not match the patterns.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", labels=["cat", "dog", "dog"])
+        >>> memory = AssociativeMemory(torch.eye(3), "dot", labels=["cat", "dog", "dog"])
         >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
         ['cat', 'dog']
         """
@@ -370,36 +327,26 @@ class AssociativeMemory(Associator):
         """Builds a FAISS index of the patterns, which finds the shortlists of later searches, and returns it.
 
         An index is faster than a matrix product for many patterns, and finds most of what that would find. It is not
-        saved. If the patterns change, for example by :meth:`add`, ``.double()`` or ``load_state_dict``, it must be
-        built again or removed before the next shortlist. With shards, each rank builds one of its part.
+        saved. If the patterns change, for example by :meth:`add` or ``.double()``, it must be built again or removed
+        before the next shortlist. With shards, each rank builds one of its part. Needs
+        ``pip install ahop-layers[search]``, and patterns without NaN, with equal priors and not of inference mode.
 
         Args:
             description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``. Set options of the
-                index, such as ``nprobe``, on the result. None removes the index: a matrix product finds later
-                shortlists.
+                index, such as ``nprobe``, on the result. None removes the index.
             metric: ``"dis"`` or ``"dot"``; None means ``"dot"`` for the dot product and ``"dis"`` for all others.
 
-        Raises:
-            AHopError: FAISS is not installed (extra ``search``), an argument is invalid, a pattern holds NaN, or the
-                patterns were created in inference mode.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
+        >>> memory = AssociativeMemory(torch.randn(10_000, 32), similarity="dis")
         >>> index = memory.build_index("HNSW32")  # doctest: +SKIP
         >>> memory.search(memory.patterns[:2], shortlist=100)[1].flatten()
         tensor([0, 1])
         """
-        stored = self._stored
         if description is None:
             self._index = None
             return None
-        if stored.patterns.is_inference():  # without a version counter, changes could not be noticed
-            raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
-        if stored.unknown:
-            raise AHopError("build_index needs patterns without unknown values, got NaN: shortlists work without it")
         metric = metric or ("dot" if self.similarity is dot_product else "dis")
         check_choice("metric", metric, ("dis", "dot"))
-        self._index = Index(stored.patterns, description, metric)
+        self._index = Index(self._stored, description, metric)
         return self._index.faiss
 
     # Confidence and reasons.
@@ -410,9 +357,7 @@ class AssociativeMemory(Associator):
         Unknown queries are damaged copies of stored patterns whose pattern, and class, is left out. The damage is that
         of the last :meth:`fit`; without one, any share of the values may be replaced or missing.
 
-        >>> import torch, ahop_layers as ah
-        >>> patterns = torch.rand(200, 24)
-        >>> memory = ah.AssociativeMemory(patterns)
+        >>> memory = AssociativeMemory(patterns := torch.rand(200, 24))
         >>> hits = memory.search(torch.cat([patterns[:2], torch.rand(2, 24)]))
         >>> hits.confidence[:, 0] > memory.threshold(false_accepts=0.05)
         tensor([ True,  True, False, False])
@@ -428,58 +373,36 @@ class AssociativeMemory(Associator):
         """Computes what each value of a query adds to the score of a pattern: ``(..., d)``, or the shape of images.
 
         The sum over all values, plus the prior if there is one, is the score. A value adds 0 if it is ignored: because
-        it is unknown, or because its rank has no weight. That of a block is divided among its dimensions.
+        it is unknown, or because its rank has no weight. That of a block is divided among its dimensions. ``index`` has
+        the pattern of each query ``(...)``; None means the one with the largest score. Tables and other modules are
+        refused: their scores are no sum that is known.
 
-        Args:
-            x: queries ``(..., d)``, or in the shape of the patterns.
-            index: the pattern of each query ``(...)``; None for the one with the largest score.
-
-        Raises:
-            AHopError: the similarity is a table or another module, whose scores are no sum that is known.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "l1")
-        >>> memory.explain(torch.tensor([2.0, 2.0, 9.0]), index=1)
-        tensor([-2., -3., -3.])
+        >>> AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0]]), "l1").explain(torch.tensor([2.0, 2.0, 9.0]))
+        tensor([-1., -0., -6.])
         """
         scorer = self._scorer("explain")
-        asked = scorer.queries(x)
+        asked, count = scorer.queries(x), scorer.stored.count
         if index is None:
             place = scorer.search(asked, 1, None, None).indices[:, 0]
         else:
-            place = self._as_indices(index, asked.batch, asked.rows.device)
+            place = as_indices(index, count, asked.rows.device, tuple(asked.batch)).flatten()
             if self.shard is not None and len(place) != len(asked.rows):
                 raise AHopError("index needs the same queries on all ranks of a sharded memory, got different ones")
         pairs = zip(torch.split(asked.rows, QUERY_ROWS), torch.split(place, QUERY_ROWS), strict=True)
         parts = [contributions(scorer, rows, at) for rows, at in pairs]
-        result: Array = as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))))
-        return result
-
-    def _as_indices(self, index: Any, batch: Sequence[int], device: torch.device) -> Tensor:
-        """Returns the index of a pattern for each query as a vector, or raises."""
-        rule = f"index must be integers from 0 to {len(self) - 1}, one for each query"
-        try:
-            place = torch.as_tensor(from_numpy(index), device=device).expand(tuple(batch)).flatten()
-        except (RuntimeError, TypeError, ValueError):
-            raise AHopError(f"{rule}, got {type(index).__name__}") from None
-        wrong = place.is_floating_point() or place.is_complex() or place.dtype == torch.bool
-        if wrong or not bool(((place >= 0) & (place < len(self))).all()):
-            got = place.dtype if wrong else f"from {int(place.min())} to {int(place.max())}"
-            raise AHopError(f"{rule}, got {got}")
-        return place.long()
+        return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))))
 
     def _calibrated(self) -> Calibration:
         """Returns the calibration of the last fit, or one from the stored patterns alone, renewed when they double."""
+        check_values("patterns", self._stored.patterns)
         factor, *weights = self.calibration.tolist()
-        if not factor or len(self) >= 2 * self._calibrated_for:
-            damage: Variant = questions.Anything()
-            try:
-                self._scorer().check_missing("queries")
-            except AHopError:
-                damage = questions.Anything().replaced
-            with self._writing:
-                return self._calibrate(damage, "pattern" if self._stored.classes is None else "label", 0, fitted=False)
-        return Calibration(factor, (weights[0], weights[1], weights[2]), self.foreign)
+        if factor and len(self) < 2 * self._calibrated_for:
+            return Calibration(factor, (weights[0], weights[1], weights[2]), self.foreign)
+        damage = questions.Anything()
+        missing = self._scorer().allows_missing()
+        with self._writing:
+            by = "pattern" if self._stored.classes is None else "label"
+            return self._calibrate(damage if missing else damage.replaced, by, 0, fitted=False)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -487,39 +410,25 @@ class AssociativeMemory(Associator):
         scorer = self._scorer()
         stored = scorer.stored
         if stored.classes is not None and by == "pattern" and not isinstance(damage, Variant):
-            damage = stored.ranks.rows(stored.classes.of_pattern)[damage[0]], damage[1]
-        generator = gradients.seeded_generator(stored.patterns.device, seed ^ 0x2545F491)
-        found = calibrate(scorer, damage, by == "label", generator)
+            damage = stored.class_of(damage[0]), damage[1]
+        found = calibrate(scorer, damage, by == "label", self._generator(seed ^ 0x2545F491))
         self._calibrated_for = math.inf if fitted else stored.count
-        if not len(found.foreign):  # too few patterns
-            self.calibration = torch.zeros_like(self.calibration)
-            return found
-        shares = torch.linspace(0, 1, CALIBRATED, dtype=found.foreign.dtype, device=found.foreign.device)
-        self.foreign = found.foreign.quantile(shares).to(self.foreign)
-        self.calibration = self.calibration.new_tensor([found.factor, *found.weights])
+        self.calibration = torch.zeros_like(self.calibration)
+        if len(found.foreign):  # else there are too few patterns
+            shares = torch.linspace(0, 1, CALIBRATED, dtype=found.foreign.dtype, device=found.foreign.device)
+            self.foreign = found.foreign.quantile(shares).to(self.foreign)
+            self.calibration = self.calibration.new_tensor([found.factor, *found.weights])
         return found
 
     # Retrieval.
 
     @torch.no_grad()
     def retrieve(self, x: Array, steps: int = 1) -> Array:
-        """Retrieves patterns for queries, without gradients.
+        """Retrieves patterns for queries, in the shape of ``x``, with ``steps`` updates.
 
-        The graph of the gradients would store every block of the patterns. Call the memory itself to compute gradients.
+        Call the memory itself to compute gradients: their graph stores every block of the patterns.
 
-        Args:
-            x: queries ``(..., d)``, or in the shape of the patterns.
-            steps: number of updates of the state, at least 1.
-
-        Returns:
-            The retrieved patterns, in the shape of ``x``.
-
-        Raises:
-            AHopError: ``x`` or ``steps`` is invalid.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(4) * 10, "dot")
-        >>> memory.retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
+        >>> AssociativeMemory(torch.eye(4) * 10, "dot").retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
         tensor([10.,  0.,  0.,  0.])
         """
         output: Array = self(x, steps)
@@ -533,9 +442,7 @@ class AssociativeMemory(Associator):
         size = max(1, BLOCK_SCORES // scorer.stored.count)
         states = torch.cat([self._update(scorer, chunk, steps) for chunk in torch.split(asked.rows, size)])
         values = asked.result(states)
-        given = getattr(x, "shape", values.shape)
-        output: Array = as_given(x, values.reshape(tuple(given)))
-        return output
+        return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))))
 
     def _update(self, scorer: Scorer, rows: Tensor, steps: int) -> Tensor:
         """Retrieves ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
@@ -564,24 +471,20 @@ class AssociativeMemory(Associator):
         return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]
 
     def energy(self, x: Array) -> Array:
-        """Computes the energy of states ``x (..., d)``, as in the paper's first table: ``(...)``.
+        """Computes the energy of states ``x (..., d)``, as in the paper's first table, which has none for U-Hop.
 
-        Raises:
-            AHopError: no energy is defined for this similarity and separation (U-Hop).
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.randn(20, 8), similarity="dis")
+        >>> memory = AssociativeMemory(torch.randn(20, 8), similarity="dis")
         >>> x = torch.randn(5, 8)
         >>> bool((memory.energy(memory.retrieve(x)) <= memory.energy(x)).all())
         True
         """
-        energy, scorer = choose_energy(self.similarity is dot_product, self.separation), self._scorer("energy")
+        scorer = self._scorer("energy")
         asked = scorer.queries(x)
         wide = accumulation_dtype(asked.rows.dtype)
         modulated, scores = scorer.modulated(asked.rows).to(wide), scorer.scores(asked.rows).to(wide)
-        values = energy(asked.rows.to(wide), modulated, scores, self.separation, self.beta).to(asked.rows.dtype)
-        result: Array = as_given(x, asked.result(values))
-        return result
+        dot = self.similarity is dot_product
+        values = energy(asked.rows.to(wide), modulated, scores, self.separation, self.beta, dot)
+        return as_given(x, asked.result(values.to(asked.rows.dtype)))
 
     # Learning.
 
@@ -595,7 +498,7 @@ class AssociativeMemory(Associator):
         seed: int = 0,
         by: str | None = None,
     ) -> Report | Tensor:
-        """Learn the similarity from damaged queries.
+        """Learns the similarity from damaged queries.
 
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
         linear in its weights, and learning them is a small regression that is solved in seconds, without epochs or a
@@ -607,21 +510,18 @@ class AssociativeMemory(Associator):
 
         Kernels, tables, parameters that are partly frozen and other modules are trained by gradients, and so is an
         :class:`~ahop_layers.AdaptiveSimilarity` if ``epochs``, ``lr`` or ``batch`` is given. The loss is the negative
-        log-likelihood of the pattern that a query was made from, as in the paper. It uses the softmax of the scores for
-        every separation, because the logarithm of a sparse weight can be infinite. Bias and inverse temperature start
-        at their estimates. Steps are relative to the scale of the patterns and to ``beta``, so that the result does not
-        depend on the unit of the data. Weights that are given, as a module or as a tensor ``init``, are in that unit:
-        if their bases grow with different powers of it, as ``"l1"`` and ``"dot"`` do, the result depends on it. A tenth
-        of the pairs, at most 512, is held out; for a damage, 512 further queries. The memory keeps the parameters with
-        the smallest of about ten losses on them. Training warns if none of these is smaller than the loss at the start,
-        before or after the bias and ``beta`` are set.
+        log-likelihood of the pattern that a query was made from, as in the paper, with the softmax of the scores for
+        every separation. Bias and inverse temperature start at their estimates, and steps are relative to the scale of
+        the patterns and to ``beta``. The memory keeps the parameters with the smallest of about ten losses on queries
+        that are held out: a tenth of the pairs, or 512 queries of a damage. Training warns if none of these is smaller
+        than the loss at the start.
 
         Args:
             damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
                 ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.variants`). Or
-                pairs ``(index (n,), query (n, d))`` of queries and the patterns they belong to, tensors or NumPy
-                arrays. None, where the weights are solved for, assumes that any share of the values, from none to most,
-                may be replaced or missing, and that the others may have a little noise. K-Hop needs no damage.
+                pairs ``(index (n,), query (n, d))`` of the patterns that queries belong to and queries. None, where the
+                weights are solved for, assumes that any share of the values may be replaced or missing, and that the
+                others may have a little noise. K-Hop needs no damage.
             epochs: number of epochs of the training, by default 200. Each draws ``batch`` queries of a damage, or
                 splits the pairs into shuffled batches.
             lr: maximum learning rate of Adam, by default 0.05. It rises for a tenth of the steps, then falls to zero.
@@ -634,89 +534,75 @@ class AssociativeMemory(Associator):
 
         Returns:
             Where the weights are solved for, a report that prints as a table: the accuracy of simple scores and of the
-            learned one on held-out queries. Otherwise the loss of every step.
-
-        Raises:
-            AHopError: the memory has no trainable parameters, the patterns are float16 and training would let squared
-                gradients underflow, an argument is invalid, or the loss is not finite. The parameters are then
-                unchanged.
+            learned one on held-out queries. Otherwise the loss of every step. Training of float16 patterns is refused,
+            because squared gradients would underflow.
 
         >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(200, 24, generator=torch.Generator().manual_seed(1))
-        >>> memory = ah.AssociativeMemory(patterns)
+        >>> memory = AssociativeMemory(patterns)
         >>> damage = ah.variants.Replaced((0.0, 0.8), low=0.0, high=1.0)
-        >>> index, query = damage.sample(patterns, 300)  # or memory.fit(damage), from more queries
-        >>> report = memory.fit((index, query))
-        >>> accuracy = dict(report.rows)
-        >>> accuracy["learned"] > accuracy["L1"]
+        >>> report = memory.fit(damage.sample(patterns, 300))  # or memory.fit(damage), from more queries
+        >>> dict(report.rows)["learned"] > dict(report.rows)["L1"]
         True
         """
         if torch.is_inference_mode_enabled():
             raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
         stored = self._stored
-        call = f"fit(epochs={epochs!r}, lr={lr!r}, batch={batch!r}, seed={seed!r}, by={by!r})"
+        check_values("patterns", stored.patterns)
+        check_seed(seed=seed)
+        call = f"fit(epochs={epochs!r}, lr={lr!r}, batch={batch!r}, seed={int(seed)}, by={by!r})"
         stored.ranks.agree(call, stored.patterns.device)
         labeled = stored.labels is not None and self.objective != "separation"
         by = ("label" if labeled else "pattern") if by is None else by
         check_choice("by", by, ("pattern", "label"))
-        if isinstance(damage, (tuple, list)):
-            given = tuple(from_numpy(each, stored.patterns.device) for each in damage)
-            damage = given if any(isinstance(each, Tensor) for each in given) else as_damage(damage)
-            if isinstance(damage, tuple) and len(damage) != 2:
-                raise AHopError(
-                    f"data must be a variant or a pair (index, query), got {type(damage).__name__} of {len(damage)}"
-                )
-        elif damage is not None:
-            damage = as_damage(damage)
+        data = gradients.as_data(damage, stored.patterns.device)
         options = {"epochs": epochs, "lr": lr, "batch": batch}
         trained = [f"{name}={value!r}" for name, value in options.items() if value is not None]
-        linear = self._linear_similarity()
-        if trained and isinstance(linear, AutoSimilarity):
-            raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(trained)}")
-        if linear is not None and not trained:
-            return self._solve(linear, questions.Anything() if damage is None else damage, by, seed)
-        sizes = 200 if epochs is None else epochs, 512 if batch is None else batch
-        return self._train(damage, by, *sizes, 0.05 if lr is None else lr, progress, seed)
-
-    def _linear_similarity(self) -> AdaptiveSimilarity | None:
-        """Returns the similarity if the scores are linear in its weights, and all of them may be learned."""
         similarity = self.similarity
-        if not isinstance(similarity, AdaptiveSimilarity) or similarity.num_heads is not None:
-            return None
-        fixed = not all(each.requires_grad for each in self.parameters())
-        own = type(similarity).forward is AdaptiveSimilarity.forward
-        return None if fixed or not own or self.modulation is not None else similarity
+        linear = isinstance(similarity, AdaptiveSimilarity) and similarity.num_heads is None and self.modulation is None
+        linear = linear and type(similarity).forward is AdaptiveSimilarity.forward
+        linear = linear and all(each.requires_grad for each in self.parameters())
+        if trained and linear and isinstance(similarity, AutoSimilarity):
+            raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(trained)}")
+        if linear and not trained:
+            return self._solve(questions.Anything() if data is None else data, by, int(seed))
+        epochs, batch = 200 if epochs is None else epochs, 512 if batch is None else batch
+        check_sizes(epochs=epochs, batch=batch)
+        return self._train(data, by, int(epochs), int(batch), 0.05 if lr is None else lr, progress, int(seed))
+
+    def _generator(self, seed: int) -> torch.Generator:
+        """Returns a random generator on the device of the patterns."""
+        # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.
+        return torch.Generator(self._stored.patterns.device).manual_seed(seed ^ 0x5851F42D4C957F2D)
 
     @torch.no_grad()
-    def _solve(self, similarity: AdaptiveSimilarity, damage: Any, by: str, seed: int) -> Report:
+    def _solve(self, data: Variant | Pairs, by: str, seed: int) -> Report:
         """Learns the similarity by solving a regression, and estimates its bias, the prior and the confidence."""
-        stored = self._stored
-        generator = gradients.seeded_generator(stored.patterns.device, seed)
-        origins: Any = stored.rows
-        labels = stored.ranks.rows(stored.given_classes().of_pattern) if by == "label" else None
-        log_prior = None
-        count = max(CANDIDATES, min(MOST_MINED, MINED // stored.dim))
-        kept = torch.randperm(stored.count, generator=generator, device=stored.patterns.device)[:count]
-        if isinstance(damage, Variant):
-            patterns, own = stored.sample(kept), None if labels is None else labels[kept]
-            damage = damage.bind(patterns)
-            asked = questions.draw(damage, patterns, own, generator)
+        stored, similarity, generator = self._stored, self.similarity, self._generator(seed)
+        kept = some_patterns(stored.count, stored.dim, generator)
+        means, log_prior = None, None
+
+        def some(kept: Tensor) -> tuple[Tensor, Tensor | None]:
+            return stored.sample(kept), stored.class_of(kept) if by == "label" else None
+
+        if isinstance(data, Variant):
+            patterns, own = some(kept)
+            data = data.bind(patterns)
+            asked = questions.draw(data, patterns, own, generator)
         else:
-            damage, origins = self._pairs(stored, damage, by)
-            asked = questions.given(damage, by == "label", generator)
+            data, means = self._pairs(stored, data, by)
+            asked = questions.given(data, by == "label", generator)
             if by == "pattern":  # the patterns that queries belong to are among those that are kept
                 kept = torch.unique(torch.cat([asked.origin, kept]))
                 asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
             if self.prior is not None:
                 place = torch.arange(stored.count, device=kept.device)
-                log_prior = questions.log_frequency(damage[0], place if labels is None else labels[place])
+                log_prior = questions.log_frequency(data[0], place if by == "pattern" else stored.class_of(place))
                 asked = asked._replace(log_prior=log_prior[kept])
-            patterns, own = stored.sample(kept), None if labels is None else labels[kept]
+            patterns, own = some(kept)
             asked = questions.with_intact(asked, patterns, own, generator)
         with unchanged_on_error(self):
-            bias = self._bias()
-            if bias is not None:
-                gradients.estimate_bias(bias, damage, origins, questions.QUERIES, generator)
+            self._set_bias(stored, data, means, questions.QUERIES, generator)
             if isinstance(similarity, AutoSimilarity):
                 learned = learn(patterns, own, asked, generator)
                 similarity.set_(learned)
@@ -728,93 +614,94 @@ class AssociativeMemory(Associator):
             if self._fits_beta:
                 self.beta.fill_(1 / temperature)
             if self.prior is not None:
-                self.prior.zero_()
-                if log_prior is not None:
-                    self.prior.copy_(log_prior / self.beta)
-            self._calibrate(damage, by, seed)
+                self.prior.copy_(torch.zeros_like(self.prior) if log_prior is None else log_prior / self.beta)
+            self._calibrate(data, by, seed)
         return report
 
-    def _pairs(self, stored: Stored, data: Any, by: str) -> tuple[Pairs, Any]:
-        """Returns the index, or the class, and the query of given pairs; and the pattern that each of them stands for.
-
-        The pattern of a class is the mean of its patterns.
-
-        Raises:
-            AHopError: data is no pair, does not fit the patterns, or differs between ranks.
-        """
-        if not isinstance(data, (tuple, list)) or len(data) != 2:
-            raise AHopError(f"data must be a variant or a pair (index, query), got {type(data).__name__}")
+    def _pairs(self, stored: Stored, data: Pairs, by: str) -> tuple[Pairs, Tensor | None]:
+        """Returns the index, or the class, and the query of given pairs; and the mean pattern of each class."""
         target, query = data
         if not isinstance(query, Tensor):
             check_floating(query=query)
+        query = as_tensor("query", query)
+        check_same_device(query=query, patterns=stored.patterns)
         query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query
-        query = query if query.is_floating_point() else query.to(stored.dtype)
         stored.ranks.check_equal("data", query)
-        origins: Any = stored.rows
+        means = None
         if by == "label":
             classes, patterns = stored.given_classes(), stored.patterns.to(accumulation_dtype(stored.dtype))
-            count, strings = len(query) if query.ndim else 0, stored.names is not None
-            given, names = as_labels(target, count, query.device, "labels of data", "query", stored.names, strings)
-            target = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
-            unknown = given[classes.labels[target] != given]
-            if len(unknown):
-                got = unknown[0].item() if names is None else repr(names[int(unknown[0])])
+            count = len(query) if query.ndim else 0
+            given, names = as_labels(target, count, query.device, "labels of data", "query", stored.names)
+            index = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
+            unknown = given[classes.labels[index] != given].tolist()
+            if unknown:
+                got = unknown[0] if names is None else repr(names[unknown[0]])
                 raise AHopError(f"labels of data must be labels of stored patterns, got {got}")
             sums = patterns.new_zeros(len(classes.labels), stored.dim).index_add(0, classes.of_pattern, patterns)
-            origins = (stored.ranks.total(sums) / classes.counts[:, None]).to(stored.dtype)
-        pairs = gradients.check_pairs(target, query, origins)
-        stored.ranks.check_equal("data", pairs[0])
-        return pairs, origins
+            means = (stored.ranks.total(sums) / classes.counts[:, None]).to(stored.dtype)
+        else:
+            index = as_indices(target, stored.count, query.device)
+        if index.ndim != 1 or query.shape != (len(index), stored.dim) or not len(index):
+            rule = f"data must be index (n,) and query (n, d) with d = {stored.dim} and n >= 1"
+            raise AHopError(f"{rule}, got {describe(index)} and {describe(query)}")
+        has_unknown(query=query)
+        stored.ranks.check_equal("data", index)
+        return (index, query), means
 
-    def _train(self, data: Any, by: str, epochs: int, batch: int, lr: float, progress: bool, seed: int) -> Tensor:
+    def _set_bias(self, stored: Stored, data: Any, means: Tensor | None, batch: int, draw: torch.Generator) -> None:
+        """Estimates a bias of zero from queries, and the patterns that they belong to or the ``means`` of classes."""
+        bias = self._bias()
+        if bias is not None and bias.requires_grad and not bias.any():
+            index, query = gradients.sample_pairs(data, stored, 8 * batch, draw) if isinstance(data, Variant) else data
+            gradients.estimate_bias(bias, stored.sample(index) if means is None else means[index], query)
+
+    def _train(
+        self, data: Variant | Pairs | None, by: str, epochs: int, batch: int, lr: float, progress: bool, seed: int
+    ) -> Tensor:
         """Trains all parameters by gradients: those of the similarity and the kernel, and the prior."""
-        scorer = self._scorer()
+        scorer, generator = self._scorer(), self._generator(seed)
         stored, ranks = scorer.stored, scorer.stored.ranks
         if stored.dtype == torch.float16:
             raise AHopError("fit needs patterns of another dtype, got torch.float16: call memory.float() before")
-        if by == "label" and self.objective == "separation":
-            raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
-        generator = gradients.seeded_generator(stored.patterns.device, seed)
-        shows = progress and ranks.rank == 0
+        shows, average = progress and ranks.rank == 0, ranks.average_gradients
         if self.objective == "separation" and isinstance(self.modulation, KernelModulation):
+            if by == "label":
+                raise AHopError("by='label' needs a memory with objective='retrieval', got objective='separation'")
             with unchanged_on_error(self):
-                batches = gradients.separation_batches(stored.rows, epochs, batch, generator)
                 self.calibration = torch.zeros_like(self.calibration)
-                return gradients.minimize(self, self.modulation.separation_loss, batches, lr, shows, ranks=ranks).losses
-        measure: gradients.Measure = partial(gradients.pattern_loss, ranks=ranks)
-        if by == "label":
-            kind = gradients.label_loss if isinstance(data, Variant) else gradients.class_loss
-            measure = partial(kind, classes=stored.given_classes(), ranks=ranks)
-        origins: Any = stored.rows
+                batches = gradients.separation_batches(stored, epochs, batch, generator)
+                return minimize(self, self.modulation.separation_loss, batches, lr, shows, average)[0]
+        if data is None:
+            raise AHopError("data must be a variant or a pair (index, query), got NoneType")
+        classes = stored.given_classes() if by == "label" else None
+        means = None
         if not isinstance(data, Variant):
-            data, origins = self._pairs(stored, data, by)
+            data, means = self._pairs(stored, data, by)
+        elif ranks.alone:
+            data = data.bind(stored.patterns.to(stored.dtype))
+        measure = gradients.measure_of(classes, ranks, isinstance(data, Variant))
+
+        def loss(batch: Pairs) -> Tensor:
+            target, query = batch
+            return measure(map(self._logits, scorer.blocks(query.to(stored.dtype))), target)
+
         with unchanged_on_error(self):
-            batches = gradients.retrieval_batches(data, origins, epochs, batch, generator)
-
-            def loss(batch: Pairs) -> Tensor:
-                target, query = batch
-                return measure(map(self._logits, scorer.blocks(query.to(stored.dtype))), target)
-
-            first = gradients.mean_loss(loss, batches.held_out)
-            bias = self._bias()
-            if bias is not None and bias.requires_grad:
-                gradients.estimate_bias(bias, data, origins, batch, generator)
+            batches = gradients.retrieval_batches(data, stored, epochs, batch, generator)
+            first = mean_loss(loss, batches.held_out)
+            self._set_bias(stored, data, means, batch, generator)
             if self._fits_beta:
                 held_out = [(target, query.to(stored.dtype)) for target, query in batches.held_out]
                 self.beta.copy_(gradients.best_inverse_temperature(scorer.blocks, measure, held_out, ranks))
             scale, logit = scale_of(stored.sample(stored.spread())), 1 / self.beta.item()
             units = [(self._bias(), scale), (self.prior, logit)]
             units += [(part.table, logit) for part in self.modules() if isinstance(part, TableSimilarity)]
-            fitted = gradients.minimize(self, loss, batches, lr, shows, units=units, scale=scale, ranks=ranks)
+            losses, start, best = minimize(self, loss, batches, lr, shows, average, units, scale)
             self._calibrate(data, by, seed)
-        first = min(first, fitted.first)
-        if not fitted.best < first:
-            warnings.warn(
-                f"fit did not improve the loss of the held-out queries: expected less than {first:.4g}, got"
-                f" {fitted.best:.4g}. Use more epochs, more pairs or another lr",
-                stacklevel=3,
-            )
-        return fitted.losses
+        if not best < min(first, start):
+            rule = f"expected less than {min(first, start):.4g}, got {best:.4g}"
+            advice = "Use more epochs, more pairs or another lr"
+            warnings.warn(f"fit did not improve the loss of the held-out queries: {rule}. {advice}", stacklevel=3)
+        return losses
 
     def _bias(self) -> Tensor | None:
         """The vector ``(d,)`` that the similarity subtracts from a query, if it has one."""
@@ -826,10 +713,7 @@ class AssociativeMemory(Associator):
         return self.beta * scores.to(accumulation_dtype(scores.dtype))
 
     def _scorer(self, call: str | None = None) -> Scorer:
-        """Returns what scores queries against what is stored now, and does not change.
-
-        ``call`` names the method and its arguments: the ranks of a sharded memory must agree on it.
-        """
+        """Returns what scores queries against what is stored now. All ranks of a sharded memory must make the call."""
         stored = self._stored
         if call is not None:
             stored.ranks.agree(call, stored.patterns.device)
@@ -842,25 +726,15 @@ class AssociativeMemory(Associator):
     def add(
         self, patterns: Any, check: bool = True, *, labels: Any = None, ids: Any = None, replace: bool = False
     ) -> Tensor:
-        """Stores more patterns without refitting, and returns their indices ``(n,)``.
-
-        With a prior, the new patterns get the mean prior.
+        """Stores more patterns without refitting, and returns their indices ``(n,)``. They get the mean prior.
 
         Args:
             patterns: in the shape of those stored.
-            check: raise if a pattern holds infinity, or no known value. False skips the check, and promises that there
-                is no NaN.
-            labels: the class of each new pattern ``(n,)``. Required if and only if the memory has labels.
-            ids: the name of each new pattern ``(n,)``. Required if and only if the memory has ids.
+            check: as for :class:`AssociativeMemory`.
+            labels, ids: of each new pattern ``(n,)``. Required if and only if the memory has labels, or ids.
             replace: whether a pattern whose id is stored already takes its place, with its new label.
 
-        Raises:
-            AHopError: the patterns do not match those stored, or hold infinity. Labels or ids are missing, or are given
-                to a memory without. An id is stored already. The memory is sharded.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
-        >>> memory.add(torch.ones(2, 4))
+        >>> AssociativeMemory(torch.zeros(3, 4)).add(torch.ones(2, 4))
         tensor([3, 4])
         """
         with self._writing:
@@ -871,39 +745,22 @@ class AssociativeMemory(Associator):
                 raise AHopError(f"patterns must be ({expected}), as those stored, got patterns of the shape {shape}")
             if replace and stored.ids is None:
                 raise AHopError("replace=True needs a memory with ids, got none")
-            added = make_stored(
-                storage.converted(rows, stored.patterns),
-                stored.shape,
-                _both("labels", labels, stored.labels),
-                _both("ids", ids, stored.ids),
-                None,
-                check,
-                stored.names,
-                stored.names is not None,
-            )
+            for name, given, own in (("labels", labels, stored.labels), ("ids", ids, stored.ids)):
+                if (given is None) != (own is None):
+                    rule = "not be given: the memory has none" if own is None else f"be given: the memory has {name}"
+                    raise AHopError(f"{name} must {rule}, got {'none' if given is None else name}")
+            rows = storage.converted(rows, stored.patterns)
+            added = make_stored(rows, stored.shape, labels, ids, check, stored.names)
             if added.unknown:
                 self._scorer().check_missing("patterns")
-            before, n = len(stored.patterns), len(rows)
-            place = torch.arange(before, before + n, device=rows.device)
-            if added.ids is not None and stored.ids is not None:
-                known = {each: index for index, each in enumerate(stored.ids)}
-                twice = [each for each in added.ids if each in known]
-                if twice and not replace:
-                    raise AHopError(f"ids must not be stored already, got {twice[0]!r}: replace=True replaces them")
-                fresh = iter(range(before, before + n))
-                place = torch.tensor([known[each] if each in known else next(fresh) for each in added.ids])
-                place = place.to(rows.device)
-            self._set(stored.joined(added, place))
+            joined, place = stored.joined(added, replace)
+            self._set(joined)
             return place
 
     def remove(self, index: Any = None, *, ids: Any = None) -> None:
         """Deletes patterns, with all that belongs to them, by index, by boolean mask or by id. Later ones move up.
 
-        Raises:
-            AHopError: ``index`` or ``ids`` is invalid, no pattern would be left, or the memory is sharded.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), "dot", ids=["a", "b", "c"])
+        >>> memory = AssociativeMemory(torch.eye(3), "dot", ids=["a", "b", "c"])
         >>> memory.remove(ids=["a", "c"])
         >>> memory.patterns
         tensor([[0., 1., 0.]])
@@ -935,30 +792,22 @@ class AssociativeMemory(Associator):
         self._stored = stored
 
     @torch.no_grad()
-    def shard_(self: Memory, group: Any = None) -> Memory:
+    def shard_(self, group: Any = None) -> "AssociativeMemory":
         """Keeps only a part of the patterns and labels on each rank of a process group, and returns the memory.
 
-        Each rank must call this method with equal patterns, for example from one memory-mapped file, and copies its
-        part of them. Afterwards ``patterns`` and ``labels`` are this part. The other methods give on every rank what
-        one process gives. They communicate, so all ranks must call them together. Their queries may differ: every rank
-        then scores the queries of all ranks. :meth:`fit` needs equal data on all ranks.
+        ``group`` is a process group of ``torch.distributed`` that supports the device of the patterns, such as gloo or
+        NCCL; None means all processes. Each rank must call this method with equal patterns, for example from one
+        memory-mapped file, and copies its part of them. Afterwards ``patterns`` and ``labels`` are this part. The other
+        methods give on every rank what one process gives. They communicate, so all ranks must call them together. Their
+        queries may differ: every rank then scores the queries of all ranks. :meth:`fit` needs equal data on all ranks.
 
-        Parameters, the prior included, are copied from the first rank and stay equal in :meth:`fit`. In a model that
-        is wrapped in ``DistributedDataParallel``, they are trained as all others. A state dict does not contain the
-        parts; loading one that has all patterns replaces them.
+        Parameters, the prior included, are copied from the first rank. In ``DistributedDataParallel``, they are trained
+        as all others. A state dict does not contain the parts; loading one that has all patterns replaces them.
 
-        Args:
-            group: a process group of ``torch.distributed`` that supports the device of the patterns, such as gloo or
-                NCCL; None for all processes.
-
-        Raises:
-            AHopError: the memory is sharded already, ``torch.distributed`` is not initialized, patterns or labels
-                differ in shape between the ranks, or there are fewer patterns than ranks.
-
-        >>> import tempfile, torch, ahop_layers as ah
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=0, world_size=1)
-        ...     memory = ah.AssociativeMemory(torch.eye(3), "dot").shard_()
+        ...     memory = AssociativeMemory(torch.eye(3), "dot").shard_()
         ...     memory.recall(torch.tensor([1.0, 3.0, 2.0]))
         ...     torch.distributed.destroy_process_group()
         tensor(1)
@@ -971,28 +820,15 @@ class AssociativeMemory(Associator):
         shard.check_equal("patterns", stored.sample(stored.spread()))
         shard.check_equal("labels", stored.patterns.new_zeros(0) if stored.labels is None else stored.labels)
         shard.copy_from_first_rank(self)
-        self._stored = stored.sharded(shard, stored.patterns)
+        self._stored = stored.sharded(shard)
         return self
 
-    def _set_temperature(self, beta: float | None) -> None:
-        if beta is not None:
-            check_numbers("a positive number", beta=beta)
-        wide = accumulation_dtype(self._stored.dtype)
-        device = self._stored.patterns.device
-        temperature = torch.tensor(1.0 if beta is None else float(beta), dtype=wide, device=device)
-        if not temperature.is_meta and not 0 < temperature < torch.inf:
-            raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
-        self.register_buffer("beta", temperature)
-        self._fits_beta = beta is None
-
-    def _apply(self: Memory, fn: Any, recurse: bool = True) -> Memory:
+    def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
         before = self.beta, self.calibration, self.foreign
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = self._stored.moved(fn)
-        self._stored = replace(moved, prior=self.prior)
-        wide = accumulation_dtype(moved.dtype)
-        self.beta = before[0].to(self.beta.device, wide)
+        self._stored = replace(self._stored.moved(fn), prior=self.prior)
+        self.beta = before[0].to(self.beta.device, accumulation_dtype(self._stored.dtype))
         self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[1:])
         return self
 
@@ -1009,26 +845,17 @@ class AssociativeMemory(Associator):
         """Loads a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
 
         Args:
-            state_dict, strict, assign: as for ``nn.Module``.
+            state_dict: of a memory that has labels, names of classes, ids and a prior if and only if this one does.
+            strict, assign: as for ``nn.Module``.
 
-        Raises:
-            AHopError: the state dict holds no pattern, infinity in a pattern, a prior, labels or ids of another length
-                or none although the memory has some, or an inverse temperature that is not positive.
-
-        >>> import torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.zeros(3, 4))
-        >>> memory.load_state_dict(ah.AssociativeMemory(torch.ones(2, 4)).state_dict())
+        >>> memory = AssociativeMemory(torch.zeros(3, 4))
+        >>> memory.load_state_dict(AssociativeMemory(torch.ones(2, 4)).state_dict())
         <All keys matched successfully>
         >>> len(memory)
         2
         """
-        before = self._stored
         with unchanged_on_error(self):
-            try:
-                return super().load_state_dict(state_dict, strict, assign)
-            except Exception:
-                self._stored = before
-                raise
+            return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *args: Any
@@ -1044,8 +871,7 @@ class AssociativeMemory(Associator):
         if isinstance(prior, Tensor) and not prior.is_meta and not bool(prior.isfinite().all()):
             raise AHopError(f"{prefix}prior must be finite, got NaN or infinity")
         if given["patterns"] is not None:
-            assign = local_metadata.get("assign_to_params_buffers", False)
-            stored = before.loaded(prefix, given, assign)
+            stored = before.loaded(prefix, given, local_metadata.get("assign_to_params_buffers", False))
             if stored.unknown:
                 self._scorer().check_missing(f"{prefix}patterns")
             if self.prior is not None:
@@ -1054,10 +880,9 @@ class AssociativeMemory(Associator):
                 if stored.count != before.count:
                     values = self.prior.new_zeros(stored.count)
                     self.prior = nn.Parameter(values, requires_grad=self.prior.requires_grad)
-            self._stored = replace(stored, prior=self.prior)
-            if self.shard is None and isinstance(before.ranks, Shard):
-                ranks = Shard(before.ranks.group, stored.count, stored.patterns.device)
-                self._stored = self._stored.sharded(ranks, stored.patterns)
+            if isinstance(before.ranks, Shard):
+                stored = stored.sharded(Shard(before.ranks.group, stored.count, stored.patterns.device))
+            self._stored = stored
         elif strict and self.shard is None:
             args[0].append(prefix + "patterns")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *args)
@@ -1067,74 +892,46 @@ class AssociativeMemory(Associator):
         """Saves the whole memory in one file: patterns, labels, ids, similarity, temperature and confidence.
 
         The file has the safetensors format. It replaces an older one when it is complete. The ranks of a sharded memory
-        save one file each, ``name-00001-of-00004.safetensors``; :meth:`load` reads them all. Needs
-        ``pip install ahop-layers[save]``.
+        save one file each, ``name-00001-of-00004.safetensors``; :meth:`load` reads them all. Similarity, separation and
+        modulation must be of this package. Needs ``pip install ahop-layers[save]``.
 
-        Raises:
-            AHopError: the similarity, separation or modulation is not one of this package, safetensors is not
-                installed, or the folder does not exist.
-
-        >>> import tempfile, torch, ahop_layers as ah
-        >>> memory = ah.AssociativeMemory(torch.eye(3), labels=["a", "b", "b"])
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     memory.save(f"{folder}/memory.safetensors")
-        ...     ah.AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
+        ...     AssociativeMemory(torch.eye(3), labels=["a", "b", "b"]).save(f"{folder}/memory.safetensors")
+        ...     AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
         ['a', 'b', 'b']
         """
         with self._writing:
-            ranks, tensors = self._stored.ranks, dict(self.state_dict())
-            tensors |= {} if self.shard is None else self._stored.tensors()
-        path = storage.as_path(path)
-        header = {name: getattr(self, name) for name in ("activation", "objective")}
-        header["prior"], header["fits_beta"] = self.prior is not None, self._fits_beta
-        header.update(describe_parts(self))
+            stored, tensors = self._stored, {**self.state_dict(), **self._stored.tensors()}
+        path = files.as_path(path)
+        header = describe_parts(self) | {"prior": self.prior is not None, "fits_beta": self._fits_beta}
+        header |= {"version": storage.VERSION, "activation": self.activation, "objective": self.objective}
+        header["frozen"] = [name for name, each in self.named_parameters() if not each.requires_grad]
         if self.shard is not None:
-            place = storage.part_path(path, ranks.rank, ranks.ranks)
-            number = torch.randint(2**62, (), device=self._stored.patterns.device)
-            storage.write(place, tensors, {**header, "save": int(ranks.gather(number)[0])})
-        else:
-            storage.write(path, tensors, header)
+            path = storage.part_path(path, stored.ranks.rank, stored.ranks.ranks)
+            number = torch.randint(2**62, (), device=stored.patterns.device)
+            header["save"] = int(stored.ranks.gather(number)[0])
+        files.write(path, storage.KEY, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path, check: bool = True) -> "AssociativeMemory":
         """Loads a memory that :meth:`save` saved. The patterns are memory-mapped: call ``.to(device)`` to move them.
 
-        Args:
-            path: the file.
-            check: as for :class:`AssociativeMemory`.
-
-        Raises:
-            AHopError: the file is missing, damaged, of another kind or of a newer version, or safetensors is not
-                installed.
+        ``check`` is that of :class:`AssociativeMemory`.
         """
-        path = storage.as_path(path)
-        tensors, header = storage.read_parts(path)
+        path = files.as_path(path)
+        tensors, header = storage.read(path)
         try:
-            stored = storage.stored_from(tensors)
-            memory = cls(
-                stored["patterns"],
-                **make_parts(header, stored["patterns"].flatten(1)),
-                labels=stored["labels"],
-                ids=stored["ids"],
-                prior=header["prior"],
-                activation=header["activation"],
-                objective=header["objective"],
-                check=check,
-            )
+            options = {name: header[name] for name in ("prior", "activation", "objective")}
+            memory = cls(**storage.stored_from(tensors), **make_parts(header, tensors), **options, check=check)
             rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
             keys = memory.load_state_dict(rest, strict=False)
             if keys.missing_keys != ["patterns"] or keys.unexpected_keys:  # which the memory has already
                 raise AHopError(f"expected other tensors, got {keys}")
+            for name in header["frozen"]:
+                memory.get_parameter(name).requires_grad_(False)
             memory._fits_beta = bool(header["fits_beta"])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             message = f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}"
             raise AHopError(message) from error
         return memory
-
-
-def _both(name: str, given: Any, stored: Any) -> Any:
-    """Returns labels or ids of new patterns; raises unless they are given if and only if the stored ones have some."""
-    if (given is None) != (stored is None):
-        expected = "not be given: the memory has none" if stored is None else f"be given: the memory has {name}"
-        raise AHopError(f"{name} must {expected}, got {'none' if given is None else name}")
-    return given

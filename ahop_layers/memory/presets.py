@@ -1,21 +1,23 @@
-"""The networks of the paper's first table: their similarities, kernels and energies."""
+"""The networks of the paper's first table: their similarities, kernels, and parts as values of JSON."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import Similarity, dot_product, negative_distance
+from ahop_layers.association import Similarity, dot_product, negative_distance, negative_manhattan
 from ahop_layers.blocks import Blocks
-from ahop_layers.errors import AHopError, check_choice, check_sizes
+from ahop_layers.errors import AHopError, check_choice, check_sizes, describe
 from ahop_layers.learning.auto import AutoSimilarity
-from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
+from ahop_layers.memory.arrays import check_values
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.training import base_units
 from ahop_layers.variants import known_range
 from ahop_layers.widths import scale_of
@@ -42,17 +44,9 @@ def uniformity_loss(points: Tensor) -> Tensor:
 class KernelModulation(nn.Module):
     """Computes ``mod(pattern) = Phi^T Phi pattern``, so that a dot product compares ``Phi pattern`` and ``Phi query``.
 
-    Args:
-        dim: dimension ``d`` of a pattern.
-        features: number of rows of Phi; None for ``d``.
+    ``phi (features, dim)`` is learned; by default it is square. It is initialized to the identity, so that patterns are
+    unchanged.
 
-    Attributes:
-        phi: learned ``(features, d)``, initialized to the identity, so that initially patterns are unchanged.
-
-    Raises:
-        AHopError: a size is not a positive integer.
-
-    >>> import torch
     >>> patterns = torch.randn(5, 8)
     >>> torch.equal(KernelModulation(8)(patterns), patterns)
     True
@@ -70,13 +64,7 @@ class KernelModulation(nn.Module):
         return patterns @ phi.mT @ phi
 
     def separation_loss(self, patterns: Tensor) -> Tensor:
-        """The :func:`uniformity_loss` of ``Phi patterns`` for patterns ``(n, d)``: lower values mean larger distances.
-
-        >>> far, near = torch.eye(3), torch.full((3, 3), 0.5) + 0.1 * torch.eye(3)
-        >>> modulation = KernelModulation(3)
-        >>> bool(modulation.separation_loss(far) < modulation.separation_loss(near))
-        True
-        """
+        """The :func:`uniformity_loss` of ``Phi patterns`` for patterns ``(n, d)``: the lower, the larger distances."""
         return uniformity_loss(patterns @ self.phi.to(patterns.dtype).mT)
 
     def extra_repr(self) -> str:
@@ -108,12 +96,6 @@ PRESETS = {
 }
 
 
-def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
-    """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
-    wide = accumulation_dtype(query.dtype)
-    return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
-
-
 FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
 """The similarities without parameters, by the base that each sums up."""
 
@@ -127,13 +109,14 @@ def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
 
 
 def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **options: Any) -> Similarity:
-    """Create the named similarity for ``patterns (N, d)``; ``table`` and ``options`` are those of ``"adaptive"``."""
+    """Creates the named similarity for ``patterns (N, d)``; ``table`` and ``options`` are those of ``"adaptive"``."""
     check_choice("similarity", name, ("auto", *FIXED, "adaptive"))
     if name == "auto":
         return AutoSimilarity(patterns)
     if name != "adaptive":
         return FIXED[name]
     if table:
+        check_values("patterns", patterns)
         low, high = known_range(patterns)
         reach = torch.maximum(-low, high)
         options["key_range"] = reach[~reach.isnan()].max()
@@ -146,11 +129,7 @@ def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **opti
 
 
 def preset_arguments(name: str, patterns: Tensor, **keywords: Any) -> dict[str, Any]:
-    """The arguments of :class:`AssociativeMemory` for the preset ``name`` and floating-point ``patterns (N, d)``.
-
-    Raises:
-        AHopError: the name is unknown, or the network does not have a keyword.
-    """
+    """The arguments of :class:`AssociativeMemory` for the preset ``name`` and floating-point ``patterns (N, d)``."""
     check_choice("name", name, tuple(PRESETS))
     row = PRESETS[name]
     unknown = [key for key in keywords if key not in row.keywords]
@@ -168,93 +147,24 @@ def preset_arguments(name: str, patterns: Tensor, **keywords: Any) -> dict[str, 
     }
 
 
-# Energies, which do not increase along the dynamics. Each takes the states ``x (..., d)``, the modulated states
-# ``(..., d)``, the scores ``(..., N)``, the separation and the inverse temperature, and returns ``(...)``.
-
-Energy = Callable[[Tensor, Tensor, Tensor, Separation, Tensor], Tensor]
-
-
-def conjugate(scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
-    """The function of the scores ``(..., N) -> (...)`` whose gradient is the separation of ``beta * scores``.
-
-    For softmax this is the log-sum-exp. For the entmax family it is ``p . s`` plus the Tsallis entropy of the weights
-    ``p``.
-    """
-    if separation.name == "softmax":
-        return (beta * scores).logsumexp(-1) / beta
-    weights, alpha = separation(beta * scores), separation.alpha
-    entropy = (weights - weights**alpha).sum(-1) / (alpha * (alpha - 1))
-    total: Tensor = (weights * scores).sum(-1) + entropy / beta
-    return total
-
-
-def attention_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
-    """Half the squared norm of the state minus the conjugate of the separation: M-Hop, S-Hop, K-Hop."""
-    return 0.5 * (x * modulated).sum(-1) - conjugate(scores, separation, beta)
-
-
-def adaptive_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
-    """The negative log-sum-exp of the scores: A-Hop.
-
-    For the similarity ``-|x - bias - pattern|^2`` it does not increase and is at least ``-log N``. For other weights
-    the paper makes no statement.
-    """
-    return -(beta * scores).logsumexp(-1) / beta
-
-
-def classic_energy(x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation, beta: Tensor) -> Tensor:
-    """The negative sum over patterns of the antiderivative of the separation: Hop, D-Hop, E-Hop.
-
-    The paper's table has the sum over the patterns inside the power and the exponential. This is the sum of the powers
-    and exponentials, whose gradient gives the dynamics. It does not increase for odd degrees. For the exponential the
-    energy is the logarithm of that sum, which is monotonic in it and does not overflow. The signs of the other two do
-    not depend on ``beta``.
-    """
-    if separation.name == "exponential":
-        return -(beta * scores).logsumexp(-1) / beta
-    degree = separation.degree if separation.name == "polynomial" else 1
-    return -(scores ** (degree + 1)).sum(-1) / (degree + 1)
-
-
-_BY_SEPARATION: dict[str, Energy] = {
-    **dict.fromkeys(("softmax", "sparsemax", "entmax15", "entmax"), attention_energy),
-    **dict.fromkeys(("identity", "polynomial", "exponential"), classic_energy),
-}
-
-
-def choose_energy(dot_product: bool, separation: Separation) -> Energy:
-    """The energy of a memory, by its separation and whether its similarity is the dot product.
-
-    Raises:
-        AHopError: the paper defines no energy for this memory.
-    """
-    if dot_product and separation.name in _BY_SEPARATION:
-        return _BY_SEPARATION[separation.name]
-    if not dot_product and separation.name == "softmax":
-        return adaptive_energy
-    similarity = "the dot product" if dot_product else "a similarity other than the dot product"
-    raise AHopError(f"no energy is defined for {similarity} with the separation {separation.name!r}")
-
-
 # Parts of a memory as values of JSON, for files.
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    kind.__name__: kind for kind in (AdaptiveSimilarity, AdaptiveTableSimilarity, TableSimilarity)
+}
+"""The similarities that are saved by their options."""
 
 
 def describe_parts(memory: Any) -> dict[str, Any]:
-    """Returns what :func:`make_parts` makes the parts of a memory from.
-
-    Raises:
-        AHopError: a part is not one of this package.
-    """
+    """Returns what :func:`make_parts` makes the parts of a memory from; raises if one is not of this package."""
+    separation, modulation = memory.separation, memory.modulation
+    alpha = getattr(separation, "alpha_logit", None)
+    plain = type(separation) is Separation and (alpha is None or alpha.ndim == 0)
     described = {
         "similarity": _described(memory.similarity),
-        "separation": None,
-        "modulation": None,
+        "separation": [separation.name, separation.degree] if plain else None,
+        "modulation": modulation.phi.shape[0] if type(modulation) is KernelModulation else None,
     }
-    alpha = getattr(memory.separation, "alpha_logit", None)
-    if type(memory.separation) is Separation and (alpha is None or alpha.ndim == 0):
-        described["separation"] = [memory.separation.name, memory.separation.degree]
-    if type(memory.modulation) is KernelModulation:
-        described["modulation"] = memory.modulation.phi.shape[0]
     for name, value in described.items():
         part = getattr(memory, name)
         if value is None and part is not None:
@@ -264,47 +174,57 @@ def describe_parts(memory: Any) -> dict[str, Any]:
 
 
 def _described(similarity: Any) -> Any:
-    for name, fixed in FIXED.items():
-        if similarity is fixed:
-            return name
-    if type(similarity) is AutoSimilarity:
-        return "auto"
-    if type(similarity) is TableSimilarity:
-        return {"table": similarity.knots, "debias": similarity.bias is not None}
-    if type(similarity) not in (AdaptiveSimilarity, AdaptiveTableSimilarity):
+    """Returns the name of a similarity, or its class and options; None if it is not one of this package."""
+    kind = type(similarity)
+    if kind is AutoSimilarity or similarity in FIXED.values():
+        return next((name for name, fixed in FIXED.items() if fixed is similarity), "auto")
+    if kind not in KINDS.values():
         return None
-    found: dict[str, Any] = {"bases": similarity.bases, "debias": similarity.bias is not None}
-    found["blocks"] = [
-        [entry.named.tolist() if entry.named is not None else entry.assignment, entry.normalize]
-        for entry in similarity.blocks
-    ]
-    if type(similarity) is AdaptiveTableSimilarity:
-        return found | {"table": similarity.table.knots}
-    return found | {"num_heads": similarity.num_heads}
-
-
-def make_parts(described: dict[str, Any], patterns: Tensor) -> dict[str, Any]:
-    """Makes the similarity, separation and modulation of a memory of ``patterns (N, d)``, without learned values."""
-    given, modulation, dim = described["similarity"], described["modulation"], patterns.shape[1]
-    options: dict[str, Any] = {"debias": given["debias"]} if isinstance(given, dict) else {}
-    if isinstance(given, dict) and "blocks" in given:
-        options["bases"] = [base if isinstance(base, str) else tuple(base) for base in given["bases"]]
-        numbers = [torch.tensor(each) if isinstance(each, list) else each for each, _ in given["blocks"]]
-        pairs = zip(numbers, given["blocks"], strict=True)
-        options["blocks"] = [Blocks(number, normalize=entry[1]) for number, entry in pairs]
-        options["init"] = "uniform"
-    if not isinstance(given, dict):
-        similarity: Any = given
-    elif "num_heads" in given:
-        similarity = AdaptiveSimilarity(dim, given["num_heads"], **options)
-    elif "blocks" in given:
-        similarity = AdaptiveTableSimilarity(dim, knots=tuple(given["table"]), **options)
+    options: dict[str, Any] = {"debias": similarity.bias is not None, "init": similarity.init}
+    if not isinstance(similarity.init, str):
+        given = [similarity.init] if isinstance(similarity.init, Tensor) else similarity.init
+        options["init"] = [each.tolist() for each in given]
+    if kind is AdaptiveSimilarity:
+        options["num_heads"] = similarity.num_heads
     else:
-        similarity = TableSimilarity(dim, knots=tuple(given["table"]), **options)
-    if isinstance(similarity, nn.Module):
-        similarity = similarity.to(patterns.device, patterns.dtype if patterns.is_floating_point() else None)
-    return {
-        "similarity": similarity,
-        "separation": Separation(described["separation"][0], degree=described["separation"][1]),
-        "modulation": None if modulation is None else KernelModulation(dim, modulation).to(patterns.device),
-    }
+        options["knots"] = (similarity if kind is TableSimilarity else similarity.table).knots
+    if kind is not TableSimilarity:
+        numbers = [entry.assignment if entry.named is None else entry.named.tolist() for entry in similarity.blocks]
+        normal = [entry.normalize for entry in similarity.blocks]
+        options |= {"bases": similarity.bases, "blocks": list(zip(numbers, normal, strict=True))}
+    return [kind.__name__, options]
+
+
+def _similarity(dim: int, name: str, given: dict[str, Any]) -> Callable[[], nn.Module]:
+    """Returns what makes a similarity from its class and options."""
+    options = dict(given)
+    if not isinstance(options["init"], str):
+        options["init"] = [torch.tensor(each, dtype=torch.float64) for each in options["init"]]
+    if "bases" in options:
+        options["bases"] = [base if isinstance(base, str) else tuple(base) for base in options["bases"]]
+        blocks = [(torch.tensor(n) if isinstance(n, list) else n, normal) for n, normal in options["blocks"]]
+        options["blocks"] = [Blocks(number, normalize=normal) for number, normal in blocks]
+    return partial(KINDS[name], dim, **options)
+
+
+def make_parts(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Makes the similarity, separation and modulation of a memory, for the ``tensors`` of its state dict.
+
+    A part that has other sizes than the tensors is refused before it is allocated.
+    """
+    patterns, (separation, degree) = tensors["patterns"], described["separation"]
+    dim, given, features = patterns[0].numel(), described["similarity"], described["modulation"]
+    parts = {"similarity": given, "separation": Separation(separation, degree=degree), "modulation": None}
+    makes = {} if isinstance(given, str) else {"similarity": _similarity(dim, *given)}
+    if features is not None:
+        makes["modulation"] = partial(KernelModulation, dim, features)
+    for name, make in makes.items():
+        with torch.device("meta"):
+            sizes = make().state_dict()
+        for key, tensor in sizes.items():
+            found = tensors.get(f"{name}.{key}")
+            if found is None or found.shape != tensor.shape:
+                got = "none" if found is None else describe(found)
+                raise AHopError(f"{name}.{key} must be {describe(tensor)}, as the header says, got {got}")
+        parts[name] = make().to(dtype=patterns.dtype if patterns.is_floating_point() else None)
+    return parts

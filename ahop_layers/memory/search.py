@@ -12,35 +12,29 @@ from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, 
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.presets import FIXED, known_scores
-from ahop_layers.memory.shortlist import Index, best_of_shortlist, first_stage, linear_scores, sample_index
+from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
 from ahop_layers.memory.storage import Stored
-from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import TableSimilarity
 
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""
 
-BLOCK_ELEMENTS = 2**21
+BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS = 2**21, 2**26
 """Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
 
 BLOCK_SCORES = 2**23
 """Number of scores that are stored at once where the scores of all patterns are needed."""
-
-GPU_BLOCK_ELEMENTS = 2**26
-"""Number of elements of the patterns that a GPU scores at once: one million patterns with 64 dimensions."""
 
 KEPT_ELEMENTS = 2**28
 """Maximum number of elements of copies of the patterns that are arranged by block: 1 GiB in float32."""
 
 
 class Queries(NamedTuple):
-    """Queries as a matrix.
+    """Queries of all ranks as a matrix ``rows (L, d)``, of which those at ``own`` are of this rank.
 
-    Attributes:
-        rows: ``(L, d)`` in the dtype of the scores, those of all ranks.
-        own: the place of the queries of this rank.
-        missing: whether they or the patterns have unknown values.
-        batch: the shape of the queries of this rank without that of a pattern.
+    ``missing`` says whether they or the patterns have unknown values. ``batch`` is the shape of the queries of this
+    rank without that of a pattern.
     """
 
     rows: Tensor
@@ -54,21 +48,15 @@ class Queries(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The best patterns of each query, and out of which patterns they were taken.
+    """Patterns of each query, best first: scores and indices ``(L, m)``, of which the first ``k`` are its hits.
 
-    Attributes:
-        scores, indices: of the hits ``(L, k)``, best first.
-        shortlist: the scores and indices of the shortlist ``(L, m)``; None if all patterns were scored.
+    If ``short``, they are a shortlist. Otherwise all patterns were scored, and m is k.
     """
 
     scores: Tensor
     indices: Tensor
-    shortlist: tuple[Tensor, Tensor] | None = None
-
-    def part(self, rows: slice) -> "Candidates":
-        """Returns those of some queries."""
-        listed = None if self.shortlist is None else (self.shortlist[0][rows], self.shortlist[1][rows])
-        return Candidates(self.scores[rows], self.indices[rows], listed)
+    k: int
+    short: bool
 
 
 class Scorer(NamedTuple):
@@ -79,18 +67,14 @@ class Scorer(NamedTuple):
     modulation: nn.Module | None
 
     def queries(self, x: Any) -> Queries:
-        """Returns queries ``(..., d)``, or those in the shape of the patterns, as a matrix; those of all ranks.
-
-        Raises:
-            AHopError: they do not fit the patterns, or hold NaN only.
-        """
+        """Returns queries ``(..., d)``, or those in the shape of the patterns, as a matrix; those of all ranks."""
         stored, error = self.stored, None
         try:
             rows, batch, missing = self._own_queries(x)
         except AHopError as raised:
             rows, batch, missing, error = stored.block(0, 0), (), False, raised
         rows, own = stored.ranks.queries(rows, error)
-        missing = missing or stored.unknown or (stored.ranks.ranks > 1 and has_nan(rows))  # of other ranks
+        missing = missing or stored.unknown or (not stored.ranks.alone and has_nan(rows))  # of other ranks
         return Queries(rows, own, missing, batch)
 
     def _own_queries(self, x: Any) -> tuple[Tensor, Sequence[int], bool]:
@@ -112,10 +96,14 @@ class Scorer(NamedTuple):
             self.check_missing(name)
         return rows, batch, missing
 
+    def allows_missing(self) -> bool:
+        """Returns whether the similarity can score pairs with missing values."""
+        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, TableSimilarity))
+        return self.modulation is None and (adaptive or self.similarity in FIXED.values())
+
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
-        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, TableSimilarity))
-        if self.modulation is not None or not (adaptive or self.similarity in FIXED.values()):
+        if not self.allows_missing():
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
     def modulated(self, patterns: Tensor) -> Tensor:
@@ -158,21 +146,21 @@ class Scorer(NamedTuple):
         return scores if prior is None else scores + prior[indices]
 
     def search(self, asked: Queries, k: int, m: int | None, index: Index | None) -> Candidates:
-        """Finds the ``k`` best patterns of each query, with ``m`` out of a shortlist of so many."""
+        """Finds the ``k`` best patterns of each query, out of all or of a shortlist of ``m``."""
         chunks = torch.split(asked.rows, QUERY_ROWS)
-        if m is not None and m < self.stored.count:
+        short = m is not None and m < self.stored.count
+        if m is not None and short:
             parts = [self._shortlist(chunk, k, m, asked.missing, index) for chunk in chunks]
-            scores, indices, some, places = (torch.cat(each) for each in zip(*parts, strict=True))
-            return Candidates(scores, indices, (some, places))
-        size, ranks = min(k, len(self.stored.patterns)), self.stored.ranks
-        found = [ranks.best(*top_k(self.blocks(chunk, asked.missing), size), k) for chunk in chunks]
-        scores, indices = (torch.cat(each) for each in zip(*found, strict=True))
-        return Candidates(scores, indices)
+        else:
+            size, ranks = min(k, len(self.stored.patterns)), self.stored.ranks
+            parts = [ranks.best(*top_k(self.blocks(chunk, asked.missing), size), k) for chunk in chunks]
+        scores, indices = (torch.cat(each) for each in zip(*parts, strict=True))
+        return Candidates(scores, indices, k, short)
 
-    def _shortlist(self, rows: Tensor, k: int, m: int, missing: bool, index: Index | None) -> tuple[Tensor, ...]:
-        """Returns the ``k`` best scores and their indices, then the scores and indices of the whole shortlist."""
-        stored = self.stored
-        sample = stored.sample(sample_index(stored.count, rows.device))
+    def _shortlist(self, rows: Tensor, k: int, m: int, missing: bool, index: Index | None) -> tuple[Tensor, Tensor]:
+        """Returns the scores and indices of a shortlist of ``m`` patterns, best first."""
+        stored, size = self.stored, min(SAMPLE, self.stored.count)
+        sample = stored.sample(torch.arange(size, device=rows.device) * stored.count // size)
         filled, center = rows, None
         if missing:  # the first stage replaces unknown values by the mean of their dimension
             center = sample.nanmean(0).nan_to_num(0.0)
@@ -182,28 +170,25 @@ class Scorer(NamedTuple):
         if index is None:
             first, indices = first_stage(linear, stored, own, center if stored.unknown else None)
         else:
-            index.check(stored.patterns)
+            index.check(stored)
             first, indices = index.shortlist(linear, own)
         scores = self.pairs(rows, indices, missing).masked_fill(first == -torch.inf, -torch.inf)
-        first, scores, indices = stored.ranks.candidates(first, scores, indices, m=m)
+        ranks = stored.ranks
+        first, scores, indices = (ranks.columns(each, m) for each in (first, scores, indices + ranks.start))
         scores, indices = best_of_shortlist(first, scores, indices, m)
         if index is not None and ((first > -torch.inf).sum(-1) < k).any():
             check_finite_rows(**{"queries x": filled})
             raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
-        return scores[..., :k], indices[..., :k], scores, indices
+        return scores, indices
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
-        if isinstance(self.similarity, AdaptiveSimilarity):
-            options: dict[str, Any] = {"arranged": arranged, "missing": missing or None}
-            scores: Tensor = self.similarity(query, key, **{name: each for name, each in options.items() if each})
-        elif missing and isinstance(self.similarity, TableSimilarity):
-            scores = self.similarity(query, key, missing=True)
-        elif missing:
-            scores = known_scores(self.similarity, query, key)
-        else:
-            scores = self.similarity(query, key)
-        return scores
+        if missing and self.similarity in FIXED.values():
+            return known_scores(self.similarity, query, key)
+        options: dict[str, Any] = {"missing": True} if missing else {}
+        if arranged is not None:
+            options["arranged"] = arranged
+        return self.similarity(query, key, **options)
 
     def _arranged(self) -> Sequence[Tensor | None] | None:
         """Returns copies of the patterns that are arranged by the blocks of the similarity, if it needs any."""
@@ -217,33 +202,28 @@ class Scorer(NamedTuple):
         if stored.patterns.requires_grad or stored.patterns.is_inference():  # no gradient; no version counter
             return None
 
-        def copies() -> list[Tensor | None]:
-            return [None if gather is None else arrange(stored.block(0, stored.count), gather) for gather in gathers]
+        def copies() -> tuple[Any, list[Tensor | None]]:
+            rows = stored.block(0, stored.count)
+            return gathers, [None if gather is None else arrange(rows, gather) for gather in gathers]
 
-        name = f"arranged {[id(gather) for gather in gathers]}"
-        found: Sequence[Tensor | None] = stored.keep(name, lambda: (gathers, copies()))[1]  # the ids stay in use
+        found: Sequence[Tensor | None]
+        _, found = stored.keep(f"arranged {[id(gather) for gather in gathers]}", copies)  # the ids stay in use
         return found
 
     def _block_size(self, queries: int) -> int:
-        # Other similarities may need several times the memory of a block.
-        similarity, device = self.similarity, self.stored.patterns.device.type
-        large = isinstance(similarity, AdaptiveSimilarity) and (
-            similarity.is_single() or isinstance(similarity, AutoSimilarity)
+        """Returns the number of patterns that are scored at once.
+
+        More than QUERY_ROWS queries are only scored at once where all scores are kept, so that small blocks would save
+        no memory. On a GPU, each call has a fixed cost. Some similarities need several times the memory of a block.
+        """
+        similarity, dim, queries = self.similarity, self.stored.dim, max(1, queries)
+        size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
+        single = isinstance(similarity, AutoSimilarity) or (
+            isinstance(similarity, AdaptiveSimilarity) and similarity.is_single()
         )
-        return block_size(self.stored.dim, queries, device if large else "cpu")
-
-
-def block_size(dim: int, queries: int, device: str) -> int:
-    """Returns the number of patterns of ``dim`` dimensions that are scored at once.
-
-    A block has at most BLOCK_SCORES scores, for up to QUERY_ROWS queries. More are only scored at once where all scores
-    are kept, so that small blocks would save no memory. On a GPU, blocks are as large as the memory of their scores
-    allows, because each call has a fixed cost: blocks for the cache of a CPU would spend most of the time of a search
-    for few queries on calls.
-    """
-    queries = max(1, queries)
-    size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
-    return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries)) if device == "cuda" else size
+        if not single or self.stored.patterns.device.type != "cuda":
+            return size
+        return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries))
 
 
 def has_nan(rows: Tensor) -> bool:

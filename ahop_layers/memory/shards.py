@@ -1,12 +1,12 @@
 """Shards: each rank of a process group keeps a part of the patterns of a memory.
 
-All communication is one operation, a gather that is differentiable. Its gradient is the sum over the losses of all
-ranks, so the mean of the parameter gradients over the ranks, as DistributedDataParallel computes it, is the gradient of
-the mean loss.
+All communication is a differentiable gather. Its gradient is the sum over the losses of all ranks, so the mean of the
+parameter gradients over the ranks, as DistributedDataParallel computes it, is the gradient of the mean loss.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -19,16 +19,13 @@ from ahop_layers.ops.reference import accumulation_dtype
 
 
 class Whole:
-    """All ``count`` patterns of a memory on one rank, where nothing is communicated."""
+    """All ``count`` patterns of a memory on one rank, which is alone and communicates nothing."""
 
-    rank, ranks, start = 0, 1, 0
+    alone, rank, ranks, start = True, 0, 1, 0
 
     def __init__(self, count: int) -> None:
         self.count = self.stop = count
-
-    def rows(self, rows: Tensor) -> "Rows":
-        """Returns the rows of all ranks, of which this rank has ``rows``."""
-        return rows
+        self.sizes = [count]
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, of equal shape and dtype: ``(...) -> (ranks, ...)``. Differentiable."""
@@ -36,55 +33,105 @@ class Whole:
 
     def total(self, tensor: Tensor) -> Tensor:
         """Sums the tensors of all ranks, in the order of the ranks."""
-        return tensor
+        return tensor if self.alone else self.gather(tensor).sum(0)
 
-    def columns(self, scores: Tensor) -> Tensor:
-        """Concatenates the scores ``(L, stop - start)`` of the patterns of all ranks: ``(L, count)``."""
-        return scores
+    def pick(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Returns the rows ``index (n,)`` of all ranks, of which this rank has ``rows``."""
+        if self.alone:
+            return rows[index]
+        column = index - self.start
+        own = (column >= 0) & (column < len(rows))
+        found = rows.new_zeros(len(index), *rows.shape[1:])
+        found[own] = rows[column[own]]
+        return self.total(found)
+
+    def columns(self, tensor: Tensor, most: int | None = None) -> Tensor:
+        """Concatenates columns of all ranks, ``(L, stop - start)`` here; of each rank at most ``most`` columns."""
+        if self.alone:
+            return tensor
+        widths = self.sizes if most is None else [min(most, size) for size in self.sizes]
+        gathered = self.gather(functional.pad(tensor, (0, max(widths) - tensor.shape[-1])))
+        return torch.cat([part[..., :width] for part, width in zip(gathered, widths, strict=True)], -1)
 
     def best(self, scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Returns the ``k`` largest scores and their indices, out of those of the patterns of each rank ``(L, K)``."""
-        return scores, indices
-
-    def candidates(self, *tensors: Tensor, m: int) -> list[Tensor]:
-        """Concatenates candidates ``(L, min(m, stop - start))`` of all ranks; the last tensor has their indices."""
-        return list(tensors)
+        if self.alone:
+            return scores, indices
+        return merge([(self.columns(scores, k), self.columns(indices + self.start, k))], k)
 
     def queries(self, rows: Tensor, error: AHopError | None = None) -> tuple[Tensor, slice]:
-        """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``, or raises an error."""
+        """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``.
+
+        Every rank scores the queries of all ranks against its patterns. Queries that are equal on all ranks and need no
+        gradient are scored once. Raises on all ranks if one has an ``error``: the others would wait for it.
+        """
+        failed = []
+        if not self.alone:
+            differentiable = rows.requires_grad and torch.is_grad_enabled()
+            header = torch.tensor([len(rows), differentiable, error is not None], device=rows.device)
+            lengths, needed, failed = self.gather(header).T.tolist()
         if error is not None:
             raise error
-        return rows, slice(None)
-
-    def agree(self, call: str, device: torch.device) -> None:
-        """Raises on all ranks unless each of them makes the same call, before any of them waits for the others."""
+        if any(failed):
+            raise AHopError(f"queries x must be valid on all ranks, got an error on rank {failed.index(1)}")
+        if self.alone:
+            return rows, slice(None)
+        padded = self.gather(functional.pad(rows, (0, 0, 0, max(lengths) - len(rows))))
+        if not any(needed) and len(set(lengths)) == 1 and bool((padded == padded[0]).all()):
+            return rows, slice(None)
+        first = sum(lengths[: self.rank])
+        joined = torch.cat([part[:length] for part, length in zip(padded, lengths, strict=True)])
+        return joined, slice(first, first + len(rows))
 
     def cross_entropy(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Computes the mean cross entropy of the logits of all ranks, ``(L, stop - start)`` here, for equal targets.
-
-        ``index (L,)`` is the index of a pattern out of those of all ranks.
-        """
-        return functional.cross_entropy(logits, index)
+        """Computes the mean cross entropy of the logits of all ranks, ``(L, stop - start)`` here, of ``index (L,)``."""
+        if self.alone:
+            return functional.cross_entropy(logits, index)
+        wide = logits.to(accumulation_dtype(logits.dtype))
+        column = index - self.start
+        own = (column >= 0) & (column < wide.shape[-1])
+        picked = wide.gather(-1, column.clamp(0, wide.shape[-1] - 1)[:, None])[:, 0]
+        sums, targets = self.gather(torch.stack([wide.logsumexp(-1), torch.where(own, picked, 0.0)])).unbind(1)
+        return (sums.logsumexp(0) - targets.sum(0)).mean()
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replaces the gradient of each parameter by its mean over the ranks."""
+        for parameter in parameters:
+            if parameter.grad is not None and not self.alone:
+                parameter.grad.copy_(self.total(parameter.grad) / self.ranks)
 
-    def check_equal(self, name: str, *tensors: Tensor) -> None:
-        """Raises unless tensors have the same shapes, and probably the same values, on all ranks."""
+    def agree(self, call: str, device: torch.device) -> None:
+        """Raises on all ranks unless each of them makes the same call, before any of them waits for the others."""
+        if not self.alone:
+            digest = torch.tensor(zlib.crc32(call.encode()), device=device)
+            if not bool((self.gather(digest) == digest).all()):
+                raise AHopError(f"all ranks of a sharded memory must make the same call, got {call} on this one")
+
+    def check_shapes(self, name: str, tensor: Tensor) -> None:
+        """Raises unless a tensor has the same shape and dtype on all ranks."""
+        code = sum(map(ord, str(tensor.dtype)))
+        header = torch.tensor([tensor.ndim, code, *[*tensor.shape, 0, 0, 0][:3]], device=tensor.device)
+        if not bool((self.gather(header) == header).all()):
+            raise AHopError(f"{name} must have the same shape and dtype on all ranks, got {describe(tensor)} on this")
+
+    @torch.no_grad()
+    def check_equal(self, name: str, tensor: Tensor) -> None:
+        """Raises unless a tensor has the same shape, and probably the same values, on all ranks."""
+        if self.alone:
+            return
+        self.check_shapes(name, tensor)
+        values = tensor.double().nan_to_num(0.5).flatten()
+        mean = values.abs().mean() if len(values) else values.sum()
+        ramp = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
+        sums = self.gather(torch.stack([mean, (values * ramp).sum()]))
+        if not bool((sums == sums[0]).all()):
+            raise AHopError(f"{name} must be equal on all ranks of a sharded memory, got different values")
 
 
 class Shard(Whole):
-    """The part ``start:stop`` of ``count`` patterns that this rank keeps, and the communication with other ranks.
+    """The part ``start:stop`` of ``count`` patterns that this rank of a group keeps, on a device that it supports."""
 
-    Args:
-        group: a process group of ``torch.distributed``; None for all processes.
-        count: number of patterns of all ranks together.
-        device: device of the patterns.
-
-    Raises:
-        AHopError: there is no process group, this process is not in it, it does not support the device, or it has more
-            ranks than there are patterns.
-    """
+    alone = False
 
     def __init__(self, group: Any, count: int, device: torch.device) -> None:
         if not distributed.is_available() or not distributed.is_initialized():
@@ -101,8 +148,9 @@ class Shard(Whole):
             raise AHopError(f"group must support tensors on {device.type}, got {backend}: {error}") from error
         if count < self.ranks:
             raise AHopError(f"the memory must have a pattern for each of {self.ranks} ranks, got {count} patterns")
-        self.bounds = [count * rank // self.ranks for rank in range(self.ranks + 1)]
-        self.start, self.stop = self.bounds[self.rank : self.rank + 2]
+        bounds = [count * rank // self.ranks for rank in range(self.ranks + 1)]
+        self.start, self.stop = bounds[self.rank : self.rank + 2]
+        self.sizes = [stop - start for start, stop in pairwise(bounds)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
         return self
@@ -110,110 +158,10 @@ class Shard(Whole):
     def __reduce__(self) -> NoReturn:
         raise AHopError("a sharded memory cannot be pickled: save its state dict")
 
-    @property
-    def sizes(self) -> list[int]:
-        """The number of patterns of each rank."""
-        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
-
-    def rows(self, rows: Tensor) -> "Rows":
-        """Returns the rows of all ranks, of which this rank has ``rows``."""
-        return ShardedRows(self, rows)
-
     def gather(self, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, of equal shape and dtype: ``(...) -> (ranks, ...)``. Differentiable."""
         gathered: Tensor = _Gather.apply(tensor, self)  # type: ignore[no-untyped-call]
         return gathered
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """Sums the tensors of all ranks, in the order of the ranks."""
-        return self.gather(tensor).sum(0)
-
-    def columns(self, scores: Tensor) -> Tensor:
-        """Concatenates the scores ``(L, stop - start)`` of the patterns of all ranks: ``(L, count)``."""
-        return torch.cat(self._gather_columns(scores, self.sizes), -1)
-
-    def best(self, scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Returns the ``k`` largest scores and their indices, out of those of the patterns of each rank ``(L, K)``."""
-        widths = [min(k, size) for size in self.sizes]
-        values, places = (self._gather_columns(each, widths) for each in (scores, indices + self.start))
-        return merge(list(zip(values, places, strict=True)), k)
-
-    def candidates(self, *tensors: Tensor, m: int) -> list[Tensor]:
-        """Concatenates candidates ``(L, min(m, stop - start))`` of all ranks; the last tensor has their indices."""
-        widths = [min(m, size) for size in self.sizes]
-        places = tensors[-1] + self.start
-        return [torch.cat(self._gather_columns(each, widths), -1) for each in (*tensors[:-1], places)]
-
-    def _gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        """Returns the tensors ``(L, widths[r])`` of each rank r."""
-        gathered = self.gather(functional.pad(tensor, (0, max(widths) - tensor.shape[-1])))
-        return [part[..., :width] for part, width in zip(gathered, widths, strict=True)]
-
-    def queries(self, rows: Tensor, error: AHopError | None = None) -> tuple[Tensor, slice]:
-        """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``.
-
-        Every rank scores the queries of all ranks against its patterns. Queries that are equal on all ranks and need no
-        gradient are scored once.
-
-        Raises:
-            AHopError: ``error``, if the queries of this rank are invalid, or that those of another rank are. Without
-                this exchange, the others would wait for a rank that raised.
-        """
-        differentiable = rows.requires_grad and torch.is_grad_enabled()
-        header = torch.tensor([len(rows), differentiable, error is not None], device=rows.device)
-        lengths, needed, failed = self.gather(header).T.tolist()
-        if error is not None:
-            raise error
-        if any(failed):
-            raise AHopError(f"queries x must be valid on all ranks, got an error on rank {failed.index(1)}")
-        padded = self.gather(functional.pad(rows, (0, 0, 0, max(lengths) - len(rows))))
-        if not any(needed) and len(set(lengths)) == 1 and bool((padded == padded[0]).all()):
-            return rows, slice(None)
-        first = sum(lengths[: self.rank])
-        joined = torch.cat([part[:length] for part, length in zip(padded, lengths, strict=True)])
-        return joined, slice(first, first + len(rows))
-
-    def cross_entropy(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Computes the mean cross entropy of the logits of all ranks, ``(L, stop - start)`` here, for equal targets.
-
-        ``index (L,)`` is the index of a pattern out of those of all ranks.
-        """
-        wide = logits.to(accumulation_dtype(logits.dtype))
-        column = index - self.start
-        own = (column >= 0) & (column < wide.shape[-1])
-        picked = wide.gather(-1, column.clamp(0, wide.shape[-1] - 1)[:, None])[:, 0]
-        sums, targets = self.gather(torch.stack([wide.logsumexp(-1), torch.where(own, picked, 0.0)])).unbind(1)
-        return (sums.logsumexp(0) - targets.sum(0)).mean()
-
-    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replaces the gradient of each parameter by its mean over the ranks."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.copy_(self.total(parameter.grad) / self.ranks)
-
-    def agree(self, call: str, device: torch.device) -> None:
-        """Raises on all ranks unless each of them makes the same call, before any of them waits for the others."""
-        digest = torch.tensor(zlib.crc32(call.encode()), device=device)
-        if not bool((self.gather(digest) == digest).all()):
-            raise AHopError(f"all ranks of a sharded memory must make the same call, got {call} on this one")
-
-    @torch.no_grad()
-    def check_equal(self, name: str, *tensors: Tensor) -> None:
-        """Raises unless tensors have the same shapes, and probably the same values, on all ranks."""
-        for tensor in tensors:
-            self.check_shapes(name, tensor)
-            values = tensor.double().nan_to_num(0.5)
-            mean = values.abs().mean() if values.numel() else values.sum()
-            sums = self.gather(torch.stack([mean, (values.flatten() * _ramp(values)).sum()]))
-            if not bool((sums == sums[0]).all()):
-                raise AHopError(f"{name} must be equal on all ranks of a sharded memory, got different values")
-
-    def check_shapes(self, name: str, tensor: Tensor) -> None:
-        """Raises unless a tensor has the same shape and dtype on all ranks."""
-        code = sum(map(ord, str(tensor.dtype)))
-        header = torch.tensor([tensor.ndim, code, *[*tensor.shape, 0, 0, 0][:3]], device=tensor.device)
-        if not bool((self.gather(header) == header).all()):
-            raise AHopError(f"{name} must have the same shape and dtype on all ranks, got {describe(tensor)} on this")
 
     @torch.no_grad()
     def copy_from_first_rank(self, module: nn.Module) -> None:
@@ -229,7 +177,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, shard: Shard) -> Tensor:
         """Gathers ``(...) -> (ranks, ...)``."""
         ctx.shard = shard
-        return _all_gather(tensor, shard)
+        flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # gloo does not support all dtypes
+        if not len(flat):
+            return tensor.new_empty(shard.ranks, *tensor.shape)
+        parts = [torch.empty_like(flat) for _ in range(shard.ranks)]
+        distributed.all_gather(parts, flat, group=shard.group)
+        return torch.stack(parts).view(tensor.dtype).reshape(shard.ranks, *tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -237,38 +190,3 @@ class _Gather(torch.autograd.Function):
         total = grad.to(accumulation_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
         distributed.all_reduce(total, group=ctx.shard.group)
         return total[ctx.shard.rank].to(grad.dtype), None
-
-
-def _all_gather(tensor: Tensor, shard: Shard) -> Tensor:
-    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # gloo does not support all dtypes
-    if not len(flat):
-        return tensor.new_empty(shard.ranks, *tensor.shape)
-    parts = [torch.empty_like(flat) for _ in range(shard.ranks)]
-    distributed.all_gather(parts, flat, group=shard.group)
-    return torch.stack(parts).view(tensor.dtype).reshape(shard.ranks, *tensor.shape)
-
-
-def _ramp(values: Tensor) -> Tensor:
-    return torch.linspace(1, 2, values.numel(), dtype=values.dtype, device=values.device)
-
-
-class ShardedRows:
-    """Rows ``(N, ...)`` of which each rank keeps a part. Every rank must index the same rows at the same time."""
-
-    def __init__(self, shard: Shard, rows: Tensor) -> None:
-        self._shard, self._rows = shard, rows
-        self.shape, self.device, self.dtype = (shard.count, *rows.shape[1:]), rows.device, rows.dtype
-
-    def __len__(self) -> int:
-        return self._shard.count
-
-    def __getitem__(self, index: Tensor) -> Tensor:
-        column = index - self._shard.start
-        own = (column >= 0) & (column < len(self._rows))
-        found = self._rows.new_zeros(len(index), *self._rows.shape[1:])
-        found[own] = self._rows[column[own]]
-        return self._shard.total(found)
-
-
-Rows = Tensor | ShardedRows
-"""Rows ``(N, ...)`` that are indexed by tensors."""

@@ -18,27 +18,18 @@ from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.arrays import top_k
 from ahop_layers.memory.storage import Stored
-from ahop_layers.memory.table import AdaptiveTableSimilarity
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import AdaptiveTableSimilarity
 
-SAMPLE = 256
-"""Number of patterns of the sample."""
-
-SAMPLE_ELEMENTS = 2**21
-"""Number of elements of query-pattern pairs of the sample that are processed at once."""
+SAMPLE, SAMPLE_ELEMENTS = 256, 2**21
+"""Number of patterns of the sample, and of elements of query-pattern pairs that are processed at once."""
 
 FIRST_STAGE_SCORES = 2**22
 """Number of scores of the first stage that are computed at once."""
 
 KEPT_NORMS = 2**28
 """Maximum number of squared norms that are kept for later searches: 1 GiB in float32."""
-
-
-def sample_index(count: int, device: torch.device) -> Tensor:
-    """Returns the indices of the sample, evenly spaced among ``count`` patterns."""
-    size = min(SAMPLE, count)
-    return torch.arange(size, device=device) * count // size
 
 
 class Linear(NamedTuple):
@@ -49,11 +40,7 @@ class Linear(NamedTuple):
 
 
 def linear_scores(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: Tensor, sample: Tensor) -> Linear:
-    """Approximates the scores of queries ``rows (L, d)``, from a ``sample (S, d)`` of the patterns.
-
-    Raises:
-        AHopError: the similarity is not differentiable.
-    """
+    """Approximates the scores of queries ``rows (L, d)``, from a ``sample (S, d)`` of the patterns."""
     if not len(rows):
         wide = sample.new_empty(0, sample.shape[1], dtype=accumulation_dtype(sample.dtype))
         return Linear(wide, wide[:, :1])
@@ -113,10 +100,8 @@ def first_stage(linear: Linear, stored: Stored, m: int, center: Tensor | None) -
     patterns, prior, norms = stored.patterns, stored.own_prior, None
     if curvature.any() and center is None and len(patterns) <= KEPT_NORMS:
         norms = stored.keep("norms", lambda: _norms(patterns))
-    size = FIRST_STAGE_SCORES // max(1, len(slope))
-    if slope.dtype != patterns.dtype or center is not None:  # blocks are copied: a slope can overflow half precision
-        size = min(size, FIRST_STAGE_SCORES // patterns.shape[1])
-    size = max(1, size)
+    copies = slope.dtype != patterns.dtype or center is not None  # a slope can overflow half precision
+    size = max(1, FIRST_STAGE_SCORES // max(1, len(slope), patterns.shape[1] if copies else 0))
 
     def blocks() -> Iterator[Tensor]:
         for start in range(0, len(patterns), size):
@@ -124,7 +109,7 @@ def first_stage(linear: Linear, stored: Stored, m: int, center: Tensor | None) -
             block = block if center is None else torch.where(block.isnan(), center, block)
             scores = (block @ slope[0])[None] if len(slope) == 1 else slope @ block.mT
             if curvature.any():
-                square = _squares(block) if norms is None else norms[start : start + size]
+                square = _norms(block) if norms is None else norms[start : start + size]
                 scores = torch.addcmul(scores, curvature, square, value=-1)
             yield scores if prior is None else scores + prior[start : start + size]
 
@@ -144,38 +129,36 @@ def best_of_shortlist(first: Tensor, scores: Tensor, indices: Tensor, m: int) ->
 
 
 def _norms(patterns: Tensor) -> Tensor:
+    """Returns the squared norms of patterns, which are read in blocks."""
     size = max(1, FIRST_STAGE_SCORES // patterns.shape[1])
-    return torch.cat([_squares(block) for block in torch.split(patterns, size)])
-
-
-def _squares(block: Tensor) -> Tensor:
-    block = block if block.is_floating_point() else block.float()
-    norms: Tensor = torch.linalg.vector_norm(block, dim=-1, dtype=accumulation_dtype(block.dtype))
-    return norms.square()
+    blocks = (block if block.is_floating_point() else block.float() for block in torch.split(patterns, size))
+    norms = [torch.linalg.vector_norm(block, dim=-1, dtype=accumulation_dtype(block.dtype)) for block in blocks]
+    return torch.cat(norms).square()
 
 
 class Index:
-    """A FAISS index of patterns ``(N, d)``.
+    """A FAISS index of the patterns of a memory.
 
-    Args:
-        patterns: the patterns.
-        description: as for ``faiss.index_factory``, such as ``"HNSW32"`` or ``"IVF4096,Flat"``.
-        metric: ``"dis"`` or ``"dot"``.
+    See :meth:`ahop_layers.AssociativeMemory.build_index` for ``description`` and ``metric``.
 
     Raises:
-        AHopError: FAISS is not installed or refuses the description.
+        AHopError: FAISS is not installed or refuses the description, or an index cannot find what is stored.
     """
 
-    def __init__(self, patterns: Tensor, description: str, metric: str) -> None:
+    def __init__(self, stored: Stored, description: str, metric: str) -> None:
+        patterns = stored.patterns
         if not isinstance(description, str):
             raise AHopError(f"description must be a string, got {type(description).__name__}")
+        if patterns.is_inference():  # without a version counter, changes could not be noticed
+            raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
+        if stored.unknown:
+            raise AHopError("build_index needs patterns without unknown values, got NaN: shortlists work without it")
         try:
             faiss = importlib.import_module("faiss")
         except ImportError as error:
-            message = "build_index needs FAISS, got no installation: install ahop-layers[search]"
-            raise AHopError(message) from error
+            raise AHopError("build_index needs FAISS, got no installation: install ahop-layers[search]") from error
         self.patterns, self.version, self.metric = patterns, patterns._version, metric
-        self.radius = _squares(patterns[:: max(1, len(patterns) // SAMPLE)]).mean().sqrt()
+        self.radius = _norms(patterns[:: max(1, len(patterns) // SAMPLE)]).mean().sqrt()
         kind = faiss.METRIC_INNER_PRODUCT if metric == "dot" else faiss.METRIC_L2
         try:
             self.faiss = faiss.index_factory(patterns.shape[1], description, kind)
@@ -191,11 +174,13 @@ class Index:
     def __reduce__(self) -> Any:
         return type(None), ()  # an index is neither copied nor saved
 
-    def check(self, patterns: Tensor) -> None:
-        """Raises unless the index was built for these patterns."""
-        if self.patterns is not patterns or self.version != patterns._version:
+    def check(self, stored: Stored) -> None:
+        """Raises unless the index was built for these patterns, which it finds without their prior."""
+        if self.patterns is not stored.patterns or self.version != stored.patterns._version:
             rule = "the index must be that of the stored patterns, got one of others"
             raise AHopError(f"{rule}: call build_index again, or build_index(None) to search without")
+        if stored.prior is not None and bool((stored.prior != stored.prior[0]).any()):
+            raise AHopError("an index needs equal priors, got different ones: call build_index(None) to search without")
 
     def shortlist(self, linear: Linear, m: int) -> tuple[Tensor, Tensor]:
         """Returns approximate scores and the indices of ``m`` patterns for each query: ``(L, m)`` each.

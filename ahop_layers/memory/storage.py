@@ -1,14 +1,10 @@
 """What a memory stores: an immutable state that is replaced as a whole, and files of it."""
 
-import contextlib
 import glob
-import importlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ahop_layers import files
 from ahop_layers.errors import AHopError, describe, has_unknown
 from ahop_layers.learning.auto import AutoSimilarity
-from ahop_layers.memory.arrays import as_tensor
+from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
-from ahop_layers.memory.shards import Rows, Whole
+from ahop_layers.memory.shards import Whole
 
 STORED = ("patterns", "labels", "names", "ids")
 """Names of the tensors of a state dict that belong to the patterns."""
 
-VERSION = 1
-"""Version of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
-
-_KEY = "ahop_layers.memory"
+VERSION, KEY = 1, "ahop_layers.memory"
+"""Version and header of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """The patterns of a memory and all that belongs to each of them.
-
-    It is never changed: a memory replaces it, so that a thread that searches sees one state.
+    """The patterns of a memory and all that belongs to them. A memory replaces it, so that a search sees one state.
 
     Attributes:
         patterns: ``(n, d)``, of this rank, floating-point or uint8.
@@ -57,11 +50,15 @@ class Stored:
     ids: Ids | None
     prior: nn.Parameter | None
     ranks: Whole
-    classes: Classes | None
-    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    classes: Classes | None = None
+    _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and self.classes is None:
+            object.__setattr__(self, "classes", classes_of(self.labels))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: {} if each.name == "_kept" else getattr(self, each.name) for each in fields(self)}
+        return {**self.__dict__, "_kept": {}}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,11 +76,6 @@ class Stored:
         return self.ranks.count
 
     @property
-    def rows(self) -> Rows:
-        """The patterns of all ranks in :attr:`dtype`, to be indexed by a tensor."""
-        return self.ranks.rows(self.patterns.to(self.dtype))
-
-    @property
     def own_prior(self) -> Tensor | None:
         """The prior of the patterns of this rank."""
         return None if self.prior is None else self.prior[self.ranks.start : self.ranks.stop]
@@ -94,7 +86,7 @@ class Stored:
 
     def sample(self, index: Tensor) -> Tensor:
         """Returns the patterns ``index (n,)``, of all ranks, in :attr:`dtype`."""
-        return self.ranks.rows(self.patterns)[index].to(self.dtype)
+        return self.ranks.pick(self.patterns, index).to(self.dtype)
 
     def block(self, start: int, size: int) -> Tensor:
         """Returns ``size`` patterns of this rank in :attr:`dtype`."""
@@ -106,20 +98,28 @@ class Stored:
             raise AHopError("the memory must have labels, got none: use AssociativeMemory(patterns, labels=...)")
         return self.classes
 
-    def named(self, labels: Tensor) -> Any:
-        """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
-        return labels if self.names is None else _nested(labels.tolist(), self.names)
+    def class_of(self, index: Tensor) -> Tensor:
+        """Returns the class of each pattern ``index (...)``, of all ranks."""
+        return self.ranks.pick(self.given_classes().of_pattern, index.flatten()).reshape(index.shape)
 
-    def places(self, ids: Any) -> Tensor:
-        """Returns the index of each id, of all ranks.
-
-        Raises:
-            AHopError: the patterns have no ids, or an id is not one of them.
-        """
+    def given_ids(self) -> Ids:
+        """Returns the ids, or raises if there are none."""
         if self.ids is None:
             raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        known = self.keep("places", lambda: {each: index for index, each in enumerate(self.ids or ())})
-        given = as_ids(ids)
+        return self.ids
+
+    def named(self, labels: Tensor) -> Any:
+        """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
+        return labels if self.names is None else nested(labels.tolist(), self.names)
+
+    def place_of(self) -> dict[str | int, int]:
+        """Returns the index of each id, of all ranks; raises if there are no ids."""
+        places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(self.given_ids())})
+        return places
+
+    def places(self, ids: Any) -> Tensor:
+        """Returns the index of each of the ``ids``, or raises."""
+        known, given = self.place_of(), as_ids(ids)
         unknown = [each for each in given if each not in known]
         if unknown:
             raise AHopError(f"ids must be ids of stored patterns, got {unknown[0]!r}")
@@ -147,90 +147,75 @@ class Stored:
             total = total + weights[..., start : start + size] @ block
         return total
 
-    def take(self, index: Tensor) -> "Stored":
-        """Returns the patterns ``index (n,)`` of all ranks, without their ids, as they are stored on one rank."""
-        labels = None if self.classes is None else self.ranks.rows(self.classes.of_pattern)[index]
-        prior = None if self.prior is None else nn.Parameter(self.prior[index], requires_grad=False)
-        return Stored(
-            patterns=self.sample(index),
-            shape=self.shape,
-            unknown=self.unknown,
-            labels=labels,
-            names=None,
-            ids=None,
-            prior=prior,
-            ranks=Whole(len(index)),
-            classes=None if labels is None else classes_of(labels),
-        )
-
-    def moved(self, function: Callable[[Tensor], Tensor]) -> "Stored":
-        """Applies a function, such as a conversion, to all tensors except the prior, which is a parameter."""
-        labels = None if self.labels is None else function(self.labels)
-        classes = None if self.classes is None else Classes(*map(function, self.classes))
-        return replace(self, patterns=function(self.patterns), labels=labels, classes=classes, _kept={})
-
-    def sharded(self, ranks: Whole, patterns: Tensor) -> "Stored":
-        """Returns the part of one of several ranks, out of ``patterns (N, d)`` and the labels of all."""
-        part = slice(ranks.start, ranks.stop)
-        labels, classes = self.labels, self.classes
-        if labels is not None and classes is not None:
-            labels, classes = labels[part].clone(), classes._replace(of_pattern=classes.of_pattern[part].clone())
-        return replace(self, patterns=patterns[part].clone(), labels=labels, classes=classes, ranks=ranks, _kept={})
-
     def spread(self) -> Tensor:
         """Returns the indices of evenly spaced patterns, of at most 2**21 values or so."""
         step = max(1, self.count * self.dim // 2**21)
         return torch.arange(0, self.count, step, device=self.patterns.device)
 
-    def joined(self, added: "Stored", place: Tensor) -> "Stored":
-        """Returns these patterns, with those ``added`` at the indices ``place (n,)``: replaced, or at the end."""
-        before = len(self.patterns)
-        count = max(before, int(place.max()) + 1)
+    def moved(self, function: Callable[[Tensor], Tensor]) -> "Stored":
+        """Applies a function, such as a conversion, to all tensors except the prior, which is a parameter."""
+        labels = None if self.labels is None else function(self.labels)
+        classes = None if self.classes is None else Classes(*map(function, self.classes))
+        return replace(self, patterns=function(self.patterns), labels=labels, classes=classes)
 
-        def join(old: Tensor, new: Tensor) -> Tensor:
-            if count == before + len(new) and bool((place >= before).all()):
-                return torch.cat([old, new])
-            both = torch.cat([old, new.new_zeros(count - before, *new.shape[1:])])
-            both[place] = new
-            return both
+    def sharded(self, ranks: Whole) -> "Stored":
+        """Returns the part of one of several ranks, out of the patterns and labels of all."""
+        part = slice(ranks.start, ranks.stop)
+        labels, classes = self.labels, self.classes
+        if labels is not None and classes is not None:
+            labels, classes = labels[part].clone(), classes._replace(of_pattern=classes.of_pattern[part].clone())
+        return replace(self, patterns=self.patterns[part].clone(), labels=labels, classes=classes, ranks=ranks)
 
-        labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
-        ids = self.ids
-        if ids is not None and added.ids is not None:
-            every = dict(enumerate(ids)) | dict(zip(place.tolist(), added.ids, strict=True))
-            ids = tuple(every[index] for index in range(count))
+    def _alone(self, patterns: Tensor, labels: Tensor | None, **others: Any) -> "Stored":
+        """Returns other patterns, all on one rank, with their labels and ``others`` of the attributes."""
+        whole = Whole(len(patterns))
+        return replace(self, patterns=patterns, labels=labels, classes=None, ranks=whole, **others)
+
+    def _prior(self, values: Callable[[Tensor], Tensor]) -> nn.Parameter | None:
+        """Returns a prior that is computed from this one, if there is one."""
         prior = self.prior
-        if prior is not None:
-            mean = prior.detach().mean().expand(count - before)
-            prior = nn.Parameter(torch.cat([prior.detach(), mean]), requires_grad=prior.requires_grad)
-        return Stored(
-            patterns=join(self.patterns, added.patterns),
-            shape=self.shape,
-            unknown=self.unknown or added.unknown,
-            labels=labels,
-            names=added.names,
-            ids=ids,
-            prior=prior,
-            ranks=Whole(count),
-            classes=None if labels is None else classes_of(labels),
-        )
+        return None if prior is None else nn.Parameter(values(prior.detach()), requires_grad=prior.requires_grad)
+
+    def take(self, index: Tensor) -> "Stored":
+        """Returns the patterns ``index (n,)`` of all ranks, with their classes as labels and without ids."""
+        labels = None if self.classes is None else self.class_of(index)
+        prior = self._prior(lambda values: values[index])
+        return self._alone(self.sample(index), labels, names=None, ids=None, prior=prior)
 
     def only(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)``, with all that belongs to them."""
         labels = None if self.labels is None else self.labels[index]
-        prior = self.prior
-        if prior is not None:
-            prior = nn.Parameter(prior.detach()[index], requires_grad=prior.requires_grad)
-        return replace(
-            self,
-            patterns=self.patterns[index],
-            labels=labels,
-            ids=None if self.ids is None else tuple(self.ids[place] for place in index.tolist()),
-            prior=prior,
-            ranks=Whole(len(index)),
-            classes=None if labels is None else classes_of(labels),
-            _kept={},
-        )
+        ids = None if self.ids is None else tuple(self.ids[place] for place in index.tolist())
+        return self._alone(self.patterns[index], labels, ids=ids, prior=self._prior(lambda prior: prior[index]))
+
+    def joined(self, added: "Stored", replaces: bool) -> tuple["Stored", Tensor]:
+        """Returns these patterns and those ``added``, and the indices of the latter ``(n,)``.
+
+        If ``replaces``, a pattern takes the place of the one with its id. Others are at the end, with the mean prior.
+        """
+        before, n, ids = len(self.patterns), len(added.patterns), self.ids
+        place = torch.arange(before, before + n, device=self.patterns.device)
+        old = place < 0
+        if ids is not None and added.ids is not None:
+            known = self.place_of()
+            twice = [each for each in added.ids if each in known]
+            if twice and not replaces:
+                raise AHopError(f"ids must not be stored already, got {twice[0]!r}: replace=True replaces them")
+            old = torch.tensor([each in known for each in added.ids], device=place.device)
+            place = before - 1 + (~old).cumsum(0)
+            place[old] = torch.tensor([known[each] for each in twice], dtype=torch.int64, device=place.device)
+            ids = (*ids, *(each for each in added.ids if each not in known))
+
+        def join(first: Tensor, second: Tensor) -> Tensor:
+            both = torch.cat([first, second[~old] if old.any() else second])
+            both[place[old]] = second[old]
+            return both
+
+        labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
+        prior = self._prior(lambda prior: torch.cat([prior, prior.mean().expand(int((~old).sum()))]))
+        unknown = self.unknown or added.unknown
+        patterns = join(self.patterns, added.patterns)
+        return self._alone(patterns, labels, unknown=unknown, names=added.names, ids=ids, prior=prior), place
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what a state dict holds of the patterns."""
@@ -241,82 +226,58 @@ class Stored:
         return found | {name: text_tensor(value) for name, value in texts.items() if value is not None}
 
     def loaded(self, prefix: str, given: Mapping[str, Any], assign: bool) -> "Stored":
-        """Returns what a state dict has of the patterns, without a prior.
-
-        Args:
-            prefix: of the names in errors.
-            given: see :meth:`tensors`.
-            assign: whether to keep the tensors of the state dict, which may be memory-mapped, instead of copies.
-        """
+        """Returns what a state dict has of the patterns; ``assign`` keeps its tensors, which may be memory-mapped."""
         patterns, name = given["patterns"], f"{prefix}patterns"
         shape = getattr(patterns, "shape", ())
         if not isinstance(patterns, Tensor) or tuple(shape[1:]) != self.shape or not len(patterns):
             got = describe(patterns) if isinstance(patterns, Tensor) else type(patterns).__name__
             expected = ", ".join(map(str, self.shape))
             raise AHopError(f"{name} must be (N, {expected}) with N at least 1, got {got}")
-        rows = (
-            converted(patterns.flatten(1), self.patterns, name)
-            if self.patterns.dtype == torch.uint8
-            else patterns.flatten(1)
-        )
-        if not rows.is_floating_point() and rows.dtype != self.patterns.dtype:
+        if not assign:
+            check_values(name, patterns)
+        rows = as_tensor(name, patterns).flatten(1)
+        if self.patterns.dtype == torch.uint8:
+            rows = converted(rows, self.patterns, name)
+        elif not rows.is_floating_point():
             raise AHopError(f"{name} must have the dtype {self.patterns.dtype}, got {rows.dtype}")
         for key, own in (("labels", self.labels), ("names", self.names), ("ids", self.ids)):
             if (own is None) != (given[key] is None):
                 rule = "must not be in the state dict: the memory has none" if own is None else "must be given"
                 raise AHopError(f"{prefix}{key} {rule}, got {'some' if own is None else 'none'}")
         names, ids = (None if given[key] is None else text_value(prefix + key, given[key]) for key in ("names", "ids"))
-        if not assign:
-            rows = rows.to(self.patterns, copy=True)
-        labels = None if self.labels is None else given["labels"]
-        if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
+        rows = rows if assign else rows.to(self.patterns, copy=True)
+        stored = make_stored(rows, self.shape, given["labels"], ids, names=None, name=name)
+        if names is None:
+            return stored
+        if not isinstance(names, list) or len(set(map(str, names))) < len(names):
             raise AHopError(f"{prefix}names must be a list of different names, got others")
-        known = None if names is None else tuple(map(str, names))
-        return make_stored(rows, self.shape, labels, ids, None, True, known, False, name)
+        if not 0 <= int(stored.given_classes().labels[0]) <= int(stored.given_classes().labels[-1]) < len(names):
+            raise AHopError(f"{prefix}labels must be indices of the {len(names)} names of classes, got others")
+        return replace(stored, names=tuple(map(str, names)))
 
 
 def make_stored(
     patterns: Tensor,
     shape: tuple[int, ...],
-    labels: Any = None,
-    ids: Any = None,
-    prior: nn.Parameter | None = None,
+    labels: Any,
+    ids: Any,
     check: bool = True,
-    names: tuple[str, ...] | None = None,
-    strings: bool | None = None,
+    names: tuple[str, ...] | None = (),
     name: str = "patterns",
 ) -> Stored:
-    """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them.
-
-    ``names`` and ``strings`` are those of :func:`ahop_layers.memory.labels.as_labels`.
-
-    Raises:
-        AHopError: a pattern holds infinity, or no known value; labels or ids do not fit.
-    """
-    if labels is None:
-        codes, names = None, None
-    else:
+    """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them; for names see as_labels."""
+    codes = None
+    if labels is not None:
+        check_values("patterns with labels", patterns)
         called = name.replace("patterns", "labels")
-        codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names, strings=strings)
-    return Stored(
-        patterns=patterns,
-        shape=shape,
-        unknown=has_unknown(**{name: patterns}) if check and patterns.is_floating_point() else False,
-        labels=codes,
-        names=names,
-        ids=None if ids is None else as_ids(ids, len(patterns)),
-        prior=prior,
-        ranks=Whole(len(patterns)),
-        classes=None if codes is None else classes_of(codes),
-    )
+        codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
+    unknown = check and patterns.is_floating_point() and has_unknown(**{name: patterns})
+    ids = None if ids is None else as_ids(ids, len(patterns))
+    return Stored(patterns, shape, unknown, codes, names or None, ids, None, Whole(len(patterns)))
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images.
-
-    Raises:
-        AHopError: ``patterns`` are no numbers, or do not have two to four axes.
-    """
+    """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images."""
     given = as_tensor("patterns", patterns).detach()
     if not 2 <= given.ndim <= 4 or 0 in given.shape:
         rule = "patterns must be (N, d), or images (N, H, W) or (N, C, H, W), with N and d at least 1"
@@ -324,27 +285,21 @@ def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
     return given.flatten(1), tuple(given.shape[1:])
 
 
-def _nested(places: Any, names: Sequence[Any]) -> Any:
+def nested(places: Any, names: Sequence[Any]) -> Any:
     """Replaces each index in nested lists by its name."""
-    return [_nested(each, names) for each in places] if isinstance(places, list) else names[places]
-
-
-def named_ids(places: Tensor, ids: Ids) -> Any:
-    """Returns the ids of patterns ``places (...)`` as nested lists."""
-    return _nested(places.tolist(), ids)
+    return [nested(each, names) for each in places] if isinstance(places, list) else names[places]
 
 
 def converted(rows: Tensor, stored: Tensor, name: str = "patterns") -> Tensor:
     """Returns new patterns in the dtype and on the device of those stored; raises if a value does not fit."""
+    check_values(name, rows)
+    check_values("stored patterns", stored)
     if stored.is_floating_point() or rows.dtype == stored.dtype:
         return rows.to(stored)
     whole = rows.round().clamp(0, 255).to(stored.dtype)
     if not torch.equal(whole.to(rows.dtype), rows):
         raise AHopError(f"{name} must be integers from 0 to 255, as those stored, got {describe(rows)} of others")
     return whole.to(stored.device)
-
-
-# State dicts.
 
 
 def text_tensor(value: Any) -> Tensor:
@@ -361,86 +316,26 @@ def text_value(name: str, tensor: Any) -> Any:
 
 
 @contextmanager
-def unchanged_on_error(module: nn.Module) -> Iterator[None]:
-    """Restores all parameters and buffers of ``module`` if the body raises an Exception."""
-    owners: list[dict[str, Any]] = [*(part._parameters for part in module.modules())]
-    owners += [part._buffers for part in module.modules()]
-    before = [
-        (owner, name, tensor, tensor if tensor is None or is_lazy(tensor) else tensor.detach().clone())
-        for owner in owners
-        for name, tensor in owner.items()
-    ]
+def unchanged_on_error(module: Any) -> Iterator[None]:
+    """Restores all parameters and buffers of a memory, and what it stores, if the body raises an Exception."""
+    stored = module._stored
+    owners = [owner for part in module.modules() for owner in (part._parameters, part._buffers)]
+    before: list[dict[str, Any]] = [dict(owner) for owner in owners]
+    tensors = [each for owner in before for each in owner.values() if each is not None and not is_lazy(each)]
+    values = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     except Exception:
+        module._stored = stored
+        for owner, tensor_of in zip(owners, before, strict=True):
+            owner.update(tensor_of)
         with torch.no_grad():
-            for owner, name, tensor, value in before:
-                owner[name] = tensor if tensor is value else tensor.copy_(value)
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
         for part in module.modules():
             if isinstance(part, AutoSimilarity):
                 part.refresh()
         raise
-
-
-# Files.
-
-
-def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Writes a file of tensors and a header in one step: whoever reads ``path`` sees the old file or the new one.
-
-    Raises:
-        AHopError: safetensors is not installed, or the folder does not exist.
-    """
-    library = _safetensors("torch")
-    if path.is_dir() or not path.parent.is_dir():
-        raise AHopError(f"path must be a file in a folder that exists, got {str(path)!r}")
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        library.save_file(contiguous, part, metadata={_KEY: json.dumps({"version": VERSION, **header})})
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (NotImplementedError, OSError, RuntimeError, _safetensors("").SafetensorError) as error:
-        raise AHopError(f"path must be a file that can be written, got {str(path)!r}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors, mapped into memory, and the header of a file that :func:`write` wrote.
-
-    Raises:
-        AHopError: safetensors is not installed, or the file is missing, damaged, of another kind or of a newer version.
-    """
-    library = _safetensors("")
-    if not path.is_file():
-        raise AHopError(f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}")
-    try:
-        with library.safe_open(str(path), framework="pt") as file:
-            header = json.loads((file.metadata() or {})[_KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
-        version = int(header["version"])
-    except (library.SafetensorError, KeyError, OSError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise AHopError(f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}") from error
-    if version != VERSION:
-        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {version}")
-    return tensors, header
-
-
-def _safetensors(name: str) -> Any:
-    try:
-        return importlib.import_module(f"safetensors.{name}".rstrip("."))
-    except ImportError as error:
-        raise AHopError("save and load need safetensors: pip install ahop-layers[save]") from error
-
-
-def as_path(path: Any) -> Path:
-    """Returns ``path`` as a path; raises unless it is a string or a path."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise AHopError(f"path must be a string or a path, got {type(path).__name__}")
-    return Path(path)
 
 
 def part_path(path: Path, rank: int, ranks: int) -> Path:
@@ -448,33 +343,29 @@ def part_path(path: Path, rank: int, ranks: int) -> Path:
     return path.with_name(f"{path.stem}-{rank + 1:05d}-of-{ranks:05d}{path.suffix}")
 
 
-def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As :func:`read`, and joins the files of all ranks of a sharded memory."""
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory."""
     parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{glob.escape(path.suffix)}"))
-    if not parts:
-        return read(path)
     whole = [path] if path.is_file() else []
-    if whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]:
+    if parts and (whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]):
         got = ", ".join(part.name for part in (*whole, *parts))
         raise AHopError(f"path must have one file, or the files of all ranks, got {got}")
-    files = [read(part) for part in parts]
-    tensors, header = files[0]
-    names = [name for name in ("patterns", "labels") if name in tensors]
-    alike = all({*each} == {*tensors} and own == header for each, own in files)
-    if not alike or len({each["patterns"].shape[1:] for each, _ in files}) > 1:
+    found = [files.read(part, KEY, "AssociativeMemory.save") for part in parts or [path]]
+    tensors, header = found[0]
+    version = header.get("version")
+    if version != VERSION:
+        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {version!r}")
+    alike = all({*each} == {*tensors} and own == header for each, own in found)
+    if not alike or len({each["patterns"].shape[1:] for each, _ in found if "patterns" in each}) > 1:
         raise AHopError(f"path must have files of one call of save, got those of several: {parts[0].name}, …")
-    return tensors | {name: torch.cat([each[name] for each, _ in files]) for name in names}, header
+    names = [name for name in ("patterns", "labels") if name in tensors and parts]
+    return tensors | {name: torch.cat([each[name] for each, _ in found]) for name in names}, header
 
 
 def stored_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns patterns, labels and ids of a file as arguments of a memory."""
     labels: Any = tensors.get("labels")
-    names, ids = tensors.get("names"), tensors.get("ids")
+    names, ids = (text_value(key, tensors[key]) if key in tensors else None for key in ("names", "ids"))
     if labels is not None and names is not None:
-        words = text_value("names", names)
-        labels = [words[place] for place in labels.tolist()]
-    return {
-        "patterns": tensors["patterns"],
-        "labels": labels,
-        "ids": None if ids is None else text_value("ids", ids),
-    }
+        labels = [names[place] for place in labels.tolist()]
+    return {"patterns": tensors["patterns"], "labels": labels, "ids": ids}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.memory.memory import AssociativeMemory
-from ahop_layers.memory.table import TableSimilarity
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.table import TableSimilarity
 from ahop_layers.variants import Mixed
 from benchmarks.harness.command import default_data_dir
 

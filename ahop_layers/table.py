@@ -14,9 +14,9 @@ class TableSimilarity(nn.Module):
     """Learns a function of two scalars as a table, and sums it over the dimensions.
 
     ``score = sum over i of table(query_i - bias_i, key_i)``. The table has evenly spaced knots, is interpolated
-    bilinearly, and is extrapolated linearly outside the knots. Every decomposable similarity is such a sum. The score
-    is linear in the table and costs one matrix product. Unlike footprints, the table can weight a dimension by the
-    value of the query alone: for example, a value outside the range of the patterns was not masked.
+    bilinearly, and is extrapolated linearly outside the knots. The score is linear in the table and costs one matrix
+    product. Unlike footprints, the table can weight a dimension by the value of the query alone: for example, a value
+    outside the range of the patterns was not masked.
 
     Args:
         dim: dimension ``d`` of a query or key.
@@ -25,15 +25,6 @@ class TableSimilarity(nn.Module):
         init: ``"dot"`` (the score equals the dot product) or ``"zero"``.
         debias: learn a vector that is subtracted from every query, initialized to zero.
 
-    Attributes:
-        table: learned ``(query knots, key knots)``.
-        bias: with ``debias``, the learned vector ``(d,)``; otherwise None.
-        reach: the key range, a buffer.
-
-    Raises:
-        AHopError: an argument is invalid.
-
-    >>> import torch
     >>> similarity = TableSimilarity(16)
     >>> query, key = torch.randn(4, 16), torch.randn(9, 16)
     >>> torch.allclose(similarity(query, key), query @ key.T, atol=1e-4)
@@ -118,10 +109,6 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         dim, bases, init, debias, blocks: as for :class:`AdaptiveSimilarity`.
         key_range, knots: as for :class:`TableSimilarity`. The table has no blocks. It is initialized to zero.
 
-    Raises:
-        AHopError: an argument is invalid.
-
-    >>> import torch, ahop_layers as ah
     >>> similarity = AdaptiveTableSimilarity(16, debias=True)
     >>> query, key = torch.randn(4, 16), torch.randn(9, 16)
     >>> torch.allclose(similarity(query, key), query @ key.T, atol=1e-5)
