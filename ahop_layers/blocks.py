@@ -25,19 +25,12 @@ class Blocks:
 
     Args:
         assignment: an integer n, a divisor of d, for n consecutive blocks of equal width; or an integer tensor or array
-            ``(d,)`` with the block of each dimension, from 0 to n - 1, such as :func:`patches` returns. None makes
-            every dimension a block.
+            ``(d,)`` with the block of each dimension, from 0 to n - 1, such as :func:`patches` returns, of which a copy
+            on the CPU is kept. None makes every dimension a block.
         normalize: whether to center each block of query and key, and to divide it by its norm plus a small constant,
             before any base similarity. ``dot`` is then the correlation of two blocks: an offset of a block or a
             positive factor does not change it. The constant is 0.001 times the root mean square norm of the stored
             blocks, so that the unit of the data does not matter and a block without contrast counts little.
-
-    Attributes:
-        assignment: the integer, a copy of the tensor on the CPU, or None.
-        normalize: as given.
-
-    Raises:
-        AHopError: an argument is invalid.
 
     >>> import ahop_layers as ah
     >>> ah.Blocks(4, normalize=True)
@@ -142,9 +135,6 @@ def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
     Returns:
         The patch of each dimension, an int64 tensor ``(channels * height * width,)``.
 
-    Raises:
-        AHopError: a size is invalid.
-
     >>> patches(2, 4, 2)
     tensor([0, 0, 1, 1, 0, 0, 1, 1])
     """
@@ -196,15 +186,13 @@ def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, real: Tensor | N
         norm: scalar, the root mean square norm of the stored blocks; 0 means that of the keys of each batch entry.
         real: a bool tensor ``(n * width,)``, False for padding; None if there is none.
     """
-    queries, keys = _center(query, n, real), _center(key, n, real)
-    query_norms, key_norms = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (queries, keys))
+    centered = _center(query, n, real), _center(key, n, real)
+    norms = [torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in centered]
     # Unlike the root of a mean, vector_norm has the gradient 0 where all values are 0.
-    own = torch.linalg.vector_norm(key_norms, dim=(-3, -2, -1), keepdim=True) / max(1, n * key.shape[-2]) ** 0.5
+    own = torch.linalg.vector_norm(norms[1], dim=(-3, -2, -1), keepdim=True) / max(1, n * key.shape[-2]) ** 0.5
     constant = _constant(norm, own)
-    return (
-        (queries / (query_norms + constant)).flatten(-2).to(query.dtype),
-        (keys / (key_norms + constant)).flatten(-2).to(key.dtype),
-    )
+    queries, keys = (each / (norm + constant) for each, norm in zip(centered, norms, strict=True))
+    return queries.flatten(-2).to(query.dtype), keys.flatten(-2).to(key.dtype)
 
 
 def _constant(norm: Tensor, own: Tensor) -> Tensor:
