@@ -7,6 +7,7 @@ infinite.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -60,16 +61,9 @@ def _batch(*tensors: Tensor) -> int:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    backend: str = "auto",
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bases: Sequence[str], mask: Tensor | None = None,
+    causal: bool = False, dropout: float = 0.0, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Computes the readout of ``ahop::attend``; see :class:`~ahop_layers.ops.protocols.AttentionCall`.
 
     N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head.
@@ -197,8 +191,9 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     return operators.needed_grads(ctx, torch.ops.ahop.attend_backward.default, 4, args)
 
 
-def _for_each(operator: Any, info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, ...]:
-    """Calls the operator for each entry of the mapped axis: dropout depends on the index of a head."""
+def _for_each(name: str, info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, ...]:
+    """Calls the operator ``ahop::name`` for each entry of the mapped axis: dropout depends on the index of a head."""
+    operator = getattr(torch.ops.ahop, name)
     dims = [axis if isinstance(axis, int) else None for axis in in_dims]  # lists of options have lists
     results = [
         operator(*(arg if axis is None else arg.select(axis, index) for arg, axis in zip(args, dims, strict=True)))
@@ -207,18 +202,10 @@ def _for_each(operator: Any, info: Any, in_dims: Sequence[Any], *args: Any) -> t
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-def _map_attend(*args: Any) -> tuple[Any, ...]:
-    return _for_each(torch.ops.ahop.attend, *args)
-
-
-def _map_attend_backward(*args: Any) -> tuple[Any, ...]:
-    return _for_each(torch.ops.ahop.attend_backward, *args)
-
-
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _OPTIONS = "str bases, bool causal, float dropout, str backend"
 _SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, _fake_attend, _map_attend, _differentiate, _save)
+register("attend", _SCHEMA, _attend, _fake_attend, partial(_for_each, "attend"), _differentiate, _save)
 _SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
-register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward, _map_attend_backward)
+register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward, partial(_for_each, "attend_backward"))

@@ -142,14 +142,9 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
 
 
 def score(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    dtype: torch.dtype | None = None,
-    widths: Tensor | None = None,
-    missing: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None,
+    widths: Tensor | None = None, missing: bool = False,
+) -> Tensor:  # fmt: skip
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", (query, key, weight, scores), bases, widths=widths, missing=missing)
@@ -157,14 +152,9 @@ def score(
 
 
 def score_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    need: Need,
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need,
     widths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
 
     Those of ``"near"`` are left to plain PyTorch.
@@ -186,13 +176,9 @@ def score_backward(
 
 
 def _run(
-    function: str,
-    inputs: Sequence[Tensor],
-    bases: Sequence[str],
-    grads: Sequence[Tensor] = (),
-    widths: Tensor | None = None,
-    missing: bool = False,
-) -> None:
+    function: str, inputs: Sequence[Tensor], bases: Sequence[str], grads: Sequence[Tensor] = (),
+    widths: Tensor | None = None, missing: bool = False,
+) -> None:  # fmt: skip
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     query, key, weight, scores = inputs
     if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):
@@ -233,11 +219,6 @@ def _run(
         raise MemoryError("the native kernel could not allocate its scratch memory")
 
 
-@lru_cache(maxsize=None)
-def _codes(bases: tuple[str, ...]) -> "ctypes.Array[ctypes.c_int32]":
-    return (ctypes.c_int32 * len(bases))(*(BASE_CODES[base] for base in bases))
-
-
 class Step(NamedTuple):
     """``step_t`` of footprint.c: groups of rows ``step`` apart, one group every ``advance`` rows, up to ``end``."""
 
@@ -275,6 +256,11 @@ def steps(n: int) -> Iterator[Step]:
                 step >>= distances
                 yield Step(CHAINS[distances], block, 1, step, step, end)
         run *= 2
+
+
+@lru_cache(maxsize=None)
+def _codes(bases: tuple[str, ...]) -> "ctypes.Array[ctypes.c_int32]":
+    return (ctypes.c_int32 * len(bases))(*(BASE_CODES[base] for base in bases))
 
 
 @lru_cache(maxsize=None)

@@ -29,15 +29,9 @@ class Kernel(Protocol):
         """
 
     def score(
-        self,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        dtype: torch.dtype | None = None,
-        widths: Tensor | None = None,
-        missing: bool = False,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None,
+        widths: Tensor | None = None, missing: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
 
         ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. ``widths (n_bases,)``
@@ -45,15 +39,9 @@ class Kernel(Protocol):
         """
 
     def score_backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        need: Need,
+        self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need,
         widths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
 
         ``grad`` may have any dtype that :meth:`score` returns.

@@ -53,11 +53,8 @@ class _Slice(NamedTuple):
         if call.mask is not None:
             parts = zip(call.mask.shape, (self.n, self.heads, self.rows), strict=False)
             mask = call.mask[tuple(slice(None) if size == 1 else part for size, part in parts)]
-            scores = (
-                scores.masked_fill_(mask, -torch.inf)
-                if mask.dtype == torch.bool
-                else scores.add_(mask.to(scores.dtype))
-            )
+            is_bool = mask.dtype == torch.bool
+            scores = scores.masked_fill_(mask, -torch.inf) if is_bool else scores.add_(mask.to(scores.dtype))
         if call.causal:
             rows = torch.arange(self.rows.start, self.rows.stop, device=scores.device)
             scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) > rows[:, None], -torch.inf)
