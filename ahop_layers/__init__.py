@@ -28,34 +28,12 @@ from ahop_layers.training import parameter_groups
 from ahop_layers.version import __version__ as __version__
 
 __all__ = [
-    "AHopError",
-    "Adaptive",
-    "AdaptiveAttention",
-    "AdaptiveHopfield",
-    "AdaptiveHopfieldLayer",
-    "AdaptiveHopfieldPooling",
-    "AdaptiveSimilarity",
-    "AssociativeMemory",
-    "Blocks",
-    "Report",
-    "Separation",
-    "adapt_",
-    "adaptive_similarity",
-    "association_maps",
-    "backends",
-    "footprint",
-    "hflayers_state_dict",
-    "install_as_hflayers",
-    "load_similarities",
-    "parameter_groups",
-    "patches",
-    "register_base",
-    "register_converter",
-    "revert_",
-    "save_similarities",
-    "similarity_parameters",
-    "variants",
-]
+    "AHopError", "Adaptive", "AdaptiveAttention", "AdaptiveHopfield", "AdaptiveHopfieldLayer",
+    "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "Report", "Separation", "adapt_",
+    "adaptive_similarity", "association_maps", "backends", "footprint", "hflayers_state_dict", "install_as_hflayers",
+    "load_similarities", "parameter_groups", "patches", "register_base", "register_converter", "revert_",
+    "save_similarities", "similarity_parameters", "variants",
+]  # fmt: skip
 
 _ON_DEMAND = ("plots", "tabular", "torchmil")
 

@@ -7,11 +7,5 @@ from ahop_layers.convert.report import Report
 from ahop_layers.convert.saved import load_similarities, save_similarities
 
 __all__ = [
-    "Report",
-    "adapt_",
-    "association_maps",
-    "load_similarities",
-    "register_converter",
-    "revert_",
-    "save_similarities",
-]
+    "Report", "adapt_", "association_maps", "load_similarities", "register_converter", "revert_", "save_similarities",
+]  # fmt: skip

@@ -166,10 +166,9 @@ def _site(module: nn.Module, query: Tensor, key: Tensor, product: int | None) ->
         heads = known or [axis or 1]
         if any(rows * h in widths for h in heads) and not any(dim * h in widths for h in heads):
             return CHANNELS  # rows are the channels of a head, and the last axis the tokens
+    named = axis is not None and axis * dim in widths
     if known:
         named = axis in known and not (query.ndim > 4 and query.shape[-4] in known)
-    else:
-        named = axis is not None and axis * dim in widths
     return Site(axis if named else None, dim, product)
 
 
@@ -190,12 +189,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def discover(model: nn.Module, example: Any) -> dict[nn.Module, Attending | None]:
     """Calls a model once, in eval mode and without gradients, and returns how each called module attends.
 
-    Args:
-        model: any module.
-        example: the input, a tuple of inputs, a mapping of keywords, or a function that calls the model.
-
-    Returns:
-        How each called module attends in its own ``forward``; None for a module that does not.
+    ``example`` is that of ``adapt_``. A module that does not attend in its own ``forward`` has None.
     """
     mode = _Discover()
     with ExitStack() as hooks:

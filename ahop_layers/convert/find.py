@@ -29,11 +29,8 @@ _BY_HAND = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mapping[nn.Module, Converter]) -> Found:
     """Returns the attention modules of a model in definition order, without the submodules of those to adapt.
 
-    Args:
-        model: any module.
-        example: an input for :func:`~ahop_layers.convert.discover.discover`, or None to use converters only.
-        by_hand: whether to adapt attention that does not call ``scaled_dot_product_attention``.
-        copies: the converters of modules whose class is not in the table.
+    ``example`` and ``by_hand`` are those of ``adapt_``; ``copies`` are the converters of modules whose class is not in
+    the table.
     """
     seen = None if example is None else discover(model, example)
     attending = {module: call for module, call in (seen or {}).items() if call is not None}
@@ -55,9 +52,8 @@ def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mappin
         if isinstance(found, Converter):
             yield name, module, found
             return
-        children = [
-            each for part, child in module.named_children() for each in visit(f"{name}.{part}" if name else part, child)
-        ]
+        prefix = f"{name}." if name else ""
+        children = [each for part, child in module.named_children() for each in visit(prefix + part, child)]
         if found is None and not children:  # else a module with the name of attention is a wrapper around another
             called = seen is not None and module in seen
             if _is_named_attention(type(module)) or (not called and _is_written_as_attention(type(module))):
