@@ -5,10 +5,6 @@ from ahop_layers.hopfield.base import Hopfield
 from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
 
 __all__ = [
-    "AdaptiveHopfield",
-    "AdaptiveHopfieldLayer",
-    "AdaptiveHopfieldPooling",
-    "Hopfield",
-    "HopfieldLayer",
+    "AdaptiveHopfield", "AdaptiveHopfieldLayer", "AdaptiveHopfieldPooling", "Hopfield", "HopfieldLayer",
     "HopfieldPooling",
-]
+]  # fmt: skip

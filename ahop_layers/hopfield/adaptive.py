@@ -56,18 +56,11 @@ class AdaptiveLayer(HopfieldInterface):
     """The constructor of the adaptive layers: positional arguments and other keywords go to the plain layer."""
 
     def __init__(
-        self,
-        *args: Any,
-        bases: Sequence[str] | None = None,
-        init: Init | None = None,
-        debias: bool = False,
-        separation: str | Separation = "softmax",
-        similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, *args: Any, bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
+        separation: str | Separation = "softmax", similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         **keywords: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*args, **keywords)
         hopfield: Any = self._inner
         hopfield.make_adaptive(SimilarityOptions(bases, init, debias, separation, similarity, blocks))
@@ -138,27 +131,17 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
             output depends on them.
         add_zero_association: add a projected stored pattern of zeros to every sample, with a projection of zeros.
         disable_out_projection: leave out the output projection: the output is the concatenation of the heads.
-        bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has its own weights. With
-            None, which means ``"dot"``, the layer initially computes the same outputs as the layer it replaces.
-        debias: subtract a learned vector from every state pattern, initialized to zero.
+        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; every head has its own weights. None
+            means its default: the layer initially computes the same outputs as the layer it replaces. An integer number
+            of blocks is that of one head; for static patterns, which are not split into heads, that of a pattern.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
             ``(dim, num_heads)`` that returns one. It replaces ``bases``, ``init``, ``debias`` and ``blocks``.
-        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
-            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head; for static patterns,
-            which are not split into heads, the blocks of a pattern.
-        device: device of all parameters and buffers.
-        dtype: dtype of all parameters and buffers.
+        device, dtype: device and dtype of all parameters and buffers.
 
-    Shapes:
-        input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
-        projection ``(N, S, pattern_projection_size)`` patterns; output ``(N, L, output_size)``.
-
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
+    Shapes: input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
+    projection ``(N, S, pattern_projection_size)`` patterns; output ``(N, L, output_size)``.
 
     >>> layer = AdaptiveHopfield(input_size=8, num_heads=2, separation="sparsemax")
     >>> layer(torch.randn(3, 5, 8)).shape
@@ -178,15 +161,15 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
         core.similarity = options.make_similarity(dim, heads).to(like).train(self.training)
 
     def _associate(self, *args: Any, **keywords: Any) -> Retrieval:
-        core = self.association_core
-        parameter = next(iter(core.similarity.parameters()), None) if core.similarity else None
-        if core.static_execution and self.training and not torch.compiler.is_compiling() and parameter is not None:
-            self._warn_if_not_updated(parameter)
+        if self.association_core.static_execution and self.training and not torch.compiler.is_compiling():
+            self._warn_if_not_updated()
         return super()._associate(*args, **keywords)
 
-    def _warn_if_not_updated(self, parameter: Tensor) -> None:
+    def _warn_if_not_updated(self) -> None:
         """Warns if a layer without other parameters receives gradients in many calls, but no update."""
-        if is_lazy(parameter) or parameter.grad is None:
+        similarity = self.association_core.similarity
+        parameter = None if similarity is None else next(similarity.parameters(), None)
+        if parameter is None or is_lazy(parameter) or parameter.grad is None:
             return
         version, calls = vars(self).get("_without_update", (None, 0))
         calls = calls + 1 if version == parameter._version else 0
@@ -214,9 +197,6 @@ class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``.
 
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
-
     >>> AdaptiveHopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
@@ -241,13 +221,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
     Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``. :meth:`pool_packed` takes bags without
     padding.
 
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
-
-    >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
-    >>> pooling(torch.randn(3, 5, 8)).shape
-    torch.Size([3, 8])
-    >>> pooling.pool_packed(torch.randn(10, 8), [3, 0, 7]).shape
+    >>> AdaptiveHopfieldPooling(input_size=8, num_heads=2)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 8])
     """
 
@@ -290,13 +264,8 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         def project(part: int, rows: Tensor) -> Tensor:
             return rearrange(hopfield.heads(rows[None], part), "1 h t d -> t h d")
 
-        packed = Packed(
-            *check_bags(instances, bag_sizes),
-            partial(project, 1),
-            partial(project, 2),
-            zero_association=core.add_zero_attn,
-            keep_keys=core.steps != 0,
-        )
+        bags, parts = check_bags(instances, bag_sizes), (partial(project, 1), partial(project, 2))
+        packed = Packed(*bags, *parts, zero_association=core.add_zero_attn, keep_keys=core.steps != 0)
         queries = self.pooling_weights if hopfield._batch_first else self.pooling_weights.transpose(0, 1)
         output, weights = core.retrieve(hopfield.heads(queries, 0), packed)
         output = hopfield.activate(output).flatten(1)
@@ -331,15 +300,8 @@ def is_dot_product(similarity: nn.Module | None) -> bool:
 def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of a model for its original with hflayers, which loads it with ``strict=True``.
 
-    Args:
-        model: a model with adaptive layers whose similarity is still the dot product, for example one that was trained
-            with frozen similarities.
-
-    Returns:
-        The state dict without the entries of similarities and separations.
-
-    Raises:
-        AHopError: a similarity is no longer the dot product, a separation is not softmax, or a scaling is trained.
+    Its similarities must still be the dot product, as those of a model that was trained with frozen similarities, its
+    separations softmax, and its scaling fixed.
 
     >>> import ahop_layers as ah
     >>> sorted(ah.hflayers_state_dict(ah.AdaptiveHopfield(8, disable_out_projection=True)))[:2]

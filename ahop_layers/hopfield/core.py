@@ -38,11 +38,6 @@ class Settings(NamedTuple):
     steps: Steps
     eps: float | Tensor
 
-    @property
-    def scales_query(self) -> bool:
-        """Whether the scaling multiplies the query; otherwise it multiplies the scores."""
-        return isinstance(self.scaling, Tensor) and self.scaling.ndim == 1
-
 
 class AssociationCore(Associator):
     """Input and output projections of an association: ``hflayers.activation.HopfieldCore``, with the same arguments.
@@ -224,26 +219,27 @@ class AssociationCore(Associator):
         """Scores queries ``(N, H, L, d)`` against keys ``(N, H, S, d)``, before scaling: ``(N, H, L, S)``."""
         return dot_product(query, key) if self.similarity is None else self.similarity(query, key)
 
-    def _similarity(self, settings: Settings) -> Similarity:
+    def _similarity(self, scaling: float | Tensor) -> Similarity:
         """Returns :meth:`score` of the scaled query, or the similarity module where that is all that it computes."""
-        if settings.scales_query:
-            return lambda query, key: self.score(query * self._factors(settings, query.shape[-1]), key)
+        if isinstance(scaling, Tensor) and scaling.ndim == 1:
+            return lambda query, key: self.score(query * self._factors(scaling, query.shape[-1]), key)
         overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
         return self.score if overridden or self.similarity is None else self.similarity
 
-    def _factors(self, settings: Settings, width: int) -> Tensor:
+    def _factors(self, scaling: Tensor, width: int) -> Tensor:
         """Returns the factors ``(H, 1, d)`` of the query for a scaling ``(H,)``, see :meth:`configure`."""
-        return rearrange(settings.scaling.repeat(width), "(h d) -> h 1 d", h=self.num_heads)  # type: ignore[union-attr]
+        return rearrange(scaling.repeat(width), "(h d) -> h 1 d", h=self.num_heads)
 
     def retrieve(
         self, query: Tensor, stored: Stored, need_weights: bool = True, settings: Settings | None = None
     ) -> tuple[Tensor, Any]:
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
-        settings = settings or Settings(self.scaling, self.steps, self.update_steps_eps)
+        scaling, steps, eps = settings or Settings(self.scaling, self.steps, self.update_steps_eps)
+        scales_query = isinstance(scaling, Tensor) and scaling.ndim == 1
         output, weights = associate(
-            query, stored, score=self._similarity(settings), separation=self.separation,
-            scaling=1.0 if settings.scales_query else settings.scaling, dropout=self.dropout if self.training else 0.0,
-            steps=settings.steps, eps=settings.eps, need_weights=need_weights,
+            query, stored, score=self._similarity(scaling), separation=self.separation,
+            scaling=1.0 if scales_query else scaling, dropout=self.dropout if self.training else 0.0,
+            steps=steps, eps=eps, need_weights=need_weights,
         )  # fmt: skip
         output = rearrange(output, "n h l d -> n l (h d)")
         return output if self.out_proj is None else self.out_proj(output), weights

@@ -65,11 +65,8 @@ class HopfieldEncoderLayer(_Layer):
     Args:
         hopfield_association: an adaptive or plain Hopfield layer, which is copied and reset.
         dim_feedforward: width of the feed-forward part.
-        dropout: probability of dropout after the association and in the feed-forward part.
+        dropout: probability of dropout after each association and in the feed-forward part.
         activation: name of a function of torch.
-
-    Raises:
-        AHopError: an argument is invalid.
 
     >>> import ahop_layers as ah
     >>> layer = HopfieldEncoderLayer(ah.AdaptiveHopfield(16, num_heads=2), dim_feedforward=32)
@@ -90,12 +87,9 @@ class HopfieldEncoderLayer(_Layer):
         self.reset_parameters()
 
     def forward(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Encodes a sequence; the arguments are those of ``nn.TransformerEncoderLayer``.
 
         ``is_causal`` states that ``src_mask``, which must be given, is causal. It changes nothing.
@@ -117,12 +111,7 @@ class HopfieldDecoderLayer(_Layer):
     Args:
         hopfield_association_self: the Hopfield layer that associates the target with itself. It is copied and reset.
         hopfield_association_cross: the one that associates the target with the memory. It is copied and reset.
-        dim_feedforward: width of the feed-forward part.
-        dropout: probability of dropout after each association and in the feed-forward part.
-        activation: name of a function of torch.
-
-    Raises:
-        AHopError: an argument is invalid.
+        dim_feedforward, dropout, activation: see :class:`HopfieldEncoderLayer`.
 
     >>> import ahop_layers as ah
     >>> layer = HopfieldDecoderLayer(ah.AdaptiveHopfield(16), ah.AdaptiveHopfield(16), dim_feedforward=32)
@@ -131,6 +120,7 @@ class HopfieldDecoderLayer(_Layer):
     """
 
     self_attn = reads("hopfield_association_self")
+    hopfield_association_cross: Any
 
     def __init__(
         self, hopfield_association_self: nn.Module, hopfield_association_cross: nn.Module, dim_feedforward: int = 2048,
@@ -171,6 +161,5 @@ class HopfieldDecoderLayer(_Layer):
 
     def get_association_matrix_cross(self, input: Patterns) -> Tensor:
         """Computes the weights ``(N, heads, L, S)`` of the target with the memory."""
-        association: Any = self.hopfield_association_cross
-        matrix: Tensor = association.get_association_matrix(input)
+        matrix: Tensor = self.hopfield_association_cross.get_association_matrix(input)
         return matrix
