@@ -94,11 +94,9 @@ def _join(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, sec
 
 
 def combine_masks(
-    padding: Tensor | None,
-    association: Tensor | None,
-    shape: tuple[int, int, int, int],
+    padding: Tensor | None, association: Tensor | None, shape: tuple[int, int, int, int],
     names: tuple[str, str] = ("stored_pattern_padding_mask", "association_mask"),
-) -> Mask | None:
+) -> Mask | None:  # fmt: skip
     """Combines the padding mask and the association mask of a call.
 
     Args:
@@ -106,9 +104,6 @@ def combine_masks(
         association: ``(L, S)`` or ``(N * H, L, S)``, with the same dtypes.
         shape: ``(N, H, L, S)``.
         names: argument names of the two masks, for error messages.
-
-    Raises:
-        AHopError: a mask is not a tensor, or its shape or dtype does not match.
     """
     n, h, length, keys = shape
     parts = []
@@ -207,17 +202,10 @@ class Padded:
 
 
 def associate(
-    query: Tensor,
-    stored: Stored,
-    *,
-    score: Similarity = dot_product,
-    separation: Separation,
-    scaling: float | Tensor = 1.0,
-    dropout: float = 0.0,
-    steps: Steps = 0,
-    eps: float | Tensor = 1e-4,
+    query: Tensor, stored: Stored, *, score: Similarity = dot_product, separation: Separation,
+    scaling: float | Tensor = 1.0, dropout: float = 0.0, steps: Steps = 0, eps: float | Tensor = 1e-4,
     need_weights: bool = True,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Associates queries with stored keys and reads the stored values.
 
     Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` of one resolution is
@@ -246,17 +234,13 @@ def associate(
     >>> torch.allclose(output, reference, atol=1e-5), weights.shape
     (True, torch.Size([2, 4, 3, 5]))
     """
-
     if not need_weights and isinstance(stored, Padded) and _is_attention(score, separation, steps):
         readout = _attend(query, stored, score, scaling, dropout)
         if readout is not None:
             return readout, None
 
-    def scaled(query: Tensor, key: Tensor) -> Tensor:
-        return score(query, key) * scaling
-
     def weigh(state: Tensor) -> Tensor:
-        return stored.separate(stored.score(state, scaled), separation)
+        return stored.separate(stored.score(state, lambda query, key: score(query, key) * scaling), separation)
 
     weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
     return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None
@@ -304,10 +288,9 @@ def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) 
     batches = (1, query.shape[0], key.shape[0], value.shape[0])
     if any(part is not None and part.ndim == 4 and part.shape[0] not in batches for part in (mask.blocked, mask.added)):
         return False
-    if mask.added is not None:
-        learned = mask.added.requires_grad and torch.is_grad_enabled()
-        if learned or not mask.added.is_floating_point():
-            return False
+    added = mask.added
+    if added is not None and ((added.requires_grad and torch.is_grad_enabled()) or not added.is_floating_point()):
+        return False
     grouped = key.shape[1] not in (1, query.shape[1])
     return not (grouped and similarity.blocks[0].normalize)  # norms are computed for each query head
 
@@ -318,21 +301,13 @@ def change(weights: Tensor, before: Tensor) -> Tensor:
 
 
 def iterate(
-    state: Tensor,
-    attend: Callable[[Tensor], Tensor],
-    next_state: Callable[[Tensor], Tensor],
-    change: Callable[[Tensor, Tensor], Tensor],
-    steps: Steps,
-    eps: float | Tensor,
-) -> Tensor:
-    """Updates the states until ``steps`` is reached or the weights converge, and returns the last weights.
+    state: Tensor, attend: Callable[[Tensor], Tensor], next_state: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor, Tensor], Tensor], steps: Steps, eps: float | Tensor,
+) -> Tensor:  # fmt: skip
+    """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    Args:
-        state: ``(N, H, L, d)``.
-        attend: computes the weights of the states.
-        next_state: computes the next states from the weights, ``(N, H, L, d)``.
-        change: computes the norm of the difference of two sets of weights, ``(N, H)``.
-        steps, eps: as in :func:`associate`.
+    ``attend`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
+    ``steps`` and ``eps`` those of :func:`associate`.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
     longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]

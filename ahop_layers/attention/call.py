@@ -69,18 +69,15 @@ class CallAttention(Adaptive):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
-        calls = _Calls(self)
-        with calls:
+        with _Calls(self) as calls:
             output = super().forward(*args, **keywords)
         calls.check()
         return output
 
     def similarity_of(self, site: Site) -> Any:
         """Returns the similarity of a site."""
-        similarity = self.similarity
-        return (
-            similarity[self.head_shapes().index(site.shape)] if isinstance(similarity, SimilarityList) else similarity
-        )
+        parts = self.similarity
+        return parts[self.head_shapes().index(site.shape)] if isinstance(parts, SimilarityList) else parts
 
 
 class _Calls(TorchFunctionMode):

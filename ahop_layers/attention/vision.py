@@ -59,14 +59,9 @@ class CLIPAttention(Adaptive):
         return getattr(self, self.heads), getattr(self, self.width)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        causal_attention_mask: Tensor | None = None,
-        output_attentions: bool | None = False,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, causal_attention_mask: Tensor | None = None,
+        output_attentions: bool | None = False, is_causal: bool = False, **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``.
 
         The weights are None unless an argument, the configuration or a hook asks for them. Before transformers 5, the
@@ -79,14 +74,11 @@ class CLIPAttention(Adaptive):
         )
         drop = getattr(self, self.drop)
         output, weights = self.associate(
-            query,
-            key,
-            value,
-            scaling=dim**-0.5,
+            query, key, value, scaling=dim**-0.5,
             mask=attend_mask(sum(given[1:], given[0]) if given else None, is_causal and not given),
             dropout=drop.p if isinstance(drop, nn.Dropout) else drop,
             need_weights=bool(output_attentions) or self._weights_requested(),
-        )
+        )  # fmt: skip
         return output if self.out is None else getattr(self, self.out)(output), weights
 
     def _weights_requested(self) -> bool:
