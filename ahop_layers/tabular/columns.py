@@ -18,9 +18,6 @@ class Categories:
 
     A feature is categorical if its pandas dtype is ``category``, or if it has a string: strings are not parsed, so that
     ``"01"`` and ``"1"`` are two categories. A category that is not in the training set is encoded as missing, NaN.
-
-    Args:
-        X: the training set.
     """
 
     def __init__(self, X: Any) -> None:

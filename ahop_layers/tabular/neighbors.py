@@ -61,29 +61,13 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
     """
 
     def __init__(
-        self,
-        *,
-        bases: Sequence[str] = ("l1",),
-        blocks: Any = None,
-        variant: Variant | None = None,
-        standardize: bool = True,
-        epochs: int = 100,
-        batch_size: int = 256,
-        learning_rate: float = 0.05,
-        random_state: int | np.random.RandomState | None = None,
-        device: str = "auto",
-        verbose: bool = False,
-    ) -> None:
-        self.bases = bases
-        self.blocks = blocks
-        self.variant = variant
-        self.standardize = standardize
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
+        self, *, bases: Sequence[str] = ("l1",), blocks: Any = None, variant: Variant | None = None,
+        standardize: bool = True, epochs: int = 100, batch_size: int = 256, learning_rate: float = 0.05,
+        random_state: int | np.random.RandomState | None = None, device: str = "auto", verbose: bool = False,
+    ) -> None:  # fmt: skip
+        self.bases, self.blocks, self.variant, self.standardize = bases, blocks, variant, standardize
+        self.epochs, self.batch_size, self.learning_rate = epochs, batch_size, learning_rate
+        self.random_state, self.device, self.verbose = random_state, device, verbose
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "AdaptiveNeighborsClassifier":
         """Fits to rows ``X (n, features)`` and labels ``y (n,)``."""
@@ -104,13 +88,9 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         memory = AssociativeMemory.preset("A-Hop", patterns.float().to(device), labels=target, **form)
         history: Any = memory.fit(
             Mixed() if self.variant is None else self.variant,  # Mixed() leaves rows unchanged
-            epochs=int(self.epochs),
-            lr=self.learning_rate,
-            batch=int(self.batch_size),
-            progress=self.verbose,
-            seed=seed,
-            by="label",
-        )
+            epochs=int(self.epochs), lr=self.learning_rate, batch=int(self.batch_size), progress=self.verbose,
+            seed=seed, by="label",
+        )  # fmt: skip
         # Float64 on the CPU: predictions do not depend on the batch or on the training device, and the estimator can be
         # unpickled on a machine without that device.
         memory = memory.cpu().double()
@@ -136,9 +116,6 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
             The distances ``(n, n_neighbors)`` in ascending order, unless ``return_distance`` is False, and the indices
             ``(n, n_neighbors)`` of the rows in the training set. Equal distances are ordered by index.
 
-        Raises:
-            AHopError: ``n_neighbors`` is not an integer between 1 and the number of rows that can be found.
-
         >>> from ahop_layers.tabular import AdaptiveNeighborsClassifier
         >>> X, y = np.arange(8.0)[:, None], np.arange(8) > 3
         >>> model = AdaptiveNeighborsClassifier(epochs=5, random_state=0).fit(X, y)
@@ -148,17 +125,13 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         >>> model.kneighbors(n_neighbors=1, return_distance=False)[-1]
         array([6])
         """
-        if X is None:
-            check_is_fitted(self, "memory_")
-            queries = self.memory_.patterns.numpy()
-        else:
-            queries = self._columns(X)
+        check_is_fitted(self, "memory_")
+        queries = self.memory_.patterns.numpy() if X is None else self._columns(X)
         things = "stored rows" if X is not None else "other stored rows"
         count = check_count("n_neighbors", n_neighbors, len(self.memory_.patterns) - (X is None), things)
-        wanted = count + (X is None)
 
         def nearest(part: Tensor) -> Tensor:
-            scores, indices = self.memory_.search(part, wanted)
+            scores, indices = self.memory_.search(part, count + (X is None))
             return torch.stack([-scores, indices.to(scores.dtype)], 1)
 
         distances, found = self._apply(nearest, queries).swapaxes(0, 1)
@@ -168,7 +141,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         return (distances, neighbors) if return_distance else neighbors
 
     def _outputs(self, X: ArrayLike) -> Array:
-        columns = self._columns(X)
+        columns = self._columns(X)  # raises if the estimator is not fitted
         return self._apply(self.memory_.class_scores, columns)
 
     def _columns(self, X: ArrayLike) -> Array:

@@ -248,7 +248,7 @@ def _solve(
     values, vectors = torch.linalg.eigh(kernel(network.cases))
     kept = values > values.max() * len(values) * torch.finfo(values.dtype).eps
     basis = vectors[:, kept] / values[kept].sqrt()
-    gram, moments = torch.zeros((), dtype=basis.dtype), torch.zeros((), dtype=basis.dtype)
+    gram = moments = torch.zeros((), dtype=basis.dtype)
     for start in range(0, len(examples.rows), CHUNK):
         rows, target, weight, *_ = examples.take(slice(start, start + CHUNK))
         own = kernel(network.encoding(rows)) @ basis
