@@ -23,9 +23,8 @@ from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
 
+# Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``.
 Similarity = Callable[[Tensor, Tensor], Tensor]
-"""Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-
 Steps = int | None | Sequence[int]
 
 # The dot product under softmax converges. A learned similarity or a hard separation may cycle forever.

@@ -12,11 +12,9 @@ from torch.nn import functional
 from ahop_layers.errors import AHopError, check_block_numbers, check_divides, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
 
+# Added to the norm of a block before the division, relative to the root mean square norm of the stored blocks.
 EPSILON = 1e-3
-"""Added to the norm of a block before the division, relative to the root mean square norm of the stored blocks."""
-
-SLICE_ELEMENTS = 2**21
-"""Number of elements of stored patterns that are processed at once."""
+SLICE_ELEMENTS = 2**21  # number of elements of stored patterns that are processed at once
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,7 +120,7 @@ def resolutions(blocks: Any) -> tuple[Blocks, ...]:
 
 
 def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
-    """Returns the blocks of an image that is cut into square patches.
+    """Returns the blocks of an image that is cut into square patches: int64 ``(channels * height * width,)``.
 
     A patch covers all channels. Patches are numbered row by row. Those at the right and lower edge are smaller if
     ``size`` does not divide ``width`` or ``height``.
@@ -131,9 +129,6 @@ def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
         height, width: size of the image in pixels.
         size: height and width of a patch in pixels.
         channels: number of channels; the image is flattened with channels first.
-
-    Returns:
-        The patch of each dimension, an int64 tensor ``(channels * height * width,)``.
 
     >>> patches(2, 4, 2)
     tensor([0, 0, 1, 1, 0, 0, 1, 1])
@@ -222,15 +217,9 @@ def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
     count = torch.zeros((), dtype=torch.int64, device=key.device)
     rows = key.reshape(-1, key.shape[-1])
     for part in torch.split(rows, max(1, SLICE_ELEMENTS // key.shape[-1])):
-        if part.isnan().any():
-            norms, present = _known_norms(part, n, gather)
-            total += norms.square().sum(dtype=torch.float64)
-            count += present.sum()
-        else:
-            arranged = part if gather is None else arrange(part, gather)
-            real = None if gather is None else gather < key.shape[-1]
-            total += _center(arranged, n, real).square().sum(dtype=torch.float64)
-            count += len(part) * n
+        norms, present = _known_norms(part, n, gather)
+        total += norms.square().sum(dtype=torch.float64)
+        count += present.sum()
     return (total / count.clamp(min=1)).sqrt()
 
 

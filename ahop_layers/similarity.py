@@ -38,21 +38,17 @@ from ahop_layers.ops.reference import BASES, block_sums, check_bases, known_bloc
 from ahop_layers.separation import Separation
 from ahop_layers.widths import differences, quantiles
 
-INITS = ("dot", "dis", "l1", "uniform")
-"""Built-in values of ``init``; the name of a registered base is one as well."""
-
+INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well
+# The initial similarity: the name of a base, ``"uniform"``, or weights; for several resolutions a list of weights.
 Init = str | Tensor | Sequence[Tensor]
-"""The initial similarity: the name of a base, ``"uniform"``, or weights; for several resolutions a list of weights."""
-
+# The name of a base, or ``("near", q)``: a base that saturates, and a quantile of differences that is its width.
 BaseArgument = str | tuple[str, float]
-"""The name of a base, or ``("near", q)``: a base that saturates, and a quantile of differences that is its width."""
-
+# None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these.
 BlocksArgument = Any
-"""None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these."""
 
 
+# A similarity module, or a factory ``f(dim, num_heads)`` that returns one.
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
-"""A similarity module, or a factory ``f(dim, num_heads)`` that returns one."""
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
@@ -82,8 +78,7 @@ class AdaptiveSimilarity(nn.Module):
             :func:`~ahop_layers.patches`. :class:`~ahop_layers.Blocks` has further options. A list or tuple of these
             means several resolutions: their scores are added, and each has its own weights. The name of a base as
             ``init`` then applies to the first one, and the others have ``beta`` 0.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Attributes:
         w: learned weights of the footprint entries, ``([H,] n_bases, n)``; for several resolutions ``w_0``, ``w_1``, …
@@ -100,8 +95,6 @@ class AdaptiveSimilarity(nn.Module):
     True
     >>> similarity
     AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False)
-    >>> ah.AdaptiveSimilarity(16, blocks=4).w.shape
-    torch.Size([2, 4])
     """
 
     __prepare_scriptable__ = refuse_script
@@ -112,17 +105,10 @@ class AdaptiveSimilarity(nn.Module):
     units: Tensor | None
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int | None = None,
-        bases: Sequence[BaseArgument] = ("dis", "dot"),
-        init: Init = "dot",
-        debias: bool = False,
-        blocks: BlocksArgument = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, num_heads: int | None = None, bases: Sequence[BaseArgument] = ("dis", "dot"),
+        init: Init = "dot", debias: bool = False, blocks: BlocksArgument = None, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(dim=dim)
         check_given_sizes(num_heads=num_heads)
@@ -208,17 +194,17 @@ class AdaptiveSimilarity(nn.Module):
             self.widths.fill_(1.0)
         for index, (entry, names) in enumerate(zip(self.blocks, self.parameter_names(), strict=True)):
             w, beta = (getattr(self, name).fill_(1.0) for name in names)
-            if self.init == "uniform":
+            if not isinstance(self.init, str):
+                w.copy_(self.init if isinstance(self.init, Tensor) else self.init[index])
+            elif self.init == "uniform":
                 w.fill_(1.0 / w.shape[-1])
-            elif isinstance(self.init, str):
+            else:
                 # The last entry of a footprint is the base similarity itself, and beta selects one base of the first
                 # resolution. The weights of the others are initialized alike, so that their beta has a gradient from
                 # the first step.
                 w[..., :-1] = 0.0
                 beta.zero_()
                 beta[..., self.bases.index(self.init)] = float(index == 0)
-            else:
-                w.copy_(self.init if isinstance(self.init, Tensor) else self.init[index])
             if entry.named is not None:
                 getattr(self, f"blocks_{index}").copy_(entry.named)
             if entry.normalize:
@@ -391,10 +377,8 @@ class AdaptiveSimilarity(nn.Module):
             raise AHopError(f"base must be one of {', '.join(map(str, self.bases))}, got {base!r}")
         query, key = self._compared(query, key)
         at, n = self.bases.index(base), self.blocks[resolution].count(self.dim)
-        width, missing = (
-            None if self.widths is None else self.widths[at],
-            bool(query.isnan().any() or key.isnan().any()),
-        )
+        width = None if self.widths is None else self.widths[at]
+        missing = bool(query.isnan().any() or key.isnan().any())
         query, key, numbers, constant = self._arranged(resolution, query, key, missing=missing)
         if not missing:
             return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
@@ -607,9 +591,6 @@ class SimilarityOptions:
         separation: the name of a separation, or a module. None means softmax.
         similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
             returns one.
-
-    >>> SimilarityOptions(blocks=4).make_similarity(8, 2)
-    AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False, blocks=4)
     """
 
     bases: Sequence[str] | None = None
@@ -672,12 +653,7 @@ def _known_dim(init: Init, blocks: BlocksArgument) -> int | None:
 
 
 def named_similarities(module: nn.Module) -> dict[str, nn.Module]:
-    """Finds the similarity of every adaptive layer in a module, and every other AdaptiveSimilarity, by name.
-
-    >>> import ahop_layers as ah
-    >>> list(named_similarities(nn.Sequential(nn.Linear(4, 8), ah.AdaptiveAttention(8, 2))))
-    ['1.similarity']
-    """
+    """Finds the similarity of every adaptive layer in a module, and every other AdaptiveSimilarity, by name."""
     check_module(module=module)
     parts = dict(module.named_modules())
     owned = set()

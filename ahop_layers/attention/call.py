@@ -158,16 +158,7 @@ def attend(
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Computes ``scaled_dot_product_attention`` with a similarity and a separation.
-
-    A fully masked query reads zeros.
-
-    >>> import ahop_layers as ah
-    >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
-    >>> output = attend(ah.AdaptiveSimilarity(8, 4), Separation(), query, key, key)
-    >>> torch.allclose(output, functional.scaled_dot_product_attention(query, key, key), atol=1e-5)
-    True
-    """
+    """Computes ``scaled_dot_product_attention`` with a similarity and a separation. Fully masked queries read zeros."""
     if query.is_nested or key.is_nested:
         raise AHopError("query and key must not be nested in an adapted module, got nested tensors")
     lead, scaling = query.shape[:-2], query.shape[-1] ** -0.5 if scale is None else scale

@@ -29,8 +29,8 @@ from ahop_layers.similarity import (
     similarity_parameters,
 )
 
+# Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``.
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
-"""Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``."""
 
 
 def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:

@@ -1,7 +1,6 @@
 """save_similarities and load_similarities: the learned weights of adapted layers, without the rest of a model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     """
     parts = _parts(model)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(parts).items()}
-    _safetensors("save_file")(tensors, str(path), metadata={_KEY: json.dumps(_describe(model, parts))})
+    _safetensors().torch.save_file(tensors, str(path), metadata={_KEY: json.dumps(_describe(model, parts))})
 
 
 def load_similarities(model: nn.Module, path: str | Path) -> None:
@@ -52,7 +51,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
     parts = _parts(model)
     saved, tensors = None, {}
     if Path(path).is_file():
-        with _safetensors("safe_open")(str(path), framework="pt") as file:
+        with _safetensors().safe_open(str(path), framework="pt") as file:
             saved = json.loads((file.metadata() or {}).get(_KEY, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
     if saved is None:
@@ -109,11 +108,9 @@ def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[s
     return described
 
 
-def _safetensors(name: str) -> Callable[..., Any]:
+def _safetensors() -> Any:
     try:
-        import safetensors
         import safetensors.torch
     except ImportError as error:
         raise AHopError("saving and loading similarities needs safetensors: pip install safetensors") from error
-    function: Callable[..., Any] = getattr(safetensors.torch, name, None) or getattr(safetensors, name)
-    return function
+    return safetensors

@@ -31,8 +31,8 @@ from ahop_layers.similarity import (
     SimilaritySource,
 )
 
+# A layer of static patterns warns after this number of calls with a gradient and without an optimizer step.
 CALLS_WITHOUT_UPDATE = 100
-"""A layer of static patterns warns after this number of calls with a gradient and without an optimizer step."""
 
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
 
         Without update steps, keys and values are computed in slices to bound memory, and in training recomputed for
         their gradients: little more than the instances stays in memory. Under ``torch.compile``, pass ``bag_sizes`` as
-        a tensor: one graph then serves all sizes, without slices.
+        a tensor: one graph then serves all sizes, without slices, and raises a RuntimeError if they are wrong.
 
         Args:
             instances: ``(total, input_size)``, those of all N bags, or a nested tensor ``(N, bag, input_size)``.
@@ -249,10 +249,6 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         Returns:
             The result of the padded call, ``(N, quantity * output_size)``, and on request the weights
             ``(total, heads, quantity)``.
-
-        Raises:
-            AHopError: the sizes do not add up to the number of instances, or an argument has the wrong type or shape.
-                A compiled graph raises a RuntimeError for wrong sizes when it runs.
 
         >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
         >>> pooled, weights = pooling.pool_packed(torch.randn(10, 8), [3, 0, 7], return_association=True)
@@ -274,12 +270,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
 
 @torch.no_grad()
 def is_dot_product(similarity: nn.Module | None) -> bool:
-    """Returns whether a similarity computes the dot product for all patterns; an unknown class does not count.
-
-    >>> similarity = AdaptiveSimilarity(8, blocks=[None, 4])
-    >>> is_dot_product(similarity), is_dot_product(AdaptiveSimilarity(8, init="dis"))
-    (True, False)
-    """
+    """Returns whether a similarity computes the dot product for all patterns; an unknown class does not count."""
     if not isinstance(similarity, AdaptiveSimilarity):
         return similarity is None
     if any(is_lazy(parameter) for parameter in similarity.parameters()):

@@ -11,8 +11,7 @@ from ahop_layers.errors import AHopError, check_floating, check_given_sizes, che
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
 from ahop_layers.similarity import reset
 
-Patterns = Tensor | Sequence[Tensor]
-"""One tensor, or several: what a Hopfield layer takes as its input."""
+Patterns = Tensor | Sequence[Tensor]  # one tensor, or several: what a Hopfield layer takes as its input
 
 
 def arguments(scope: dict[str, Any], *without: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """AssociationCore: the projections of a Hopfield layer, and :func:`~ahop_layers.association.associate` between them."""
 
+from functools import partial
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator, reset
+
+# The scaling of the scores, the number of update steps, and their convergence threshold.
+Settings = tuple[float | Tensor, Steps, float | Tensor]
 
 
 class Retrieval(NamedTuple):
@@ -29,14 +33,6 @@ class Retrieval(NamedTuple):
     mean_weights: Any
     weights: Any
     projected: Any
-
-
-class Settings(NamedTuple):
-    """The scaling of the scores, the number of update steps, and their convergence threshold."""
-
-    scaling: float | Tensor
-    steps: Steps
-    eps: float | Tensor
 
 
 class AssociationCore(Associator):
@@ -219,27 +215,23 @@ class AssociationCore(Associator):
         """Scores queries ``(N, H, L, d)`` against keys ``(N, H, S, d)``, before scaling: ``(N, H, L, S)``."""
         return dot_product(query, key) if self.similarity is None else self.similarity(query, key)
 
-    def _similarity(self, scaling: float | Tensor) -> Similarity:
-        """Returns :meth:`score` of the scaled query, or the similarity module where that is all that it computes."""
-        if isinstance(scaling, Tensor) and scaling.ndim == 1:
-            return lambda query, key: self.score(query * self._factors(scaling, query.shape[-1]), key)
-        overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
-        return self.score if overridden or self.similarity is None else self.similarity
-
-    def _factors(self, scaling: Tensor, width: int) -> Tensor:
-        """Returns the factors ``(H, 1, d)`` of the query for a scaling ``(H,)``, see :meth:`configure`."""
-        return rearrange(scaling.repeat(width), "(h d) -> h 1 d", h=self.num_heads)
+    def _score_scaled(self, scaling: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Scores the query times a scaling ``(H,)``, see :meth:`configure`."""
+        factors = rearrange(scaling.repeat(query.shape[-1]), "(h d) -> h 1 d", h=self.num_heads)
+        return self.score(query * factors, key)
 
     def retrieve(
         self, query: Tensor, stored: Stored, need_weights: bool = True, settings: Settings | None = None
     ) -> tuple[Tensor, Any]:
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
-        scaling, steps, eps = settings or Settings(self.scaling, self.steps, self.update_steps_eps)
-        scales_query = isinstance(scaling, Tensor) and scaling.ndim == 1
+        scaling, steps, eps = settings or (self.scaling, self.steps, self.update_steps_eps)
+        overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
+        score: Similarity = self.score if overridden or self.similarity is None else self.similarity
+        if isinstance(scaling, Tensor) and scaling.ndim == 1:
+            score, scaling = partial(self._score_scaled, scaling), 1.0
         output, weights = associate(
-            query, stored, score=self._similarity(scaling), separation=self.separation,
-            scaling=1.0 if scales_query else scaling, dropout=self.dropout if self.training else 0.0,
-            steps=steps, eps=eps, need_weights=need_weights,
+            query, stored, score=score, separation=self.separation, scaling=scaling,
+            dropout=self.dropout if self.training else 0.0, steps=steps, eps=eps, need_weights=need_weights,
         )  # fmt: skip
         output = rearrange(output, "n h l d -> n l (h d)")
         return output if self.out_proj is None else self.out_proj(output), weights
@@ -260,7 +252,7 @@ class AssociationCore(Associator):
         mask = combine_masks(key_padding_mask, attn_mask, (batch, self.num_heads, length, stored))
         padded = Padded(k, v, mask, self.add_zero_attn)
         steps = self.steps if update_steps_max is self.update_steps_max else as_steps(update_steps_max)
-        settings = Settings(1.0 if scaling is None else scaling, steps, update_steps_eps)
+        settings = 1.0 if scaling is None else scaling, steps, update_steps_eps
         weighted = need_weights or return_raw_associations or has_hooks(self)
         output, weights = self.retrieve(q, padded, weighted, settings)
         mean = weights.mean(1) if need_weights else None

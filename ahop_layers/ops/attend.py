@@ -22,15 +22,10 @@ from ahop_layers.ops.operators import check_tensor, register
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
 
+# Where no fused kernel supports a call, scores of more memory than this are computed in slices, which compute them a
+# second time in the backward pass.
 SCORES_BYTES = 32 * 2**20
-"""Where no fused kernel supports a call, scores of more memory than this are computed in slices.
-
-Slices compute the scores a second time in the backward pass, which takes longer than keeping them.
-"""
-
-LARGEST_OFFSET = 1e3
-"""Rows of an additive mask whose largest value is farther from zero are shifted to zero."""
-
+LARGEST_OFFSET = 1e3  # rows of an additive mask whose largest value is farther from zero are shifted to zero
 _TRITON = find_spec("triton") is not None  # a constant, since torch.compile cannot trace find_spec
 
 
@@ -68,13 +63,6 @@ def attend(
 
     N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head.
     Under autocast, query, key and value are cast as in separate products.
-
-    >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
-    >>> weight = torch.eye(8)[-1:] * 8**-0.5  # the scaled dot product
-    >>> output = attend(query, key, key, weight, ("dot",))
-    >>> reference = torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-    >>> torch.allclose(output, reference, atol=1e-5)
-    True
     """
     operators.check_differentiable(query=query, key=key, value=value, weight=weight)
     query, key, value = autocast(query, key, value)

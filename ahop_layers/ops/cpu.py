@@ -23,29 +23,21 @@ from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
 MAX_BLOCKS = 1024
-MAX_DIMENSIONS = 16384
-"""Bounds the scratch memory, which grows with d."""
-
+MAX_DIMENSIONS = 16384  # bounds the scratch memory, which grows with d
 BASE_CODES = {"dis": 0, "dot": 1, "l1": 2, "near": 3}
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 = range(11)
 SORTS = {2: SORT2, 4: SORT4, 8: SORT8, 16: SORT16}
 CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 
+# Calls with less work run single-threaded: starting a thread would take longer. The unit is a sorted similarity;
+# summing 8 dimensions takes about as long.
 SERIAL_WORK = 50_000
-"""Calls with less work run single-threaded: starting a thread would take longer.
-
-The unit is a sorted similarity; summing 8 dimensions takes about as long.
-"""
-
+# A call into the library returns after about this time, to be continued, so that Python can handle signals.
 SLICE_NS = 100_000_000
-"""A call into the library returns after about this time, to be continued, so that Python can handle signals."""
-
-ABI_VERSION = 3
-"""Equal to that of footprint.c; increase both with every change of the interface."""
-
+ABI_VERSION = 3  # equal to that of footprint.c; increase both with every change of the interface
+# ``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing.
 CALL = struct.Struct("10P25q")
-"""``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing."""
 
 FAILED, DONE, MORE = range(-1, 2)
 
@@ -155,11 +147,8 @@ def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need,
     widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
-
-    Those of ``"near"`` are left to plain PyTorch.
-    """
-    if "near" in bases:
+    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
+    if "near" in bases:  # which the library does not differentiate
         return chunked.score_backward(grad, query, key, weight, bases, need, widths)
     dtype = accumulation_dtype(query.dtype)
     grad = grad.to(dtype)

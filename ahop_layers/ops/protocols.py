@@ -23,10 +23,7 @@ class Kernel(Protocol):
         """Returns one line on how this kernel runs here."""
 
     def serves(self, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-        """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks.
-
-        ``missing`` asks whether NaN can be an unknown value.
-        """
+        """Returns whether the kernel supports this query, these bases and blocks, and unknown values if ``missing``."""
 
     def score(
         self, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None,
@@ -42,10 +39,7 @@ class Kernel(Protocol):
         self, grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need,
         widths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
-
-        ``grad`` may have any dtype that :meth:`score` returns.
-        """
+        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors."""
 
 
 class AttentionCall(NamedTuple):

@@ -150,9 +150,6 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
         history_: leave-one-out error of each step.
         n_features_in_, feature_names_in_: as in scikit-learn.
 
-    Raises:
-        ValueError: invalid input according to scikit-learn, or an invalid parameter (an AHopError).
-
     >>> from sklearn.datasets import load_iris
     >>> from ahop_layers.tabular import AdaptiveMemoryClassifier
     >>> X, y = load_iris(return_X_y=True)
@@ -202,7 +199,7 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
 class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[misc]
     """Regressor that predicts from the similarities of a row to cases, which are rows of the training set.
 
-    Parameters, attributes and errors are those of :class:`AdaptiveMemoryClassifier`, without ``class_weight`` and
+    Parameters and attributes are those of :class:`AdaptiveMemoryClassifier`, without ``class_weight`` and
     ``classes_``.
 
     >>> import numpy as np

@@ -49,9 +49,6 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         history_: training loss of each step.
         n_features_in_, feature_names_in_: as in scikit-learn.
 
-    Raises:
-        ValueError: invalid input according to scikit-learn, or an invalid parameter (an AHopError).
-
     >>> from sklearn.datasets import load_iris
     >>> from ahop_layers.tabular import AdaptiveNeighborsClassifier
     >>> X, y = load_iris(return_X_y=True)
