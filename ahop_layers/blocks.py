@@ -197,10 +197,7 @@ def _constant(norm: Tensor, own: Tensor) -> Tensor:
 
 
 def known_constant(key: Tensor, n: int, norm: Tensor, gather: Tensor | None) -> Tensor:
-    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: ``(..., 1, 1, 1)``.
-
-    ``norm`` is that of :func:`normalize`, and ``gather`` the index of :func:`gather_index`.
-    """
+    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: ``(..., 1, 1, 1)``."""
     norms, present = _known_norms(key, n, gather)
     count = present.sum((-2, -1)).clamp(min=1).to(norms.dtype)
     own = torch.linalg.vector_norm(norms, dim=(-2, -1)) / count.sqrt()
@@ -224,10 +221,7 @@ def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
 
 
 def _known_norms(key: Tensor, n: int, gather: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the norm of each block of ``key (..., d)`` after centering, and whether it is known: ``(..., n)`` each.
-
-    A norm is 0 where it is not known.
-    """
+    """Returns the norm of each centered block of ``key (..., d)``, 0 if unknown, and which are known: ``(..., n)``."""
     rows = key if gather is None else arrange(key, gather)
     real = rows.new_ones(rows.shape[-1], dtype=torch.bool) if gather is None else gather < key.shape[-1]
     known = real & ~rows.isnan()
@@ -240,10 +234,7 @@ def _known_norms(key: Tensor, n: int, gather: Tensor | None) -> tuple[Tensor, Te
 
 
 def _center(rows: Tensor, n: int, real: Tensor | None) -> Tensor:
-    """Subtracts from each block the mean of its dimensions: ``(..., n * width) -> (..., n, width)``.
-
-    ``real (..., n * width)`` is False where a value is zero and does not count, such as padding.
-    """
+    """Subtracts the mean of each block: ``(..., n * width) -> (..., n, width)``; values that are not ``real`` are 0."""
     blocks = torch.unflatten(rows.to(accumulation_dtype(rows.dtype)), -1, (n, -1))
     if real is None:
         return blocks - blocks.mean(-1, keepdim=True)

@@ -44,10 +44,7 @@ def parameter_groups(
 
 
 class _Folded(nn.Module):
-    """Parametrizes ``w`` by the folded weight, whose differences it is, and on request by a second, unfolded weight.
-
-    The weights are the sum of both, in units of each base. ``scale`` is the unit of the unfolded weight.
-    """
+    """Parametrizes ``w`` by the folded weight, plus ``scale`` times an unfolded one on request, in units of bases."""
 
     def __init__(self, units: Tensor, scale: float, and_unfolded: bool) -> None:
         super().__init__()

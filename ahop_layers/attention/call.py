@@ -48,10 +48,7 @@ class Site(NamedTuple):
 
 
 class CallAttention(Adaptive):
-    """Adaptive form of any module whose ``forward`` attends at known sites.
-
-    Sites with the same number and dimension of heads share one similarity.
-    """
+    """Adaptive form of any module that attends at known sites; sites with equal shapes of heads share a similarity."""
 
     _ahop_sites: tuple[Site, ...]
     _ahop_products: int | None  # number of products in one forward; None without attention written by hand

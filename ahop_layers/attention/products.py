@@ -20,10 +20,7 @@ class Product(NamedTuple):
 
 
 def read_product(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Product | None:
-    """Reads the call of a function of :data:`PRODUCTS` as a product of queries and keys.
-
-    Returns None if it is none: an operand without a batch dimension, or an ``einsum`` that contracts several axes.
-    """
+    """Reads the call of a function of :data:`PRODUCTS` as a product of queries and keys; None if it is none."""
     if func is torch.einsum:
         return _read_einsum(*args)
     values = [*args, *(value for value in keywords.values() if isinstance(value, Tensor))]

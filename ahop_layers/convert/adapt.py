@@ -167,10 +167,7 @@ def _block(name: str) -> str:
 
 
 def _plan(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> list[nn.Module]:
-    """Returns the similarities of a module on the meta device; raises if an option does not fit the module.
-
-    A factory of similarities is not called.
-    """
+    """Returns the similarities of a module on the meta device, without calling a factory; raises if they do not fit."""
     if options.separation is not None and converter.how == "by hand":
         raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
     if callable(options.similarity) and not isinstance(options.similarity, nn.Module):

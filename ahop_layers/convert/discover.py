@@ -152,10 +152,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _site(module: nn.Module, query: Tensor, key: Tensor, product: int | None) -> Site | str:
-    """Returns the site of a call, or the reason why it cannot be adapted.
-
-    The axis before the tokens is that of the heads only if the module says so: it may be windows or a batch.
-    """
+    """Returns the site of a call, or the reason why it cannot be adapted."""
     owners = (module, getattr(module, "config", None))
     known = [heads for owner in owners for name in HEADS if isinstance(heads := getattr(owner, name, None), int)]
     sizes = {size for parameter in module.parameters() for size in parameter.shape}
@@ -166,6 +163,7 @@ def _site(module: nn.Module, query: Tensor, key: Tensor, product: int | None) ->
         heads = known or [axis or 1]
         if any(rows * h in widths for h in heads) and not any(dim * h in widths for h in heads):
             return CHANNELS  # rows are the channels of a head, and the last axis the tokens
+    # The axis before the tokens is that of the heads only if the module says so: it may be windows or a batch.
     named = axis is not None and axis * dim in widths
     if known:
         named = axis in known and not (query.ndim > 4 and query.shape[-4] in known)

@@ -149,10 +149,7 @@ _CORES = (full_name(AssociationCore), "hflayers.activation.HopfieldCore")
 
 
 def _overridden(module: Any, base: type) -> str | None:
-    """Returns the method of a class that a subclass or an instance of it overrides, or None.
-
-    A conversion would shadow or bypass it. The parts of a Hopfield layer are converted too, and count as the layer.
-    """
+    """Returns which method a subclass or an instance overrides, also in a part; a conversion would bypass it."""
     kind = type(module)
     defined = (vars(part).items() for part in base.__mro__ if part not in nn.Module.__mro__)
     own = {name for items in defined for name, value in items if callable(value) or isinstance(value, property)}

@@ -154,10 +154,7 @@ class AssociationCore(Associator):
         self.steps: Steps = as_steps(steps)
 
     def reset_parameters(self) -> None:
-        """Resets weights to a normal distribution, biases to zero, and similarity and separation to their init.
-
-        Random numbers are drawn in the order of hflayers: the same seed results in the same weights.
-        """
+        """Resets all parameters; random numbers are drawn in the order of hflayers: a seed gives the same weights."""
         weights = [getattr(self, f"{name}_weight") for name in ("in_proj", "q_proj", "k_proj", "v_proj")]
         weight, bias = (getattr(self.out_proj, name, None) for name in ("weight", "bias"))
         for parameter in (*weights, weight, self.bias_k, self.bias_v):

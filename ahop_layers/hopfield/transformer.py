@@ -90,10 +90,7 @@ class HopfieldEncoderLayer(_Layer):
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Encodes a sequence; the arguments are those of ``nn.TransformerEncoderLayer``.
-
-        ``is_causal`` states that ``src_mask``, which must be given, is causal. It changes nothing.
-        """
+        """Encodes a sequence, as ``nn.TransformerEncoderLayer``; ``is_causal`` states that the given mask is causal."""
         associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask, is_causal)
         src = self.norm_residual(src + self.dropout_hopfield_association(associated))
         output: Tensor = self.norm_output(self._feed_forward(src))
@@ -142,10 +139,7 @@ class HopfieldDecoderLayer(_Layer):
         tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False, memory_is_causal: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Decodes a target that attends to the memory; the arguments are those of ``nn.TransformerDecoderLayer``.
-
-        ``..._is_causal`` states that the mask, which must be given, is causal. It changes nothing.
-        """
+        """Decodes a target, as ``nn.TransformerDecoderLayer``; ``..._is_causal`` states that a given mask is causal."""
         associated = _associate(self.hopfield_association_self, tgt, tgt_key_padding_mask, tgt_mask, tgt_is_causal)
         tgt = self.norm_residual_self(tgt + self.dropout_hopfield_association_self(associated))
         cross, triple = self.hopfield_association_cross, (memory, tgt, memory)

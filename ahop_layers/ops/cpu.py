@@ -122,10 +122,7 @@ def detail() -> str:
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-    """Returns whether this kernel supports the tensor and the number of blocks, and implements the bases.
-
-    Values can be missing if every dimension is a block.
-    """
+    """Returns whether this kernel supports the call; values can be missing only if every dimension is a block."""
     if missing and blocks < query.shape[-1]:
         return False
     fits = query.shape[-1] <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS

@@ -128,10 +128,7 @@ def score_pairs(
 
 
 def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast casts a pair to, or None if it is disabled; float64 is kept.
-
-    It is that of a matrix product on a GPU, and float32 on other devices.
-    """
+    """Returns the dtype that autocast casts a pair to: float32 except on a GPU; float64 is kept. None if disabled."""
     device = query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # autocast is undefined on meta tensors
         return None

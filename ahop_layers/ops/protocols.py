@@ -11,10 +11,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 
 
 class Kernel(Protocol):
-    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`.
-
-    It may also have a ``softmax`` that computes what :func:`ahop_layers.ops.sliced.softmax` does.
-    """
+    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`; ``softmax`` as in ``sliced`` is optional."""
 
     def unavailable(self) -> str | None:
         """Returns the reason why this kernel cannot run in this process, or None if it can."""
@@ -89,7 +86,4 @@ class Attention(Protocol):
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors.
-
-        The gradients of query, key and value have the dtypes of these tensors and are contiguous.
-        """
+        """Computes contiguous gradients of query, key, value and weight; those that ``need`` excludes are empty."""
