@@ -117,7 +117,10 @@ def combine_masks(
 def _as_mask(
     name: str, mask: object, layouts: dict[str, tuple[tuple[int, ...], tuple[int, int]]], pairs: tuple[int, int]
 ) -> Mask:
-    """Interprets a mask by its dtype; a layout has the shape of a mask and its ``(N, H)`` of ``(N, H, *pairs)``."""
+    """Interprets a mask by its dtype: a float is added, True blocks.
+
+    A layout maps a description to the shape of a mask, and to the batch and heads ``(N, H)`` of ``(N, H, *pairs)``.
+    """
     if not isinstance(mask, Tensor):
         raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
     batch = next((batch for shape, batch in layouts.values() if tuple(mask.shape) == shape), None)

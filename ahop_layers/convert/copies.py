@@ -34,7 +34,10 @@ _KINDS = {
 def find_copies(
     model: nn.Module, like: type | None = None, selected: Callable[[str, nn.Module], bool] | None = None
 ) -> dict[nn.Module, Converter]:
-    """Returns the converters of copies of hflayers' layers; those that ``selected`` says are ``like`` it, unchecked."""
+    """Returns the converters of the modules that are copies of a layer of hflayers.
+
+    With ``like``, a class of hflayers or of this package, those that ``selected`` chooses are converted unchecked.
+    """
     told = next((kind for kind, known in _KINDS.items() if like in known), None)
     if like is not None and told is None:
         raise AHopError(f"like must be Hopfield, HopfieldLayer or HopfieldPooling, got {like!r}")

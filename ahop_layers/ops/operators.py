@@ -379,10 +379,11 @@ def _fake_score(*args: Any) -> Tensor:
 
 def _checked_backward(grad: Tensor, *args: Any) -> tuple[_ScoreCall, tuple[str, ...], chunked.Need]:
     """Validates the arguments of ``ahop::score_backward``; returns its call, the names of the bases, and ``need``."""
-    need, call = args[5], _ScoreCall(*args[:5])._replace(widths=args[6] if len(args) > 6 else None)
-    names, query = call.check(), call.query
+    query, key, weight, bases, backend, need, *widths = args
+    call = _ScoreCall(query, key, weight, bases, backend, widths=widths[0] if widths else None)
+    names = call.check()
     dtype = query.dtype if grad.dtype == query.dtype else accumulation_dtype(query.dtype)
-    check_tensor("grad", grad, (*query.shape[:3], call.key.shape[-2]), dtype, query)
+    check_tensor("grad", grad, (*query.shape[:3], key.shape[-2]), dtype, query)
     check_need(need, 3)
     return call, names, (need[0], need[1], need[2])
 

@@ -129,7 +129,10 @@ class Sliced:
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-    """Computes the softmax in a dtype and the log-sum-exp of scores ``(..., S)``; 0 and inf where all are ``-inf``."""
+    """Computes the softmax of scores ``(..., S)`` in a dtype, and the log-sum-exp ``(...)``.
+
+    A row of ``-inf`` has weights of zero and an infinite log-sum-exp; without ``masked`` there is none.
+    """
     largest, weights = scores.amax(-1, keepdim=True), scores.softmax(-1)
     log_sums = largest - weights.amax(-1, keepdim=True).log()
     if masked:
