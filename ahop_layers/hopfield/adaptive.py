@@ -109,20 +109,15 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
             a tensor ``(heads,)``.
         normalize_stored_pattern, normalize_state_pattern, normalize_pattern_projection: apply a layer normalization to
             these patterns first.
-        normalize_stored_pattern_affine, normalize_state_pattern_affine, normalize_pattern_projection_affine: give that
-            normalization a learned scale and shift.
-        normalize_stored_pattern_eps, normalize_state_pattern_eps, normalize_pattern_projection_eps: added to its
-            variance.
         normalize_hopfield_space: apply a layer normalization to the projected state and stored patterns of each head.
-        normalize_hopfield_space_affine: give that normalization a learned scale and shift.
-        normalize_hopfield_space_eps: added to its variance.
+        normalize_..._affine, normalize_..._eps: give that normalization a learned scale and shift; what is added to its
+            variance.
         stored_pattern_as_static, state_pattern_as_static, pattern_projection_as_static: do not project these patterns.
             A static pattern has the size of a head, and every head receives all of it. If state and stored patterns are
             both static, any size is allowed.
         pattern_projection_as_connected: project the pattern projections twice: first by the projection of the stored
             patterns, then by their own.
-        stored_pattern_size: size of a stored pattern. None means ``input_size``.
-        pattern_projection_size: size of a pattern projection. None means ``input_size``.
+        stored_pattern_size, pattern_projection_size: sizes of these patterns. None means ``input_size``.
         batch_first: whether patterns are ``(N, rows, size)``; otherwise ``(rows, N, size)``.
         association_activation: name of a function of torch that is applied to the output, such as ``"relu"``.
         dropout: probability of dropping an association weight in training mode.
