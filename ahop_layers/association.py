@@ -23,9 +23,8 @@ from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
 
+# Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``.
 Similarity = Callable[[Tensor, Tensor], Tensor]
-"""Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-
 Steps = int | None | Sequence[int]
 
 # The dot product under softmax converges. A learned similarity or a hard separation may cycle forever.
@@ -106,9 +105,6 @@ def combine_masks(
         association: ``(L, S)`` or ``(N * H, L, S)``, with the same dtypes.
         shape: ``(N, H, L, S)``.
         names: argument names of the two masks, for error messages.
-
-    Raises:
-        AHopError: a mask is not a tensor, or its shape or dtype does not match.
     """
     n, h, length, keys = shape
     parts = []
@@ -246,17 +242,13 @@ def associate(
     >>> torch.allclose(output, reference, atol=1e-5), weights.shape
     (True, torch.Size([2, 4, 3, 5]))
     """
-
     if not need_weights and isinstance(stored, Padded) and _is_attention(score, separation, steps):
         readout = _attend(query, stored, score, scaling, dropout)
         if readout is not None:
             return readout, None
 
-    def scaled(query: Tensor, key: Tensor) -> Tensor:
-        return score(query, key) * scaling
-
     def weigh(state: Tensor) -> Tensor:
-        return stored.separate(stored.score(state, scaled), separation)
+        return stored.separate(stored.score(state, lambda query, key: score(query, key) * scaling), separation)
 
     weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
     return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None
@@ -304,10 +296,9 @@ def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) 
     batches = (1, query.shape[0], key.shape[0], value.shape[0])
     if any(part is not None and part.ndim == 4 and part.shape[0] not in batches for part in (mask.blocked, mask.added)):
         return False
-    if mask.added is not None:
-        learned = mask.added.requires_grad and torch.is_grad_enabled()
-        if learned or not mask.added.is_floating_point():
-            return False
+    added = mask.added
+    if added is not None and ((added.requires_grad and torch.is_grad_enabled()) or not added.is_floating_point()):
+        return False
     grouped = key.shape[1] not in (1, query.shape[1])
     return not (grouped and similarity.blocks[0].normalize)  # norms are computed for each query head
 
@@ -325,14 +316,10 @@ def iterate(
     steps: Steps,
     eps: float | Tensor,
 ) -> Tensor:
-    """Updates the states until ``steps`` is reached or the weights converge, and returns the last weights.
+    """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    Args:
-        state: ``(N, H, L, d)``.
-        attend: computes the weights of the states.
-        next_state: computes the next states from the weights, ``(N, H, L, d)``.
-        change: computes the norm of the difference of two sets of weights, ``(N, H)``.
-        steps, eps: as in :func:`associate`.
+    ``attend`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
+    ``steps`` and ``eps`` those of :func:`associate`.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
     longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]

@@ -36,11 +36,9 @@ __all__ = [
     "Replaced", "SaltAndPepper", "Variant", "as_damage",
 ]  # fmt: skip
 
+# A number, or a range ``(low, high)`` from which each query draws its own number uniformly.
 Level = float | tuple[float, float]
-"""A number, or a range ``(low, high)`` from which each query draws its own number uniformly."""
-
-RANGE_BLOCK = 2**21
-"""Number of values of the patterns that are read at once to find their range."""
+RANGE_BLOCK = 2**21  # number of values of the patterns that are read at once to find their range
 
 
 class Variant(ABC):
@@ -195,8 +193,8 @@ class _Draw:
 
 
 FRACTION, NOT_NEGATIVE, FINITE = "a number between 0 and 1", "a number of at least 0", "a finite number"
+# What a level must be, by its name; any other level must be finite.
 RULES = {"share": FRACTION, "mask": FRACTION, "noise": NOT_NEGATIVE, "std": NOT_NEGATIVE, "bias": NOT_NEGATIVE}
-"""What a level must be, by its name; any other level must be finite."""
 
 
 class _Drawn(Variant):

@@ -1,7 +1,6 @@
 """save_similarities and load_similarities: the learned weights of adapted layers, without the rest of a model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     The file has a few kilobytes: the weights of the similarities, and for each the class of its layer, its class,
     bases, blocks and number of heads. Needs ``pip install safetensors``.
 
-    Args:
-        model: a model with adaptive layers.
-        path: the file to write.
-
-    Raises:
-        AHopError: ``model`` is not a module or has no similarity, or safetensors is not installed.
-
     >>> import tempfile, torch, ahop_layers as ah
     >>> models = [nn.TransformerEncoderLayer(16, 2, 32), nn.TransformerEncoderLayer(16, 2, 32)]
     >>> for model in models:
@@ -42,19 +34,14 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     """
     parts = _parts(model)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(parts).items()}
-    _safetensors("save_file")(tensors, str(path), metadata={_KEY: json.dumps(_describe(model, parts))})
+    _safetensors().torch.save_file(tensors, str(path), metadata={_KEY: json.dumps(_describe(model, parts))})
 
 
 def load_similarities(model: nn.Module, path: str | Path) -> None:
     """Loads the similarities that :func:`save_similarities` saved.
 
-    Args:
-        model: a model whose adaptive layers have the same names and classes, and similarities of the same shapes.
-        path: the file to read.
-
-    Raises:
-        AHopError: ``model`` is not adapted, or the file does not fit it, or safetensors is not installed. The model is
-            then unchanged.
+    The adaptive layers of ``model`` must have the same names and classes, and similarities of the same shapes.
+    Otherwise an :class:`~ahop_layers.AHopError` is raised, and the model is unchanged.
 
     >>> import tempfile, ahop_layers as ah
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -62,11 +49,11 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
     ...     ah.load_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     """
     parts = _parts(model)
-    if not Path(path).is_file():
-        raise AHopError(f"path must be a file that save_similarities wrote, got {str(path)!r}")
-    with _safetensors("safe_open")(str(path), framework="pt") as file:
-        saved = json.loads((file.metadata() or {}).get(_KEY, "null"))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
+    saved, tensors = None, {}
+    if Path(path).is_file():
+        with _safetensors().safe_open(str(path), framework="pt") as file:
+            saved = json.loads((file.metadata() or {}).get(_KEY, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
     if saved is None:
         raise AHopError(f"path must be a file that save_similarities wrote, got {str(path)!r}")
     own = _describe(model, parts)
@@ -121,11 +108,9 @@ def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[s
     return described
 
 
-def _safetensors(name: str) -> Callable[..., Any]:
+def _safetensors() -> Any:
     try:
-        import safetensors
         import safetensors.torch
     except ImportError as error:
         raise AHopError("saving and loading similarities needs safetensors: pip install safetensors") from error
-    function: Callable[..., Any] = getattr(safetensors.torch, name, None) or getattr(safetensors, name)
-    return function
+    return safetensors

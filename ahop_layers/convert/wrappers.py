@@ -1,7 +1,5 @@
 """Detects models that were wrapped or compiled before adapt_ could add parameters."""
 
-from typing import Any
-
 from torch import nn
 
 from ahop_layers.errors import AHopError
@@ -16,16 +14,14 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "DDP", "FullyShardedData
 def check_not_wrapped(model: nn.Module) -> None:
     """Raises if a data-parallel wrapper, a sharded parameter or a compiled module is found in the model."""
     for name, module in model.named_modules():
-        kinds: Any = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
-        wrapper = next((kind.__name__ for kind in kinds if kind.__name__ in _WRAPPERS), None)
-        found = None if wrapper is None else f"wrapped in {wrapper}"
-        if found is None and is_compiled(module):
-            found = "compiled in place"
-        if found is None and any(type(p).__name__ == "DTensor" for p in module.parameters(recurse=False)):
-            found = "sharded, with DTensor parameters"
-        if found is not None:
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
+        found = [f"wrapped in {kind}" for kind in kinds if kind in _WRAPPERS]
+        found += ["compiled in place"] if is_compiled(module) else []
+        sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False))
+        found += ["sharded, with DTensor parameters"] if sharded else []
+        if found:
             place = f"a model whose {name} is" if name else "a model that is"
             raise AHopError(
-                f"model must be neither wrapped nor compiled yet, got {place} {found}; call adapt_ first, and wrap or"
-                " compile the adapted model"
+                f"model must be neither wrapped nor compiled yet, got {place} {found[0]}; call adapt_ first, and wrap"
+                " or compile the adapted model"
             )

@@ -11,8 +11,7 @@ from ahop_layers.errors import AHopError, check_floating, check_given_sizes, che
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
 from ahop_layers.similarity import reset
 
-Patterns = Tensor | Sequence[Tensor]
-"""One tensor, or several: what a Hopfield layer takes as its input."""
+Patterns = Tensor | Sequence[Tensor]  # one tensor, or several: what a Hopfield layer takes as its input
 
 
 def arguments(scope: dict[str, Any], *without: str) -> dict[str, Any]:
@@ -119,13 +118,9 @@ class Hopfield(HopfieldInterface):
 
     The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
 
-    Shapes:
-        stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
-        ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
-        dimension. A batch of 1 broadcasts.
-
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
+    Shapes: stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
+    ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
+    dimension. A batch of 1 broadcasts.
 
     >>> layer = Hopfield(input_size=8, num_heads=2)
     >>> layer((torch.randn(3, 5, 8), torch.randn(3, 4, 8), torch.randn(3, 5, 8))).shape

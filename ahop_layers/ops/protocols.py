@@ -11,10 +11,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 
 
 class Kernel(Protocol):
-    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`.
-
-    It may also have a ``softmax`` that computes what :func:`ahop_layers.ops.sliced.softmax` does.
-    """
+    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`; ``softmax`` as in ``sliced`` is optional."""
 
     def unavailable(self) -> str | None:
         """Returns the reason why this kernel cannot run in this process, or None if it can."""
@@ -23,10 +20,7 @@ class Kernel(Protocol):
         """Returns one line on how this kernel runs here."""
 
     def serves(self, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-        """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks.
-
-        ``missing`` asks whether NaN can be an unknown value.
-        """
+        """Returns whether the kernel supports this query, these bases and blocks, and unknown values if ``missing``."""
 
     def score(
         self,
@@ -54,10 +48,7 @@ class Kernel(Protocol):
         need: Need,
         widths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
-
-        ``grad`` may have any dtype that :meth:`score` returns.
-        """
+        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors."""
 
 
 class AttentionCall(NamedTuple):
@@ -107,7 +98,4 @@ class Attention(Protocol):
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors.
-
-        The gradients of query, key and value have the dtypes of these tensors and are contiguous.
-        """
+        """Computes contiguous gradients of query, key, value and weight; those that ``need`` excludes are empty."""

@@ -58,7 +58,7 @@ class ClassPredictions(ClassifierMixin):  # type: ignore[misc]
 
     def predict(self, X: ArrayLike) -> Array:
         """Returns the most probable class label ``(n,)`` of rows ``X (n, features)``."""
-        best = self._outputs(X).argmax(1)
+        best = self._outputs(X).argmax(1)  # raises if the estimator is not fitted
         labels: Array = self.classes_[best]
         return labels
 

@@ -116,10 +116,7 @@ class Settings(NamedTuple):
     regularization: Tensor
 
     def column_weight(self, feature: Tensor, spread: Tensor) -> Tensor:
-        """Returns the weights ``(columns,)``, in which shapes keep the mean absolute deviation of a feature.
-
-        ``feature`` and ``spread`` are the feature and the mean absolute deviation of each column.
-        """
+        """Returns the weights ``(columns,)``; shapes keep ``spread``, the mean absolute deviation, of a feature."""
         shapes = self.shapes.exp()
         parts = (spread, spread * shapes)
         before, after = (torch.zeros_like(self.features).index_add(0, feature, part) for part in parts)
@@ -204,10 +201,7 @@ def _learn(
 
 
 def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generator: torch.Generator) -> Settings:
-    """Starts with the median distance as temperature, and with a memory and a linear part of comparable size.
-
-    Settings are on the CPU: sums over the columns of a feature are not reproducible on a GPU.
-    """
+    """Starts with the median distance as temperature, and with a memory and a linear part of comparable size."""
     chosen = torch.randperm(len(examples.rows), generator=generator)[: SMALL.rows]
     sample = network.encoding.add_ramps(network.encoding(examples.rows[chosen]))
     distances = torch.cdist(sample, sample, p=1)
@@ -216,6 +210,7 @@ def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generat
     features, shapes = torch.zeros_like(network.feature_weight), torch.zeros_like(network.column_weight)
     size = torch.tensor(-1.0 if linear else -math.inf)
     start = [features, shapes, features, typical.log(), size, torch.tensor(-1.0)]
+    # On the CPU: sums over the columns of a feature are not reproducible on a GPU.
     return Settings(*(value.to("cpu", torch.float64, copy=True) for value in start))
 
 
@@ -248,7 +243,7 @@ def _solve(
     values, vectors = torch.linalg.eigh(kernel(network.cases))
     kept = values > values.max() * len(values) * torch.finfo(values.dtype).eps
     basis = vectors[:, kept] / values[kept].sqrt()
-    gram, moments = torch.zeros((), dtype=basis.dtype), torch.zeros((), dtype=basis.dtype)
+    gram = moments = torch.zeros((), dtype=basis.dtype)
     for start in range(0, len(examples.rows), CHUNK):
         rows, target, weight, *_ = examples.take(slice(start, start + CHUNK))
         own = kernel(network.encoding(rows)) @ basis
