@@ -70,11 +70,7 @@ class Blocks:
         return self.assignment if isinstance(self.assignment, Tensor) else None
 
     def count(self, dim: int) -> int:
-        """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit.
-
-        >>> Blocks(None).count(6), Blocks(3).count(6), Blocks(patches(2, 3, 2)).count(6)
-        (6, 3, 2)
-        """
+        """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit."""
         if self.named is not None:
             if len(self.named) != dim:
                 raise AHopError(f"blocks must name the block of each of the {dim} dimensions, got {len(self.named)}")
@@ -87,28 +83,34 @@ class Blocks:
         return n
 
     def numbers(self, dim: int) -> Tensor:
-        """Returns the block of each of ``dim`` dimensions.
-
-        >>> Blocks(2).numbers(6)
-        tensor([0, 0, 0, 1, 1, 1])
-        """
+        """Returns the block of each of ``dim`` dimensions."""
         n = self.count(dim)
         return torch.arange(dim, device="cpu") // (dim // n) if self.named is None else self.named
 
-    def short(self) -> str:
-        """Returns the shortest ``blocks`` argument of a layer that means the same.
+    def gather(self) -> Tensor | None:
+        """Returns the index that arranges named blocks one after another with equal width, or None if they are.
 
-        >>> Blocks(4).short(), Blocks(4, normalize=True).short()
-        ('4', 'Blocks(4, normalize=True)')
+        It has n * width entries, with ``width`` the size of the largest block. Entries equal to d mean zero padding,
+        which changes the sum over a block in none of the built-in bases.
         """
-        return repr(self) if self.normalize else self._entry()
+        if self.named is None:
+            return None
+        blocks, sizes = self.named, torch.bincount(self.named)
+        order, first = torch.argsort(blocks, stable=True), sizes.cumsum(0) - sizes
+        index = torch.full((len(sizes), int(sizes.max())), len(blocks), device="cpu")
+        index[blocks[order], torch.arange(len(blocks), device="cpu") - first[blocks[order]]] = order
+        flat = index.flatten()
+        unchanged = len(flat) == len(blocks) and bool((flat[1:] > flat[:-1]).all())
+        return None if unchanged else flat
 
-    def _entry(self) -> str:
-        return repr(self.assignment) if self.named is None else f"tensor(n={int(self.named.max()) + 1})"
+    def short(self) -> str:
+        """Returns the shortest ``blocks`` argument of a layer that means the same."""
+        entry = repr(self.assignment) if self.named is None else f"tensor(n={int(self.named.max()) + 1})"
+        return f"Blocks({entry}, normalize=True)" if self.normalize else entry
 
     def __repr__(self) -> str:
         """Constructor arguments."""
-        return f"Blocks({self._entry()}, normalize={self.normalize})"
+        return self.short() if self.normalize else f"Blocks({self.short()}, normalize=False)"
 
 
 def resolutions(blocks: Any) -> tuple[Blocks, ...]:
@@ -139,27 +141,8 @@ def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
     return numbers.expand(channels, height, width).flatten()
 
 
-def gather_index(blocks: Tensor) -> Tensor | None:
-    """Returns the index that arranges dimensions as consecutive blocks of equal width, or None if they are.
-
-    ``blocks (d,)`` is the block of each dimension. The index has n * width entries, with ``width`` the size of the
-    largest block; entries equal to d mean zero padding, which changes the sum over a block in none of the built-in
-    bases.
-    """
-    sizes = torch.bincount(blocks)
-    order = torch.argsort(blocks, stable=True)
-    first = sizes.cumsum(0) - sizes
-    place = torch.arange(len(blocks), device=blocks.device) - first[blocks[order]]
-    width = int(sizes.max())
-    index = torch.full((len(sizes), width), len(blocks), device=blocks.device)
-    index[blocks[order], place] = order
-    flat = index.flatten()
-    unchanged = len(flat) == len(blocks) and bool((flat[1:] > flat[:-1]).all())
-    return None if unchanged else flat
-
-
 def arrange(rows: Tensor, index: Tensor) -> Tensor:
-    """Arranges ``rows (..., d)`` as consecutive blocks by the index of :func:`gather_index`."""
+    """Arranges ``rows (..., d)`` as consecutive blocks by the index of :meth:`Blocks.gather`."""
     padded = rows if len(index) == rows.shape[-1] else functional.pad(rows, (0, 1))
     return padded.index_select(-1, index)
 
@@ -207,7 +190,7 @@ def known_constant(key: Tensor, n: int, norm: Tensor, gather: Tensor | None) -> 
 def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
     """Returns the root mean square norm of all blocks of ``key (..., S, d)`` after centering, a scalar.
 
-    ``gather`` is the index of :func:`gather_index`. Rows are processed in slices to bound memory. The norm of a block
+    ``gather`` is the index of :meth:`Blocks.gather`. Rows are processed in slices to bound memory. The norm of a block
     with unknown values, NaN, is estimated from those known; see :func:`ahop_layers.ops.reference.missing_similarity`.
     """
     total = torch.zeros((), dtype=torch.float64, device=key.device)

@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ahop_layers.blocks import (
-    Blocks,
-    arrange,
-    gather_index,
-    known_constant,
-    normalize,
-    resolutions,
-    restore,
-    stored_norm,
-)
+from ahop_layers.blocks import Blocks, arrange, known_constant, normalize, resolutions, restore, stored_norm
 from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
@@ -45,8 +36,6 @@ Init = str | Tensor | Sequence[Tensor]
 BaseArgument = str | tuple[str, float]
 # None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these.
 BlocksArgument = Any
-
-
 # A similarity module, or a factory ``f(dim, num_heads)`` that returns one.
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
 
@@ -143,11 +132,7 @@ class AdaptiveSimilarity(nn.Module):
         self.reset_parameters()
 
     def parameter_names(self) -> list[tuple[str, str]]:
-        """Returns the names of the weights and of the factors of every resolution.
-
-        >>> AdaptiveSimilarity(6).parameter_names(), AdaptiveSimilarity(6, blocks=[2, 3]).parameter_names()
-        ([('w', 'beta')], [('w_0', 'beta_0'), ('w_1', 'beta_1')])
-        """
+        """Returns the names of the weights and of the factors of every resolution."""
         several = [(f"w_{index}", f"beta_{index}") for index in range(len(self.blocks))]
         return several if len(several) > 1 else [("w", "beta")]
 
@@ -222,15 +207,11 @@ class AdaptiveSimilarity(nn.Module):
         """Derives the index that arranges dimensions as consecutive blocks from the blocks of each resolution."""
         for index, entry in enumerate(self.blocks):
             if entry.named is not None:
-                gather, device = gather_index(entry.named), getattr(self, f"blocks_{index}").device
+                gather, device = entry.gather(), getattr(self, f"blocks_{index}").device
                 setattr(self, f"_gather_{index}", None if gather is None else gather.to(device))
 
     def base_names(self) -> list[str]:
-        """Returns the bases as text.
-
-        >>> AdaptiveSimilarity(4, bases=("l1", ("near", 0.1)), init="l1").base_names()
-        ['l1', 'near 0.1']
-        """
+        """Returns the bases as text, such as ``near 0.1``."""
         return [base if isinstance(base, str) else f"{base[0]} {base[1]!r}" for base in self.bases]
 
     def get_extra_state(self) -> Tensor:
@@ -271,11 +252,7 @@ class AdaptiveSimilarity(nn.Module):
         self._set_gathers()
 
     def gathers(self) -> list[Tensor | None]:
-        """Returns the index of each resolution that arranges its blocks, or None where they are consecutive.
-
-        >>> AdaptiveSimilarity(4, blocks=[2, torch.tensor([0, 1, 0, 1])]).gathers()
-        [None, tensor([0, 2, 1, 3])]
-        """
+        """Returns the index of each resolution that arranges its blocks, or None where they are consecutive."""
         return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
 
     def forward(
@@ -306,11 +283,7 @@ class AdaptiveSimilarity(nn.Module):
         return (query / self.units).to(query.dtype), (key / self.units).to(key.dtype)
 
     def is_single(self) -> bool:
-        """Returns whether :meth:`prepared` has all that a score depends on: one resolution, built-in bases, no widths.
-
-        >>> AdaptiveSimilarity(6).is_single(), AdaptiveSimilarity(6, blocks=[2, 3]).is_single()
-        (True, False)
-        """
+        """Returns whether :meth:`prepared` is all that a score needs: one resolution, built-in bases, no widths."""
         built_in = all(BASES[name].slopes is not None for name in self.names) and self.widths is self.units is None
         own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
         return own and len(self.blocks) == 1 and built_in
@@ -319,13 +292,6 @@ class AdaptiveSimilarity(nn.Module):
         """Returns query and key as the kernels score them, and their weight ``([H,] n_bases, n)``.
 
         The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
-
-        >>> import ahop_layers as ah
-        >>> similarity = AdaptiveSimilarity(4, blocks=torch.tensor([0, 1, 0, 1]))
-        >>> query, key, weight = similarity.prepared(torch.randn(2, 4), torch.randn(3, 4))
-        >>> scores = similarity(query[:, [0, 2, 1, 3]], key[:, [0, 2, 1, 3]])
-        >>> torch.allclose(ah.adaptive_similarity(query, key, weight), scores)
-        True
         """
         self._check_rows(query, key)
         query, key, _, _ = self._arranged(0, self.unbiased(query), key)
@@ -365,16 +331,10 @@ class AdaptiveSimilarity(nn.Module):
         return query, key, getattr(self, f"blocks_{index}"), constant
 
     def block_similarities(self, query: Tensor, key: Tensor, base: BaseArgument, resolution: int = 0) -> Tensor:
-        """Computes the similarity of every block before sorting, to inspect a few pairs. NaN is an unknown value.
+        """Computes the similarity of every block before sorting, to inspect a few pairs: ``(..., [H,] L, S, n)``.
 
-        Args:
-            query: ``(..., [H,] L, d)``.
-            key: ``(..., [H,] S, d)``.
-            base: one of the bases of this similarity.
-            resolution: index of the resolution.
-
-        Returns:
-            ``(..., [H,] L, S, n)``, computed from a tensor of size L x S x d; NaN for a block without a known value.
+        Query and key are those of :meth:`forward`; NaN is an unknown value, and the similarity of a block without a
+        known one. ``base`` is one of the bases, and ``resolution`` an index. A tensor of size L x S x d is formed.
 
         >>> similarity = AdaptiveSimilarity(4, blocks=2)
         >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
@@ -438,11 +398,7 @@ class AdaptiveSimilarity(nn.Module):
         return self
 
     def unbiased(self, query: Tensor) -> Tensor:
-        """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``.
-
-        >>> AdaptiveSimilarity(3, debias=True).unbiased(torch.ones(1, 3))
-        tensor([[1., 1., 1.]], grad_fn=<SubBackward0>)
-        """
+        """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``."""
         return without_bias(query, self.bias)
 
     def extra_repr(self) -> str:
