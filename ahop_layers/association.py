@@ -23,8 +23,8 @@ from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
 
-# Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``.
 Similarity = Callable[[Tensor, Tensor], Tensor]
+"""Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
 Steps = int | None | Sequence[int]
 
 # The dot product under softmax converges. A learned similarity or a hard separation may cycle forever.
@@ -98,13 +98,10 @@ def combine_masks(
     shape: tuple[int, int, int, int],
     names: tuple[str, str] = ("stored_pattern_padding_mask", "association_mask"),
 ) -> Mask | None:
-    """Combines the padding mask and the association mask of a call.
+    """Combines the masks of a call: ``padding (N, S)``, and ``association (L, S)`` or ``(N * H, L, S)``.
 
-    Args:
-        padding: ``(N, S)``; True excludes a key, a float is added to its scores. uint8 is read as bool (deprecated).
-        association: ``(L, S)`` or ``(N * H, L, S)``, with the same dtypes.
-        shape: ``(N, H, L, S)``.
-        names: argument names of the two masks, for error messages.
+    True excludes a pair, and a float is added to its score; uint8 is read as bool (deprecated). ``shape`` is
+    ``(N, H, L, S)``, and ``names`` are those of the arguments, for error messages.
     """
     n, h, length, keys = shape
     parts = []
@@ -163,6 +160,11 @@ class Stored(Protocol):
         """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
 
 
+def change(weights: Tensor, before: Tensor) -> Tensor:
+    """Computes the norm of the difference of two sets of weights: ``(N, H, L, S) -> (N, H)``."""
+    return (weights - before).square().sum((-2, -1)).sqrt()
+
+
 class Padded:
     """Keys and values of a batch, padded to one length; weights are ``(N, H, L, S)``.
 
@@ -186,8 +188,7 @@ class Padded:
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Turns masked scores into weights along the last axis."""
         scores = scores if self.mask is None else self.mask.apply(scores)
-        weights: Tensor = separation(scores, masked=self.mask is not None)
-        return weights
+        return separation(scores, masked=self.mask is not None)
 
     def next_state(self, weights: Tensor) -> Tensor:
         """Sums the weighted keys: ``(N, H, L, d)``."""
@@ -197,9 +198,7 @@ class Padded:
         """Sums the weighted values: ``(N, H, L, e)``."""
         return weights @ per_query_head(self.value, weights.shape[1])
 
-    def change(self, weights: Tensor, before: Tensor) -> Tensor:
-        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
-        return change(weights, before)
+    change = staticmethod(change)
 
 
 def associate(
@@ -301,11 +300,6 @@ def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) 
         return False
     grouped = key.shape[1] not in (1, query.shape[1])
     return not (grouped and similarity.blocks[0].normalize)  # norms are computed for each query head
-
-
-def change(weights: Tensor, before: Tensor) -> Tensor:
-    """Computes the norm of the difference of two sets of weights: ``(N, H, L, S) -> (N, H)``."""
-    return (weights - before).square().sum((-2, -1)).sqrt()
 
 
 def iterate(

@@ -155,14 +155,10 @@ def restore(rows: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Centers and scales each of the n consecutive blocks of query and key; see :class:`Blocks`.
+    """Centers and scales the n consecutive blocks of ``(..., L, n * width)`` and ``(..., S, n * width)``.
 
-    Args:
-        query: ``(..., L, n * width)``.
-        key: ``(..., S, n * width)``.
-        n: number of blocks.
-        norm: scalar, the root mean square norm of the stored blocks; 0 means that of the keys of each batch entry.
-        real: a bool tensor ``(n * width,)``, False for padding; None if there is none.
+    The scalar ``norm`` is the root mean square norm of the stored blocks; 0 means that of the keys of each batch entry.
+    ``real``, a bool tensor ``(n * width,)``, is False for padding, and None if there is none.
     """
     centered = _center(query, n, real), _center(key, n, real)
     norms = [torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in centered]

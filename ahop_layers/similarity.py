@@ -30,14 +30,14 @@ from ahop_layers.separation import Separation
 from ahop_layers.widths import differences, quantiles
 
 INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well
-# The initial similarity: the name of a base, ``"uniform"``, or weights; for several resolutions a list of weights.
 Init = str | Tensor | Sequence[Tensor]
+"""The initial similarity: the name of a base, ``"uniform"``, or weights; for several resolutions a list of weights."""
 # The name of a base, or ``("near", q)``: a base that saturates, and a quantile of differences that is its width.
 BaseArgument = str | tuple[str, float]
-# None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these.
 BlocksArgument = Any
-# A similarity module, or a factory ``f(dim, num_heads)`` that returns one.
+"""None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these."""
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
+"""A similarity module, or a factory ``f(dim, num_heads)`` that returns one."""
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
@@ -144,8 +144,7 @@ class AdaptiveSimilarity(nn.Module):
                 [0., 1.]], grad_fn=<MulBackward0>)
         """
         w, beta = (getattr(self, name) for name in self.parameter_names()[resolution])
-        weight: Tensor = beta.unsqueeze(-1) * w
-        return weight
+        return beta.unsqueeze(-1) * w
 
     @torch.no_grad()
     def set_ranks_(self, weights: Sequence[Tensor]) -> None:

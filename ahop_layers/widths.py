@@ -38,8 +38,7 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
     place = torch.searchsorted(reached, reached.new_tensor(shares)).clamp(max=len(distinct) - 1)
     low, start = (torch.cat([each.new_zeros(1), each])[place].double() for each in (distinct, reached))
     rest = (reached.new_tensor(shares) - start) / (reached[place] - start)
-    found: list[float] = (low + (distinct[place].double() - low) * rest).tolist()
-    return found
+    return (low + (distinct[place].double() - low) * rest).tolist()
 
 
 @torch.no_grad()

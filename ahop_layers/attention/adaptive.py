@@ -63,16 +63,10 @@ class Adaptive(Associator):
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Mask | None, dropout: float,
         need_weights: bool = True,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Attends with the module's similarity and separation; see :func:`ahop_layers.association.associate`.
+        """Attends with the module's similarity and separation, and drops weights in training mode.
 
-        Args:
-            query, key, value, mask: see :class:`~ahop_layers.association.Padded`.
-            scaling: factor of the scores.
-            dropout: probability of dropping a weight in training mode.
-            need_weights: whether to return the weights. Without them, the scores need not be kept in memory.
-
-        Returns:
-            The output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or None.
+        Arguments are those of :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded`.
+        Returns the output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or, if they are not needed, None.
         """
         output, weights = associate(
             query, Padded(key, value, mask), score=dot_product if self.similarity is None else self.similarity,
@@ -158,10 +152,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attends, with the arguments and results of ``nn.MultiheadAttention``: the output, and weights or None.
 
-        Args:
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights: see the class. Without
-                weights, attention takes less time and memory.
-            is_causal: apply the causal mask if there is no ``attn_mask``; with one, only a hint that it is causal.
+        Without weights, attention takes less time and memory. With an ``attn_mask``, ``is_causal`` is only a hint.
         """
         check_floating(query=query, key=key, value=value)
         if query.is_nested:

@@ -41,8 +41,7 @@ class TimmAttention(Adaptive):
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         output = output if norm is None else norm(output)
         output = output if gate is None else output * gate(x).sigmoid()
-        projected: Tensor = self.proj_drop(self.proj(output))
-        return projected
+        return self.proj_drop(self.proj(output))
 
 
 class CLIPAttention(Adaptive):

@@ -16,9 +16,9 @@ from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import Found, find_attention
 from ahop_layers.convert.registry import Converter
 from ahop_layers.convert.report import Report, count_comparisons
-from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
+from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import (
     BlocksArgument,
@@ -29,8 +29,12 @@ from ahop_layers.similarity import (
     similarity_parameters,
 )
 
-# Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``.
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
+"""Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``."""
+
+# Ends of class names, because importing torch.distributed.fsdp or torch._dynamo takes seconds. DDP is the class that
+# ``replicate`` adds to a module, FSDPModule the one that ``fully_shard`` adds.
+_WRAPPERS = ("DataParallel", "DDP", "FSDPModule", "OptimizedModule")
 
 
 def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
@@ -109,7 +113,7 @@ def adapt_(
     before = next(iter(_adapted(model)), None)
     if before is not None:
         raise AHopError(f"model must not be adapted yet, got one with {before or 'itself'} adapted; see revert_")
-    check_not_wrapped(model)
+    _check_not_wrapped(model)
     if by_hand and example is None:
         raise AHopError("by_hand=True needs example, an input of the model, got None")
     selected, options = _selector(where), SimilarityOptions(bases, init, debias, separation, similarity, blocks)
@@ -138,6 +142,22 @@ def adapt_(
     new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
     similarities = [part for module in modules for part in named_similarities(module).values()]
     return Report(adapted, passed, sum(new.values()), False, *count_comparisons(similarities), how)
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """Raises if a data-parallel wrapper, a sharded parameter or a compiled module is found in the model."""
+    for name, module in model.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
+        found = [f"wrapped in {kind}" for kind in kinds if kind.endswith(_WRAPPERS)]
+        found += ["compiled in place"] if is_compiled(module) else []
+        sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False))
+        found += ["sharded, with DTensor parameters"] if sharded else []
+        if found:
+            place = f"a model whose {name} is" if name else "a model that is"
+            raise AHopError(
+                f"model must be neither wrapped nor compiled yet, got {place} {found[0]}; call adapt_ first, and wrap"
+                " or compile the adapted model"
+            )
 
 
 def _choose(

@@ -5,7 +5,7 @@ Each takes every argument of the class it replaces, followed by the keywords tha
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -79,17 +79,17 @@ def head_shape(core: Any, input_size: int | None) -> tuple[int, int | None]:
     return core.num_heads, input_size if core.key_as_static and core.query_as_static else core.head_dim
 
 
-def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a constructor the signature of a plain layer, followed by the keywords of the adaptive layers."""
+def _constructor(plain: type) -> Any:
+    """Returns a constructor with the signature of a plain layer, followed by the keywords of the adaptive layers."""
 
-    def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
-        own = [*inspect.signature(plain.__init__).parameters.values()]  # type: ignore[misc]
-        added = inspect.signature(AdaptiveLayer.__init__).parameters.values()
-        signature = inspect.Signature([*own, *(each for each in added if each.kind == each.KEYWORD_ONLY)])
-        constructor.__signature__ = signature  # type: ignore[attr-defined]
-        return constructor
+    def __init__(self: AdaptiveLayer, *args: Any, **keywords: Any) -> None:
+        AdaptiveLayer.__init__(self, *args, **keywords)
 
-    return decorate
+    own = inspect.signature(plain.__init__).parameters.values()  # type: ignore[misc]
+    added = inspect.signature(AdaptiveLayer.__init__).parameters.values()
+    keywords = [each for each in added if each.kind == each.KEYWORD_ONLY]
+    __init__.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
+    return __init__
 
 
 class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
@@ -150,9 +150,7 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
     torch.Size([3, 5, 8])
     """
 
-    @_extends(Hopfield)
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    __init__ = _constructor(Hopfield)
 
     def make_adaptive(self, options: SimilarityOptions) -> None:
         """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
@@ -204,10 +202,7 @@ class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
     """
 
     _hopfield_class = AdaptiveHopfield
-
-    @_extends(HopfieldLayer)
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    __init__ = _constructor(HopfieldLayer)
 
 
 class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
@@ -228,10 +223,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
     """
 
     _hopfield_class = AdaptiveHopfield
-
-    @_extends(HopfieldPooling)
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    __init__ = _constructor(HopfieldPooling)
 
     def pool_packed(
         self, instances: Tensor, bag_sizes: Sequence[int] | Tensor | None = None, return_association: bool = False

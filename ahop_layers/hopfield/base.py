@@ -11,7 +11,8 @@ from ahop_layers.errors import AHopError, check_floating, check_given_sizes, che
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
 from ahop_layers.similarity import reset
 
-Patterns = Tensor | Sequence[Tensor]  # one tensor, or several: what a Hopfield layer takes as its input
+Patterns = Tensor | Sequence[Tensor]
+"""One tensor, or several: what a Hopfield layer takes as its input."""
 
 
 def arguments(scope: dict[str, Any], *without: str) -> dict[str, Any]:
@@ -81,8 +82,7 @@ class HopfieldInterface(nn.Module):
         """Computes the weights ``(N, heads, L, S)`` of a call, with ``with_grad=True`` for a loss on them."""
         masks = (stored_pattern_padding_mask, association_mask)
         with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
-            weights: Tensor = self._inner._associate(self._patterns(input), True, False, *masks)[2]
-        return weights
+            return self._inner._associate(self._patterns(input), True, False, *masks)[2]
 
     @torch.no_grad()
     def get_projected_pattern_matrix(
@@ -90,8 +90,7 @@ class HopfieldInterface(nn.Module):
     ) -> Tensor:
         """Computes the projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
         masks = (stored_pattern_padding_mask, association_mask)
-        projected: Tensor = self._inner._associate(self._patterns(input), False, True, *masks)[3]
-        return projected
+        return self._inner._associate(self._patterns(input), False, True, *masks)[3]
 
     batch_first = reads("_inner._batch_first")
     scaling = reads("_inner.association_core.scaling")
@@ -226,13 +225,12 @@ class Hopfield(HopfieldInterface):
         stored, state, projection = patterns
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
         core = self.association_core
-        retrieval: Retrieval = core(
+        return core(
             *self._maybe_transpose(*normal),
             key_padding_mask=stored_pattern_padding_mask, need_weights=False, attn_mask=association_mask,
             scaling=core.scaling, update_steps_max=core.update_steps_max, update_steps_eps=core.update_steps_eps,
             return_raw_associations=return_raw_associations, return_pattern_projections=return_projected_patterns,
         )  # fmt: skip
-        return retrieval
 
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
@@ -244,9 +242,7 @@ class Hopfield(HopfieldInterface):
             stored_pattern_padding_mask: ``(N, S)``, True = ignore.
             association_mask: ``(L, S)`` or ``(N * heads, L, S)``; bool, True = ignore, or a float to add to the scores.
         """
-        output = self._associate(
-            data=input, stored_pattern_padding_mask=stored_pattern_padding_mask, association_mask=association_mask
-        )[0]
+        output = self._associate(input, False, False, stored_pattern_padding_mask, association_mask)[0]
         return self.activate(self._maybe_transpose(output))
 
     def activate(self, output: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: 
         raise AHopError("is_causal=True describes a mask, got no mask")
     if padding is not None and padding.is_floating_point() and not isinstance(association, HopfieldInterface):
         padding = padding.isneginf()
-    output: Tensor = association(input, stored_pattern_padding_mask=padding, association_mask=mask)
-    return output
+    return association(input, stored_pattern_padding_mask=padding, association_mask=mask)
 
 
 class _Layer(nn.Module):
@@ -49,8 +48,7 @@ class _Layer(nn.Module):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout_residual(self.activation_residual(self.linear_residual(x)))
-        output: Tensor = x + self.dropout_output(self.linear_output(hidden))
-        return output
+        return x + self.dropout_output(self.linear_output(hidden))
 
     batch_first = reads("self_attn.batch_first")
     input_size = reads("self_attn.input_size")
@@ -96,13 +94,11 @@ class HopfieldEncoderLayer(_Layer):
         """Encodes a sequence, as ``nn.TransformerEncoderLayer``; ``is_causal`` states that the given mask is causal."""
         associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask, is_causal)
         src = self.norm_residual(src + self.dropout_hopfield_association(associated))
-        output: Tensor = self.norm_output(self._feed_forward(src))
-        return output
+        return self.norm_output(self._feed_forward(src))
 
     def get_association_matrix(self, input: Patterns) -> Tensor:
         """Computes the weights ``(N, heads, L, S)`` of the Hopfield layer."""
-        matrix: Tensor = self.self_attn.get_association_matrix(input)
-        return matrix
+        return self.self_attn.get_association_matrix(input)
 
 
 class HopfieldDecoderLayer(_Layer):
@@ -148,15 +144,12 @@ class HopfieldDecoderLayer(_Layer):
         cross, triple = self.hopfield_association_cross, (memory, tgt, memory)
         associated = _associate(cross, triple, memory_key_padding_mask, memory_mask, memory_is_causal)
         tgt = self.norm_residual_cross(tgt + self.dropout_hopfield_association_cross(associated))
-        output: Tensor = self.norm_output(self._feed_forward(tgt))
-        return output
+        return self.norm_output(self._feed_forward(tgt))
 
     def get_association_matrix_self(self, input: Patterns) -> Tensor:
         """Computes the weights ``(N, heads, L, L)`` of the target with itself."""
-        matrix: Tensor = self.self_attn.get_association_matrix(input)
-        return matrix
+        return self.self_attn.get_association_matrix(input)
 
     def get_association_matrix_cross(self, input: Patterns) -> Tensor:
         """Computes the weights ``(N, heads, L, S)`` of the target with the memory."""
-        matrix: Tensor = self.hopfield_association_cross.get_association_matrix(input)
-        return matrix
+        return self.hopfield_association_cross.get_association_matrix(input)

@@ -81,8 +81,7 @@ def attend(
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     options = ",".join(bases), causal, float(dropout), backend
-    out: Tensor = torch.ops.ahop.attend.default(query, key, value, weight, mask, seed, *options)[0]
-    return out
+    return torch.ops.ahop.attend.default(query, key, value, weight, mask, seed, *options)[0]
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

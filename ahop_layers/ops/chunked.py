@@ -48,10 +48,11 @@ def score(
     blocks: Tensor | None = None,
     constant: Tensor | None = None,
 ) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``.
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)``.
 
-    If ``missing``, NaN is an unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks``
-    and ``constant``, here ``(N, H, 1, 1, 1)``, are for this case alone.
+    ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. If ``missing``, NaN is an
+    unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks`` and ``constant``, here
+    ``(N, H, 1, 1, 1)``, are for this kernel and this case alone.
     """
     copies = 1 if not missing else MISSING_COPIES if constant is None else NORMALIZED_COPIES
     wide = accumulation_dtype(query.dtype)

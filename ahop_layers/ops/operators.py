@@ -100,7 +100,7 @@ def score_pairs(
     """
     names = check_bases(bases)
     check_pair(query, key)
-    batch = _check_weight(query, key, weight, names, any_width=isinstance(blocks, Tensor))
+    batch = _check_weight(query, key, weight, names, uneven=isinstance(blocks, Tensor))
     numbers = _check_blocks(blocks, query, weight)
     check_differentiable(query=query, key=key, weight=weight)
     check_choice("backend", backend, ("auto", *BACKENDS))
@@ -201,14 +201,12 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, f"_{kind}") or getattr(modules, f"_global_{kind}") for kind in kinds)
 
 
-def _check_weight(
-    query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...], any_width: bool
-) -> tuple[int, ...]:
+def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...], uneven: bool) -> tuple[int, ...]:
     """Validates the weight for the pair and returns the batch shape of the scores."""
     check_floating(weight=weight)
     check_same_device(query=query, weight=weight)
     fits = weight.ndim in (2, 3) and weight.shape[-2] == len(names)
-    if not fits or not (any_width or _divides(weight.shape[-1], query.shape[-1])):
+    if not fits or not (uneven or _divides(weight.shape[-1], query.shape[-1])):
         shapes = f"(n_bases, n) = ({len(names)}, n) or (H, n_bases, n) = (H, {len(names)}, n) for bases {names}"
         rule = f"n one of {divisors(query.shape[-1])}, the divisors of d"
         raise AHopError(f"weight must be {shapes} with {rule}, got {describe(weight)}")

@@ -1,54 +1,21 @@
 """The interfaces of kernels: scores of all pairs, and attention without a tensor of all scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
 
 class Kernel(Protocol):
-    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`; ``softmax`` as in ``sliced`` is optional."""
+    """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`; ``softmax`` as in ``sliced`` is optional."""
 
-    def unavailable(self) -> str | None:
-        """Returns the reason why this kernel cannot run in this process, or None if it can."""
-
-    def detail(self) -> str:
-        """Returns one line on how this kernel runs here."""
-
-    def serves(self, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-        """Returns whether the kernel supports this query, these bases and blocks, and unknown values if ``missing``."""
-
-    def score(
-        self,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        dtype: torch.dtype | None = None,
-        widths: Tensor | None = None,
-        missing: bool = False,
-    ) -> Tensor:
-        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
-
-        ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. ``widths (n_bases,)``
-        of that dtype, for bases that saturate, and ``missing`` are those of :mod:`ahop_layers.ops.reference`.
-        """
-
-    def score_backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        need: Need,
-        widths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors."""
+    unavailable: Callable[[], str | None]
+    detail: Callable[[], str]
+    serves: Callable[..., bool]
+    score: Callable[..., Tensor]
+    score_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class AttentionCall(NamedTuple):

@@ -48,8 +48,7 @@ class ClassPredictions(ClassifierMixin):  # type: ignore[misc]
 
     def predict_proba(self, X: ArrayLike) -> Array:
         """Returns the class probabilities ``(n, classes)`` of rows ``X (n, features)``."""
-        probabilities: Array = torch.from_numpy(self._outputs(X)).softmax(-1).numpy()
-        return probabilities
+        return torch.from_numpy(self._outputs(X)).softmax(-1).numpy()
 
     def decision_function(self, X: ArrayLike) -> Array:
         """Returns the logits ``(n, classes)``, or for two classes the log odds ``(n,)`` of the second."""
@@ -59,8 +58,7 @@ class ClassPredictions(ClassifierMixin):  # type: ignore[misc]
     def predict(self, X: ArrayLike) -> Array:
         """Returns the most probable class label ``(n,)`` of rows ``X (n, features)``."""
         best = self._outputs(X).argmax(1)  # raises if the estimator is not fitted
-        labels: Array = self.classes_[best]
-        return labels
+        return self.classes_[best]
 
     def _classes_of(self, labels: Array) -> tuple[Array, Array]:
         """Returns the classes, and the class of each row ``(n,)``. Raises if there is only one class."""

@@ -238,8 +238,7 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
     def predict(self, X: ArrayLike) -> Array:
         """Returns the predicted target ``(n,)`` of rows ``X (n, features)``."""
         outputs = self._outputs(X)[:, 0]  # raises if the estimator is not fitted
-        targets: Array = self._mean + self._scale * outputs
-        return targets
+        return self._mean + self._scale * outputs
 
     @staticmethod
     def _moments(examples: Examples) -> tuple[float, float]:

@@ -158,8 +158,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         """Returns the checked rows as they are compared."""
         check_is_fitted(self, "memory_")
         rows = validate_data(self, X, dtype=np.float64, reset=False)
-        columns: Array = (rows - self._center) * self._rate
-        return columns
+        return (rows - self._center) * self._rate
 
     def _scales(self, rows: Array) -> Array:
         """Returns the shift and the factor of each feature ``(2, features)``."""

@@ -89,8 +89,7 @@ class ProjectionNetwork(nn.Module):
         column_weight, rank_weight = column_weight.to(queries), rank_weight.to(queries)
         queries, keys = (self.encoding.add_ramps(column_weight * columns) for columns in (queries, keys))
         if self.ranked:
-            scores: Tensor = functional_call(self.similarity, {"w": rank_weight}, (queries, keys))
-            return scores
+            return functional_call(self.similarity, {"w": rank_weight}, (queries, keys))
         distances = torch.cdist(queries[:, ~self.binary], keys[:, ~self.binary], p=1)
         # |a - b| = a + b - 2ab/w if a is 0 or w and b is between them.
         parts = (column_weight[self.encoding.axes], queries, keys)
@@ -136,9 +135,7 @@ def fit_projection(
     The first two minimize the squared leave-one-out error, which has a closed form. With damage, the row that is left
     out is damaged: some of its features have the values of another row. Examples are sorted by target, which is
     ``(n, 1)``, or ``(n, classes)`` in one-hot encoding. The generator, which draws samples and damage, is on the CPU.
-
-    Returns:
-        The leave-one-out error of each step.
+    Returns the leave-one-out error of each step.
     """
     mean = (examples.weight[:, None] * examples.target).mean(0)
     centered = examples._replace(target=examples.target - mean, unit=_units(examples))
@@ -226,8 +223,7 @@ def _leave_one_out(
     readout = inverse @ target
     # Leaving a part of a weight out is an update of rank one of the matrix.
     change = readout / (weight * (weight - unit) / (strength * unit) + inverse.diagonal())[:, None]
-    outputs: Tensor = asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
-    return outputs
+    return asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
 
 
 def _solve(
