@@ -300,9 +300,7 @@ def explanation(memory: AssociativeMemory, query: Any, index: int | None = None)
     low = reasons.sum(0) if reasons.ndim == 3 else reasons
     pixels = (_as_pixels(asked.nan_to_num(0.0)), _as_pixels(match.nan_to_num(0.0)), low)
     for axis, image, title in zip(axes[0], pixels, titles, strict=True):
-        axis.imshow(image.numpy(), cmap="inferno" if image is low else "gray")
-        axis.set(xticks=[], yticks=[])
-        axis.set_title(title, fontsize="small")
+        _show(image, title, axis, cmap="inferno" if image is low else "gray")
     return figure
 
 

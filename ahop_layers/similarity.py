@@ -257,11 +257,10 @@ class AdaptiveSimilarity(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
     ) -> Tensor:
-        """Computes the scores ``(..., [H,] L, S)`` of queries and keys.
+        """Computes the scores ``(..., [H,] L, S)`` of ``query (..., [H,] L, d)`` and ``key (..., [H,] S, d)``.
 
         Args:
-            query: ``(..., [H,] L, d)``.
-            key: ``(..., [H,] S, d)``.
+            query, key: floating-point tensors whose batch dimensions broadcast.
             arranged: the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not change need not
                 be arranged in each call; None arranges them.
             missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN. Blocks are
@@ -575,12 +574,7 @@ class SimilarityOptions:
         return Separation("softmax" if self.separation is None else self.separation, num_heads)
 
     def make_similarity(self, dim: int | None, num_heads: int | None) -> nn.Module:
-        """Returns the similarity of a layer.
-
-        Args:
-            dim: dimension of a head, or None to infer it from the first query.
-            num_heads: number of heads; None for one set of weights, with a given ``dim``.
-        """
+        """Returns the similarity of a layer; ``dim`` is that of a head, or None to infer it from the first query."""
         if self.similarity is None:
             bases = ("dis", "dot") if self.bases is None else self.bases
             init = "dot" if self.init is None else self.init

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ahop_layers.errors import check_module
-from ahop_layers.ops.reference import BASES, fold
+from ahop_layers.ops.reference import BASES, fold, unfold
 from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, similarity_parameters
 
 
@@ -51,7 +51,7 @@ class _Folded(nn.Module):
         self.units, self.scale, self.and_unfolded = units, scale, and_unfolded
 
     def forward(self, folded: Tensor, *unfolded: Tensor) -> Tensor:
-        weight = folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
+        weight = unfold(folded)
         return self.units * (weight + self.scale * unfolded[0] if unfolded else weight)
 
     def right_inverse(self, weight: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -24,11 +24,10 @@ from ahop_layers.errors import (
     check_callable,
     check_floating,
     check_numbers,
-    check_patterns,
     check_seed,
     check_sizes,
     describe,
-)  # fmt: skip
+)
 from ahop_layers.ops.reference import accumulation_dtype
 
 __all__ = [
@@ -69,7 +68,9 @@ class Variant(ABC):
 
         The generator is on the device of the patterns; None means the global one.
         """
-        check_patterns(patterns)
+        check_floating(patterns=patterns)
+        if patterns.ndim != 2 or 0 in patterns.shape:
+            raise AHopError(f"patterns must be (N, d) with N, d >= 1, got {describe(patterns)}")
         if not isinstance(n, SupportsIndex) or int(n) < 0:
             raise AHopError(f"n must be an integer of at least 0, got {n!r}")
         index = torch.randint(len(patterns), (int(n),), generator=generator, device=patterns.device)

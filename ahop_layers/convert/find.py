@@ -3,9 +3,9 @@
 import dis
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -55,7 +55,8 @@ def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mappin
         if found is None and not children:  # else a module with the name of attention is a wrapper around another
             called = seen is not None and module in seen
             named = re.search(r"(Attention|Attn)(?!.*(Output|Mask))", type(module).__name__)
-            if named or (not called and _is_written_as_attention(type(module))):
+            code = getattr(type(module).forward, "__code__", None)
+            if named or (not called and _is_written_as_attention(code)):
                 unknown = f"no converter for {full_name(type(module))}; pass example=, or see register_converter"
                 found = unknown if seen is None else NOT_SEEN if called else "the example does not call it"
         if found is not None:
@@ -90,14 +91,9 @@ def _call_converter(
     return Converter(convert, lambda _: shapes, "scaled_dot_product_attention" if found.products is None else "by hand")
 
 
-_WRITTEN_AS_ATTENTION: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-
-
-def _is_written_as_attention(kind: Any) -> bool:
-    """Returns whether the ``forward`` of a class calls attention, or products and a softmax."""
-    if kind not in _WRITTEN_AS_ATTENTION:
-        code = getattr(kind.forward, "__code__", None)
-        instructions = dis.get_instructions(code) if isinstance(code, CodeType) else ()
-        names = {*getattr(code, "co_names", ()), *(each.argrepr for each in instructions)}
-        _WRITTEN_AS_ATTENTION[kind] = bool(names & _FUSED or ("softmax" in names and names & _BY_HAND))
-    return _WRITTEN_AS_ATTENTION[kind]
+@lru_cache(maxsize=1024)  # many modules have the same forward
+def _is_written_as_attention(code: Any) -> bool:
+    """Returns whether the code of a ``forward`` calls attention, or products and a softmax."""
+    instructions = dis.get_instructions(code) if isinstance(code, CodeType) else ()
+    names = {*getattr(code, "co_names", ()), *(each.argrepr for each in instructions)}
+    return bool(names & _FUSED or ("softmax" in names and names & _BY_HAND))

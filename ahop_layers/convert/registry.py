@@ -24,16 +24,13 @@ def full_name(kind: type) -> str:
 class Converter(NamedTuple):
     """How to make the modules of a class adaptive.
 
-    Attributes:
-        convert: converts a module in place.
-        head_shapes: returns the number of heads and the dimension of one head for each similarity of a module, without
-            those that are unknown. It does not change the module.
-        how: how attention is replaced: by the ``forward`` of a converter, or within the ``forward`` of the module.
+    ``head_shapes`` returns the number of heads and the dimension of one head for each similarity of a module, without
+    those that are unknown.
     """
 
-    convert: Callable[[Any, SimilarityOptions], None]
+    convert: Callable[[Any, SimilarityOptions], None]  # converts a module in place
     head_shapes: Callable[[Any], Sequence[tuple[int | None, int | None]]]
-    how: str = "converter"
+    how: str = "converter"  # attention is replaced by its forward, or within the forward of the module
 
 
 ADAPTIVE_LAYERS = (Adaptive, layers.AdaptiveHopfield, layers.AdaptiveHopfieldLayer, layers.AdaptiveHopfieldPooling)

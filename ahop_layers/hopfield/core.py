@@ -20,19 +20,12 @@ Settings = tuple[float | Tensor, Steps, float | Tensor]
 
 
 class Retrieval(NamedTuple):
-    """The result of a core, as in hflayers; entries that were not requested are None.
+    """The result of a core, as in hflayers; entries that were not requested are None."""
 
-    Attributes:
-        output: ``(L, N, out)``.
-        mean_weights: weights averaged over heads, before dropout, ``(N, L, S)``.
-        weights: ``(N, H, L, S)``.
-        projected: projected values, ``(N, H, S, e)``.
-    """
-
-    output: Tensor
-    mean_weights: Any
-    weights: Any
-    projected: Any
+    output: Tensor  # (L, N, out)
+    mean_weights: Any  # weights averaged over heads, before dropout, (N, L, S)
+    weights: Any  # (N, H, L, S)
+    projected: Any  # projected values, (N, H, S, e)
 
 
 class AssociationCore(Associator):

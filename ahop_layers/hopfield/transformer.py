@@ -79,8 +79,7 @@ class HopfieldEncoderLayer(_Layer):
         activation: str = "relu",
     ) -> None:  # fmt: skip
         super().__init__(dim_feedforward, dropout, activation, hopfield_association=hopfield_association)
-        width = self.input_size
-        self.norm_residual, self.norm_output = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm_residual, self.norm_output = nn.LayerNorm(self.input_size), nn.LayerNorm(self.input_size)
         self.dropout_hopfield_association = nn.Dropout(dropout)
         self.reset_parameters()
 

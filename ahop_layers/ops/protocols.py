@@ -21,29 +21,22 @@ class Kernel(Protocol):
 class AttentionCall(NamedTuple):
     """The inputs of ``ahop::attend``, in the order of its schema.
 
-    Attributes:
-        query, key, value: ``(N, H, L, d)``, ``(N, Hk, S, d)`` and ``(N, Hk, S, e)``. Hk divides H, and query head h
-            uses key head ``h // (H // Hk)``. ``value`` has the dtype of ``query``, or is half precision beside a
-            float32 query.
-        weight: ``(H, n_bases, n)``, the weights of ``ahop::score``, multiplied by the scaling of the scores.
-        mask: None, or a tensor of 4 dimensions that broadcasts to ``(N, H, L, S)``: bool, where True blocks a pair, or
-            floating point, which is added to the scores. It gets no gradient.
-        seed: None without dropout, else the int64 tensor ``(1,)`` that :mod:`ahop_layers.ops.dropout` derives the
-            dropped weights from.
-        bases: names of the base similarities.
-        causal: whether to block every key j > i of query i.
-        dropout: the probability of dropping a weight.
+    Hk divides H, and query head h uses key head ``h // (H // Hk)``. ``value`` has the dtype of ``query``, or is half
+    precision beside a float32 query. A mask of 4 dimensions broadcasts to ``(N, H, L, S)`` and gets no gradient: True
+    blocks a pair, and a float is added to its score.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    weight: Tensor
+    query: Tensor  # (N, H, L, d)
+    key: Tensor  # (N, Hk, S, d)
+    value: Tensor  # (N, Hk, S, e)
+    weight: Tensor  # (H, n_bases, n), the weights of ``ahop::score``, multiplied by the scaling of the scores
     mask: Tensor | None = None
-    seed: Tensor | None = None
+    seed: Tensor | None = (
+        None  # int64 (1,), from which ops/dropout.py derives the dropped weights; None without dropout
+    )
     bases: tuple[str, ...] = ()
-    causal: bool = False
-    dropout: float = 0.0
+    causal: bool = False  # whether to block every key j > i of query i
+    dropout: float = 0.0  # probability of dropping a weight
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Allocates the results: the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``.

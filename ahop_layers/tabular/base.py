@@ -22,8 +22,7 @@ class TabularEstimator(BaseEstimator):  # type: ignore[misc]
         with torch.inference_mode():
             # Copies read-only rows, which from_numpy does not support.
             tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
-            result: Array = apply_in_chunks(function, tensor, size).numpy()
-        return result
+            return apply_in_chunks(function, tensor, size).numpy()
 
     def _check_device(self) -> torch.device:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device

@@ -54,17 +54,10 @@ class AdaptiveMemory(TabularEstimator):
         return tags
 
     def nearest_cases(self, X: ArrayLike, n_nearest: int = 5) -> tuple[Array, Array]:
-        """Explains predictions by the most similar cases.
+        """Explains the predictions for rows ``X (n, features)`` by the most similar cases.
 
-        The weight of a case is its retrieval probability, the softmax of the similarities.
-
-        Args:
-            X: ``(n, features)``.
-            n_nearest: number of cases to return for each row.
-
-        Returns:
-            Indices ``(n, n_nearest)`` into ``cases_``, ``case_targets_`` and ``case_indices_``, and the weights
-            ``(n, n_nearest)`` in descending order.
+        Returns indices ``(n, n_nearest)`` into ``cases_``, ``case_targets_`` and ``case_indices_``, and the weights
+        ``(n, n_nearest)`` in descending order: retrieval probabilities, the softmax of the similarities.
 
         >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
         >>> X = np.linspace(0, 1, 40)[:, None]

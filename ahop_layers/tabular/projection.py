@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from ahop_layers.ops.reference import unfold
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.tabular.columns import CATEGORY, RowEncoding
 from ahop_layers.tabular.rows import CHUNK, Examples, apply_in_chunks
@@ -123,8 +124,7 @@ class Settings(NamedTuple):
 
     def rank_weight(self) -> Tensor:
         """Returns the weights ``(1, features)`` of the footprint entries."""
-        folded = (self.ranks - self.temperature).exp()
-        return torch.cat([folded[:-1] - folded[1:], folded[-1:]])[None]
+        return unfold((self.ranks - self.temperature).exp())[None]
 
 
 def fit_projection(
