@@ -25,7 +25,6 @@ from ahop_layers.similarity import AdaptiveSimilarity
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 """Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-
 Steps = int | None | Sequence[int]
 
 # The dot product under softmax converges. A learned similarity or a hard separation may cycle forever.
@@ -105,16 +104,10 @@ def combine_masks(
     shape: tuple[int, int, int, int],
     names: tuple[str, str] = ("stored_pattern_padding_mask", "association_mask"),
 ) -> Mask | None:
-    """Combines the padding mask and the association mask of a call.
+    """Combines the masks of a call: ``padding (N, S)``, and ``association (L, S)`` or ``(N * H, L, S)``.
 
-    Args:
-        padding: ``(N, S)``; True excludes a key, a float is added to its scores. uint8 is read as bool (deprecated).
-        association: ``(L, S)`` or ``(N * H, L, S)``, with the same dtypes.
-        shape: ``(N, H, L, S)``.
-        names: argument names of the two masks, for error messages.
-
-    Raises:
-        AHopError: a mask is not a tensor, or its shape or dtype does not match.
+    True excludes a pair, and a float is added to its score; uint8 is read as bool (deprecated). ``shape`` is
+    ``(N, H, L, S)``, and ``names`` are those of the arguments, for error messages.
     """
     n, h, length, keys = shape
     parts = []
@@ -173,6 +166,11 @@ class Stored(Protocol):
         """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
 
 
+def change(weights: Tensor, before: Tensor) -> Tensor:
+    """Computes the norm of the difference of two sets of weights: ``(N, H, L, S) -> (N, H)``."""
+    return (weights - before).square().sum((-2, -1)).sqrt()
+
+
 class Padded:
     """Keys and values of a batch, padded to one length; weights are ``(N, H, L, S)``.
 
@@ -196,8 +194,7 @@ class Padded:
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Turns masked scores into weights along the last axis."""
         scores = scores if self.mask is None else self.mask.apply(scores)
-        weights: Tensor = separation(scores, masked=self.mask is not None)
-        return weights
+        return separation(scores, masked=self.mask is not None)
 
     def next_state(self, weights: Tensor) -> Tensor:
         """Sums the weighted keys: ``(N, H, L, d)``."""
@@ -207,9 +204,7 @@ class Padded:
         """Sums the weighted values: ``(N, H, L, e)``."""
         return weights @ per_query_head(self.value, weights.shape[1])
 
-    def change(self, weights: Tensor, before: Tensor) -> Tensor:
-        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
-        return change(weights, before)
+    change = staticmethod(change)
 
 
 def associate(
@@ -252,17 +247,13 @@ def associate(
     >>> torch.allclose(output, reference, atol=1e-5), weights.shape
     (True, torch.Size([2, 4, 3, 5]))
     """
-
     if not need_weights and isinstance(stored, Padded) and _is_attention(score, separation, steps):
         readout = _attend(query, stored, score, scaling, dropout)
         if readout is not None:
             return readout, None
 
-    def scaled(query: Tensor, key: Tensor) -> Tensor:
-        return score(query, key) * scaling
-
     def weigh(state: Tensor) -> Tensor:
-        return stored.separate(stored.score(state, scaled), separation)
+        return stored.separate(stored.score(state, lambda query, key: score(query, key) * scaling), separation)
 
     weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
     return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None
@@ -310,17 +301,11 @@ def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) 
     batches = (1, query.shape[0], key.shape[0], value.shape[0])
     if any(part is not None and part.ndim == 4 and part.shape[0] not in batches for part in (mask.blocked, mask.added)):
         return False
-    if mask.added is not None:
-        learned = mask.added.requires_grad and torch.is_grad_enabled()
-        if learned or not mask.added.is_floating_point():
-            return False
+    added = mask.added
+    if added is not None and ((added.requires_grad and torch.is_grad_enabled()) or not added.is_floating_point()):
+        return False
     grouped = key.shape[1] not in (1, query.shape[1])
     return not (grouped and similarity.blocks[0].normalize)  # norms are computed for each query head
-
-
-def change(weights: Tensor, before: Tensor) -> Tensor:
-    """Computes the norm of the difference of two sets of weights: ``(N, H, L, S) -> (N, H)``."""
-    return (weights - before).square().sum((-2, -1)).sqrt()
 
 
 def iterate(
@@ -331,14 +316,10 @@ def iterate(
     steps: Steps,
     eps: float | Tensor,
 ) -> Tensor:
-    """Updates the states until ``steps`` is reached or the weights converge, and returns the last weights.
+    """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    Args:
-        state: ``(N, H, L, d)``.
-        attend: computes the weights of the states.
-        next_state: computes the next states from the weights, ``(N, H, L, d)``.
-        change: computes the norm of the difference of two sets of weights, ``(N, H)``.
-        steps, eps: as in :func:`associate`.
+    ``attend`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
+    ``steps`` and ``eps`` those of :func:`associate`.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
     longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]

@@ -12,11 +12,9 @@ from torch.nn import functional
 from ahop_layers.errors import AHopError, check_block_numbers, check_divides, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
 
+# Added to the norm of a block before the division, relative to the root mean square norm of the stored blocks.
 EPSILON = 1e-3
-"""Added to the norm of a block before the division, relative to the root mean square norm of the stored blocks."""
-
-SLICE_ELEMENTS = 2**21
-"""Number of elements of stored patterns that are processed at once."""
+SLICE_ELEMENTS = 2**21  # number of elements of stored patterns that are processed at once
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,19 +23,12 @@ class Blocks:
 
     Args:
         assignment: an integer n, a divisor of d, for n consecutive blocks of equal width; or an integer tensor or array
-            ``(d,)`` with the block of each dimension, from 0 to n - 1, such as :func:`patches` returns. None makes
-            every dimension a block.
+            ``(d,)`` with the block of each dimension, from 0 to n - 1, such as :func:`patches` returns, of which a copy
+            on the CPU is kept. None makes every dimension a block.
         normalize: whether to center each block of query and key, and to divide it by its norm plus a small constant,
             before any base similarity. ``dot`` is then the correlation of two blocks: an offset of a block or a
             positive factor does not change it. The constant is 0.001 times the root mean square norm of the stored
             blocks, so that the unit of the data does not matter and a block without contrast counts little.
-
-    Attributes:
-        assignment: the integer, a copy of the tensor on the CPU, or None.
-        normalize: as given.
-
-    Raises:
-        AHopError: an argument is invalid.
 
     >>> import ahop_layers as ah
     >>> ah.Blocks(4, normalize=True)
@@ -79,11 +70,7 @@ class Blocks:
         return self.assignment if isinstance(self.assignment, Tensor) else None
 
     def count(self, dim: int) -> int:
-        """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit.
-
-        >>> Blocks(None).count(6), Blocks(3).count(6), Blocks(patches(2, 3, 2)).count(6)
-        (6, 3, 2)
-        """
+        """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit."""
         if self.named is not None:
             if len(self.named) != dim:
                 raise AHopError(f"blocks must name the block of each of the {dim} dimensions, got {len(self.named)}")
@@ -96,28 +83,34 @@ class Blocks:
         return n
 
     def numbers(self, dim: int) -> Tensor:
-        """Returns the block of each of ``dim`` dimensions.
-
-        >>> Blocks(2).numbers(6)
-        tensor([0, 0, 0, 1, 1, 1])
-        """
+        """Returns the block of each of ``dim`` dimensions."""
         n = self.count(dim)
         return torch.arange(dim, device="cpu") // (dim // n) if self.named is None else self.named
 
-    def short(self) -> str:
-        """Returns the shortest ``blocks`` argument of a layer that means the same.
+    def gather(self) -> Tensor | None:
+        """Returns the index that arranges named blocks one after another with equal width, or None if they are.
 
-        >>> Blocks(4).short(), Blocks(4, normalize=True).short()
-        ('4', 'Blocks(4, normalize=True)')
+        It has n * width entries, with ``width`` the size of the largest block. Entries equal to d mean zero padding,
+        which changes the sum over a block in none of the built-in bases.
         """
-        return repr(self) if self.normalize else self._entry()
+        if self.named is None:
+            return None
+        blocks, sizes = self.named, torch.bincount(self.named)
+        order, first = torch.argsort(blocks, stable=True), sizes.cumsum(0) - sizes
+        index = torch.full((len(sizes), int(sizes.max())), len(blocks), device="cpu")
+        index[blocks[order], torch.arange(len(blocks), device="cpu") - first[blocks[order]]] = order
+        flat = index.flatten()
+        unchanged = len(flat) == len(blocks) and bool((flat[1:] > flat[:-1]).all())
+        return None if unchanged else flat
 
-    def _entry(self) -> str:
-        return repr(self.assignment) if self.named is None else f"tensor(n={int(self.named.max()) + 1})"
+    def short(self) -> str:
+        """Returns the shortest ``blocks`` argument of a layer that means the same."""
+        entry = repr(self.assignment) if self.named is None else f"tensor(n={int(self.named.max()) + 1})"
+        return f"Blocks({entry}, normalize=True)" if self.normalize else entry
 
     def __repr__(self) -> str:
         """Constructor arguments."""
-        return f"Blocks({self._entry()}, normalize={self.normalize})"
+        return self.short() if self.normalize else f"Blocks({self.short()}, normalize=False)"
 
 
 def resolutions(blocks: Any) -> tuple[Blocks, ...]:
@@ -129,7 +122,7 @@ def resolutions(blocks: Any) -> tuple[Blocks, ...]:
 
 
 def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
-    """Returns the blocks of an image that is cut into square patches.
+    """Returns the blocks of an image that is cut into square patches: int64 ``(channels * height * width,)``.
 
     A patch covers all channels. Patches are numbered row by row. Those at the right and lower edge are smaller if
     ``size`` does not divide ``width`` or ``height``.
@@ -138,12 +131,6 @@ def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
         height, width: size of the image in pixels.
         size: height and width of a patch in pixels.
         channels: number of channels; the image is flattened with channels first.
-
-    Returns:
-        The patch of each dimension, an int64 tensor ``(channels * height * width,)``.
-
-    Raises:
-        AHopError: a size is invalid.
 
     >>> patches(2, 4, 2)
     tensor([0, 0, 1, 1, 0, 0, 1, 1])
@@ -154,27 +141,8 @@ def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
     return numbers.expand(channels, height, width).flatten()
 
 
-def gather_index(blocks: Tensor) -> Tensor | None:
-    """Returns the index that arranges dimensions as consecutive blocks of equal width, or None if they are.
-
-    ``blocks (d,)`` is the block of each dimension. The index has n * width entries, with ``width`` the size of the
-    largest block; entries equal to d mean zero padding, which changes the sum over a block in none of the built-in
-    bases.
-    """
-    sizes = torch.bincount(blocks)
-    order = torch.argsort(blocks, stable=True)
-    first = sizes.cumsum(0) - sizes
-    place = torch.arange(len(blocks), device=blocks.device) - first[blocks[order]]
-    width = int(sizes.max())
-    index = torch.full((len(sizes), width), len(blocks), device=blocks.device)
-    index[blocks[order], place] = order
-    flat = index.flatten()
-    unchanged = len(flat) == len(blocks) and bool((flat[1:] > flat[:-1]).all())
-    return None if unchanged else flat
-
-
 def arrange(rows: Tensor, index: Tensor) -> Tensor:
-    """Arranges ``rows (..., d)`` as consecutive blocks by the index of :func:`gather_index`."""
+    """Arranges ``rows (..., d)`` as consecutive blocks by the index of :meth:`Blocks.gather`."""
     padded = rows if len(index) == rows.shape[-1] else functional.pad(rows, (0, 1))
     return padded.index_select(-1, index)
 
@@ -187,24 +155,18 @@ def restore(rows: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Centers and scales each of the n consecutive blocks of query and key; see :class:`Blocks`.
+    """Centers and scales the n consecutive blocks of ``(..., L, n * width)`` and ``(..., S, n * width)``.
 
-    Args:
-        query: ``(..., L, n * width)``.
-        key: ``(..., S, n * width)``.
-        n: number of blocks.
-        norm: scalar, the root mean square norm of the stored blocks; 0 means that of the keys of each batch entry.
-        real: a bool tensor ``(n * width,)``, False for padding; None if there is none.
+    The scalar ``norm`` is the root mean square norm of the stored blocks; 0 means that of the keys of each batch entry.
+    ``real``, a bool tensor ``(n * width,)``, is False for padding, and None if there is none.
     """
-    queries, keys = _center(query, n, real), _center(key, n, real)
-    query_norms, key_norms = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (queries, keys))
+    centered = _center(query, n, real), _center(key, n, real)
+    norms = [torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in centered]
     # Unlike the root of a mean, vector_norm has the gradient 0 where all values are 0.
-    own = torch.linalg.vector_norm(key_norms, dim=(-3, -2, -1), keepdim=True) / max(1, n * key.shape[-2]) ** 0.5
+    own = torch.linalg.vector_norm(norms[1], dim=(-3, -2, -1), keepdim=True) / max(1, n * key.shape[-2]) ** 0.5
     constant = _constant(norm, own)
-    return (
-        (queries / (query_norms + constant)).flatten(-2).to(query.dtype),
-        (keys / (key_norms + constant)).flatten(-2).to(key.dtype),
-    )
+    queries, keys = (each / (norm + constant) for each, norm in zip(centered, norms, strict=True))
+    return queries.flatten(-2).to(query.dtype), keys.flatten(-2).to(key.dtype)
 
 
 def _constant(norm: Tensor, own: Tensor) -> Tensor:
@@ -214,10 +176,7 @@ def _constant(norm: Tensor, own: Tensor) -> Tensor:
 
 
 def known_constant(key: Tensor, n: int, norm: Tensor, gather: Tensor | None) -> Tensor:
-    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: ``(..., 1, 1, 1)``.
-
-    ``norm`` is that of :func:`normalize`, and ``gather`` the index of :func:`gather_index`.
-    """
+    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: ``(..., 1, 1, 1)``."""
     norms, present = _known_norms(key, n, gather)
     count = present.sum((-2, -1)).clamp(min=1).to(norms.dtype)
     own = torch.linalg.vector_norm(norms, dim=(-2, -1)) / count.sqrt()
@@ -227,30 +186,21 @@ def known_constant(key: Tensor, n: int, norm: Tensor, gather: Tensor | None) -> 
 def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
     """Returns the root mean square norm of all blocks of ``key (..., S, d)`` after centering, a scalar.
 
-    ``gather`` is the index of :func:`gather_index`. Rows are processed in slices to bound memory. The norm of a block
+    ``gather`` is the index of :meth:`Blocks.gather`. Rows are processed in slices to bound memory. The norm of a block
     with unknown values, NaN, is estimated from those known; see :func:`ahop_layers.ops.reference.missing_similarity`.
     """
     total = torch.zeros((), dtype=torch.float64, device=key.device)
     count = torch.zeros((), dtype=torch.int64, device=key.device)
     rows = key.reshape(-1, key.shape[-1])
     for part in torch.split(rows, max(1, SLICE_ELEMENTS // key.shape[-1])):
-        if part.isnan().any():
-            norms, present = _known_norms(part, n, gather)
-            total += norms.square().sum(dtype=torch.float64)
-            count += present.sum()
-        else:
-            arranged = part if gather is None else arrange(part, gather)
-            real = None if gather is None else gather < key.shape[-1]
-            total += _center(arranged, n, real).square().sum(dtype=torch.float64)
-            count += len(part) * n
+        norms, present = _known_norms(part, n, gather)
+        total += norms.square().sum(dtype=torch.float64)
+        count += present.sum()
     return (total / count.clamp(min=1)).sqrt()
 
 
 def _known_norms(key: Tensor, n: int, gather: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the norm of each block of ``key (..., d)`` after centering, and whether it is known: ``(..., n)`` each.
-
-    A norm is 0 where it is not known.
-    """
+    """Returns the norm of each centered block of ``key (..., d)``, 0 if unknown, and which are known: ``(..., n)``."""
     rows = key if gather is None else arrange(key, gather)
     real = rows.new_ones(rows.shape[-1], dtype=torch.bool) if gather is None else gather < key.shape[-1]
     known = real & ~rows.isnan()
@@ -263,10 +213,7 @@ def _known_norms(key: Tensor, n: int, gather: Tensor | None) -> tuple[Tensor, Te
 
 
 def _center(rows: Tensor, n: int, real: Tensor | None) -> Tensor:
-    """Subtracts from each block the mean of its dimensions: ``(..., n * width) -> (..., n, width)``.
-
-    ``real (..., n * width)`` is False where a value is zero and does not count, such as padding.
-    """
+    """Subtracts the mean of each block: ``(..., n * width) -> (..., n, width)``; values that are not ``real`` are 0."""
     blocks = torch.unflatten(rows.to(accumulation_dtype(rows.dtype)), -1, (n, -1))
     if real is None:
         return blocks - blocks.mean(-1, keepdim=True)

@@ -131,13 +131,6 @@ def check_block_numbers(blocks: Tensor, d: int) -> int:
     return len(used)
 
 
-def check_patterns(patterns: Tensor) -> None:
-    """Raises unless ``patterns`` is a floating-point matrix with at least one row and one column."""
-    check_floating(patterns=patterns)
-    if patterns.ndim != 2 or 0 in patterns.shape:
-        raise AHopError(f"patterns must be (N, d) with N, d >= 1, got {describe(patterns)}")
-
-
 def broadcast_batch(*shapes: Sequence[int]) -> tuple[int, ...]:
     """Returns the broadcast batch shape, or raises."""
     longest: Sequence[int] = ()

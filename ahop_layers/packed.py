@@ -18,15 +18,12 @@ from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 
+# Computes keys or values ``(rows, H, d)`` of instances ``(rows, E)``.
 Projection = Callable[[Tensor], Tensor]
-"""Computes keys or values ``(rows, H, d)`` of instances ``(rows, E)``."""
-
 # Maximal number of elements of the instances in a slice: bounds memory, but keeps the device busy.
 SLICE_ELEMENTS = {"cpu": 2**22, "cuda": 2**24}
-
 # If every bag has its own states, a bag is padded to a multiple of this size and scored in blocks of it.
 BLOCK = 16
-
 # On a CPU, segment_reduce is faster than index_add for rows of up to this length, and slower for longer ones.
 SHORT_ROW = 16
 
@@ -45,13 +42,9 @@ class _Spread(torch.autograd.Function):
 
 
 class Bags:
-    """Reductions and scores within packed bags.
+    """Reductions and scores within packed bags of given ``sizes``, on the device of their instances.
 
-    Args:
-        sizes: number of instances of each bag. The values of a tensor ``(N,)`` are not read if ``total`` is given, so
-            that the code compiles.
-        device: device of the instances.
-        total: sum of the sizes.
+    If the ``total`` of the sizes is given, the values of a tensor ``(N,)`` are not read, so that the code compiles.
     """
 
     def __init__(self, sizes: Sequence[int] | Tensor, device: torch.device, total: int | None = None) -> None:
@@ -81,8 +74,7 @@ class Bags:
         """Repeats the row of each bag for its instances: ``(N, ...) -> (total, ...)``."""
         if torch.compiler.is_compiling():  # which does not support dynamic shapes in an autograd.Function
             return rows.index_select(0, self.bag)
-        spread: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
-        return spread
+        return _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
 
     def read(self, weights: Tensor, values: Tensor) -> Tensor:
         """Sums the values ``(total, H, e)`` of each bag by weights ``(total, H, Q)``: ``(N, H, Q, e)``."""
@@ -171,8 +163,7 @@ class Packed:
 
     def separate(self, scores: Tensor, separation: Separation) -> Tensor:
         """Turns the scores of each bag into weights."""
-        weights: Tensor = separation(scores, groups=self.extended)
-        return weights
+        return separation(scores, groups=self.extended)
 
     def next_state(self, weights: Tensor) -> Tensor:
         """Sums the weighted keys of each bag: ``(N, H, Q, d)``."""
@@ -205,15 +196,13 @@ class Packed:
             return function(*given)
         from torch.utils.checkpoint import checkpoint  # imported on demand: in torch 2.6 this takes 0.5 s, for sympy
 
-        result: Tensor = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
-        return result
+        return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 def cut(sizes: list[int], limit: int) -> tuple[list[list[int]], list[int]]:
     """Cuts packed bags into slices of at most ``limit`` instances.
 
-    Returns:
-        For each slice the sizes of its pieces, each of one bag, and for each bag the number of its pieces.
+    Returns the sizes of the pieces of each slice, which belong to one bag each, and the number of pieces of each bag.
 
     >>> cut([3, 0, 9], 5)
     ([[3, 0, 2], [5], [2]], [1, 1, 3])
@@ -233,12 +222,9 @@ def cut(sizes: list[int], limit: int) -> tuple[list[list[int]], list[int]]:
 
 
 def check_bags(instances: Any, bag_sizes: Any) -> tuple[Tensor, list[int] | Tensor]:
-    """Returns instances ``(total, E)`` and the sizes of their bags.
+    """Returns instances ``(total, E)`` and the sizes of their bags; raises unless these fit.
 
     The sizes are a list, or under compilation a tensor whose values are checked when the graph runs.
-
-    Raises:
-        AHopError: an argument has another type or shape, or the sizes do not add up to the number of instances.
     """
     check_floating(instances=instances)
     if instances.is_nested:
@@ -256,11 +242,8 @@ def check_bags(instances: Any, bag_sizes: Any) -> tuple[Tensor, list[int] | Tens
         assert_in_graph(fits, "bag_sizes must be integers >= 0 that add up to the number of instances")
         return instances, bag_sizes
     sizes = bag_sizes.tolist() if hasattr(bag_sizes, "tolist") else bag_sizes
-    sizes = (
-        [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
-        if isinstance(sizes, Sequence)
-        else [None]
-    )
+    sizes = sizes if isinstance(sizes, Sequence) else [None]
+    sizes = [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
         raise AHopError(f"bag_sizes must be a sequence of integers >= 0, got {bag_sizes!r}")
     if sum(sizes) != len(instances):

@@ -68,12 +68,11 @@ def association_map(
     rows, columns = _grid(patches, row.shape[-1])
     grid = row[token, row.shape[-1] - rows * columns :].reshape(rows, columns)
     pixels = _as_pixels(image)
-    height, width = pixels.shape[:2]
     figure, axis = _show(pixels, title, ax, cmap="gray", vmin=0, vmax=1)
     largest = max(float(grid.max()), 1e-12) if vmax is None else vmax
     # Patches with small weights are transparent, so that the image remains visible.
     opacity = 0.9 * (grid / largest).clamp(0, 1).sqrt()
-    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    extent = (-0.5, pixels.shape[1] - 0.5, pixels.shape[0] - 0.5, -0.5)
     overlay = axis.imshow(grid.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0, vmax=largest)
     if colorbar:
         figure.colorbar(overlay, ax=axis, label="association weight")
@@ -154,8 +153,6 @@ def footprint_weights(
             panel.set_visible(row < len(lines))
             if row < len(lines):
                 _draw_weights(panel, dict(zip(part.base_names(), lines[row], strict=True)), by_block)
-                _style(panel)
-                panel.margins(y=0.25)  # room for the legend
             if column == 0:
                 panel.set_ylabel(quantity if heads == 1 else f"head {row + 1}\n{quantity}", fontsize="small")
     axes[0][0].legend(fontsize="x-small", frameon=False, ncols=2, loc="upper right", borderaxespad=0.2)
@@ -174,6 +171,8 @@ def _draw_weights(panel: "Axes", weights: dict[str, Tensor], by_block: bool) -> 
         else:
             style = STYLES.get(base, "-.")
             panel.plot(ranks.numpy(), line.numpy(), label=base, color=color, linestyle=style, linewidth=1.5)
+    _style(panel)
+    panel.margins(y=0.25)  # room for the legend
 
 
 def _style(panel: "Axes") -> None:
@@ -301,9 +300,7 @@ def explanation(memory: AssociativeMemory, query: Any, index: int | None = None)
     low = reasons.sum(0) if reasons.ndim == 3 else reasons
     pixels = (_as_pixels(asked.nan_to_num(0.0)), _as_pixels(match.nan_to_num(0.0)), low)
     for axis, image, title in zip(axes[0], pixels, titles, strict=True):
-        axis.imshow(image.numpy(), cmap="inferno" if image is low else "gray")
-        axis.set(xticks=[], yticks=[])
-        axis.set_title(title, fontsize="small")
+        _show(image, title, axis, cmap="inferno" if image is low else "gray")
     return figure
 
 

@@ -245,9 +245,6 @@ class Separation(nn.Module):
         num_heads: ``H`` for one alpha per head of scores ``(..., H, L, S)``; ``None`` for a single alpha.
         degree: exponent of ``"polynomial"``.
 
-    Raises:
-        AHopError: the name is unknown, or ``num_heads`` or ``degree`` is not a positive integer.
-
     >>> Separation("sparsemax")(torch.tensor([[2.0, 0.0], [-torch.inf, -torch.inf]]))
     tensor([[1., 0.],
             [0., 0.]])

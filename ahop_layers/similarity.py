@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ahop_layers.blocks import (
-    Blocks,
-    arrange,
-    gather_index,
-    known_constant,
-    normalize,
-    resolutions,
-    restore,
-    stored_norm,
-)
+from ahop_layers.blocks import Blocks, arrange, known_constant, normalize, resolutions, restore, stored_norm
 from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
@@ -38,19 +29,13 @@ from ahop_layers.ops.reference import BASES, block_sums, check_bases, known_bloc
 from ahop_layers.separation import Separation
 from ahop_layers.widths import differences, quantiles
 
-INITS = ("dot", "dis", "l1", "uniform")
-"""Built-in values of ``init``; the name of a registered base is one as well."""
-
+INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well
 Init = str | Tensor | Sequence[Tensor]
 """The initial similarity: the name of a base, ``"uniform"``, or weights; for several resolutions a list of weights."""
-
+# The name of a base, or ``("near", q)``: a base that saturates, and a quantile of differences that is its width.
 BaseArgument = str | tuple[str, float]
-"""The name of a base, or ``("near", q)``: a base that saturates, and a quantile of differences that is its width."""
-
 BlocksArgument = Any
 """None, an integer, an integer tensor or array, a :class:`~ahop_layers.Blocks`, or a list or tuple of these."""
-
-
 SimilaritySource = nn.Module | Callable[[int, int | None], nn.Module]
 """A similarity module, or a factory ``f(dim, num_heads)`` that returns one."""
 
@@ -82,8 +67,7 @@ class AdaptiveSimilarity(nn.Module):
             :func:`~ahop_layers.patches`. :class:`~ahop_layers.Blocks` has further options. A list or tuple of these
             means several resolutions: their scores are added, and each has its own weights. The name of a base as
             ``init`` then applies to the first one, and the others have ``beta`` 0.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Attributes:
         w: learned weights of the footprint entries, ``([H,] n_bases, n)``; for several resolutions ``w_0``, ``w_1``, …
@@ -93,9 +77,6 @@ class AdaptiveSimilarity(nn.Module):
         units: the unit of each dimension ``(d,)``, in which query and key are compared; None if all units are 1.
         blocks: one :class:`~ahop_layers.Blocks` for each resolution.
 
-    Raises:
-        AHopError: an argument is invalid.
-
     >>> import torch, ahop_layers as ah
     >>> similarity = ah.AdaptiveSimilarity(16)
     >>> query, key = torch.randn(4, 16), torch.randn(9, 16)
@@ -103,8 +84,6 @@ class AdaptiveSimilarity(nn.Module):
     True
     >>> similarity
     AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False)
-    >>> ah.AdaptiveSimilarity(16, blocks=4).w.shape
-    torch.Size([2, 4])
     """
 
     __prepare_scriptable__ = refuse_script
@@ -153,11 +132,7 @@ class AdaptiveSimilarity(nn.Module):
         self.reset_parameters()
 
     def parameter_names(self) -> list[tuple[str, str]]:
-        """Returns the names of the weights and of the factors of every resolution.
-
-        >>> AdaptiveSimilarity(6).parameter_names(), AdaptiveSimilarity(6, blocks=[2, 3]).parameter_names()
-        ([('w', 'beta')], [('w_0', 'beta_0'), ('w_1', 'beta_1')])
-        """
+        """Returns the names of the weights and of the factors of every resolution."""
         several = [(f"w_{index}", f"beta_{index}") for index in range(len(self.blocks))]
         return several if len(several) > 1 else [("w", "beta")]
 
@@ -169,8 +144,7 @@ class AdaptiveSimilarity(nn.Module):
                 [0., 1.]], grad_fn=<MulBackward0>)
         """
         w, beta = (getattr(self, name) for name in self.parameter_names()[resolution])
-        weight: Tensor = beta.unsqueeze(-1) * w
-        return weight
+        return beta.unsqueeze(-1) * w
 
     @torch.no_grad()
     def set_ranks_(self, weights: Sequence[Tensor]) -> None:
@@ -186,21 +160,21 @@ class AdaptiveSimilarity(nn.Module):
             getattr(self, beta).fill_(1.0)
 
     def _check_init(self) -> None:
-        if isinstance(self.init, (Tensor, list, tuple)):
-            tensors, names = [self.init] if isinstance(self.init, Tensor) else self.init, self.parameter_names()
-            if len(tensors) != len(names):
-                raise AHopError(f"init must have one tensor for each of {len(names)} resolutions, got {len(tensors)}")
-            for (name, _), tensor in zip(names, tensors, strict=True):
-                check_floating(init=tensor)
-                shape = tuple(getattr(self, name).shape)
-                if tensor.shape != shape:
-                    raise AHopError(f"init must have the shape of {name}, {shape}, got {describe(tensor)}")
-        elif not isinstance(self.init, str):
-            raise AHopError(f"init must be a string or a tensor, got {type(self.init).__name__}")
-        else:
+        if isinstance(self.init, str):
             check_choice("init", self.init, tuple(dict.fromkeys((*INITS, *BASES))))
             if self.init != "uniform" and self.init not in self.bases:
                 raise AHopError(f"init={self.init!r} needs {self.init!r} among the bases, got {self.bases}")
+            return
+        if not isinstance(self.init, (Tensor, list, tuple)):
+            raise AHopError(f"init must be a string or a tensor, got {type(self.init).__name__}")
+        tensors, names = [self.init] if isinstance(self.init, Tensor) else self.init, self.parameter_names()
+        if len(tensors) != len(names):
+            raise AHopError(f"init must have one tensor for each of {len(names)} resolutions, got {len(tensors)}")
+        for (name, _), tensor in zip(names, tensors, strict=True):
+            check_floating(init=tensor)
+            shape = tuple(getattr(self, name).shape)
+            if tensor.shape != shape:
+                raise AHopError(f"init must have the shape of {name}, {shape}, got {describe(tensor)}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -210,44 +184,38 @@ class AdaptiveSimilarity(nn.Module):
         if self.widths is not None:
             self.widths.fill_(1.0)
         for index, (entry, names) in enumerate(zip(self.blocks, self.parameter_names(), strict=True)):
-            w, beta = (getattr(self, name) for name in names)
-            if isinstance(self.init, str) and self.init != "uniform":
+            w, beta = (getattr(self, name).fill_(1.0) for name in names)
+            if not isinstance(self.init, str):
+                w.copy_(self.init if isinstance(self.init, Tensor) else self.init[index])
+            elif self.init == "uniform":
+                w.fill_(1.0 / w.shape[-1])
+            else:
                 # The last entry of a footprint is the base similarity itself, and beta selects one base of the first
                 # resolution. The weights of the others are initialized alike, so that their beta has a gradient from
                 # the first step.
-                w.zero_()
-                w[..., -1] = 1.0
+                w[..., :-1] = 0.0
                 beta.zero_()
                 beta[..., self.bases.index(self.init)] = float(index == 0)
-            else:
-                beta.fill_(1.0)
-                if isinstance(self.init, str):
-                    w.fill_(1.0 / w.shape[-1])
-                else:
-                    w.copy_(self.init if isinstance(self.init, Tensor) else self.init[index])
             if entry.named is not None:
                 getattr(self, f"blocks_{index}").copy_(entry.named)
-                self._set_gather(index)
             if entry.normalize:
                 getattr(self, f"norm_{index}").zero_()
+        self._set_gathers()
 
-    def _set_gather(self, index: int) -> None:
-        """Derives the index that arranges dimensions as consecutive blocks from the blocks of a resolution."""
-        gather = gather_index(self.blocks[index].assignment)
-        device = getattr(self, f"blocks_{index}").device
-        setattr(self, f"_gather_{index}", None if gather is None else gather.to(device))
+    def _set_gathers(self) -> None:
+        """Derives the index that arranges dimensions as consecutive blocks from the blocks of each resolution."""
+        for index, entry in enumerate(self.blocks):
+            if entry.named is not None:
+                gather, device = entry.gather(), getattr(self, f"blocks_{index}").device
+                setattr(self, f"_gather_{index}", None if gather is None else gather.to(device))
+
+    def base_names(self) -> list[str]:
+        """Returns the bases as text, such as ``near 0.1``."""
+        return [base if isinstance(base, str) else f"{base[0]} {base[1]!r}" for base in self.bases]
 
     def get_extra_state(self) -> Tensor:
         """Returns the names of the bases in UTF-8, which a state dict contains under ``_extra_state``."""
         return torch.tensor(list(",".join(self.base_names()).encode()), dtype=torch.uint8, device="cpu")
-
-    def base_names(self) -> list[str]:
-        """Returns the bases as text.
-
-        >>> AdaptiveSimilarity(4, bases=("l1", ("near", 0.1)), init="l1").base_names()
-        ['l1', 'near 0.1']
-        """
-        return [base if isinstance(base, str) else f"{base[0]} {base[1]!r}" for base in self.bases]
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raises unless a state dict names the bases of this similarity."""
@@ -276,57 +244,44 @@ class AdaptiveSimilarity(nn.Module):
         for name, value in given.items():
             if not value.is_meta and not value.isfinite().all():
                 raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
-        self.units = (
-            torch.empty_like(given["units"], device=next(self.parameters()).device) if "units" in given else None
-        )
+        units = given.get("units")
+        self.units = None if units is None else torch.empty_like(units, device=next(self.parameters()).device)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.blocks = tuple(blocks)
-        for index, entry in enumerate(self.blocks):
-            if entry.named is not None:
-                self._set_gather(index)
+        self._set_gathers()
 
     def gathers(self) -> list[Tensor | None]:
-        """Returns the index of each resolution that arranges its blocks, or None where they are consecutive.
-
-        >>> AdaptiveSimilarity(4, blocks=[2, torch.tensor([0, 1, 0, 1])]).gathers()
-        [None, tensor([0, 2, 1, 3])]
-        """
+        """Returns the index of each resolution that arranges its blocks, or None where they are consecutive."""
         return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
 
     def forward(
         self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
     ) -> Tensor:
-        """Computes the scores ``(..., [H,] L, S)`` of queries and keys.
+        """Computes the scores ``(..., [H,] L, S)`` of ``query (..., [H,] L, d)`` and ``key (..., [H,] S, d)``.
 
         Args:
-            query: ``(..., [H,] L, d)``.
-            key: ``(..., [H,] S, d)``.
+            query, key: floating-point tensors whose batch dimensions broadcast.
             arranged: the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not change need not
                 be arranged in each call; None arranges them.
             missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN. Blocks are
                 then normalized by the values that both sides know. A pair without a known block in one of the
                 resolutions has the score -inf.
-
-        Raises:
-            AHopError: a shape, dtype or device is invalid.
         """
-        self._check_rows(query, key)
-        query, key = self._in_units(self.unbiased(query), key)
+        query, key = self._compared(query, key)
         keys = [None] * len(self.blocks) if arranged is None else arranged
         scores = [self._score(index, query, key, keys[index], missing) for index in range(len(self.blocks))]
         return reduce(torch.add, scores)
 
-    def _in_units(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Checks query and key, subtracts the bias, and divides by the units."""
+        self._check_rows(query, key)
+        query = self.unbiased(query)
         if self.units is None:
             return query, key
         return (query / self.units).to(query.dtype), (key / self.units).to(key.dtype)
 
     def is_single(self) -> bool:
-        """Returns whether :meth:`prepared` has all that a score depends on: one resolution, built-in bases, no widths.
-
-        >>> AdaptiveSimilarity(6).is_single(), AdaptiveSimilarity(6, blocks=[2, 3]).is_single()
-        (True, False)
-        """
+        """Returns whether :meth:`prepared` is all that a score needs: one resolution, built-in bases, no widths."""
         built_in = all(BASES[name].slopes is not None for name in self.names) and self.widths is self.units is None
         own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
         return own and len(self.blocks) == 1 and built_in
@@ -335,75 +290,49 @@ class AdaptiveSimilarity(nn.Module):
         """Returns query and key as the kernels score them, and their weight ``([H,] n_bases, n)``.
 
         The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
-
-        Raises:
-            AHopError: a shape, dtype or device is invalid.
-
-        >>> import ahop_layers as ah
-        >>> similarity = AdaptiveSimilarity(4, blocks=torch.tensor([0, 1, 0, 1]))
-        >>> query, key, weight = similarity.prepared(torch.randn(2, 4), torch.randn(3, 4))
-        >>> scores = similarity(query[:, [0, 2, 1, 3]], key[:, [0, 2, 1, 3]])
-        >>> torch.allclose(ah.adaptive_similarity(query, key, weight), scores)
-        True
         """
         self._check_rows(query, key)
-        query, key, _ = self._arranged(0, self.unbiased(query), key)
+        query, key, _, _ = self._arranged(0, self.unbiased(query), key)
         return query, key, self.footprint_weight()
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
-        weight, constant = self.footprint_weight(index), self._known_constant(index, key) if missing else None
-        query, key, numbers = self._arranged(index, query, key, arranged, missing)
+        weight = self.footprint_weight(index)
+        query, key, numbers, constant = self._arranged(index, query, key, arranged, missing)
         return score_pairs(query, key, weight, self.names, numbers, self.widths, missing, constant=constant)
-
-    def _known_constant(self, index: int, key: Tensor) -> Tensor | None:
-        """Returns the constant of normalized blocks of partly unknown values; None if blocks are not normalized."""
-        norm = getattr(self, f"norm_{index}", None)
-        if norm is None:
-            return None
-        return known_constant(key, self.blocks[index].count(self.dim), norm, self.gathers()[index])
 
     def _arranged(
         self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None, missing: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
 
         Where values are missing, blocks are normalized pair by pair, and padding would count as known. The third
-        result is None, or the block of each dimension if the rows are not arranged.
+        result is None, or the block of each dimension if the rows are not arranged; the fourth the constant of
+        normalized blocks of partly unknown values.
         """
-        gather, entry = self.gathers()[index], self.blocks[index]
+        gather, norm, constant = self.gathers()[index], getattr(self, f"norm_{index}", None), None
         padded = None if gather is None or len(gather) == self.dim else gather
+        if norm is not None and missing:
+            constant = known_constant(key, self.blocks[index].count(self.dim), norm, gather)
         if missing and padded is not None:
-            return query, key, getattr(self, f"blocks_{index}")
+            return query, key, getattr(self, f"blocks_{index}"), constant
         if gather is not None:
             query, key = arrange(query, gather), arrange(key, gather) if arranged is None else arranged
-        if entry.normalize and not missing:
+        if norm is not None and not missing:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
-            n, real = (
-                getattr(self, self.parameter_names()[index][0]).shape[-1],
-                None if padded is None else padded < self.dim,
-            )
-            query, key = normalize(query, key, n, getattr(self, f"norm_{index}"), real)
-        if padded is None or all(_is_zero_at_zero(name) for name in self.names):
-            return query, key, None
-        # Zero padding is exact only for bases that are 0 there.
+            n = getattr(self, self.parameter_names()[index][0]).shape[-1]
+            query, key = normalize(query, key, n, norm, None if padded is None else padded < self.dim)
+        # Zero padding is exact only for bases whose similarity of 0 and 0 is known to be 0.
+        if padded is None or all(BASES[name].slopes and not BASES[name].saturates for name in self.names):
+            return query, key, None, constant
         query, key = restore(query, padded, self.dim), restore(key, padded, self.dim)
-        return query, key, getattr(self, f"blocks_{index}")
+        return query, key, getattr(self, f"blocks_{index}"), constant
 
     def block_similarities(self, query: Tensor, key: Tensor, base: BaseArgument, resolution: int = 0) -> Tensor:
-        """Computes the similarity of every block before sorting, to inspect a few pairs. NaN is an unknown value.
+        """Computes the similarity of every block before sorting, to inspect a few pairs: ``(..., [H,] L, S, n)``.
 
-        Args:
-            query: ``(..., [H,] L, d)``.
-            key: ``(..., [H,] S, d)``.
-            base: one of the bases of this similarity.
-            resolution: index of the resolution.
-
-        Returns:
-            ``(..., [H,] L, S, n)``, computed from a tensor of size L x S x d; NaN for a block without a known value.
-
-        Raises:
-            AHopError: an argument is invalid.
+        Query and key are those of :meth:`forward`; NaN is an unknown value, and the similarity of a block without a
+        known one. ``base`` is one of the bases, and ``resolution`` an index. A tensor of size L x S x d is formed.
 
         >>> similarity = AdaptiveSimilarity(4, blocks=2)
         >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
@@ -411,15 +340,11 @@ class AdaptiveSimilarity(nn.Module):
         """
         if base not in self.bases:
             raise AHopError(f"base must be one of {', '.join(map(str, self.bases))}, got {base!r}")
-        self._check_rows(query, key)
-        query, key = self._in_units(self.unbiased(query), key)
+        query, key = self._compared(query, key)
         at, n = self.bases.index(base), self.blocks[resolution].count(self.dim)
-        width, missing = (
-            None if self.widths is None else self.widths[at],
-            bool(query.isnan().any() or key.isnan().any()),
-        )
-        constant = self._known_constant(resolution, key) if missing else None
-        query, key, numbers = self._arranged(resolution, query, key, missing=missing)
+        width = None if self.widths is None else self.widths[at]
+        missing = bool(query.isnan().any() or key.isnan().any())
+        query, key, numbers, constant = self._arranged(resolution, query, key, missing=missing)
         if not missing:
             return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
         widths = None if width is None else width[None]
@@ -446,11 +371,9 @@ class AdaptiveSimilarity(nn.Module):
         tensor(1.4142)
         """
         self._check_rows(key, key)
-        for index, entry in enumerate(self.blocks):
-            if entry.normalize:
-                norm = getattr(self, f"norm_{index}")
-                if not norm.any():
-                    norm.copy_(stored_norm(key, entry.count(self.dim), self.gathers()[index]))
+        for index, (entry, gather) in enumerate(zip(self.blocks, self.gathers(), strict=True)):
+            if entry.normalize and not getattr(self, f"norm_{index}").any():
+                getattr(self, f"norm_{index}").copy_(stored_norm(key, entry.count(self.dim), gather))
         return self
 
     @torch.no_grad()
@@ -473,19 +396,14 @@ class AdaptiveSimilarity(nn.Module):
         return self
 
     def unbiased(self, query: Tensor) -> Tensor:
-        """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``.
-
-        >>> similarity = AdaptiveSimilarity(3, debias=True)
-        >>> similarity.unbiased(torch.ones(1, 3)) + similarity.bias
-        tensor([[1., 1., 1.]], grad_fn=<AddBackward0>)
-        """
+        """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``."""
         return without_bias(query, self.bias)
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""
-        init = self.init if isinstance(self.init, str) else _map_tensors(lambda tensor: "tensor", self.init)
-        shown = repr(init) if isinstance(self.init, str) else str(init).replace("'", "")
-        text = f"{self.dim}, num_heads={self.num_heads}, bases={self.bases}, init={shown}"
+        init = repr(_map_tensors(lambda tensor: "tensor", self.init))
+        init = init if isinstance(self.init, str) else init.replace("'", "")
+        text = f"{self.dim}, num_heads={self.num_heads}, bases={self.bases}, init={init}"
         entries = [entry.short() for entry in self.blocks]
         blocks = entries[0] if len(entries) == 1 else f"({', '.join(entries)})"
         return f"{text}, debias={self.bias is not None}" + ("" if blocks == "None" else f", blocks={blocks}")
@@ -516,11 +434,6 @@ def _check_bases(bases: Sequence[BaseArgument]) -> tuple[BaseArgument, ...]:
     return checked
 
 
-def _is_zero_at_zero(base: str) -> bool:
-    """Returns whether the similarity of 0 and 0 is known to be 0."""
-    return BASES[base].slopes is not None and not BASES[base].saturates
-
-
 def _check_count(name: str, count: int, expected: int) -> None:
     if count != expected:
         raise AHopError(f"the state dict must have {expected} blocks, as the similarity, got {name} with {count}")
@@ -542,9 +455,8 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
         # A dimension that every number of blocks divides stands in for the unknown one.
         counts = [entry.assignment for entry in resolutions(blocks) if entry.assignment is not None]
         super().__init__(2 * lcm(*counts) if counts else 1, num_heads, bases, init, debias, blocks)
-        unknown = [
-            w for (w, _), entry in zip(self.parameter_names(), self.blocks, strict=True) if entry.assignment is None
-        ]
+        entries = zip(self.parameter_names(), self.blocks, strict=True)
+        unknown = [w for (w, _), entry in entries if entry.assignment is None]
         for name in [*unknown, "bias"] if debias else unknown:
             self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
 
@@ -562,12 +474,12 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
         check_pair(query, key)
         for entry in self.blocks:
             entry.count(query.shape[-1])  # raises if the blocks do not fit
-        self.dim, heads = query.shape[-1], (self.num_heads or 1,)
+        self.dim = query.shape[-1]
         if self.has_uninitialized_params():
             for name, parameter in list(self.named_parameters(recurse=False)):
                 if isinstance(parameter, UninitializedParameter):
                     middle = () if name == "bias" else (len(self.bases),)
-                    parameter.materialize((*heads, *middle, self.dim))
+                    parameter.materialize((self.num_heads or 1, *middle, self.dim))
             self.reset_parameters()
 
 
@@ -640,9 +552,6 @@ class SimilarityOptions:
         separation: the name of a separation, or a module. None means softmax.
         similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
             returns one.
-
-    >>> SimilarityOptions(blocks=4).make_similarity(8, 2)
-    AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False, blocks=4)
     """
 
     bases: Sequence[str] | None = None
@@ -665,15 +574,7 @@ class SimilarityOptions:
         return Separation("softmax" if self.separation is None else self.separation, num_heads)
 
     def make_similarity(self, dim: int | None, num_heads: int | None) -> nn.Module:
-        """Returns the similarity of a layer.
-
-        Args:
-            dim: dimension of a head, or None to infer it from the first query.
-            num_heads: number of heads; None for one set of weights, with a given ``dim``.
-
-        Raises:
-            AHopError: an option is invalid, or ``similarity`` is given together with an option that it replaces.
-        """
+        """Returns the similarity of a layer; ``dim`` is that of a head, or None to infer it from the first query."""
         if self.similarity is None:
             bases = ("dis", "dot") if self.bases is None else self.bases
             init = "dot" if self.init is None else self.init
@@ -700,21 +601,15 @@ class SimilarityOptions:
 def _known_dim(init: Init, blocks: BlocksArgument) -> int | None:
     """Returns the dimension that a tensor of blocks, or a tensor of initial weights for all dimensions, determines."""
     entries = resolutions(blocks)
-    tensors = list(init) if isinstance(init, (list, tuple)) else [init]
-    dims = [None if entry.named is None else len(entry.named) for entry in entries]
-    for entry, tensor in zip(entries, tensors, strict=False):
+    dims = [len(entry.named) for entry in entries if entry.named is not None]
+    for entry, tensor in zip(entries, init if isinstance(init, (list, tuple)) else [init], strict=False):
         if entry.assignment is None and isinstance(tensor, Tensor) and tensor.ndim:
             dims.append(tensor.shape[-1])
-    return next((dim for dim in dims if dim is not None), None)
+    return dims[0] if dims else None
 
 
 def named_similarities(module: nn.Module) -> dict[str, nn.Module]:
-    """Finds the similarity of every adaptive layer in a module, and every other AdaptiveSimilarity, by name.
-
-    >>> import ahop_layers as ah
-    >>> list(named_similarities(nn.Sequential(nn.Linear(4, 8), ah.AdaptiveAttention(8, 2))))
-    ['1.similarity']
-    """
+    """Finds the similarity of every adaptive layer in a module, and every other AdaptiveSimilarity, by name."""
     check_module(module=module)
     parts = dict(module.named_modules())
     owned = set()
@@ -729,15 +624,6 @@ def similarity_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters of every similarity in a module, for example to give them their own learning rate.
 
     :func:`~ahop_layers.parameter_groups` builds the groups of an optimizer from them.
-
-    Args:
-        module: a layer, or a model that contains adaptive layers.
-
-    Returns:
-        The parameters, or an empty list if there is no similarity.
-
-    Raises:
-        AHopError: ``module`` is not a module.
 
     >>> import ahop_layers as ah
     >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ahop_layers.errors import check_module
-from ahop_layers.ops.reference import BASES, fold
+from ahop_layers.ops.reference import BASES, fold, unfold
 from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, similarity_parameters
 
 
@@ -44,17 +44,14 @@ def parameter_groups(
 
 
 class _Folded(nn.Module):
-    """Parametrizes ``w`` by the folded weight, whose differences it is, and on request by a second, unfolded weight.
-
-    The weights are the sum of both, in units of each base. ``scale`` is the unit of the unfolded weight.
-    """
+    """Parametrizes ``w`` by the folded weight, plus ``scale`` times an unfolded one on request, in units of bases."""
 
     def __init__(self, units: Tensor, scale: float, and_unfolded: bool) -> None:
         super().__init__()
         self.units, self.scale, self.and_unfolded = units, scale, and_unfolded
 
     def forward(self, folded: Tensor, *unfolded: Tensor) -> Tensor:
-        weight = folded - torch.nn.functional.pad(folded[..., 1:], (0, 1))
+        weight = unfold(folded)
         return self.units * (weight + self.scale * unfolded[0] if unfolded else weight)
 
     def right_inverse(self, weight: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -68,16 +65,7 @@ def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
     A step on an entry of the folded weight ``u``, the reverse cumulative sum of ``beta * w``, changes the weight of one
     rank, a step on ``w`` those of many. Entering and leaving the context does not change the scores.
     """
-    return _reparametrized(module)
-
-
-def trainable_forms(module: nn.Module, scale: float = 1.0) -> AbstractContextManager[None]:
-    """Trains folded and unfolded weights together: the weights are the sum of both.
-
-    Noisy queries need small steps, masked queries without noise need weights in the thousands: Adam, with its fixed
-    step size, reaches both with two parametrizations. Steps have the same effect for data of any ``scale``.
-    """
-    return _reparametrized(module, scale, and_unfolded=True)
+    return trainable_forms(module, and_unfolded=False)
 
 
 def _degree(base: str) -> float:
@@ -111,8 +99,12 @@ def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
 
 
 @contextmanager
-def _reparametrized(module: nn.Module, data_scale: float = 1.0, and_unfolded: bool = False) -> Iterator[None]:
-    """Trains the weights of every adaptive similarity through a parametrization inside the context."""
+def trainable_forms(module: nn.Module, scale: float = 1.0, and_unfolded: bool = True) -> Iterator[None]:
+    """Trains folded and unfolded weights together: the weights are the sum of both.
+
+    Noisy queries need small steps, masked queries without noise need weights in the thousands: Adam, with its fixed
+    step size, reaches both with two parametrizations. Steps have the same effect for data of any ``scale``.
+    """
     trained = []
     for part in [each for each in named_similarities(module).values() if isinstance(each, AdaptiveSimilarity)]:
         for resolution, (w, beta) in enumerate(part.parameter_names()):
@@ -123,7 +115,7 @@ def _reparametrized(module: nn.Module, data_scale: float = 1.0, and_unfolded: bo
                     weight.mul_(factor.unsqueeze(-1))
                     factor.fill_(1.0)
                 factor.requires_grad_(False)
-                units = base_units(part, data_scale)[resolution].to(weight).unsqueeze(-1)
+                units = base_units(part, scale)[resolution].to(weight).unsqueeze(-1)
                 form = _Folded(units, _scale(part, resolution), and_unfolded)
                 parametrize.register_parametrization(part, w, form)
     try:

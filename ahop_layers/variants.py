@@ -24,11 +24,10 @@ from ahop_layers.errors import (
     check_callable,
     check_floating,
     check_numbers,
-    check_patterns,
     check_seed,
     check_sizes,
     describe,
-)  # fmt: skip
+)
 from ahop_layers.ops.reference import accumulation_dtype
 
 __all__ = [
@@ -36,14 +35,10 @@ __all__ = [
     "Occluded", "Replaced", "SaltAndPepper", "Variant", "as_damage",
 ]  # fmt: skip
 
+# A number, or a range ``(low, high)`` from which each query draws its own number uniformly.
 Level = float | tuple[float, float]
-"""A number, or a range ``(low, high)`` from which each query draws its own number uniformly."""
-
-SQUARE, COVERS = 4, 512
-"""Side of the squares, and largest number of the images, that :class:`Covered` covers images with."""
-
-RANGE_BLOCK = 2**21
-"""Number of values of the patterns that are read at once to find their range."""
+SQUARE, COVERS = 4, 512  # side of the squares, and number of the images, that :class:`Covered` covers images with
+RANGE_BLOCK = 2**21  # number of values of the patterns that are read at once to find their range
 
 
 class Variant(ABC):
@@ -74,7 +69,9 @@ class Variant(ABC):
 
         The generator is on the device of the patterns; None means the global one.
         """
-        check_patterns(patterns)
+        check_floating(patterns=patterns)
+        if patterns.ndim != 2 or 0 in patterns.shape:
+            raise AHopError(f"patterns must be (N, d) with N, d >= 1, got {describe(patterns)}")
         if not isinstance(n, SupportsIndex) or int(n) < 0:
             raise AHopError(f"n must be an integer of at least 0, got {n!r}")
         index = torch.randint(len(patterns), (int(n),), generator=generator, device=patterns.device)
@@ -205,8 +202,8 @@ class _Draw:
 
 
 FRACTION, NOT_NEGATIVE, FINITE = "a number between 0 and 1", "a number of at least 0", "a finite number"
+# What a level must be, by its name; any other level must be finite.
 RULES = {"share": FRACTION, "mask": FRACTION, "noise": NOT_NEGATIVE, "std": NOT_NEGATIVE, "bias": NOT_NEGATIVE}
-"""What a level must be, by its name; any other level must be finite."""
 
 
 class _Drawn(Variant):

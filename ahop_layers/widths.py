@@ -7,9 +7,7 @@ from torch import Tensor
 
 from ahop_layers.ops.reference import accumulation_dtype
 
-SAMPLE = 2**17
-"""Number of differences between random pairs of patterns that determine widths and units."""
-
+SAMPLE = 2**17  # number of differences between random pairs of patterns that determine widths and units
 _SEED = 0x5851F42D
 
 
@@ -32,9 +30,6 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
 
     They are interpolated linearly between distinct values, from 0 on: of discrete data, small quantiles are below the
     smallest difference.
-
-    >>> quantiles(torch.tensor([0.0, 2.0, 2.0, 4.0, 4.0]), [0.25, 1.0]), quantiles(torch.zeros(3), [0.5])
-    ([1.0, 4.0], [1.0])
     """
     distinct, counts = torch.unique(values[values > 0], return_counts=True)  # NaN is not larger
     if not len(distinct):
@@ -43,8 +38,7 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
     place = torch.searchsorted(reached, reached.new_tensor(shares)).clamp(max=len(distinct) - 1)
     low, start = (torch.cat([each.new_zeros(1), each])[place].double() for each in (distinct, reached))
     rest = (reached.new_tensor(shares) - start) / (reached[place] - start)
-    found: list[float] = (low + (distinct[place].double() - low) * rest).tolist()
-    return found
+    return (low + (distinct[place].double() - low) * rest).tolist()
 
 
 @torch.no_grad()
@@ -52,9 +46,6 @@ def units(values: Tensor) -> Tensor:
     """Returns the unit of each dimension of ``values (pairs, d)``, absolute differences: their median ``(d,)``.
 
     Where more than half of the differences are 0 it is their mean. A constant dimension has the median unit.
-
-    >>> units(torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0], [2.0, 0.0, 3.0]]))
-    tensor([2., 1., 1.])
     """
     median, mean = values.nanmedian(0).values, values.nanmean(0)
     scale = torch.where(median > 0, median, mean)

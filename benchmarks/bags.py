@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers import AHopError
-from examples.bags.data import DIGIT_SETS, BagSet, bags_csv, folder
+from benchmarks.bag_sets import DIGIT_SETS, BagSet, bags_csv, folder
 
 
 def _from_npz(name: str) -> Callable[[Path], BagSet]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers import AHopError
-from examples.vision.data import (
+from benchmarks.image_sets import (
     DIGITS,
     Images,
     ImageSet,

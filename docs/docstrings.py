@@ -58,15 +58,15 @@ class Docstrings(griffe.Extension):
 
     @staticmethod
     def _extend_signatures(adaptive: griffe.Module) -> None:
-        """Shows the signature that ``_extends(plain)`` gives to the constructor of an adaptive Hopfield layer."""
+        """Shows the signature of ``_constructor(plain)``, the constructor of an adaptive Hopfield layer."""
         added = [each for each in adaptive["AdaptiveLayer.__init__"].parameters if each.kind.name == "keyword_only"]
         for layer in adaptive.classes.values():
             constructor = layer.members.get("__init__")
-            for decorator in constructor.decorators if constructor else ():
-                name = re.fullmatch(r"_extends\((\w+)\)", str(decorator.value))
-                if name:
-                    plain = adaptive[name[1]].members["__init__"].parameters
-                    constructor.parameters = griffe.Parameters(*plain, *added)
+            name = re.fullmatch(r"_constructor\((\w+)\)", str(getattr(constructor, "value", "")))
+            if name:
+                plain = adaptive[name[1]].members["__init__"].parameters
+                parameters = griffe.Parameters(*plain, *added)
+                layer.set_member("__init__", griffe.Function("__init__", parameters=parameters))
 
 
 def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:

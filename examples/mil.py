@@ -29,9 +29,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import ahop_layers as ah
 from ahop_layers.training import folded_weights
+from benchmarks.bag_sets import DIGIT_SETS, BagSet, corrupt
 from benchmarks.bags import DATA_SETS
 from examples.bags.batches import BagData, Batch
-from examples.bags.data import DIGIT_SETS, BagSet, corrupt
 from examples.bags.model import POOLINGS, BagClassifier, Standardize, embed_digits, make_pooling
 from examples.bags.pictures import Decided, draw_digits, draw_roc, write_ranked
 from examples.common.command import Parser, number

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
+from benchmarks.image_sets import ImageSet
 from benchmarks.images import READERS, load
 from examples.common.command import Parser, number
 from examples.common.training import add_training_options, fit_and_test, make_trainer, restoring
 from examples.vision.batches import ImageBatches, as_floats, channel_scale
-from examples.vision.data import ImageSet
 from examples.vision.model import MODELS, VisionTransformer
 from examples.vision.pictures import draw_pictures
 

@@ -14,9 +14,9 @@ from sklearn.datasets import load_digits
 
 import ahop_layers as ah
 from ahop_layers.hopfield import HopfieldPooling
+from benchmarks import bag_sets as mil_data
 from benchmarks.bags import DATA_SETS
 from examples import mil
-from examples.bags import data as mil_data
 from examples.bags import model as mil_model
 from examples.common.lookup import Lookup
 

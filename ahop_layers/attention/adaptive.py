@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Mask, Padded, Similarity, associate, combine_masks, dot_product
+from ahop_layers.association import Mask, Padded, associate, combine_masks, dot_product
 from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator, BlocksArgument, Init, SimilarityOptions, SimilaritySource
@@ -63,22 +63,14 @@ class Adaptive(Associator):
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Mask | None, dropout: float,
         need_weights: bool = True,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Attends with the module's similarity and separation.
+        """Attends with the module's similarity and separation, and drops weights in training mode.
 
-        Args:
-            query, key, value: ``(N, H, L, d)``, ``(N, H, S, d)`` and ``(N, H, S, e)``.
-            scaling: factor of the scores.
-            mask: which pairs to exclude and what to add to the scores.
-            dropout: probability of dropping a weight in training mode.
-            need_weights: whether to return the weights. Without them, the scores need not be kept in memory.
-
-        Returns:
-            The output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or None.
+        Arguments are those of :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded`.
+        Returns the output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or, if they are not needed, None.
         """
-        score: Similarity = dot_product if self.similarity is None else self.similarity
-        dropout = dropout if self.training else 0.0
         output, weights = associate(
-            query, Padded(key, value, mask), score=score, separation=self.separation, scaling=scaling, dropout=dropout,
+            query, Padded(key, value, mask), score=dot_product if self.similarity is None else self.similarity,
+            separation=self.separation, scaling=scaling, dropout=dropout if self.training else 0.0,
             need_weights=need_weights,
         )  # fmt: skip
         return output.transpose(1, 2).flatten(2), weights
@@ -97,25 +89,17 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
             ``nn.MultiheadAttention``.
-        bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Each head has its own weights. None
-            means ``"dot"``.
-        debias: subtract a learned vector from every projected query, initialized to zero.
+        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`, whose defaults None means. Each head
+            has its own weights, and an integer number of blocks is that of one head.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
         similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)`` that
             returns one. It scores ``(N, H, L, d)`` against ``(N, H, S, d)``, and replaces ``bases``, ``init``,
             ``debias`` and ``blocks``.
-        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
-            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
 
     Shapes: query and output ``(N, L, embed_dim)``, key ``(N, S, kdim)``, value ``(N, S, vdim)``, weights ``(N, L, S)``,
     or ``(N, H, L, S)`` with ``average_attn_weights=False``. With ``batch_first=False``, the default, N is the second
     dimension. Unbatched inputs have no N. Nested inputs give a nested output. Masks are bool, True = ignore, or added.
-
-    Raises:
-        AHopError: an argument is invalid.
 
     >>> import ahop_layers as ah
     >>> attention = ah.AdaptiveAttention(8, num_heads=2, batch_first=True)
@@ -168,10 +152,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attends, with the arguments and results of ``nn.MultiheadAttention``: the output, and weights or None.
 
-        Args:
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights: see the class. Without
-                weights, attention takes less time and memory.
-            is_causal: apply the causal mask if there is no ``attn_mask``; with one, only a hint that it is causal.
+        Without weights, attention takes less time and memory. With an ``attn_mask``, ``is_causal`` is only a hint.
         """
         check_floating(query=query, key=key, value=value)
         if query.is_nested:
@@ -208,10 +189,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raises unless the shapes are ``(N, L, embed_dim)``, ``(N, S, kdim)``, ``(N, S, vdim)``."""
-        fits = all(
-            x.ndim == 3 and x.shape[-1] == width
-            for x, width in ((query, self.embed_dim), (key, self.kdim), (value, self.vdim))
-        )
+        widths = ((query, self.embed_dim), (key, self.kdim), (value, self.vdim))
+        fits = all(x.ndim == 3 and x.shape[-1] == width for x, width in widths)
         if not fits or not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
             got = ", ".join(describe(x) for x in (query, key, value))
             sizes = f"(N, L, {self.embed_dim}), (N, S, {self.kdim}), (N, S, {self.vdim})"

@@ -48,10 +48,7 @@ class Site(NamedTuple):
 
 
 class CallAttention(Adaptive):
-    """Adaptive form of any module whose ``forward`` attends at known sites.
-
-    Sites with the same number and dimension of heads share one similarity.
-    """
+    """Adaptive form of any module that attends at known sites; sites with equal shapes of heads share a similarity."""
 
     _ahop_sites: tuple[Site, ...]
     _ahop_products: int | None  # number of products in one forward; None without attention written by hand
@@ -69,18 +66,15 @@ class CallAttention(Adaptive):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
-        calls = _Calls(self)
-        with calls:
+        with _Calls(self) as calls:
             output = super().forward(*args, **keywords)
         calls.check()
         return output
 
     def similarity_of(self, site: Site) -> Any:
         """Returns the similarity of a site."""
-        similarity = self.similarity
-        return (
-            similarity[self.head_shapes().index(site.shape)] if isinstance(similarity, SimilarityList) else similarity
-        )
+        parts = self.similarity
+        return parts[self.head_shapes().index(site.shape)] if isinstance(parts, SimilarityList) else parts
 
 
 class _Calls(TorchFunctionMode):
@@ -161,16 +155,7 @@ def attend(
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Computes ``scaled_dot_product_attention`` with a similarity and a separation.
-
-    A fully masked query reads zeros.
-
-    >>> import ahop_layers as ah
-    >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
-    >>> output = attend(ah.AdaptiveSimilarity(8, 4), Separation(), query, key, key)
-    >>> torch.allclose(output, functional.scaled_dot_product_attention(query, key, key), atol=1e-5)
-    True
-    """
+    """Computes ``scaled_dot_product_attention`` with a similarity and a separation. Fully masked queries read zeros."""
     if query.is_nested or key.is_nested:
         raise AHopError("query and key must not be nested in an adapted module, got nested tensors")
     lead, scaling = query.shape[:-2], query.shape[-1] ** -0.5 if scale is None else scale

@@ -20,15 +20,7 @@ class Product(NamedTuple):
 
 
 def read_product(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Product | None:
-    """Reads the call of a function of :data:`PRODUCTS` as a product of queries and keys.
-
-    Returns None if it is none: an operand without a batch dimension, or an ``einsum`` that contracts several axes.
-
-    >>> query, key = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
-    >>> product = read_product(torch.einsum, ("bhid,bhjd->bijh", query, key), {})
-    >>> product.query.shape, product.key.shape, product.finish(torch.zeros(2, 3, 5, 7)).shape
-    (torch.Size([2, 3, 5, 4]), torch.Size([2, 3, 7, 4]), torch.Size([2, 5, 7, 3]))
-    """
+    """Reads the call of a function of :data:`PRODUCTS` as a product of queries and keys; None if it is none."""
     if func is torch.einsum:
         return _read_einsum(*args)
     values = [*args, *(value for value in keywords.values() if isinstance(value, Tensor))]

@@ -19,13 +19,6 @@ class TimmAttention(Adaptive):
 
     num_heads: int
     head_dim: int
-    scale: float
-    qkv: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
-    attn_drop: nn.Dropout
-    proj: nn.Module
-    proj_drop: nn.Module
 
     def head_shape(self) -> tuple[int, int]:
         """Returns the number of heads and the dimension of one head."""
@@ -33,16 +26,16 @@ class TimmAttention(Adaptive):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Computes self-attention within ``x (N, L, dim)``; the causal mask replaces a given one."""
-        query, key, value = rearrange(self.qkv(x), "n l (three h d) -> three n h l d", three=3, h=self.num_heads)
-        query, key, scale, drop = self.q_norm(query), self.k_norm(key), self.scale, self.attn_drop.p
+        own: Any = self  # with the attributes of timm's class
+        query, key, value = rearrange(own.qkv(x), "n l (three h d) -> three n h l d", three=3, h=self.num_heads)
+        query, key, scale, drop = own.q_norm(query), own.k_norm(key), own.scale, own.attn_drop.p
         mask = attend_mask(None if is_causal else attn_mask, is_causal)
         output, _ = self.associate(query, key, value, scaling=scale, mask=mask, dropout=drop, need_weights=False)
         # Older releases have no norm, and only recent ones have a gate.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         output = output if norm is None else norm(output)
         output = output if gate is None else output * gate(x).sigmoid()
-        projected: Tensor = self.proj_drop(self.proj(output))
-        return projected
+        return own.proj_drop(own.proj(output))
 
 
 class CLIPAttention(Adaptive):

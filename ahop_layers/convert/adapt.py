@@ -16,9 +16,9 @@ from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import Found, find_attention
 from ahop_layers.convert.registry import Converter
 from ahop_layers.convert.report import Report, count_comparisons
-from ahop_layers.convert.wrappers import check_not_wrapped
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
+from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import (
     BlocksArgument,
@@ -32,10 +32,13 @@ from ahop_layers.similarity import (
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 """Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``."""
 
+# Ends of class names, because importing torch.distributed.fsdp or torch._dynamo takes seconds. DDP is the class that
+# ``replicate`` adds to a module, FSDPModule the one that ``fully_shard`` adds.
+_WRAPPERS = ("DataParallel", "DDP", "FSDPModule", "OptimizedModule")
+
 
 def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
-    if where is None:
-        return lambda name, module: True
+    where = "*" if where is None else where
     if callable(where):
         return where
     patterns = list(where) if isinstance(where, Iterable) and not isinstance(where, str) else [where]
@@ -53,7 +56,7 @@ def adapt_(
     similarity: SimilaritySource | None = None,
 ) -> Report:
     # fmt: on
-    """Makes the attention of a model adaptive, in place.
+    """Makes the attention of a model adaptive, in place, and returns a :class:`Report`.
 
     It knows ``nn.MultiheadAttention`` (also in torchvision's ViT), timm's ``Attention``, the attention of ViT, DeiT,
     DINOv2 and CLIP in transformers, and the Hopfield layers of hflayers and of this package; :func:`register_converter`
@@ -84,20 +87,13 @@ def adapt_(
         like: a class of hflayers; modules with its parts that ``where`` selects are copies of it. Without it, copies
             are recognized by their parts, and one call of each checks that it computes the same weights, with softmax,
             sparsemax or entmax15, which is kept unless ``separation`` is given.
-        bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. None means ``"dot"``.
-        debias: subtract a learned vector from every query, initialized to zero.
+        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; None means its default. An integer
+            number of blocks is that of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
             are adapted with ``by_hand``, which keep their own softmax.
-        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
-            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head.
         similarity: a module to use instead of an ``AdaptiveSimilarity``, which is copied for each layer, or a factory
             ``f(dim, num_heads)`` that is called for each layer.
-
-    Returns:
-        A :class:`Report` with the adapted modules, and the modules that were passed over with the reason.
 
     Raises:
         AHopError: no module can be adapted, the model is already adapted, wrapped or compiled, or an argument is
@@ -117,7 +113,7 @@ def adapt_(
     before = next(iter(_adapted(model)), None)
     if before is not None:
         raise AHopError(f"model must not be adapted yet, got one with {before or 'itself'} adapted; see revert_")
-    check_not_wrapped(model)
+    _check_not_wrapped(model)
     if by_hand and example is None:
         raise AHopError("by_hand=True needs example, an input of the model, got None")
     selected, options = _selector(where), SimilarityOptions(bases, init, debias, separation, similarity, blocks)
@@ -141,11 +137,27 @@ def adapt_(
             restore_class_(module)
         raise
     if freeze_rest:
-        _freeze(model, similarity_parameters(model))
+        _freeze_rest(model)
     modules = [module for module, _ in chosen.values()]
     new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
     similarities = [part for module in modules for part in named_similarities(module).values()]
     return Report(adapted, passed, sum(new.values()), False, *count_comparisons(similarities), how)
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """Raises if a data-parallel wrapper, a sharded parameter or a compiled module is found in the model."""
+    for name, module in model.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
+        found = [f"wrapped in {kind}" for kind in kinds if kind.endswith(_WRAPPERS)]
+        found += ["compiled in place"] if is_compiled(module) else []
+        sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False))
+        found += ["sharded, with DTensor parameters"] if sharded else []
+        if found:
+            place = f"a model whose {name} is" if name else "a model that is"
+            raise AHopError(
+                f"model must be neither wrapped nor compiled yet, got {place} {found[0]}; call adapt_ first, and wrap"
+                " or compile the adapted model"
+            )
 
 
 def _choose(
@@ -160,10 +172,11 @@ def _choose(
             passed[name] = "not chosen by where"
         else:
             chosen[name] = (module, converter)
-    blocks = list(dict.fromkeys(map(_block, chosen)))
-    for name in [] if last is None else [name for name in chosen if _block(name) not in blocks[-last:]]:
-        del chosen[name]
-        passed[name] = f"not in the last {last} blocks"
+    if last is not None:
+        blocks = list(dict.fromkeys(map(_block, chosen)))[-last:]
+        for name in [name for name in chosen if _block(name) not in blocks]:
+            del chosen[name]
+            passed[name] = f"not in the last {last} blocks"
     return chosen, passed
 
 
@@ -174,10 +187,7 @@ def _block(name: str) -> str:
 
 
 def _plan(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> list[nn.Module]:
-    """Returns the similarities of a module on the meta device; raises if an option does not fit the module.
-
-    A factory of similarities is not called.
-    """
+    """Returns the similarities of a module on the meta device, without calling a factory; raises if they do not fit."""
     if options.separation is not None and converter.how == "by hand":
         raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
     if callable(options.similarity) and not isinstance(options.similarity, nn.Module):
@@ -204,14 +214,7 @@ def revert_(model: nn.Module) -> list[str]:
     Parameters that ``freeze_rest`` froze become trainable again. Hopfield layers that were built adaptive become the
     plain layers of :mod:`ahop_layers.hopfield`; a subclass keeps its class, and computes the dot product.
 
-    Args:
-        model: a model that was adapted, or a part of it.
-
-    Returns:
-        The names of the restored modules, as in the report of :func:`adapt_`.
-
-    Raises:
-        AHopError: ``model`` is not a module, or contains nothing to undo.
+    Returns the names of the restored modules, as in the report of :func:`adapt_`; raises if there are none.
 
     >>> import ahop_layers as ah
     >>> model = nn.MultiheadAttention(8, 2)
@@ -226,8 +229,10 @@ def revert_(model: nn.Module) -> list[str]:
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
     prefixes = {name: f"{name}." if name else "" for name in adapted}
-    inside = [any(own != each and own.startswith(each) for each in prefixes.values()) for own in prefixes.values()]
-    return [name for name, hidden in zip(adapted, inside, strict=True) if not hidden]
+    return [
+        name for name, own in prefixes.items()
+        if not any(own != other and own.startswith(other) for other in prefixes.values())
+    ]
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
@@ -235,9 +240,9 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if original_class(module) is not None}
 
 
-def _freeze(model: nn.Module, trainable: list[nn.Parameter]) -> None:
-    """Freezes all other parameters, and records their names in each module, so that a part can be reverted."""
-    kept = {id(parameter) for parameter in trainable}
+def _freeze_rest(model: nn.Module) -> None:
+    """Freezes all but the similarities, and records the names in each module, so that a part can be reverted."""
+    kept = {id(parameter) for parameter in similarity_parameters(model)}
     frozen = {id(p): p for p in model.parameters() if p.requires_grad and id(p) not in kept}
     for module in model.modules():
         names = [name for name, p in module.named_parameters(recurse=False) if id(p) in frozen]
@@ -248,7 +253,7 @@ def _freeze(model: nn.Module, trainable: list[nn.Parameter]) -> None:
 
 
 def _unfreeze(model: nn.Module) -> bool:
-    """Undoes :func:`_freeze` for a model or a part of it, and tells whether anything was frozen."""
+    """Undoes :func:`_freeze_rest` for a model or a part of it, and tells whether anything was frozen."""
     owners = [module for module in model.modules() if "_ahop_frozen" in vars(module)]
     for module in owners:
         names = vars(module).pop("_ahop_frozen")

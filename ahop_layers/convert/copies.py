@@ -65,13 +65,11 @@ def _kind(module: nn.Module) -> str | None:
     """Returns the class of hflayers that a module has the parts and the call of, or None."""
     learned = dict(module.named_parameters(recurse=False))
     outer = {"lookup_weights": "HopfieldLayer", "pooling_weights": "HopfieldPooling"}
-    inside = hasattr(module, "hopfield")
-    kind = next((kind for name, kind in outer.items() if name in learned), None) if inside else "Hopfield"
-    core = None if kind is None else _core(module, kind)
     hopfield = getattr(module, "hopfield", module)
+    kind = "Hopfield" if hopfield is module else next((kind for name, kind in outer.items() if name in learned), None)
+    core = None if kind is None else _core(module, kind)
     has_parts = all(hasattr(hopfield, name) for name in _HOPFIELD) and all(hasattr(core, name) for name in _CORE)
-    called = core is not None and has_parts and set(inspect.signature(module.forward).parameters) == _CALL
-    return kind if called else None
+    return kind if has_parts and set(inspect.signature(module.forward).parameters) == _CALL else None
 
 
 def _checked(converter: Converter) -> Converter:
@@ -80,13 +78,12 @@ def _checked(converter: Converter) -> Converter:
     @torch.no_grad()
     def convert(layer: Any, options: SimilarityOptions) -> None:
         hopfield, name = getattr(layer, "hopfield", layer), full_name(type(layer))
-        patterns = _example(hopfield)
+        patterns, core = _example(hopfield), hopfield.association_core
         with in_eval_mode(hopfield):
             expected = None if patterns is None else hopfield.get_association_matrix(patterns)
         converter.convert(layer, options)
         if expected is None:
             return
-        core = hopfield.association_core
         similarity, core.similarity, separation = core.similarity, None, core.separation
         with in_eval_mode(hopfield):
             found = next((each for each in _SEPARATIONS if _agrees(hopfield, patterns, expected, each)), None)

@@ -152,10 +152,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _site(module: nn.Module, query: Tensor, key: Tensor, product: int | None) -> Site | str:
-    """Returns the site of a call, or the reason why it cannot be adapted.
-
-    The axis before the tokens is that of the heads only if the module says so: it may be windows or a batch.
-    """
+    """Returns the site of a call, or the reason why it cannot be adapted."""
     owners = (module, getattr(module, "config", None))
     known = [heads for owner in owners for name in HEADS if isinstance(heads := getattr(owner, name, None), int)]
     sizes = {size for parameter in module.parameters() for size in parameter.shape}
@@ -166,10 +163,10 @@ def _site(module: nn.Module, query: Tensor, key: Tensor, product: int | None) ->
         heads = known or [axis or 1]
         if any(rows * h in widths for h in heads) and not any(dim * h in widths for h in heads):
             return CHANNELS  # rows are the channels of a head, and the last axis the tokens
+    # The axis before the tokens is that of the heads only if the module says so: it may be windows or a batch.
+    named = axis is not None and axis * dim in widths
     if known:
         named = axis in known and not (query.ndim > 4 and query.shape[-4] in known)
-    else:
-        named = axis is not None and axis * dim in widths
     return Site(axis if named else None, dim, product)
 
 
@@ -190,12 +187,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def discover(model: nn.Module, example: Any) -> dict[nn.Module, Attending | None]:
     """Calls a model once, in eval mode and without gradients, and returns how each called module attends.
 
-    Args:
-        model: any module.
-        example: the input, a tuple of inputs, a mapping of keywords, or a function that calls the model.
-
-    Returns:
-        How each called module attends in its own ``forward``; None for a module that does not.
+    ``example`` is that of ``adapt_``. A module that does not attend in its own ``forward`` has None.
     """
     mode = _Discover()
     with ExitStack() as hooks:

@@ -3,9 +3,9 @@
 import dis
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -15,12 +15,10 @@ from ahop_layers.convert.discover import Attending, discover
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, Converter, converter_for, full_name
 from ahop_layers.similarity import SimilarityOptions
 
+# Attention modules by name, each with its converter or the reason why it is not adapted.
 Found = dict[str, tuple[nn.Module, Converter | str]]
-"""Attention modules by name, each with its converter or the reason why it is not adapted."""
-
+# Why a module that is only named attention is not adapted.
 NOT_SEEN = "it calls neither scaled_dot_product_attention nor a softmax of products of queries and keys"
-"""Why a module that is only named attention is not adapted."""
-
 _RESERVED = ("similarity", "separation", "associate", "head_shape", "head_shapes", "make_adaptive", "similarity_of")
 _FUSED = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "memory_efficient_attention", "flash_attn_func"}
 _BY_HAND = {"matmul", "bmm", "baddbmm", "einsum", "@"}
@@ -29,11 +27,8 @@ _BY_HAND = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mapping[nn.Module, Converter]) -> Found:
     """Returns the attention modules of a model in definition order, without the submodules of those to adapt.
 
-    Args:
-        model: any module.
-        example: an input for :func:`~ahop_layers.convert.discover.discover`, or None to use converters only.
-        by_hand: whether to adapt attention that does not call ``scaled_dot_product_attention``.
-        copies: the converters of modules whose class is not in the table.
+    ``example`` and ``by_hand`` are those of ``adapt_``; ``copies`` are the converters of modules whose class is not in
+    the table.
     """
     seen = None if example is None else discover(model, example)
     attending = {module: call for module, call in (seen or {}).items() if call is not None}
@@ -55,12 +50,13 @@ def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mappin
         if isinstance(found, Converter):
             yield name, module, found
             return
-        children = [
-            each for part, child in module.named_children() for each in visit(f"{name}.{part}" if name else part, child)
-        ]
+        prefix = f"{name}." if name else ""
+        children = [each for part, child in module.named_children() for each in visit(prefix + part, child)]
         if found is None and not children:  # else a module with the name of attention is a wrapper around another
             called = seen is not None and module in seen
-            if _is_named_attention(type(module)) or (not called and _is_written_as_attention(type(module))):
+            named = re.search(r"(Attention|Attn)(?!.*(Output|Mask))", type(module).__name__)
+            code = getattr(type(module).forward, "__code__", None)
+            if named or (not called and _is_written_as_attention(code)):
                 unknown = f"no converter for {full_name(type(module))}; pass example=, or see register_converter"
                 found = unknown if seen is None else NOT_SEEN if called else "the example does not call it"
         if found is not None:
@@ -95,18 +91,9 @@ def _call_converter(
     return Converter(convert, lambda _: shapes, "scaled_dot_product_attention" if found.products is None else "by hand")
 
 
-def _is_named_attention(kind: type) -> bool:
-    return bool(re.search(r"(Attention|Attn)(?!.*(Output|Mask))", kind.__name__))
-
-
-_WRITTEN_AS_ATTENTION: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-
-
-def _is_written_as_attention(kind: Any) -> bool:
-    """Returns whether the ``forward`` of a class calls attention, or products and a softmax."""
-    if kind not in _WRITTEN_AS_ATTENTION:
-        code = getattr(kind.forward, "__code__", None)
-        instructions = dis.get_instructions(code) if isinstance(code, CodeType) else ()
-        names = {*getattr(code, "co_names", ()), *(each.argrepr for each in instructions)}
-        _WRITTEN_AS_ATTENTION[kind] = bool(names & _FUSED or ("softmax" in names and names & _BY_HAND))
-    return _WRITTEN_AS_ATTENTION[kind]
+@lru_cache(maxsize=1024)  # many modules have the same forward
+def _is_written_as_attention(code: Any) -> bool:
+    """Returns whether the code of a ``forward`` calls attention, or products and a softmax."""
+    instructions = dis.get_instructions(code) if isinstance(code, CodeType) else ()
+    names = {*getattr(code, "co_names", ()), *(each.argrepr for each in instructions)}
+    return bool(names & _FUSED or ("softmax" in names and names & _BY_HAND))

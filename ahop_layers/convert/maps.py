@@ -26,9 +26,6 @@ def association_maps(model: nn.Module, *inputs: Any, **keywords: Any) -> dict[st
         steps or repeated calls it is the last one. Modules that :func:`adapt_` adapted with ``by_hand`` keep their own
         softmax and have none.
 
-    Raises:
-        AHopError: ``model`` is not a module, or no adaptive layer was called.
-
     >>> import ahop_layers as ah
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2)
     >>> report = ah.adapt_(model)

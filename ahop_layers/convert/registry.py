@@ -24,16 +24,13 @@ def full_name(kind: type) -> str:
 class Converter(NamedTuple):
     """How to make the modules of a class adaptive.
 
-    Attributes:
-        convert: converts a module in place.
-        head_shapes: returns the number of heads and the dimension of one head for each similarity of a module, without
-            those that are unknown. It does not change the module.
-        how: how attention is replaced: by the ``forward`` of a converter, or within the ``forward`` of the module.
+    ``head_shapes`` returns the number of heads and the dimension of one head for each similarity of a module, without
+    those that are unknown.
     """
 
-    convert: Callable[[Any, SimilarityOptions], None]
+    convert: Callable[[Any, SimilarityOptions], None]  # converts a module in place
     head_shapes: Callable[[Any], Sequence[tuple[int | None, int | None]]]
-    how: str = "converter"
+    how: str = "converter"  # attention is replaced by its forward, or within the forward of the module
 
 
 ADAPTIVE_LAYERS = (Adaptive, layers.AdaptiveHopfield, layers.AdaptiveHopfieldLayer, layers.AdaptiveHopfieldPooling)
@@ -68,23 +65,21 @@ def _adapt_hopfield(hopfield: Any, options: SimilarityOptions) -> None:
     hopfield.make_adaptive(options if options.separation is not None else replace(options, separation=separation))
 
 
-def _hopfield_head_shapes(hopfield: Any) -> list[tuple[int, int | None]]:
-    return [head_shape(hopfield.association_core, hopfield.input_size)]
+_hopfield = Converter(_adapt_hopfield, lambda layer: [head_shape(layer.association_core, layer.input_size)])
 
 
 def _around(adaptive: type[nn.Module]) -> Converter:
     """Returns the converter of a layer with learned patterns, which also converts the Hopfield module inside."""
 
     def convert(layer: Any, options: SimilarityOptions) -> None:
-        _adapt_hopfield(layer.hopfield, options)
+        _hopfield.convert(layer.hopfield, options)
         swap_class_(layer, adaptive)
 
-    return Converter(convert, lambda layer: _hopfield_head_shapes(layer.hopfield))
+    return Converter(convert, lambda layer: _hopfield.head_shapes(layer.hopfield))
 
 
 _vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
 _timm, _clip = _attention(vision.TimmAttention), _attention(vision.CLIPAttention)
-_hopfield = Converter(_adapt_hopfield, _hopfield_head_shapes)
 _layer, _pooling = _around(layers.AdaptiveHopfieldLayer), _around(layers.AdaptiveHopfieldPooling)
 
 
@@ -121,9 +116,6 @@ def register_converter(source: type[nn.Module] | str, adaptive: type[Adaptive]) 
             signature of the source's. ``forward`` reads the source's attributes from ``self`` and attends with
             ``self.associate``.
 
-    Raises:
-        AHopError: an argument is not such a class.
-
     >>> import ahop_layers as ah
     >>> from einops import rearrange
     >>> class MyAttention(nn.Module):
@@ -154,10 +146,7 @@ _CORES = (full_name(AssociationCore), "hflayers.activation.HopfieldCore")
 
 
 def _overridden(module: Any, base: type) -> str | None:
-    """Returns the method of a class that a subclass or an instance of it overrides, or None.
-
-    A conversion would shadow or bypass it. The parts of a Hopfield layer are converted too, and count as the layer.
-    """
+    """Returns which method a subclass or an instance overrides, also in a part; a conversion would bypass it."""
     kind = type(module)
     defined = (vars(part).items() for part in base.__mro__ if part not in nn.Module.__mro__)
     own = {name for items in defined for name, value in items if callable(value) or isinstance(value, property)}
@@ -169,10 +158,8 @@ def _overridden(module: Any, base: type) -> str | None:
     for part in (getattr(module, "hopfield", None), getattr(module, "association_core", None)):
         for known in type(part).__mro__:
             if full_name(known) in _CORES or CONVERTERS.get(full_name(known)) is _hopfield:
-                inside = _overridden(part, known)
-                if inside is not None:
-                    return inside
-    return None
+                found = found or _overridden(part, known)
+    return found
 
 
 def converter_for(module: nn.Module) -> Converter | str | None:

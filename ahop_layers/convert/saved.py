@@ -22,13 +22,6 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     bases, blocks and number of heads. It replaces an older one when it is complete. Needs
     ``pip install ahop-layers[save]``.
 
-    Args:
-        model: a model with adaptive layers.
-        path: the file to write.
-
-    Raises:
-        AHopError: ``model`` is not a module or has no similarity, or safetensors is not installed.
-
     >>> import tempfile, torch, ahop_layers as ah
     >>> models = [nn.TransformerEncoderLayer(16, 2, 32), nn.TransformerEncoderLayer(16, 2, 32)]
     >>> for model in models:
@@ -47,13 +40,8 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
 def load_similarities(model: nn.Module, path: str | Path) -> None:
     """Loads the similarities that :func:`save_similarities` saved.
 
-    Args:
-        model: a model whose adaptive layers have the same names and classes, and similarities of the same shapes.
-        path: the file to read.
-
-    Raises:
-        AHopError: ``model`` is not adapted, or the file does not fit it, or safetensors is not installed. The model is
-            then unchanged.
+    The adaptive layers of ``model`` must have the same names and classes, and similarities of the same shapes.
+    Otherwise an :class:`~ahop_layers.AHopError` is raised, and the model is unchanged.
 
     >>> import tempfile, ahop_layers as ah
     >>> with tempfile.TemporaryDirectory() as folder:

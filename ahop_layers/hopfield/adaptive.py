@@ -5,7 +5,7 @@ Each takes every argument of the class it replaces, followed by the keywords tha
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ from ahop_layers.similarity import (
     SimilaritySource,
 )
 
+# A layer of static patterns warns after this number of calls with a gradient and without an optimizer step.
 CALLS_WITHOUT_UPDATE = 100
-"""A layer of static patterns warns after this number of calls with a gradient and without an optimizer step."""
 
 
 if TYPE_CHECKING:
@@ -79,17 +79,17 @@ def head_shape(core: Any, input_size: int | None) -> tuple[int, int | None]:
     return core.num_heads, input_size if core.key_as_static and core.query_as_static else core.head_dim
 
 
-def _extends(plain: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a constructor the signature of a plain layer, followed by the keywords of the adaptive layers."""
+def _constructor(plain: type) -> Any:
+    """Returns a constructor with the signature of a plain layer, followed by the keywords of the adaptive layers."""
 
-    def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
-        own = [*inspect.signature(plain.__init__).parameters.values()]  # type: ignore[misc]
-        added = inspect.signature(AdaptiveLayer.__init__).parameters.values()
-        signature = inspect.Signature([*own, *(each for each in added if each.kind == each.KEYWORD_ONLY)])
-        constructor.__signature__ = signature  # type: ignore[attr-defined]
-        return constructor
+    def __init__(self: AdaptiveLayer, *args: Any, **keywords: Any) -> None:
+        AdaptiveLayer.__init__(self, *args, **keywords)
 
-    return decorate
+    own = inspect.signature(plain.__init__).parameters.values()  # type: ignore[misc]
+    added = inspect.signature(AdaptiveLayer.__init__).parameters.values()
+    keywords = [each for each in added if each.kind == each.KEYWORD_ONLY]
+    __init__.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
+    return __init__
 
 
 class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
@@ -116,20 +116,15 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
             a tensor ``(heads,)``.
         normalize_stored_pattern, normalize_state_pattern, normalize_pattern_projection: apply a layer normalization to
             these patterns first.
-        normalize_stored_pattern_affine, normalize_state_pattern_affine, normalize_pattern_projection_affine: give that
-            normalization a learned scale and shift.
-        normalize_stored_pattern_eps, normalize_state_pattern_eps, normalize_pattern_projection_eps: added to its
-            variance.
         normalize_hopfield_space: apply a layer normalization to the projected state and stored patterns of each head.
-        normalize_hopfield_space_affine: give that normalization a learned scale and shift.
-        normalize_hopfield_space_eps: added to its variance.
+        normalize_..._affine, normalize_..._eps: give that normalization a learned scale and shift; what is added to its
+            variance.
         stored_pattern_as_static, state_pattern_as_static, pattern_projection_as_static: do not project these patterns.
             A static pattern has the size of a head, and every head receives all of it. If state and stored patterns are
             both static, any size is allowed.
         pattern_projection_as_connected: project the pattern projections twice: first by the projection of the stored
             patterns, then by their own.
-        stored_pattern_size: size of a stored pattern. None means ``input_size``.
-        pattern_projection_size: size of a pattern projection. None means ``input_size``.
+        stored_pattern_size, pattern_projection_size: sizes of these patterns. None means ``input_size``.
         batch_first: whether patterns are ``(N, rows, size)``; otherwise ``(rows, N, size)``.
         association_activation: name of a function of torch that is applied to the output, such as ``"relu"``.
         dropout: probability of dropping an association weight in training mode.
@@ -138,36 +133,24 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
             output depends on them.
         add_zero_association: add a projected stored pattern of zeros to every sample, with a projection of zeros.
         disable_out_projection: leave out the output projection: the output is the concatenation of the heads.
-        bases: names of the base similarities that are combined: ``"dis"``, ``"dot"``, ``"l1"``, or one of
-            :func:`~ahop_layers.register_base`. None means ``("dis", "dot")``.
-        init: the initial similarity, see :class:`~ahop_layers.AdaptiveSimilarity`. Every head has its own weights. With
-            None, which means ``"dot"``, the layer initially computes the same outputs as the layer it replaces.
-        debias: subtract a learned vector from every state pattern, initialized to zero.
+        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; every head has its own weights. None
+            means its default: the layer initially computes the same outputs as the layer it replaces. An integer number
+            of blocks is that of one head; for static patterns, which are not split into heads, that of a pattern.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
             ``(dim, num_heads)`` that returns one. It replaces ``bases``, ``init``, ``debias`` and ``blocks``.
-        blocks: the blocks of dimensions over which similarities are summed before they are sorted, see
-            :class:`~ahop_layers.AdaptiveSimilarity`. An integer counts the blocks of one head; for static patterns,
-            which are not split into heads, the blocks of a pattern.
-        device: device of all parameters and buffers.
-        dtype: dtype of all parameters and buffers.
+        device, dtype: device and dtype of all parameters and buffers.
 
-    Shapes:
-        input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
-        projection ``(N, S, pattern_projection_size)`` patterns; output ``(N, L, output_size)``.
-
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
+    Shapes: input ``(N, L, input_size)``, or stored ``(N, S, stored_pattern_size)``, state ``(N, L, input_size)`` and
+    projection ``(N, S, pattern_projection_size)`` patterns; output ``(N, L, output_size)``.
 
     >>> layer = AdaptiveHopfield(input_size=8, num_heads=2, separation="sparsemax")
     >>> layer(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    @_extends(Hopfield)
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    __init__ = _constructor(Hopfield)
 
     def make_adaptive(self, options: SimilarityOptions) -> None:
         """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
@@ -178,15 +161,15 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
         core.similarity = options.make_similarity(dim, heads).to(like).train(self.training)
 
     def _associate(self, *args: Any, **keywords: Any) -> Retrieval:
-        core = self.association_core
-        parameter = next(iter(core.similarity.parameters()), None) if core.similarity else None
-        if core.static_execution and self.training and not torch.compiler.is_compiling() and parameter is not None:
-            self._warn_if_not_updated(parameter)
+        if self.association_core.static_execution and self.training and not torch.compiler.is_compiling():
+            self._warn_if_not_updated()
         return super()._associate(*args, **keywords)
 
-    def _warn_if_not_updated(self, parameter: Tensor) -> None:
+    def _warn_if_not_updated(self) -> None:
         """Warns if a layer without other parameters receives gradients in many calls, but no update."""
-        if is_lazy(parameter) or parameter.grad is None:
+        similarity = self.association_core.similarity
+        parameter = None if similarity is None else next(similarity.parameters(), None)
+        if parameter is None or is_lazy(parameter) or parameter.grad is None:
             return
         version, calls = vars(self).get("_without_update", (None, 0))
         calls = calls + 1 if version == parameter._version else 0
@@ -214,18 +197,12 @@ class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``.
 
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
-
     >>> AdaptiveHopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
     _hopfield_class = AdaptiveHopfield
-
-    @_extends(HopfieldLayer)
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    __init__ = _constructor(HopfieldLayer)
 
 
 class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
@@ -241,21 +218,12 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
     Shapes: input ``(N, S, input_size)``, output ``(N, quantity * output_size)``. :meth:`pool_packed` takes bags without
     padding.
 
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
-
-    >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
-    >>> pooling(torch.randn(3, 5, 8)).shape
-    torch.Size([3, 8])
-    >>> pooling.pool_packed(torch.randn(10, 8), [3, 0, 7]).shape
+    >>> AdaptiveHopfieldPooling(input_size=8, num_heads=2)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 8])
     """
 
     _hopfield_class = AdaptiveHopfield
-
-    @_extends(HopfieldPooling)
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    __init__ = _constructor(HopfieldPooling)
 
     def pool_packed(
         self, instances: Tensor, bag_sizes: Sequence[int] | Tensor | None = None, return_association: bool = False
@@ -264,7 +232,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
 
         Without update steps, keys and values are computed in slices to bound memory, and in training recomputed for
         their gradients: little more than the instances stays in memory. Under ``torch.compile``, pass ``bag_sizes`` as
-        a tensor: one graph then serves all sizes, without slices.
+        a tensor: one graph then serves all sizes, without slices, and raises a RuntimeError if they are wrong.
 
         Args:
             instances: ``(total, input_size)``, those of all N bags, or a nested tensor ``(N, bag, input_size)``.
@@ -276,10 +244,6 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
             The result of the padded call, ``(N, quantity * output_size)``, and on request the weights
             ``(total, heads, quantity)``.
 
-        Raises:
-            AHopError: the sizes do not add up to the number of instances, or an argument has the wrong type or shape.
-                A compiled graph raises a RuntimeError for wrong sizes when it runs.
-
         >>> pooling = AdaptiveHopfieldPooling(input_size=8, num_heads=2)
         >>> pooled, weights = pooling.pool_packed(torch.randn(10, 8), [3, 0, 7], return_association=True)
         >>> pooled.shape, weights.shape
@@ -290,13 +254,8 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         def project(part: int, rows: Tensor) -> Tensor:
             return rearrange(hopfield.heads(rows[None], part), "1 h t d -> t h d")
 
-        packed = Packed(
-            *check_bags(instances, bag_sizes),
-            partial(project, 1),
-            partial(project, 2),
-            zero_association=core.add_zero_attn,
-            keep_keys=core.steps != 0,
-        )
+        bags, parts = check_bags(instances, bag_sizes), (partial(project, 1), partial(project, 2))
+        packed = Packed(*bags, *parts, zero_association=core.add_zero_attn, keep_keys=core.steps != 0)
         queries = self.pooling_weights if hopfield._batch_first else self.pooling_weights.transpose(0, 1)
         output, weights = core.retrieve(hopfield.heads(queries, 0), packed)
         output = hopfield.activate(output).flatten(1)
@@ -305,12 +264,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
 
 @torch.no_grad()
 def is_dot_product(similarity: nn.Module | None) -> bool:
-    """Returns whether a similarity computes the dot product for all patterns; an unknown class does not count.
-
-    >>> similarity = AdaptiveSimilarity(8, blocks=[None, 4])
-    >>> is_dot_product(similarity), is_dot_product(AdaptiveSimilarity(8, init="dis"))
-    (True, False)
-    """
+    """Returns whether a similarity computes the dot product for all patterns; an unknown class does not count."""
     if not isinstance(similarity, AdaptiveSimilarity):
         return similarity is None
     if any(is_lazy(parameter) for parameter in similarity.parameters()):
@@ -331,15 +285,8 @@ def is_dot_product(similarity: nn.Module | None) -> bool:
 def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of a model for its original with hflayers, which loads it with ``strict=True``.
 
-    Args:
-        model: a model with adaptive layers whose similarity is still the dot product, for example one that was trained
-            with frozen similarities.
-
-    Returns:
-        The state dict without the entries of similarities and separations.
-
-    Raises:
-        AHopError: a similarity is no longer the dot product, a separation is not softmax, or a scaling is trained.
+    Its similarities must still be the dot product, as those of a model that was trained with frozen similarities, its
+    separations softmax, and its scaling fixed.
 
     >>> import ahop_layers as ah
     >>> sorted(ah.hflayers_state_dict(ah.AdaptiveHopfield(8, disable_out_projection=True)))[:2]

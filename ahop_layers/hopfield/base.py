@@ -82,8 +82,7 @@ class HopfieldInterface(nn.Module):
         """Computes the weights ``(N, heads, L, S)`` of a call, with ``with_grad=True`` for a loss on them."""
         masks = (stored_pattern_padding_mask, association_mask)
         with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
-            weights: Tensor = self._inner._associate(self._patterns(input), True, False, *masks)[2]
-        return weights
+            return self._inner._associate(self._patterns(input), True, False, *masks)[2]
 
     @torch.no_grad()
     def get_projected_pattern_matrix(
@@ -91,8 +90,7 @@ class HopfieldInterface(nn.Module):
     ) -> Tensor:
         """Computes the projected patterns ``(N, heads, S, pattern_size)`` of a call, without gradient."""
         masks = (stored_pattern_padding_mask, association_mask)
-        projected: Tensor = self._inner._associate(self._patterns(input), False, True, *masks)[3]
-        return projected
+        return self._inner._associate(self._patterns(input), False, True, *masks)[3]
 
     batch_first = reads("_inner._batch_first")
     scaling = reads("_inner.association_core.scaling")
@@ -119,13 +117,9 @@ class Hopfield(HopfieldInterface):
 
     The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
 
-    Shapes:
-        stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
-        ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
-        dimension. A batch of 1 broadcasts.
-
-    Raises:
-        AHopError: an argument has the wrong type, size or shape.
+    Shapes: stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
+    ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
+    dimension. A batch of 1 broadcasts.
 
     >>> layer = Hopfield(input_size=8, num_heads=2)
     >>> layer((torch.randn(3, 5, 8), torch.randn(3, 4, 8), torch.randn(3, 5, 8))).shape
@@ -231,13 +225,12 @@ class Hopfield(HopfieldInterface):
         stored, state, projection = patterns
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
         core = self.association_core
-        retrieval: Retrieval = core(
+        return core(
             *self._maybe_transpose(*normal),
             key_padding_mask=stored_pattern_padding_mask, need_weights=False, attn_mask=association_mask,
             scaling=core.scaling, update_steps_max=core.update_steps_max, update_steps_eps=core.update_steps_eps,
             return_raw_associations=return_raw_associations, return_pattern_projections=return_projected_patterns,
         )  # fmt: skip
-        return retrieval
 
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
@@ -249,9 +242,7 @@ class Hopfield(HopfieldInterface):
             stored_pattern_padding_mask: ``(N, S)``, True = ignore.
             association_mask: ``(L, S)`` or ``(N * heads, L, S)``; bool, True = ignore, or a float to add to the scores.
         """
-        output = self._associate(
-            data=input, stored_pattern_padding_mask=stored_pattern_padding_mask, association_mask=association_mask
-        )[0]
+        output = self._associate(input, False, False, stored_pattern_padding_mask, association_mask)[0]
         return self.activate(self._maybe_transpose(output))
 
     def activate(self, output: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """AssociationCore: the projections of a Hopfield layer, and :func:`~ahop_layers.association.associate` between them."""
 
+from functools import partial
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -14,34 +15,17 @@ from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import Associator, reset
 
+# The scaling of the scores, the number of update steps, and their convergence threshold.
+Settings = tuple[float | Tensor, Steps, float | Tensor]
+
 
 class Retrieval(NamedTuple):
-    """The result of a core, as in hflayers; entries that were not requested are None.
+    """The result of a core, as in hflayers; entries that were not requested are None."""
 
-    Attributes:
-        output: ``(L, N, out)``.
-        mean_weights: weights averaged over heads, before dropout, ``(N, L, S)``.
-        weights: ``(N, H, L, S)``.
-        projected: projected values, ``(N, H, S, e)``.
-    """
-
-    output: Tensor
-    mean_weights: Any
-    weights: Any
-    projected: Any
-
-
-class Settings(NamedTuple):
-    """The scaling of the scores, the number of update steps, and their convergence threshold."""
-
-    scaling: float | Tensor
-    steps: Steps
-    eps: float | Tensor
-
-    @property
-    def scales_query(self) -> bool:
-        """Whether the scaling multiplies the query; otherwise it multiplies the scores."""
-        return isinstance(self.scaling, Tensor) and self.scaling.ndim == 1
+    output: Tensor  # (L, N, out)
+    mean_weights: Any  # weights averaged over heads, before dropout, (N, L, S)
+    weights: Any  # (N, H, L, S)
+    projected: Any  # projected values, (N, H, S, e)
 
 
 class AssociationCore(Associator):
@@ -163,10 +147,7 @@ class AssociationCore(Associator):
         self.steps: Steps = as_steps(steps)
 
     def reset_parameters(self) -> None:
-        """Resets weights to a normal distribution, biases to zero, and similarity and separation to their init.
-
-        Random numbers are drawn in the order of hflayers: the same seed results in the same weights.
-        """
+        """Resets all parameters; random numbers are drawn in the order of hflayers: a seed gives the same weights."""
         weights = [getattr(self, f"{name}_weight") for name in ("in_proj", "q_proj", "k_proj", "v_proj")]
         weight, bias = (getattr(self.out_proj, name, None) for name in ("weight", "bias"))
         for parameter in (*weights, weight, self.bias_k, self.bias_v):
@@ -224,26 +205,23 @@ class AssociationCore(Associator):
         """Scores queries ``(N, H, L, d)`` against keys ``(N, H, S, d)``, before scaling: ``(N, H, L, S)``."""
         return dot_product(query, key) if self.similarity is None else self.similarity(query, key)
 
-    def _similarity(self, settings: Settings) -> Similarity:
-        """Returns :meth:`score` of the scaled query, or the similarity module where that is all that it computes."""
-        if settings.scales_query:
-            return lambda query, key: self.score(query * self._factors(settings, query.shape[-1]), key)
-        overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
-        return self.score if overridden or self.similarity is None else self.similarity
-
-    def _factors(self, settings: Settings, width: int) -> Tensor:
-        """Returns the factors ``(H, 1, d)`` of the query for a scaling ``(H,)``, see :meth:`configure`."""
-        return rearrange(settings.scaling.repeat(width), "(h d) -> h 1 d", h=self.num_heads)  # type: ignore[union-attr]
+    def _score_scaled(self, scaling: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Scores the query times a scaling ``(H,)``, see :meth:`configure`."""
+        factors = rearrange(scaling.repeat(query.shape[-1]), "(h d) -> h 1 d", h=self.num_heads)
+        return self.score(query * factors, key)
 
     def retrieve(
         self, query: Tensor, stored: Stored, need_weights: bool = True, settings: Settings | None = None
     ) -> tuple[Tensor, Any]:
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
-        settings = settings or Settings(self.scaling, self.steps, self.update_steps_eps)
+        scaling, steps, eps = settings or (self.scaling, self.steps, self.update_steps_eps)
+        overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
+        score: Similarity = self.score if overridden or self.similarity is None else self.similarity
+        if isinstance(scaling, Tensor) and scaling.ndim == 1:
+            score, scaling = partial(self._score_scaled, scaling), 1.0
         output, weights = associate(
-            query, stored, score=self._similarity(settings), separation=self.separation,
-            scaling=1.0 if settings.scales_query else settings.scaling, dropout=self.dropout if self.training else 0.0,
-            steps=settings.steps, eps=settings.eps, need_weights=need_weights,
+            query, stored, score=score, separation=self.separation, scaling=scaling,
+            dropout=self.dropout if self.training else 0.0, steps=steps, eps=eps, need_weights=need_weights,
         )  # fmt: skip
         output = rearrange(output, "n h l d -> n l (h d)")
         return output if self.out_proj is None else self.out_proj(output), weights
@@ -264,7 +242,7 @@ class AssociationCore(Associator):
         mask = combine_masks(key_padding_mask, attn_mask, (batch, self.num_heads, length, stored))
         padded = Padded(k, v, mask, self.add_zero_attn)
         steps = self.steps if update_steps_max is self.update_steps_max else as_steps(update_steps_max)
-        settings = Settings(1.0 if scaling is None else scaling, steps, update_steps_eps)
+        settings = 1.0 if scaling is None else scaling, steps, update_steps_eps
         weighted = need_weights or return_raw_associations or has_hooks(self)
         output, weights = self.retrieve(q, padded, weighted, settings)
         mean = weights.mean(1) if need_weights else None

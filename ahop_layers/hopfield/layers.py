@@ -49,8 +49,7 @@ class LearnedPatterns(HopfieldInterface):
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
         """Retrieves patterns; the masks are those of :class:`Hopfield`."""
-        output: Tensor = self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
-        return output
+        return self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
 
     quantity = reads("_quantity")
 

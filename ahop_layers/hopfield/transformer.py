@@ -17,8 +17,7 @@ def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: 
         raise AHopError("is_causal=True describes a mask, got no mask")
     if padding is not None and padding.is_floating_point() and not isinstance(association, HopfieldInterface):
         padding = padding.isneginf()
-    output: Tensor = association(input, stored_pattern_padding_mask=padding, association_mask=mask)
-    return output
+    return association(input, stored_pattern_padding_mask=padding, association_mask=mask)
 
 
 class _Layer(nn.Module):
@@ -49,8 +48,7 @@ class _Layer(nn.Module):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout_residual(self.activation_residual(self.linear_residual(x)))
-        output: Tensor = x + self.dropout_output(self.linear_output(hidden))
-        return output
+        return x + self.dropout_output(self.linear_output(hidden))
 
     batch_first = reads("self_attn.batch_first")
     input_size = reads("self_attn.input_size")
@@ -65,11 +63,8 @@ class HopfieldEncoderLayer(_Layer):
     Args:
         hopfield_association: an adaptive or plain Hopfield layer, which is copied and reset.
         dim_feedforward: width of the feed-forward part.
-        dropout: probability of dropout after the association and in the feed-forward part.
+        dropout: probability of dropout after each association and in the feed-forward part.
         activation: name of a function of torch.
-
-    Raises:
-        AHopError: an argument is invalid.
 
     >>> import ahop_layers as ah
     >>> layer = HopfieldEncoderLayer(ah.AdaptiveHopfield(16, num_heads=2), dim_feedforward=32)
@@ -84,8 +79,7 @@ class HopfieldEncoderLayer(_Layer):
         activation: str = "relu",
     ) -> None:  # fmt: skip
         super().__init__(dim_feedforward, dropout, activation, hopfield_association=hopfield_association)
-        width = self.input_size
-        self.norm_residual, self.norm_output = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm_residual, self.norm_output = nn.LayerNorm(self.input_size), nn.LayerNorm(self.input_size)
         self.dropout_hopfield_association = nn.Dropout(dropout)
         self.reset_parameters()
 
@@ -96,19 +90,14 @@ class HopfieldEncoderLayer(_Layer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Encodes a sequence; the arguments are those of ``nn.TransformerEncoderLayer``.
-
-        ``is_causal`` states that ``src_mask``, which must be given, is causal. It changes nothing.
-        """
+        """Encodes a sequence, as ``nn.TransformerEncoderLayer``; ``is_causal`` states that the given mask is causal."""
         associated = _associate(self.hopfield_association, src, src_key_padding_mask, src_mask, is_causal)
         src = self.norm_residual(src + self.dropout_hopfield_association(associated))
-        output: Tensor = self.norm_output(self._feed_forward(src))
-        return output
+        return self.norm_output(self._feed_forward(src))
 
     def get_association_matrix(self, input: Patterns) -> Tensor:
         """Computes the weights ``(N, heads, L, S)`` of the Hopfield layer."""
-        matrix: Tensor = self.self_attn.get_association_matrix(input)
-        return matrix
+        return self.self_attn.get_association_matrix(input)
 
 
 class HopfieldDecoderLayer(_Layer):
@@ -117,12 +106,7 @@ class HopfieldDecoderLayer(_Layer):
     Args:
         hopfield_association_self: the Hopfield layer that associates the target with itself. It is copied and reset.
         hopfield_association_cross: the one that associates the target with the memory. It is copied and reset.
-        dim_feedforward: width of the feed-forward part.
-        dropout: probability of dropout after each association and in the feed-forward part.
-        activation: name of a function of torch.
-
-    Raises:
-        AHopError: an argument is invalid.
+        dim_feedforward, dropout, activation: see :class:`HopfieldEncoderLayer`.
 
     >>> import ahop_layers as ah
     >>> layer = HopfieldDecoderLayer(ah.AdaptiveHopfield(16), ah.AdaptiveHopfield(16), dim_feedforward=32)
@@ -131,6 +115,7 @@ class HopfieldDecoderLayer(_Layer):
     """
 
     self_attn = reads("hopfield_association_self")
+    hopfield_association_cross: Any
 
     def __init__(
         self, hopfield_association_self: nn.Module, hopfield_association_cross: nn.Module, dim_feedforward: int = 2048,
@@ -152,25 +137,18 @@ class HopfieldDecoderLayer(_Layer):
         tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False, memory_is_causal: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Decodes a target that attends to the memory; the arguments are those of ``nn.TransformerDecoderLayer``.
-
-        ``..._is_causal`` states that the mask, which must be given, is causal. It changes nothing.
-        """
+        """Decodes a target, as ``nn.TransformerDecoderLayer``; ``..._is_causal`` states that a given mask is causal."""
         associated = _associate(self.hopfield_association_self, tgt, tgt_key_padding_mask, tgt_mask, tgt_is_causal)
         tgt = self.norm_residual_self(tgt + self.dropout_hopfield_association_self(associated))
         cross, triple = self.hopfield_association_cross, (memory, tgt, memory)
         associated = _associate(cross, triple, memory_key_padding_mask, memory_mask, memory_is_causal)
         tgt = self.norm_residual_cross(tgt + self.dropout_hopfield_association_cross(associated))
-        output: Tensor = self.norm_output(self._feed_forward(tgt))
-        return output
+        return self.norm_output(self._feed_forward(tgt))
 
     def get_association_matrix_self(self, input: Patterns) -> Tensor:
         """Computes the weights ``(N, heads, L, L)`` of the target with itself."""
-        matrix: Tensor = self.self_attn.get_association_matrix(input)
-        return matrix
+        return self.self_attn.get_association_matrix(input)
 
     def get_association_matrix_cross(self, input: Patterns) -> Tensor:
         """Computes the weights ``(N, heads, L, S)`` of the target with the memory."""
-        association: Any = self.hopfield_association_cross
-        matrix: Tensor = association.get_association_matrix(input)
-        return matrix
+        return self.hopfield_association_cross.get_association_matrix(input)

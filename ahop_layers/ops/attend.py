@@ -7,6 +7,7 @@ infinite.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,15 +22,10 @@ from ahop_layers.ops.operators import check_tensor, register
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
 
+# Where no fused kernel supports a call, scores of more memory than this are computed in slices, which compute them a
+# second time in the backward pass.
 SCORES_BYTES = 32 * 2**20
-"""Where no fused kernel supports a call, scores of more memory than this are computed in slices.
-
-Slices compute the scores a second time in the backward pass, which takes longer than keeping them.
-"""
-
-LARGEST_OFFSET = 1e3
-"""Rows of an additive mask whose largest value is farther from zero are shifted to zero."""
-
+LARGEST_OFFSET = 1e3  # rows of an additive mask whose largest value is farther from zero are shifted to zero
 _TRITON = find_spec("triton") is not None  # a constant, since torch.compile cannot trace find_spec
 
 
@@ -74,13 +70,6 @@ def attend(
 
     N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head.
     Under autocast, query, key and value are cast as in separate products.
-
-    >>> query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
-    >>> weight = torch.eye(8)[-1:] * 8**-0.5  # the scaled dot product
-    >>> output = attend(query, key, key, weight, ("dot",))
-    >>> reference = torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-    >>> torch.allclose(output, reference, atol=1e-5)
-    True
     """
     operators.check_differentiable(query=query, key=key, value=value, weight=weight)
     query, key, value = autocast(query, key, value)
@@ -92,8 +81,7 @@ def attend(
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     options = ",".join(bases), causal, float(dropout), backend
-    out: Tensor = torch.ops.ahop.attend.default(query, key, value, weight, mask, seed, *options)[0]
-    return out
+    return torch.ops.ahop.attend.default(query, key, value, weight, mask, seed, *options)[0]
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,8 +185,9 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     return operators.needed_grads(ctx, torch.ops.ahop.attend_backward.default, 4, args)
 
 
-def _for_each(operator: Any, info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, ...]:
-    """Calls the operator for each entry of the mapped axis: dropout depends on the index of a head."""
+def _for_each(name: str, info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, ...]:
+    """Calls the operator ``ahop::name`` for each entry of the mapped axis: dropout depends on the index of a head."""
+    operator = getattr(torch.ops.ahop, name)
     dims = [axis if isinstance(axis, int) else None for axis in in_dims]  # lists of options have lists
     results = [
         operator(*(arg if axis is None else arg.select(axis, index) for arg, axis in zip(args, dims, strict=True)))
@@ -207,18 +196,10 @@ def _for_each(operator: Any, info: Any, in_dims: Sequence[Any], *args: Any) -> t
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-def _map_attend(*args: Any) -> tuple[Any, ...]:
-    return _for_each(torch.ops.ahop.attend, *args)
-
-
-def _map_attend_backward(*args: Any) -> tuple[Any, ...]:
-    return _for_each(torch.ops.ahop.attend_backward, *args)
-
-
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _OPTIONS = "str bases, bool causal, float dropout, str backend"
 _SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, _fake_attend, _map_attend, _differentiate, _save)
+register("attend", _SCHEMA, _attend, _fake_attend, partial(_for_each, "attend"), _differentiate, _save)
 _SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
-register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward, _map_attend_backward)
+register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward, partial(_for_each, "attend_backward"))

@@ -48,7 +48,13 @@ def backends() -> dict[str, Status]:
 def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> Kernel:
     """Returns the kernel named ``backend``, or for ``"auto"`` the fastest one that supports the call."""
     if backend == "auto":
-        return _fastest(query, bases, blocks, missing)
+        device = query.device.type
+        fastest = {"cpu": KERNELS["cpu"], "cuda": KERNELS["triton"]}.get(device)
+        if fastest is not None and fastest.unavailable() is None and fastest.serves(query, bases, blocks, missing):
+            return fastest
+        if device == "cuda" and gpu.unavailable() is not None:
+            _warn_slow_gpu()
+        return chunked
     module = KERNELS[backend]
     reason = module.unavailable()
     if reason is not None:
@@ -65,16 +71,6 @@ def choose_attention(backend: str, call: AttentionCall) -> Attention:
     """Returns the implementation of ``ahop::attend`` for a call: fused, or on top of the kernel ``backend`` names."""
     kernel = choose_kernel(backend, call.query, call.bases, call.weight.shape[-1])
     return fused if kernel is gpu and fused.serves(call) else Sliced(kernel)
-
-
-def _fastest(query: Tensor, bases: Sequence[str], blocks: int, missing: bool) -> Kernel:
-    device = query.device.type
-    module = {"cpu": KERNELS["cpu"], "cuda": KERNELS["triton"]}.get(device)
-    if module is not None and module.unavailable() is None and module.serves(query, bases, blocks, missing):
-        return module
-    if device == "cuda" and gpu.unavailable() is not None:
-        _warn_slow_gpu()
-    return chunked
 
 
 @lru_cache(maxsize=None)  # once per process

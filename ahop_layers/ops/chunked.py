@@ -7,29 +7,18 @@ bases that saturate, by default 1. Half-precision inputs are scored in float32.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import (
-    BASES,
-    Slopes,
-    accumulation_dtype,
-    block_sums,
-    folded_similarity,
-    missing_similarity,
-)
+from ahop_layers.ops.reference import BASES, accumulation_dtype, block_sums, folded_similarity, missing_similarity
 
+# Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results.
 SCRATCH_BYTES = 40 * 2**20
-"""Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results."""
-
-MISSING_COPIES = 3
-"""How many times as much memory a pair takes where values can be unknown: weights then differ between pairs."""
-
-NORMALIZED_COPIES = 5
-"""The same where blocks are normalized: their values then differ between pairs as well."""
-
+# How many times as much memory a pair takes where values can be unknown, and weights differ between pairs, and where
+# blocks are also normalized, and their values differ between pairs as well.
+MISSING_COPIES, NORMALIZED_COPIES = 3, 5
 Need = tuple[bool, bool, bool]
 
 
@@ -59,10 +48,11 @@ def score(
     blocks: Tensor | None = None,
     constant: Tensor | None = None,
 ) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``.
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)``.
 
-    If ``missing``, NaN is an unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks``
-    and ``constant``, here ``(N, H, 1, 1, 1)``, are for this case alone.
+    ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. If ``missing``, NaN is an
+    unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks`` and ``constant``, here
+    ``(N, H, 1, 1, 1)``, are for this kernel and this case alone.
     """
     copies = 1 if not missing else MISSING_COPIES if constant is None else NORMALIZED_COPIES
     wide = accumulation_dtype(query.dtype)
@@ -113,7 +103,7 @@ def score_backward(
             at_rank = weight[h, index][:, None, None].expand_as(similarities)
             at_block = similarities.scatter_(-1, order, at_rank).mul_(tile_grad / width).unsqueeze(-1)
             del order
-            slopes = cast(Slopes, BASES[base].slopes)
+            slopes: Any = BASES[base].slopes  # not None, see serves
             for which, slope, pairs_axis in zip((0, 1), slopes(*pair), (-2, -3), strict=True):
                 if need[which]:
                     place = (n, h, rows) if which == 0 else (n, h, columns)

@@ -23,29 +23,21 @@ from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
 MAX_BLOCKS = 1024
-MAX_DIMENSIONS = 16384
-"""Bounds the scratch memory, which grows with d."""
-
+MAX_DIMENSIONS = 16384  # bounds the scratch memory, which grows with d
 BASE_CODES = {"dis": 0, "dot": 1, "l1": 2, "near": 3}
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 = range(11)
 SORTS = {2: SORT2, 4: SORT4, 8: SORT8, 16: SORT16}
 CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 
+# Calls with less work run single-threaded: starting a thread would take longer. The unit is a sorted similarity;
+# summing 8 dimensions takes about as long.
 SERIAL_WORK = 50_000
-"""Calls with less work run single-threaded: starting a thread would take longer.
-
-The unit is a sorted similarity; summing 8 dimensions takes about as long.
-"""
-
+# A call into the library returns after about this time, to be continued, so that Python can handle signals.
 SLICE_NS = 100_000_000
-"""A call into the library returns after about this time, to be continued, so that Python can handle signals."""
-
-ABI_VERSION = 3
-"""Equal to that of footprint.c; increase both with every change of the interface."""
-
+ABI_VERSION = 3  # equal to that of footprint.c; increase both with every change of the interface
+# ``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing.
 CALL = struct.Struct("10P25q")
-"""``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing."""
 
 FAILED, DONE, MORE = range(-1, 2)
 
@@ -130,10 +122,7 @@ def detail() -> str:
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-    """Returns whether this kernel supports the tensor and the number of blocks, and implements the bases.
-
-    Values can be missing if every dimension is a block.
-    """
+    """Returns whether this kernel supports the call; values can be missing only if every dimension is a block."""
     if missing and blocks < query.shape[-1]:
         return False
     fits = query.shape[-1] <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS
@@ -165,11 +154,8 @@ def score_backward(
     need: Need,
     widths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
-
-    Those of ``"near"`` are left to plain PyTorch.
-    """
-    if "near" in bases:
+    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
+    if "near" in bases:  # which the library does not differentiate
         return chunked.score_backward(grad, query, key, weight, bases, need, widths)
     dtype = accumulation_dtype(query.dtype)
     grad = grad.to(dtype)
@@ -233,11 +219,6 @@ def _run(
         raise MemoryError("the native kernel could not allocate its scratch memory")
 
 
-@lru_cache(maxsize=None)
-def _codes(bases: tuple[str, ...]) -> "ctypes.Array[ctypes.c_int32]":
-    return (ctypes.c_int32 * len(bases))(*(BASE_CODES[base] for base in bases))
-
-
 class Step(NamedTuple):
     """``step_t`` of footprint.c: groups of rows ``step`` apart, one group every ``advance`` rows, up to ``end``."""
 
@@ -275,6 +256,11 @@ def steps(n: int) -> Iterator[Step]:
                 step >>= distances
                 yield Step(CHAINS[distances], block, 1, step, step, end)
         run *= 2
+
+
+@lru_cache(maxsize=None)
+def _codes(bases: tuple[str, ...]) -> "ctypes.Array[ctypes.c_int32]":
+    return (ctypes.c_int32 * len(bases))(*(BASE_CODES[base] for base in bases))
 
 
 @lru_cache(maxsize=None)

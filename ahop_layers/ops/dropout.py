@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 WORD = 2**32 - 1
+# Numbers of positions that are hashed at once on a CPU and on a GPU, where starting an operation is expensive.
 TILE, GPU_TILE = 2**17, 2**22
-"""Numbers of positions that are hashed at once on a CPU and on a GPU, where starting an operation is expensive."""
-
-
 # Constants modulo 2^32 with small absolute values, so that their products with 32-bit numbers fit into int64.
 FIRST, SECOND, ROW, COLUMN = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B9 - 2**32, 0x85EBCA6B - 2**32
 
@@ -27,13 +25,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def kept(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropout: float) -> Tensor:
-    """Returns which weights remain, a bool tensor ``(heads, rows, columns)``.
+    """Returns which weights remain at a probability ``dropout``, a bool tensor ``(heads, rows, columns)``.
 
-    Args:
-        seed: int64 ``(1,)``.
-        heads: int64 ``(heads,)``, the index ``n * H + h`` of each head of the batch.
-        rows, columns: int64, the indices of queries and of keys.
-        dropout: the probability of dropping a weight.
+    All tensors are int64: the ``seed (1,)``, the index ``n * H + h`` of each head of the batch, and the indices of the
+    queries and of the keys.
 
     >>> seed, heads, rows, columns = torch.tensor([7]), torch.arange(2), torch.arange(40), torch.arange(50)
     >>> all_bits = kept(seed, heads, rows, columns, 0.25)

@@ -8,9 +8,9 @@ weights and call a kernel. All private PyTorch functions that the package uses a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +69,6 @@ def adaptive_similarity(
         Scores ``(..., L, S)`` in the dtype of ``query``, accumulated in at least float32. Under autocast the scores are
         float32. Forward-mode AD and ``torch.func.grad`` take the reference path.
 
-    Raises:
-        AHopError: an argument has an unsupported shape, dtype or device, a base is not registered, or the backend is
-            not available.
-
     With weight 1 on the last footprint entry and 0 elsewhere, the score is the base similarity itself:
 
     >>> import torch, ahop_layers as ah
@@ -104,15 +100,15 @@ def score_pairs(
     """
     names = check_bases(bases)
     check_pair(query, key)
-    batch = _check_weight(query, key, weight, names, any_width=isinstance(blocks, Tensor))
+    batch = _check_weight(query, key, weight, names, uneven=isinstance(blocks, Tensor))
     numbers = _check_blocks(blocks, query, weight)
     check_differentiable(query=query, key=key, weight=weight)
     check_choice("backend", backend, ("auto", *BACKENDS))
+    widths = _check_widths(widths, names, query)
+    tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
     custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
     custom += [] if numbers is None else ["a tensor of blocks"]
     custom += [] if constant is None else ["the normalization of blocks with missing values"]
-    widths = _check_widths(widths, names, query)
-    tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
     custom += ["the gradient of scores with missing values"] if missing and tracked else []
     if custom and backend not in ("auto", "reference"):
         raise AHopError(f"{custom[0]} runs on the reference path only, got backend={backend!r}")
@@ -138,15 +134,15 @@ def score_pairs(
                 scores = scores.reshape(*batch, *scores.shape[-2:])
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
-        scores = _canonical_score(query, key, weight, batch, (",".join(names), backend, autocast, widths, missing))
+        tensors = _canonical(query, key, weight, batch)
+        score: Any = _Score.apply if is_plain_call(*tensors) else torch.ops.ahop.score.default
+        scores = score(*tensors, ",".join(names), backend, autocast, widths, missing)
+        scores = scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
     return scores.to(wide if autocast else dtype)
 
 
 def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast casts a pair to, or None if it is disabled; float64 is kept.
-
-    It is that of a matrix product on a GPU, and float32 on other devices.
-    """
+    """Returns the dtype that autocast casts a pair to: float32 except on a GPU; float64 is kept. None if disabled."""
     device = query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # autocast is undefined on meta tensors
         return None
@@ -191,9 +187,6 @@ def is_plain_call(*tensors: Tensor) -> bool:
 
     A small layer trains up to 6 % faster without it. A tensor subclass, a transform of torch.func or a lazy negation
     shows in the dispatch keys of a tensor.
-
-    >>> is_plain_call(torch.ones(2)), is_plain_call(torch.ones(2, device="meta"))
-    (True, False)
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
@@ -203,25 +196,17 @@ def is_plain_call(*tensors: Tensor) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether a forward or backward hook observes calls of the module; hooks of all modules count.
-
-    >>> layer = nn.Identity()
-    >>> handle = layer.register_forward_hook(print)
-    >>> has_hooks(layer), has_hooks(nn.Identity())
-    (True, False)
-    """
+    """Returns whether a forward or backward hook observes calls of the module; hooks of all modules count."""
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     return any(getattr(module, f"_{kind}") or getattr(modules, f"_global_{kind}") for kind in kinds)
 
 
-def _check_weight(
-    query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...], any_width: bool
-) -> tuple[int, ...]:
+def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...], uneven: bool) -> tuple[int, ...]:
     """Validates the weight for the pair and returns the batch shape of the scores."""
     check_floating(weight=weight)
     check_same_device(query=query, weight=weight)
     fits = weight.ndim in (2, 3) and weight.shape[-2] == len(names)
-    if not fits or not (any_width or _divides(weight.shape[-1], query.shape[-1])):
+    if not fits or not (uneven or _divides(weight.shape[-1], query.shape[-1])):
         shapes = f"(n_bases, n) = ({len(names)}, n) or (H, n_bases, n) = (H, {len(names)}, n) for bases {names}"
         rule = f"n one of {divisors(query.shape[-1])}, the divisors of d"
         raise AHopError(f"weight must be {shapes} with {rule}, got {describe(weight)}")
@@ -254,16 +239,6 @@ def _check_widths(widths: Tensor | None, names: Sequence[str], query: Tensor) ->
     if widths.shape != (len(names),):
         raise AHopError(f"widths must be (n_bases,) = ({len(names)},), got {describe(widths)}")
     return widths.detach().to(accumulation_dtype(query.dtype))
-
-
-def _canonical_score(
-    query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...], options: tuple[Any, ...]
-) -> Tensor:
-    """Reshapes the batch dimensions to (N, H) and calls the operator."""
-    query, key, weight = _canonical(query, key, weight, batch)
-    score: Any = _Score.apply if is_plain_call(query, key, weight) else torch.ops.ahop.score.default
-    scores: Tensor = score(query, key, weight, *options)
-    return scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
 
 
 def _canonical(query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -374,108 +349,88 @@ def register(
     torch.library.register_autograd(name, backward, setup_context=save)
 
 
-def _check(
-    query: Tensor, key: Tensor, weight: Tensor, bases: str, backend: str, widths: Tensor | None
-) -> tuple[str, ...]:
-    names = check_call(weight, bases, backend, query=query, key=key)
-    check_tensor("key", key, (*query.shape[:2], key.shape[-2], query.shape[-1]), query.dtype, query)
-    if widths is not None:
-        check_tensor("widths", widths, (len(names),), accumulation_dtype(query.dtype), query)
-    return names
+class _ScoreCall(NamedTuple):
+    """The inputs of ``ahop::score``, in the order of its schema; ``wide`` asks for scores of at least float32."""
+
+    query: Tensor
+    key: Tensor
+    weight: Tensor
+    bases: str
+    backend: str
+    wide: bool = True
+    widths: Tensor | None = None
+    missing: bool = False
+
+    def check(self) -> tuple[str, ...]:
+        """Validates the call and returns the names of its bases."""
+        query, key = self.query, self.key
+        names = check_call(self.weight, self.bases, self.backend, query=query, key=key)
+        check_tensor("key", key, (*query.shape[:2], key.shape[-2], query.shape[-1]), query.dtype, query)
+        if self.widths is not None:
+            check_tensor("widths", self.widths, (len(names),), accumulation_dtype(query.dtype), query)
+        return names
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the scores."""
+        return accumulation_dtype(self.query.dtype) if self.wide else self.query.dtype
+
+    def folded(self) -> Tensor:
+        """Returns the folded weights as kernels take them."""
+        return fold(self.weight, accumulation_dtype(self.weight.dtype))
 
 
-def _check_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: str,
-    backend: str,
-    need: list[bool],
-    widths: Tensor | None = None,
-) -> tuple[str, ...]:
-    names = _check(query, key, weight, bases, backend, widths)
+def _score(*args: Any) -> Tensor:
+    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
+    call = _ScoreCall(*args)
+    names = call.check()
+    kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1], call.missing)
+    return kernel.score(call.query, call.key, call.folded(), names, call.dtype, call.widths, call.missing)
+
+
+def _fake_score(*args: Any) -> Tensor:
+    call = _ScoreCall(*args)
+    call.check()
+    return call.query.new_empty(*call.query.shape[:-1], call.key.shape[-2], dtype=call.dtype)
+
+
+def _checked_backward(grad: Tensor, *args: Any) -> tuple[_ScoreCall, tuple[str, ...], chunked.Need]:
+    """Validates the arguments of ``ahop::score_backward``; returns its call, the names of the bases, and ``need``."""
+    query, key, weight, bases, backend, need, *widths = args
+    call = _ScoreCall(query, key, weight, bases, backend, widths=widths[0] if widths else None)
+    names = call.check()
     dtype = query.dtype if grad.dtype == query.dtype else accumulation_dtype(query.dtype)
     check_tensor("grad", grad, (*query.shape[:3], key.shape[-2]), dtype, query)
     check_need(need, 3)
-    return names
+    return call, names, (need[0], need[1], need[2])
 
 
-def _folded(weight: Tensor) -> Tensor:
-    return fold(weight, accumulation_dtype(weight.dtype))
-
-
-def _score_dtype(query: Tensor, wide: bool) -> torch.dtype:
-    return accumulation_dtype(query.dtype) if wide else query.dtype
-
-
-def _score(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: str,
-    backend: str,
-    wide: bool = True,
-    widths: Tensor | None = None,
-    missing: bool = False,
-) -> Tensor:
-    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S), in at least float32 if ``wide``."""
-    names = _check(query, key, weight, bases, backend, widths)
-    kernel = choose_kernel(backend, query, names, weight.shape[-1], missing)
-    return kernel.score(query, key, _folded(weight), names, _score_dtype(query, wide), widths, missing)
-
-
-def _fake_score(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: str,
-    backend: str,
-    wide: bool = True,
-    widths: Tensor | None = None,
-    missing: bool = False,
-) -> Tensor:
-    _check(query, key, weight, bases, backend, widths)
-    return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=_score_dtype(query, wide))
-
-
-def _score_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: str,
-    backend: str,
-    need: list[bool],
-    widths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _score_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, empty where ``need`` is False."""
-    names = _check_backward(grad, query, key, weight, bases, backend, need, widths)
-    kernel, folded = choose_kernel(backend, query, names, weight.shape[-1]), _folded(weight)
-    grads = kernel.score_backward(grad, query, key, folded, names, (need[0], need[1], need[2]), widths)
-    return grads[0], grads[1], grads[2].cumsum(-1).to(weight.dtype)  # the transpose of fold
+    call, names, need = _checked_backward(*args)
+    kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1])
+    grads = kernel.score_backward(args[0], call.query, call.key, call.folded(), names, need, call.widths)
+    return grads[0], grads[1], grads[2].cumsum(-1).to(call.weight.dtype)  # the transpose of fold
 
 
 def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
-    _check_backward(*args)
-    return empty_grads(args[1:4], args[6])
+    call, _, need = _checked_backward(*args)
+    return empty_grads(call[:3], need)
 
 
 def _save_score(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    defaults: tuple[Any, ...] = (True, None, False)
-    query, key, weight, bases, backend, _, widths, missing = (*inputs, *defaults[len(inputs) - 5 :])
-    if missing and any(ctx.needs_input_grad[:3]):
+    call = _ScoreCall(*inputs)
+    if call.missing and any(ctx.needs_input_grad[:3]):
         raise AHopError("the gradient of scores with missing values takes the reference path: use adaptive_similarity")
-    ctx.save_for_backward(query, key, weight)
-    ctx.options, ctx.widths = (bases, backend), widths
+    ctx.save_for_backward(call.query, call.key, call.weight)
+    ctx.options, ctx.widths = (call.bases, call.backend), call.widths
 
 
 def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # read once: under checkpointing, a second read raises
     plain = not torch.is_grad_enabled() and is_plain_call(grad, *saved)
     backward: Any = _score_backward if plain else torch.ops.ahop.score_backward.default
-    backward = backward if ctx.widths is None else partial(backward, widths=ctx.widths)
-    return needed_grads(ctx, backward, 3, (grad, *saved, *ctx.options))
+    return needed_grads(ctx, lambda *args: backward(*args, ctx.widths), 3, (grad, *saved, *ctx.options))
 
 
 class _Score(torch.autograd.Function):

@@ -1,91 +1,42 @@
 """The interfaces of kernels: scores of all pairs, and attention without a tensor of all scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
 
 class Kernel(Protocol):
-    """Interface of a kernel module, see :mod:`ahop_layers.ops.chunked`.
+    """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`; ``softmax`` as in ``sliced`` is optional."""
 
-    It may also have a ``softmax`` that computes what :func:`ahop_layers.ops.sliced.softmax` does.
-    """
-
-    def unavailable(self) -> str | None:
-        """Returns the reason why this kernel cannot run in this process, or None if it can."""
-
-    def detail(self) -> str:
-        """Returns one line on how this kernel runs here."""
-
-    def serves(self, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-        """Returns whether the kernel supports ``query``'s device, dtype and d, the bases, and this number of blocks.
-
-        ``missing`` asks whether NaN can be an unknown value.
-        """
-
-    def score(
-        self,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        dtype: torch.dtype | None = None,
-        widths: Tensor | None = None,
-        missing: bool = False,
-    ) -> Tensor:
-        """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
-
-        ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. ``widths (n_bases,)``
-        of that dtype, for bases that saturate, and ``missing`` are those of :mod:`ahop_layers.ops.reference`.
-        """
-
-    def score_backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        weight: Tensor,
-        bases: Sequence[str],
-        need: Need,
-        widths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and weight; gradients that ``need`` excludes are empty tensors.
-
-        ``grad`` may have any dtype that :meth:`score` returns.
-        """
+    unavailable: Callable[[], str | None]
+    detail: Callable[[], str]
+    serves: Callable[..., bool]
+    score: Callable[..., Tensor]
+    score_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class AttentionCall(NamedTuple):
     """The inputs of ``ahop::attend``, in the order of its schema.
 
-    Attributes:
-        query, key, value: ``(N, H, L, d)``, ``(N, Hk, S, d)`` and ``(N, Hk, S, e)``. Hk divides H, and query head h
-            uses key head ``h // (H // Hk)``. ``value`` has the dtype of ``query``, or is half precision beside a
-            float32 query.
-        weight: ``(H, n_bases, n)``, the weights of ``ahop::score``, multiplied by the scaling of the scores.
-        mask: None, or a tensor of 4 dimensions that broadcasts to ``(N, H, L, S)``: bool, where True blocks a pair, or
-            floating point, which is added to the scores. It gets no gradient.
-        seed: None without dropout, else the int64 tensor ``(1,)`` that :mod:`ahop_layers.ops.dropout` derives the
-            dropped weights from.
-        bases: names of the base similarities.
-        causal: whether to block every key j > i of query i.
-        dropout: the probability of dropping a weight.
+    Hk divides H, and query head h uses key head ``h // (H // Hk)``. ``value`` has the dtype of ``query``, or is half
+    precision beside a float32 query. A mask of 4 dimensions broadcasts to ``(N, H, L, S)`` and gets no gradient: True
+    blocks a pair, and a float is added to its score.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    weight: Tensor
+    query: Tensor  # (N, H, L, d)
+    key: Tensor  # (N, Hk, S, d)
+    value: Tensor  # (N, Hk, S, e)
+    weight: Tensor  # (H, n_bases, n), the weights of ``ahop::score``, multiplied by the scaling of the scores
     mask: Tensor | None = None
-    seed: Tensor | None = None
+    seed: Tensor | None = (
+        None  # int64 (1,), from which ops/dropout.py derives the dropped weights; None without dropout
+    )
     bases: tuple[str, ...] = ()
-    causal: bool = False
-    dropout: float = 0.0
+    causal: bool = False  # whether to block every key j > i of query i
+    dropout: float = 0.0  # probability of dropping a weight
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Allocates the results: the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``.
@@ -107,7 +58,4 @@ class Attention(Protocol):
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors.
-
-        The gradients of query, key and value have the dtypes of these tensors and are contiguous.
-        """
+        """Computes contiguous gradients of query, key, value and weight; those that ``need`` excludes are empty."""

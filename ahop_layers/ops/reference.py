@@ -168,9 +168,6 @@ def footprint(query: Tensor, key: Tensor, base: str = "dis", blocks: int | Tenso
     Returns:
         ``(..., L, S, n)``, without ``blocks`` ``(..., L, S, d)``.
 
-    Raises:
-        AHopError: a shape, dtype, device, base or ``blocks`` is invalid.
-
     >>> import torch, ahop_layers as ah
     >>> query, key = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 4.0, 4.0]])
     >>> ah.footprint(query, key)

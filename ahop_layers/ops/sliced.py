@@ -16,11 +16,8 @@ from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.protocols import AttentionCall, Kernel
 from ahop_layers.ops.reference import accumulation_dtype, fold
 
-GPU_SCRATCH = 5
-"""How many times as much scratch memory slices take on a GPU, where starting an operation is expensive."""
-
-PAIR_VALUES = 4
-"""Number of values of the accumulation dtype that a slice holds for each pair of query and key."""
+GPU_SCRATCH = 5  # how many times as much scratch memory slices take on a GPU, where starting an operation is expensive
+PAIR_VALUES = 4  # number of values of the accumulation dtype that a slice holds for each pair of query and key
 
 
 class _Slice(NamedTuple):
@@ -53,11 +50,8 @@ class _Slice(NamedTuple):
         if call.mask is not None:
             parts = zip(call.mask.shape, (self.n, self.heads, self.rows), strict=False)
             mask = call.mask[tuple(slice(None) if size == 1 else part for size, part in parts)]
-            scores = (
-                scores.masked_fill_(mask, -torch.inf)
-                if mask.dtype == torch.bool
-                else scores.add_(mask.to(scores.dtype))
-            )
+            is_bool = mask.dtype == torch.bool
+            scores = scores.masked_fill_(mask, -torch.inf) if is_bool else scores.add_(mask.to(scores.dtype))
         if call.causal:
             rows = torch.arange(self.rows.start, self.rows.stop, device=scores.device)
             scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) > rows[:, None], -torch.inf)
@@ -116,11 +110,11 @@ class Sliced:
             weights = part.mask_(self.kernel.score(*part.inputs(call)), call)
             weights.sub_(part.of_queries(log_sum).unsqueeze(-1)).exp_()
             if need[0] or need[1] or need[3]:
-                mean = None
-                if out.dtype == log_sum.dtype:  # a rounded readout would reach the gradient of the footprint weights
-                    mean = (part_grad * part.of_queries(out)).sum(-1, keepdim=True)
                 weights_grad = (part_grad @ part.of_keys(value).mT).to(log_sum.dtype)
-                score_grad = softmax_grad(weights, _drop_(weights_grad, remaining, call.dropout), mean)
+                weights_grad = _drop_(weights_grad, remaining, call.dropout)
+                rounded = out.dtype != log_sum.dtype  # its error would reach the gradient of the footprint weights
+                products = weights * weights_grad if rounded else part_grad * part.of_queries(out)
+                score_grad = weights_grad.sub_(products.sum(-1, keepdim=True)).mul_(weights)
                 grads = self.kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
                 if need[0]:
                     part.of_queries(query_grad).copy_(grads[0])
@@ -134,26 +128,10 @@ class Sliced:
         return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad.cumsum(-1)
 
 
-def softmax_grad(weights: Tensor, grad: Tensor, mean: Tensor | None) -> Tensor:
-    """Returns the gradient of the scores, given softmax weights and their gradient, which is overwritten.
-
-    ``mean`` is the weighted mean of ``grad`` or, to be computed here, None.
-
-    >>> softmax_grad(torch.tensor([0.25, 0.75]), torch.tensor([1.0, 0.0]), None)
-    tensor([ 0.1875, -0.1875])
-    """
-    mean = (weights * grad).sum(-1, keepdim=True) if mean is None else mean
-    return grad.sub_(mean).mul_(weights)
-
-
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
     """Computes the softmax of scores ``(..., S)`` in a dtype, and the log-sum-exp ``(...)``.
 
     A row of ``-inf`` has weights of zero and an infinite log-sum-exp; without ``masked`` there is none.
-
-    >>> softmax(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]]), torch.float32, masked=True)
-    (tensor([[0.5000, 0.5000],
-            [0.0000, 0.0000]]), tensor([0.6931,    inf]))
     """
     largest, weights = scores.amax(-1, keepdim=True), scores.softmax(-1)
     log_sums = largest - weights.amax(-1, keepdim=True).log()
@@ -183,12 +161,8 @@ def _slices(query: Tensor, key: Tensor) -> Iterator[_Slice]:
     n_step = _even(n, room // head_step)
     for first, head, row in product(range(0, n, n_step), range(0, heads, head_step), range(0, length, row_step)):
         stop = min(head + head_step, heads)
-        yield _Slice(
-            slice(first, min(first + n_step, n)),
-            slice(head, stop),
-            slice(head // group, (stop - 1) // group + 1),
-            slice(row, min(row + row_step, length)),
-        )
+        batch, rows = slice(first, min(first + n_step, n)), slice(row, min(row + row_step, length))
+        yield _Slice(batch, slice(head, stop), slice(head // group, (stop - 1) // group + 1), rows)
 
 
 def _even(size: int, room: int) -> int:
@@ -197,11 +171,7 @@ def _even(size: int, room: int) -> int:
 
 
 def per_query_head(tensor: Tensor, heads: int) -> Tensor:
-    """Repeats ``(N, Hk, S, d)`` for the query heads that share a key head: ``(N, heads, S, d)``.
-
-    >>> per_query_head(torch.arange(2).reshape(1, 2, 1, 1), 6).flatten()
-    tensor([0, 0, 0, 1, 1, 1])
-    """
+    """Repeats ``(N, Hk, S, d)`` for the query heads that share a key head: ``(N, heads, S, d)``."""
     if tensor.shape[1] == heads:
         return tensor
     return tensor.unsqueeze(2).expand(-1, -1, heads // tensor.shape[1], -1, -1).flatten(1, 2)

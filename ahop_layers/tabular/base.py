@@ -22,8 +22,7 @@ class TabularEstimator(BaseEstimator):  # type: ignore[misc]
         with torch.inference_mode():
             # Copies read-only rows, which from_numpy does not support.
             tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
-            result: Array = apply_in_chunks(function, tensor, size).numpy()
-        return result
+            return apply_in_chunks(function, tensor, size).numpy()
 
     def _check_device(self) -> torch.device:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
@@ -48,8 +47,7 @@ class ClassPredictions(ClassifierMixin):  # type: ignore[misc]
 
     def predict_proba(self, X: ArrayLike) -> Array:
         """Returns the class probabilities ``(n, classes)`` of rows ``X (n, features)``."""
-        probabilities: Array = torch.from_numpy(self._outputs(X)).softmax(-1).numpy()
-        return probabilities
+        return torch.from_numpy(self._outputs(X)).softmax(-1).numpy()
 
     def decision_function(self, X: ArrayLike) -> Array:
         """Returns the logits ``(n, classes)``, or for two classes the log odds ``(n,)`` of the second."""
@@ -58,9 +56,8 @@ class ClassPredictions(ClassifierMixin):  # type: ignore[misc]
 
     def predict(self, X: ArrayLike) -> Array:
         """Returns the most probable class label ``(n,)`` of rows ``X (n, features)``."""
-        best = self._outputs(X).argmax(1)
-        labels: Array = self.classes_[best]
-        return labels
+        best = self._outputs(X).argmax(1)  # raises if the estimator is not fitted
+        return self.classes_[best]
 
     def _classes_of(self, labels: Array) -> tuple[Array, Array]:
         """Returns the classes, and the class of each row ``(n,)``. Raises if there is only one class."""

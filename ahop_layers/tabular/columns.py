@@ -18,9 +18,6 @@ class Categories:
 
     A feature is categorical if its pandas dtype is ``category``, or if it has a string: strings are not parsed, so that
     ``"01"`` and ``"1"`` are two categories. A category that is not in the training set is encoded as missing, NaN.
-
-    Args:
-        X: the training set.
     """
 
     def __init__(self, X: Any) -> None:
@@ -134,10 +131,7 @@ class RowEncoding(nn.Module):
 
 
 def standardization(feature: int, values: Tensor, weight: Tensor) -> tuple[float, float]:
-    """Returns the mean of values ``(n,)``, and the factor that scales their deviation to 1; 0 if they are constant.
-
-    Raises an AHopError that names the ``feature`` if the variance is not finite.
-    """
+    """Returns the mean of values ``(n,)``, and the factor that scales their deviation to 1; 0 if it is constant."""
     mean, deviation = moments(values, weight)
     if not (math.isfinite(mean) and math.isfinite(deviation)):
         raise AHopError(f"X must have a finite range and variance in float64, got feature {feature}")

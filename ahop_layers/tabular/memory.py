@@ -43,13 +43,8 @@ class AdaptiveMemory(TabularEstimator):
         device: str = "auto",
         verbose: bool = False,
     ) -> None:
-        self.n_cases = n_cases
-        self.init = init
-        self.linear = linear
-        self.damage = damage
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
+        self.n_cases, self.init, self.linear, self.damage = n_cases, init, linear, damage
+        self.random_state, self.device, self.verbose = random_state, device, verbose
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -59,20 +54,10 @@ class AdaptiveMemory(TabularEstimator):
         return tags
 
     def nearest_cases(self, X: ArrayLike, n_nearest: int = 5) -> tuple[Array, Array]:
-        """Explains predictions by the most similar cases.
+        """Explains the predictions for rows ``X (n, features)`` by the most similar cases.
 
-        The weight of a case is its retrieval probability, the softmax of the similarities.
-
-        Args:
-            X: ``(n, features)``.
-            n_nearest: number of cases to return for each row.
-
-        Returns:
-            Indices ``(n, n_nearest)`` into ``cases_``, ``case_targets_`` and ``case_indices_``, and the weights
-            ``(n, n_nearest)`` in descending order.
-
-        Raises:
-            AHopError: ``n_nearest`` is not an integer between 1 and the number of cases.
+        Returns indices ``(n, n_nearest)`` into ``cases_``, ``case_targets_`` and ``case_indices_``, and the weights
+        ``(n, n_nearest)`` in descending order: retrieval probabilities, the softmax of the similarities.
 
         >>> from ahop_layers.tabular import AdaptiveMemoryRegressor
         >>> X = np.linspace(0, 1, 40)[:, None]
@@ -123,9 +108,8 @@ class AdaptiveMemory(TabularEstimator):
         cases, chosen = choose_cases(encoding, examples, min(count, len(examples.rows)), self.init, random)
         network = ProjectionNetwork(encoding, cases, ranked=self.damage > 0)
         generator = torch.Generator().manual_seed(random.randint(np.iinfo(np.int32).max))
-        options = (projection.LARGE if large else projection.SMALL)._replace(
-            damage=self.damage, linear=self.linear, verbose=self.verbose
-        )
+        options = projection.LARGE if large else projection.SMALL
+        options = options._replace(damage=self.damage, linear=self.linear, verbose=self.verbose)
         history = fit_projection(network.to(device), examples.to(device), options, generator)
         self.cases_, self.case_indices_ = examples.rows[chosen].numpy(), examples.place[chosen].numpy()
         # On the CPU, so that the estimator can be unpickled on a machine without the training device.
@@ -166,18 +150,12 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
         history_: leave-one-out error of each step.
         n_features_in_, feature_names_in_: as in scikit-learn.
 
-    Raises:
-        ValueError: invalid input according to scikit-learn, or an invalid parameter (an AHopError).
-
     >>> from sklearn.datasets import load_iris
     >>> from ahop_layers.tabular import AdaptiveMemoryClassifier
     >>> X, y = load_iris(return_X_y=True)
     >>> model = AdaptiveMemoryClassifier(random_state=0).fit(X[::2], y[::2])
     >>> bool(model.score(X[1::2], y[1::2]) > 0.9)
     True
-    >>> cases, weights = model.nearest_cases(X[:2], n_nearest=3)
-    >>> cases.shape, model.cases_[cases].shape
-    ((2, 3), (2, 3, 4))
     """
 
     def __init__(
@@ -228,7 +206,7 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
 class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[misc]
     """Regressor that predicts from the similarities of a row to cases, which are rows of the training set.
 
-    Parameters, attributes and errors are those of :class:`AdaptiveMemoryClassifier`, without ``class_weight`` and
+    Parameters and attributes are those of :class:`AdaptiveMemoryClassifier`, without ``class_weight`` and
     ``classes_``.
 
     >>> import numpy as np
@@ -252,9 +230,8 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
 
     def predict(self, X: ArrayLike) -> Array:
         """Returns the predicted target ``(n,)`` of rows ``X (n, features)``."""
-        outputs = self._outputs(X)[:, 0]
-        targets: Array = self._mean + self._scale * outputs
-        return targets
+        outputs = self._outputs(X)[:, 0]  # raises if the estimator is not fitted
+        return self._mean + self._scale * outputs
 
     @staticmethod
     def _moments(examples: Examples) -> tuple[float, float]:

@@ -49,9 +49,6 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         history_: training loss of each step.
         n_features_in_, feature_names_in_: as in scikit-learn.
 
-    Raises:
-        ValueError: invalid input according to scikit-learn, or an invalid parameter (an AHopError).
-
     >>> from sklearn.datasets import load_iris
     >>> from ahop_layers.tabular import AdaptiveNeighborsClassifier
     >>> X, y = load_iris(return_X_y=True)
@@ -74,16 +71,9 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         device: str = "auto",
         verbose: bool = False,
     ) -> None:
-        self.bases = bases
-        self.blocks = blocks
-        self.variant = variant
-        self.standardize = standardize
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
+        self.bases, self.blocks, self.variant, self.standardize = bases, blocks, variant, standardize
+        self.epochs, self.batch_size, self.learning_rate = epochs, batch_size, learning_rate
+        self.random_state, self.device, self.verbose = random_state, device, verbose
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "AdaptiveNeighborsClassifier":
         """Fits to rows ``X (n, features)`` and labels ``y (n,)``."""
@@ -136,9 +126,6 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
             The distances ``(n, n_neighbors)`` in ascending order, unless ``return_distance`` is False, and the indices
             ``(n, n_neighbors)`` of the rows in the training set. Equal distances are ordered by index.
 
-        Raises:
-            AHopError: ``n_neighbors`` is not an integer between 1 and the number of rows that can be found.
-
         >>> from ahop_layers.tabular import AdaptiveNeighborsClassifier
         >>> X, y = np.arange(8.0)[:, None], np.arange(8) > 3
         >>> model = AdaptiveNeighborsClassifier(epochs=5, random_state=0).fit(X, y)
@@ -148,17 +135,13 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         >>> model.kneighbors(n_neighbors=1, return_distance=False)[-1]
         array([6])
         """
-        if X is None:
-            check_is_fitted(self, "memory_")
-            queries = self.memory_.patterns.numpy()
-        else:
-            queries = self._columns(X)
+        check_is_fitted(self, "memory_")
+        queries = self.memory_.patterns.numpy() if X is None else self._columns(X)
         things = "stored rows" if X is not None else "other stored rows"
         count = check_count("n_neighbors", n_neighbors, len(self.memory_.patterns) - (X is None), things)
-        wanted = count + (X is None)
 
         def nearest(part: Tensor) -> Tensor:
-            scores, indices = self.memory_.search(part, wanted)
+            scores, indices = self.memory_.search(part, count + (X is None))
             return torch.stack([-scores, indices.to(scores.dtype)], 1)
 
         distances, found = self._apply(nearest, queries).swapaxes(0, 1)
@@ -168,15 +151,14 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
         return (distances, neighbors) if return_distance else neighbors
 
     def _outputs(self, X: ArrayLike) -> Array:
-        columns = self._columns(X)
+        columns = self._columns(X)  # raises if the estimator is not fitted
         return self._apply(self.memory_.class_scores, columns)
 
     def _columns(self, X: ArrayLike) -> Array:
         """Returns the checked rows as they are compared."""
         check_is_fitted(self, "memory_")
         rows = validate_data(self, X, dtype=np.float64, reset=False)
-        columns: Array = (rows - self._center) * self._rate
-        return columns
+        return (rows - self._center) * self._rate
 
     def _scales(self, rows: Array) -> Array:
         """Returns the shift and the factor of each feature ``(2, features)``."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from ahop_layers.ops.reference import unfold
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.tabular.columns import CATEGORY, RowEncoding
 from ahop_layers.tabular.rows import CHUNK, Examples, apply_in_chunks
@@ -89,8 +90,7 @@ class ProjectionNetwork(nn.Module):
         column_weight, rank_weight = column_weight.to(queries), rank_weight.to(queries)
         queries, keys = (self.encoding.add_ramps(column_weight * columns) for columns in (queries, keys))
         if self.ranked:
-            scores: Tensor = functional_call(self.similarity, {"w": rank_weight}, (queries, keys))
-            return scores
+            return functional_call(self.similarity, {"w": rank_weight}, (queries, keys))
         distances = torch.cdist(queries[:, ~self.binary], keys[:, ~self.binary], p=1)
         # |a - b| = a + b - 2ab/w if a is 0 or w and b is between them.
         parts = (column_weight[self.encoding.axes], queries, keys)
@@ -116,10 +116,7 @@ class Settings(NamedTuple):
     regularization: Tensor
 
     def column_weight(self, feature: Tensor, spread: Tensor) -> Tensor:
-        """Returns the weights ``(columns,)``, in which shapes keep the mean absolute deviation of a feature.
-
-        ``feature`` and ``spread`` are the feature and the mean absolute deviation of each column.
-        """
+        """Returns the weights ``(columns,)``; shapes keep ``spread``, the mean absolute deviation, of a feature."""
         shapes = self.shapes.exp()
         parts = (spread, spread * shapes)
         before, after = (torch.zeros_like(self.features).index_add(0, feature, part) for part in parts)
@@ -127,8 +124,7 @@ class Settings(NamedTuple):
 
     def rank_weight(self) -> Tensor:
         """Returns the weights ``(1, features)`` of the footprint entries."""
-        folded = (self.ranks - self.temperature).exp()
-        return torch.cat([folded[:-1] - folded[1:], folded[-1:]])[None]
+        return unfold((self.ranks - self.temperature).exp())[None]
 
 
 def fit_projection(
@@ -139,9 +135,7 @@ def fit_projection(
     The first two minimize the squared leave-one-out error, which has a closed form. With damage, the row that is left
     out is damaged: some of its features have the values of another row. Examples are sorted by target, which is
     ``(n, 1)``, or ``(n, classes)`` in one-hot encoding. The generator, which draws samples and damage, is on the CPU.
-
-    Returns:
-        The leave-one-out error of each step.
+    Returns the leave-one-out error of each step.
     """
     mean = (examples.weight[:, None] * examples.target).mean(0)
     centered = examples._replace(target=examples.target - mean, unit=_units(examples))
@@ -204,10 +198,7 @@ def _learn(
 
 
 def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generator: torch.Generator) -> Settings:
-    """Starts with the median distance as temperature, and with a memory and a linear part of comparable size.
-
-    Settings are on the CPU: sums over the columns of a feature are not reproducible on a GPU.
-    """
+    """Starts with the median distance as temperature, and with a memory and a linear part of comparable size."""
     chosen = torch.randperm(len(examples.rows), generator=generator)[: SMALL.rows]
     sample = network.encoding.add_ramps(network.encoding(examples.rows[chosen]))
     distances = torch.cdist(sample, sample, p=1)
@@ -216,6 +207,7 @@ def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generat
     features, shapes = torch.zeros_like(network.feature_weight), torch.zeros_like(network.column_weight)
     size = torch.tensor(-1.0 if linear else -math.inf)
     start = [features, shapes, features, typical.log(), size, torch.tensor(-1.0)]
+    # On the CPU: sums over the columns of a feature are not reproducible on a GPU.
     return Settings(*(value.to("cpu", torch.float64, copy=True) for value in start))
 
 
@@ -231,8 +223,7 @@ def _leave_one_out(
     readout = inverse @ target
     # Leaving a part of a weight out is an update of rank one of the matrix.
     change = readout / (weight * (weight - unit) / (strength * unit) + inverse.diagonal())[:, None]
-    outputs: Tensor = asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
-    return outputs
+    return asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
 
 
 def _solve(
@@ -248,7 +239,7 @@ def _solve(
     values, vectors = torch.linalg.eigh(kernel(network.cases))
     kept = values > values.max() * len(values) * torch.finfo(values.dtype).eps
     basis = vectors[:, kept] / values[kept].sqrt()
-    gram, moments = torch.zeros((), dtype=basis.dtype), torch.zeros((), dtype=basis.dtype)
+    gram = moments = torch.zeros((), dtype=basis.dtype)
     for start in range(0, len(examples.rows), CHUNK):
         rows, target, weight, *_ = examples.take(slice(start, start + CHUNK))
         own = kernel(network.encoding(rows)) @ basis

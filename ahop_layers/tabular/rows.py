@@ -67,8 +67,7 @@ def choose_cases(
 ) -> tuple[Tensor, Array]:
     """Chooses random rows or, if ``init`` is ``"kmeans"``, cluster centers as cases.
 
-    Returns:
-        The encoded cases ``(count, columns)``, and the number of the example of each, for a center the nearest one.
+    Returns the encoded cases ``(count, columns)``, and the index of the example of each, for a center the nearest one.
     """
     if init == "rows":
         chosen: Array = random.choice(len(examples.rows), count, replace=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ahop_layers import AHopError
-from examples.bags.data import BagSet
+from benchmarks.bag_sets import BagSet
 
 Batch = tuple[Tensor, list[int], Tensor]  # instances (total, features), sizes of the bags, labels (bags,)
 

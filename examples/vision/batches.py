@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers import AHopError
-from examples.vision.data import Images, ImageSet
+from benchmarks.image_sets import Images, ImageSet
 
 
 def as_floats(images: Tensor) -> Tensor:

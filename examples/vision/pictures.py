@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers import plots
+from benchmarks.image_sets import Images
 from examples.common.outputs import answer_style
 from examples.vision.batches import InOrder, as_floats
-from examples.vision.data import Images
 from examples.vision.model import VisionTransformer
 
 

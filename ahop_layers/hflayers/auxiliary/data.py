@@ -44,9 +44,6 @@ class BitPatternSet(_Samples):
         dtype: of the items.
         seed_signals, seed_data: seeds of the signals, and of all else.
 
-    Raises:
-        AHopError: an argument is invalid.
-
     >>> bags = BitPatternSet(num_bags=8, num_instances=4, num_signals=2)
     >>> len(bags), bags[0]["data"].shape, bags[0]["target"]
     (8, torch.Size([4, 8]), tensor(1.))
@@ -76,25 +73,17 @@ class BitPatternSet(_Samples):
 
     def _draw_signals(self) -> Tensor:
         """Draws different patterns, none of which is zero."""
-        drawn: Tensor = _bits(self.num_signals, self.num_bits)
-        while True:
-            drawn = torch.unique(drawn, dim=0)
+        drawn = _bits(0, self.num_bits)
+        while (missing := self.num_signals - len(drawn)) > 0:
+            drawn = torch.unique(torch.cat([drawn, _bits(missing, self.num_bits)]), dim=0)
             drawn = drawn[drawn.any(1)]
-            missing = self.num_signals - len(drawn)
-            if missing <= 0:
-                break
-            drawn = torch.cat([drawn, _bits(missing, self.num_bits)])
-        signals: Tensor = drawn
-        return signals
+        return drawn
 
     def _draw_bags(self) -> Tensor:
         """Draws patterns that are neither zero nor a signal, then replaces some of the class by signals."""
         bags = _bits(self.num_bags, self.num_instances, self.num_bits)
-        while True:
-            is_signal = (bags.unsqueeze(2) == self._signals).all(-1).any(-1)
-            invalid = is_signal | ~bags.any(-1)
-            if not invalid.any():
-                break
+        excluded = torch.cat([self._signals, torch.zeros_like(self._signals[:1])])
+        while (invalid := (bags.unsqueeze(2) == excluded).all(-1).any(-1)).any():
             bags[invalid] = _bits(int(invalid.sum()), self.num_bits)
         for bag in bags[: self.num_targets_high]:
             places: list[int] = []
@@ -123,9 +112,6 @@ class LatchSequenceSet(_Samples):
         num_samples, num_instances, num_characters: number of sequences, their length, and of different characters.
         dtype: of the items.
         seed: seed of the data.
-
-    Raises:
-        AHopError: an argument is invalid.
 
     >>> sequences = LatchSequenceSet(num_samples=8)
     >>> sequences[0]["data"].shape, sequences[0]["target"].shape

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
+from benchmarks.image_sets import ImageSet
 from benchmarks.paper.images.attentions import Attention
 from benchmarks.paper.kernel_similarity import KernelSimilarity, separation_loss
 from benchmarks.paper.retrieval.systems import ReferenceSimilarity
 from benchmarks.paper.similarities import DotProduct
 from examples.vision.batches import as_floats, augment
-from examples.vision.data import ImageSet
 from examples.vision.model import MODELS as EXAMPLE_MODELS
 from examples.vision.model import VisionTransformer
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.variants import Level, Occluded, Replaced, Variant
+from benchmarks.bag_sets import BagSet, bags_of_digits, corrupt
 from benchmarks.bags import auc
 from benchmarks.paper.lookup.networks import FACE_NETWORKS, FaceClassifier, first_layer, optimize, train_faces
-from examples.bags.data import BagSet, bags_of_digits, corrupt
 from examples.bags.model import BagClassifier, HopfieldPool, embed_digits
 
 FACES = Path("faces") / "yale_b.npz"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from benchmarks.bag_sets import BagSet
 from benchmarks.bags import DATA_SETS, auc
 from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.rows import ResultTable, Row
@@ -27,7 +28,6 @@ from benchmarks.paper.mil.training import (
     settings,
     train,
 )
-from examples.bags.data import BagSet
 from examples.bags.model import BagClassifier
 
 DATA = ("tiger", "fox", "elephant", "ucsb")

@@ -11,10 +11,10 @@ from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
 from ahop_layers.training import folded_weights, parameter_groups
 from ahop_layers.variants import Biased, Mixed, Noisy, Variant
+from benchmarks.bag_sets import BagSet
 from benchmarks.bags import auc
 from benchmarks.paper.kernel_similarity import KernelSimilarity, separation_loss
 from benchmarks.paper.similarities import Constant, DotProduct
-from examples.bags.data import BagSet
 from examples.bags.model import BagClassifier, GatedPool, HopfieldPool
 
 INNER_FOLDS = 3
