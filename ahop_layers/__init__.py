@@ -19,6 +19,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.hopfield.adaptive import hflayers_state_dict
+from ahop_layers.images import ImageSimilarity
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
@@ -37,6 +38,7 @@ __all__ = [
     "AdaptiveSimilarity",
     "AssociativeMemory",
     "Blocks",
+    "ImageSimilarity",
     "Report",
     "Separation",
     "adapt_",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import reduce
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,8 @@ class ImageSimilarity(nn.Module):
     tensor(0)
     """
 
+    dark: Tensor
+
     def __init__(
         self, height: int, width: int, channels: int = 1, sizes: Sequence[int] = (2, 4, 8), shifts: int = 0
     ) -> None:
@@ -98,13 +101,34 @@ class ImageSimilarity(nn.Module):
         self.pixels.w[near, -1] = 1 / (len(near) * self.dim)
         if self.contrasts is not None:
             self.contrasts.w[:, -1] = 1 / (len(CONTRASTS) * self.contrasts.dim)
-        for part in self.patches:
+        for part in self.parts()[-len(self.sizes) :] if self.sizes else ():
             best = max(1, round(BEST * part.w.shape[-1]))
             part.w[0, best - 1] = 1 / (best * len(self.patches))
 
+    @torch.no_grad()
+    def set_ranks_(self, weights: Sequence[Tensor]) -> None:
+        """Sets the weights of sorted similarities, which are not cumulated: ``(n_bases, n)`` for each view."""
+        for part, folded in zip(self.parts(), weights, strict=True):
+            part.set_ranks_([folded])
+
+    def unbiased(self, query: Tensor) -> Tensor:
+        """Returns the query: this similarity has no bias."""
+        return query
+
+    @torch.no_grad()
+    def overview(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores ``query (L, d)`` against ``key (S, d)`` by the mean correlation of patches, one matrix product."""
+        if not self.sizes:
+            return query @ key.mT
+        place = len(self.sizes) // 2 - len(self.sizes)
+        views = (self._seen(rows, self._indices()[place]) for rows in (query, key))
+        first, second, _ = self.parts()[place].prepared(*views)
+        return first @ second.mT
+
     def parts(self) -> list[AdaptiveSimilarity]:
         """Returns the similarity of each view."""
-        return [part for part in (self.pixels, self.contrasts, *self.patches) if part is not None]
+        parts: list[Any] = [self.pixels, self.contrasts, *self.patches]
+        return [part for part in parts if part is not None]
 
     def _indices(self) -> list[Tensor]:
         names = ["pixels", *(["contrasts"] if self.contrasts is not None else [])]
@@ -119,16 +143,14 @@ class ImageSimilarity(nn.Module):
         if rows.shape[-1] != self.dim:
             expected = f"{self.channels} * {self.height} * {self.width} = {self.dim}"
             raise AHopError(f"images must have {expected} values, got {describe(rows)}")
-        views = [rows]
-        for index in self._indices()[1:]:
-            if len(index) == 1:
-                views.append(rows.index_select(-1, index[0]))
-            else:
-                first, second = (rows.index_select(-1, each) for each in index)
-                total = first.abs() + second.abs()
-                dark = 2 * self.dark.to(rows.dtype)
-                views.append((second - first) / torch.where(total + dark > 0, total + dark, 1.0))
-        return views
+        return [self._seen(rows, index) for index in self._indices()]
+
+    def _seen(self, rows: Tensor, index: Tensor) -> Tensor:
+        if len(index) == 1:
+            return rows if index.shape[1] == self.dim else rows.index_select(-1, index[0])
+        first, second = (rows.index_select(-1, each) for each in index)
+        total = first.abs() + second.abs() + 2 * self.dark.to(rows.dtype)
+        return (second - first) / torch.where(total > 0, total, 1.0)
 
     def spread(self, shares: Sequence[Tensor]) -> Tensor:
         """Returns the sum over views of what their values add to a score, for each pixel: ``(..., d)``.
@@ -165,7 +187,7 @@ class ImageSimilarity(nn.Module):
             return rows
         at = [torch.arange(n, device=rows.device) for n in (self.height, self.width)]
         above, left = ((place - step).clamp(0, len(place) - 1) for place, step in zip(at, (down, right), strict=True))
-        images = rows.unflatten(-1, (self.channels, self.height, self.width))
+        images = torch.unflatten(rows, -1, (self.channels, self.height, self.width))
         return images.index_select(-2, above).index_select(-1, left).flatten(-3)
 
     @torch.no_grad()
@@ -209,3 +231,7 @@ def _patches(places: Tensor, size: int) -> Tensor:
     step = max(1, size // 2)
     found = places.unfold(1, size, step).unfold(2, size, step)
     return found.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
+
+
+Learnable = AdaptiveSimilarity | ImageSimilarity
+"""A similarity whose weights :mod:`ahop_layers.learning.solve` solves for."""

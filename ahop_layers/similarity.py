@@ -395,6 +395,18 @@ class AdaptiveSimilarity(nn.Module):
             self.widths[rows] = torch.tensor(found, dtype=torch.float64).to(self.widths)
         return self
 
+    def parts(self) -> list["AdaptiveSimilarity"]:
+        """Returns the similarities of the views of a pattern: this one, see :class:`~ahop_layers.ImageSimilarity`."""
+        return [self]
+
+    def views(self, rows: Tensor) -> list[Tensor]:
+        """Returns what each of the :meth:`parts` compares of ``rows (..., d)``."""
+        return [rows]
+
+    def spread(self, shares: Sequence[Tensor]) -> Tensor:
+        """Returns the sum over views of what their values add to a score, for each dimension ``(..., d)``."""
+        return shares[0]
+
     def unbiased(self, query: Tensor) -> Tensor:
         """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``."""
         return without_bias(query, self.bias)

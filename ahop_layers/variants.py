@@ -454,14 +454,14 @@ class Covered(_Drawn):
         tall = draw.uniform(1, 0.2).maximum(share)
         inside = draw.rectangle(tall, share / tall, self)
         cells = [-(-size // SQUARE) for size in (self.height, self.width)]
-        squares = draw.uniform(self.channels * math.prod(cells)).unflatten(-1, (self.channels, *cells))
+        squares = torch.unflatten(draw.uniform(self.channels * math.prod(cells)), -1, (self.channels, *cells))
         squares = squares.repeat_interleave(SQUARE, -2).repeat_interleave(SQUARE, -1)
         squares = squares[..., : self.height, : self.width].flatten(-3)
         kind, known = draw.uniform(1, high=3.0), others[~others.isnan()]
         low, high = (known.amin(), known.amax()) if len(known) else (0.0, 0.0)
         values = low + (high - low) * torch.where(kind < 1, draw.uniform(1), squares)
         place = (draw.uniform(1).squeeze(-1) * len(others)).long().clamp(max=len(others) - 1)
-        turned = others[place].unflatten(-1, (self.channels, self.height, self.width)).flip(-2).flatten(-3)
+        turned = torch.unflatten(others[place], -1, (self.channels, self.height, self.width)).flip(-2).flatten(-3)
         return torch.where(inside, torch.where(kind < 2, values.to(origin.dtype), turned), origin)
 
 

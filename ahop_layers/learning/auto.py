@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ahop_layers.images import Learnable
 from ahop_layers.learning.solve import BASES, OPTIONAL, Learned
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
@@ -107,7 +108,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 
 
 @torch.no_grad()
-def first_inverse_temperature(similarity: AutoSimilarity, patterns: Tensor) -> float:
+def first_inverse_temperature(similarity: Learnable, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
     size = min(SAMPLE_KEYS, len(patterns))
     if patterns.is_meta or size < 2:

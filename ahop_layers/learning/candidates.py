@@ -1,6 +1,6 @@
 """The patterns that the queries of a fit are compared with: right ones, the hardest wrong ones, and random ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -51,12 +51,13 @@ def find_candidates(
     labels: Tensor | None,
     generator: torch.Generator,
     count: int = CANDIDATES,
+    overview: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Queries:
     """Takes ``count`` candidates for each query out of ``patterns (N, d)`` of the classes ``labels (N,)``.
 
     The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values are
-    those of the mean pattern. With labels, all patterns of the class are right except the one that the query was made
-    of, unless it is the only one.
+    those of the mean pattern; ``overview`` is one more of them. With labels, all patterns of the class are right except
+    the one that the query was made of, unless it is the only one.
     """
     rows = []
     largest = 1
@@ -73,7 +74,9 @@ def find_candidates(
         own = place == part.origin[:, None]
         same = own if labels is None or part.label is None else labels == part.label[:, None]
         right = torch.where((same & ~own).any(1, keepdim=True), same & ~own, same)
-        near = _closeness(torch.where(part.query.isnan(), center, part.query), complete, clips)
+        filled = torch.where(part.query.isnan(), center, part.query)
+        near = _closeness(filled, complete, clips)
+        near = near if overview is None else near.maximum(_standardized(overview(filled, complete)))
         unknown = part.query.isnan()
         if gaps or unknown.all(-1).any():  # pairs without a common dimension
             common = (~unknown).to(near) @ (~patterns.isnan()).to(near).mT

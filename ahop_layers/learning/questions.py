@@ -1,12 +1,13 @@
 """The queries from which a similarity is solved: damaged copies of stored patterns, or given pairs."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from ahop_layers.errors import AHopError
-from ahop_layers.variants import Missing, Replaced, Variant
+from ahop_layers.variants import Covered, Missing, Replaced, Variant
 
 Pairs = tuple[Tensor, Tensor]
 """Indices or labels ``(n,)``, and the queries ``(n, d)`` that belong to them."""
@@ -14,8 +15,8 @@ Pairs = tuple[Tensor, Tensor]
 QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 1024, 2048, 2**17
 """Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
 
-MOST = 0.9
-"""The largest share of values that is replaced or missing if no damage is given."""
+MOST, MOST_COVERED = 0.9, 0.6
+"""The largest share of values that is replaced or missing, and of an image that is covered, if no damage is given."""
 
 SPARED = 8
 """One in so many queries is damaged in part only."""
@@ -48,34 +49,45 @@ class Questions(NamedTuple):
 
 
 class Anything(Variant):
-    """Replaces a share of the values of every second query, and removes a share of those of the others.
+    """Damages every second query by one variant and the others by another, after a little noise.
 
-    The share is between none and most of the values. The values that are left of half of the queries have noise of up
-    to a tenth of the deviation of their dimension.
+    By default, a share between none and most of the values is replaced, or missing. Half of the queries have noise of
+    up to a tenth of the deviation of their dimension.
 
     >>> query = Anything().bind(torch.rand(5, 10)).corrupt(torch.rand(4, 10))
     >>> query.isnan().any(-1)[::2].any(), query.isfinite().any(-1).all()
     (tensor(False), tensor(True))
     """
 
-    def __init__(self, replaced: Variant | None = None, deviation: Tensor | float = 0.0) -> None:
-        self.replaced = Replaced((0.0, MOST)) if replaced is None else replaced
+    def __init__(self, *either: Variant, deviation: Tensor | float = 0.0) -> None:
+        self.either = either or (Replaced((0.0, MOST)), Missing((0.0, MOST)))
         self.deviation = deviation
 
     def bind(self, patterns: Tensor) -> Variant:
         """Takes the range and the deviation of values from the patterns."""
         center = patterns.nanmean(0)
         deviation = (patterns - center).square().nanmean(0).sqrt().nan_to_num(0.0)
-        return Anything(self.replaced.bind(patterns), deviation)
+        return Anything(*(each.bind(patterns) for each in self.either), deviation=deviation)
 
     def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Damages each row of ``origin (n, d)``."""
         size = torch.rand(len(origin), 1, generator=generator, device=origin.device)
         noise = torch.empty_like(origin).normal_(generator=generator) * (self.deviation * (size - 0.5).clamp(min=0) / 5)
         noisy = origin + noise.to(origin.dtype)
-        query = self.replaced.corrupt(noisy, generator)
-        query[1::2] = Missing((0.0, MOST)).corrupt(noisy[1::2], generator)
+        query = self.either[0].corrupt(noisy, generator)
+        query[1::2] = self.either[1].corrupt(noisy[1::2], generator)
         return query
+
+
+def any_damage(shape: Sequence[int], missing: bool = True) -> Variant:
+    """Returns the damage that is assumed for patterns of a ``shape`` if none is given.
+
+    Values are replaced or, if they may be, ``missing``; images are covered or have replaced pixels.
+    """
+    if len(shape) < 2:
+        return Anything() if missing else Anything(Replaced((0.0, MOST)), Replaced((0.0, MOST)))
+    channels, height, width = (1, *shape)[-3:]
+    return Anything(Covered((0.0, MOST_COVERED), height, width, channels), Replaced((0.0, MOST)))
 
 
 def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:

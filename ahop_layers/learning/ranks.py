@@ -3,13 +3,12 @@
 import importlib.util
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.images import Learnable
 
 Base = str | tuple[str, float]
 """A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""
@@ -123,21 +122,26 @@ def features(
 
 @torch.no_grad()
 def block_features(
-    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: AdaptiveSimilarity, edges: list[list[int]]
+    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Learnable, edges: list[list[int]]
 ) -> Tensor:
     """As :func:`features`, for a similarity: those of the bases of the first resolution are the first.
 
-    ``edges`` are those of each resolution. The features of a pair without a common known block are NaN.
+    ``edges`` are those of each resolution of each part. The features of a pair without a common known block are NaN.
     """
     rows, pool = [], [pools(each).to(query) for each in edges]
-    for part, key in pairs(query, patterns, candidates):
-        columns = []
-        for (index, ends), base in product(enumerate(edges), similarity.bases):
-            values = similarity.block_similarities(part[:, None], key, base, index).squeeze(1)
-            known = values.shape[-1] - values.isnan().sum(-1)
-            complete = bool((known == values.shape[-1]).all())
-            pooled = _pooled(-_sort_(-values), None if complete else known, pool[index], ends)
-            columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
+    for some, key in pairs(query, patterns, candidates):
+        columns, bins = [], iter(zip(edges, pool, strict=True))
+        for part, own, other in zip(
+            similarity.parts(), similarity.views(some[:, None]), similarity.views(key), strict=True
+        ):
+            for index in range(len(part.blocks)):
+                ends, pooling = next(bins)
+                for base in part.bases:
+                    values = part.block_similarities(own, other, base, index).squeeze(1)
+                    known = values.shape[-1] - values.isnan().sum(-1)
+                    complete = bool((known == values.shape[-1]).all())
+                    pooled = _pooled(-_sort_(-values), None if complete else known, pooling, ends)
+                    columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
         rows.append(torch.cat(columns, -1))
     return torch.cat(rows)
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from ahop_layers.images import ImageSimilarity, Learnable
 from ahop_layers.learning.candidates import CANDIDATES, Queries, find_candidates
 from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import BINS, Base, bin_edges, block_features, features, pairs, pools
 from ahop_layers.learning.regression import Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity import AdaptiveSimilarity, BaseArgument
+from ahop_layers.similarity import BaseArgument
 from ahop_layers.widths import differences, quantiles, units
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
@@ -228,7 +229,7 @@ def learn(
 
 @torch.no_grad()
 def solve_weights(
-    similarity: AdaptiveSimilarity,
+    similarity: Learnable,
     patterns: Tensor,
     labels: Tensor | None,
     asked: Questions,
@@ -236,21 +237,26 @@ def solve_weights(
 ) -> tuple[list[Tensor] | None, float, Report]:
     """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias.
 
-    The result is the weight of each rank, for each resolution ``(n_bases, n)``, or None if those that it has are
-    better; the temperature, by which scores are divided to be logits; and the held-out accuracy.
+    The result is the weight of each rank, for each resolution of each part ``(n_bases, n)``, or None if those that it
+    has are better; the temperature, by which scores are divided to be logits; and the held-out accuracy.
     """
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
     unbiased = asked._replace(query=similarity.unbiased(asked.query))
-    queries = find_candidates(unbiased, patterns, labels, generator, CANDIDATES)
+    overview = similarity.overview if isinstance(similarity, ImageSimilarity) else None
+    queries = find_candidates(unbiased, patterns, labels, generator, CANDIDATES, overview)
     queries = queries._replace(query=asked.query[queries.usable])
     fitted, rest = _held_out(queries, asked)
 
-    edges = [bin_edges(entry.count(similarity.dim), both_ends=True) for entry in similarity.blocks]
+    parts = similarity.parts()
+    edges = [bin_edges(entry.count(part.dim), both_ends=True) for part in parts for entry in part.blocks]
+    bases = [len(part.bases) for part in parts for _ in part.blocks]
     found = block_features(queries.query, patterns, queries.candidates, similarity, edges)
-    unknown = found.isnan().any(-1)
+    sizes = [1 + len(ends) for ends, count in zip(edges, bases, strict=True) for _ in range(count)]
+    # An image may have no patch in common with a candidate, but a pixel.
+    first = len(sizes) if len(parts) == 1 else len(parts[0].bases)
+    unknown = found[..., : sum(sizes[:first])].isnan().any(-1)
     unknown[:, : queries.right] = False
-    sizes = [1 + len(ends) for ends in edges for _ in similarity.bases]
     offset = queries.offset.masked_fill(unknown, -torch.inf)
     problem = Problem(found.nan_to_num(0.0), offset, queries.right, sizes)
     solved, held = solutions(problem.rows(fitted), _starts(similarity, edges)), problem.rows(rest)
@@ -267,19 +273,19 @@ def solve_weights(
     weight = solved[best] / solved[best].abs().max().clamp(min=1e-30)
     if chosen == "start" or not weight.any():
         return None, held.temperature(scores)[0], report
-    lengths = [len(similarity.bases) * (1 + len(ends)) for ends in edges]
-    parts = [part.view(len(similarity.bases), -1) for part in torch.split(weight, lengths)]
-    weights = [part @ pools(ends).to(part) for part, ends in zip(parts, edges, strict=True)]
+    lengths = [count * (1 + len(ends)) for count, ends in zip(bases, edges, strict=True)]
+    split = zip(torch.split(weight, lengths), bases, edges, strict=True)
+    weights = [each.view(count, -1) @ pools(ends).to(each) for each, count, ends in split]
     return weights, held.temperature(held.scores(weight))[0], report
 
 
-def _starts(similarity: AdaptiveSimilarity, edges: list[list[int]]) -> list[Tensor]:
+def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
     """Returns starts ``(f,)``: the weights that a similarity has, and each base alone, trimmed at each edge."""
-    folded = [fold(similarity.footprint_weight(index)) for index in range(len(edges))]
+    folded = [fold(part.footprint_weight(index)) for part in similarity.parts() for index in range(len(part.blocks))]
     own = [pad(u @ (pools(ends)[1:] > 0).to(u).mT, (1, 0)).flatten() for u, ends in zip(folded, edges, strict=True)]
     starts, first = [torch.cat(own)], 0
-    for ends in edges:
-        for _ in similarity.bases:
+    for ends, weight in zip(edges, folded, strict=True):
+        for _ in weight:
             for alone in _trimmed(ends):
                 starts.append(torch.zeros_like(starts[0]))
                 starts[-1][first : first + len(alone)] = alone.to(starts[0])
@@ -287,7 +293,7 @@ def _starts(similarity: AdaptiveSimilarity, edges: list[list[int]]) -> list[Tens
     return starts
 
 
-def _scores(similarity: AdaptiveSimilarity, patterns: Tensor, queries: Queries) -> Tensor:
+def _scores(similarity: Learnable, patterns: Tensor, queries: Queries) -> Tensor:
     """Scores queries against their candidates: ``(L, C)``."""
     rows = [
         similarity(query[:, None], key, missing=bool(query.isnan().any() or key.isnan().any())).squeeze(1)

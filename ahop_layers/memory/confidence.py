@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError
+from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning.candidates import some_patterns
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.regression import minimize
@@ -260,9 +261,16 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
         values = pair_values(query, key, name).reshape(rows.shape)
         return values.nan_to_num(0.0) * (d / known.sum(-1, keepdim=True).clamp(min=1))
     plain = isinstance(similarity, AdaptiveSimilarity) and "table" not in similarity._modules
-    if not isinstance(similarity, AdaptiveSimilarity) or not plain or similarity.num_heads is not None:
+    plain = isinstance(similarity, ImageSimilarity) or (plain and similarity.num_heads is None)
+    if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or not plain:
         raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
-    total = torch.zeros_like(rows)
+    views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
+    return similarity.spread([_shares(*view) for view in views])
+
+
+def _shares(similarity: AdaptiveSimilarity, query: Tensor, key: Tensor) -> Tensor:
+    """Returns what each dimension adds to the score of ``query (L, 1, d)`` and ``key (L, 1, d)``: ``(L, d)``."""
+    total, known = torch.zeros_like(query[:, 0]), ~(query.isnan() | key.isnan()).squeeze(1)
     for (resolution, entry), base in product(enumerate(similarity.blocks), similarity.bases):
         folded = fold(similarity.footprint_weight(resolution))[similarity.bases.index(base)]
         if not folded.any():
@@ -271,7 +279,7 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
         order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
         weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
         added = torch.zeros_like(values).scatter(-1, order, weight) * values
-        numbers = entry.numbers(d).to(rows.device)
+        numbers = entry.numbers(similarity.dim).to(query.device)
         size = torch.zeros_like(values).index_add(-1, numbers, known.to(values.dtype)).clamp(min=1)
         total += (added / size).nan_to_num(0.0)[:, numbers].masked_fill(~known, 0.0)
     return total

@@ -28,6 +28,7 @@ from ahop_layers.errors import (
     describe,
     has_unknown,
 )
+from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning import questions
 from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
 from ahop_layers.learning.candidates import some_patterns
@@ -135,7 +136,7 @@ class AssociativeMemory(Associator):
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
         sample = stored.patterns if rows.is_floating_point() else stored.sample(stored.spread())
-        self.similarity = named_similarity(similarity, sample) if isinstance(similarity, str) else similarity
+        self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.modulation = modulation
         self.separation = Separation(separation) if isinstance(separation, str) else separation
         check_callable(similarity=self.similarity, separation=self.separation)
@@ -144,11 +145,11 @@ class AssociativeMemory(Associator):
         self.activation, self.objective = activation, objective
         if stored.unknown:
             self._scorer().check_missing("patterns")
-        if isinstance(self.similarity, AdaptiveSimilarity) and not sample.is_meta:
+        if isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity)) and not sample.is_meta:
             self.similarity.fix_norms_(sample)  # not per block of patterns
             if not isinstance(self.similarity, AutoSimilarity):
                 self.similarity.fix_widths_(sample)
-            elif beta is None:
+            if similarity == "auto" and beta is None:
                 self.beta.fill_(first_inverse_temperature(self.similarity, sample))
 
     @classmethod
@@ -398,11 +399,10 @@ class AssociativeMemory(Associator):
         factor, *weights = self.calibration.tolist()
         if factor and len(self) < 2 * self._calibrated_for:
             return Calibration(factor, (weights[0], weights[1], weights[2]), self.foreign)
-        damage = questions.Anything()
-        missing = self._scorer().allows_missing()
+        damage = questions.any_damage(self._stored.shape, self._scorer().allows_missing())
         with self._writing:
             by = "pattern" if self._stored.classes is None else "label"
-            return self._calibrate(damage if missing else damage.replaced, by, 0, fitted=False)
+            return self._calibrate(damage, by, 0, fitted=False)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -559,13 +559,14 @@ class AssociativeMemory(Associator):
         options = {"epochs": epochs, "lr": lr, "batch": batch}
         trained = [f"{name}={value!r}" for name, value in options.items() if value is not None]
         similarity = self.similarity
-        linear = isinstance(similarity, AdaptiveSimilarity) and similarity.num_heads is None and self.modulation is None
-        linear = linear and type(similarity).forward is AdaptiveSimilarity.forward
+        plain = isinstance(similarity, AdaptiveSimilarity) and type(similarity).forward is AdaptiveSimilarity.forward
+        linear = isinstance(similarity, ImageSimilarity) or (plain and similarity.num_heads is None)
+        linear = linear and self.modulation is None
         linear = linear and all(each.requires_grad for each in self.parameters())
         if trained and linear and isinstance(similarity, AutoSimilarity):
             raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(trained)}")
         if linear and not trained:
-            return self._solve(questions.Anything() if data is None else data, by, int(seed))
+            return self._solve(questions.any_damage(stored.shape) if data is None else data, by, int(seed))
         epochs, batch = 200 if epochs is None else epochs, 512 if batch is None else batch
         check_sizes(epochs=epochs, batch=batch)
         return self._train(data, by, int(epochs), int(batch), 0.05 if lr is None else lr, progress, int(seed))

@@ -1,7 +1,7 @@
 """The networks of the paper's first table: their similarities, kernels, and parts as values of JSON."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ahop_layers.association import Similarity, dot_product, negative_distance, negative_manhattan
 from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError, check_choice, check_sizes, describe
+from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import check_values
 from ahop_layers.ops import adaptive_similarity
@@ -108,9 +109,18 @@ def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
     return adaptive_similarity(query, key, weight, (base,), missing=True)
 
 
-def named_similarity(name: str, patterns: Tensor, *, table: bool = False, **options: Any) -> Similarity:
-    """Creates the named similarity for ``patterns (N, d)``; ``table`` and ``options`` are those of ``"adaptive"``."""
+def named_similarity(
+    name: str, patterns: Tensor, shape: Sequence[int] = (), *, table: bool = False, **options: Any
+) -> Similarity:
+    """Creates the named similarity for ``patterns (N, d)``, which are images if their ``shape`` has several axes.
+
+    ``table`` and ``options`` are those of ``"adaptive"``.
+    """
     check_choice("similarity", name, ("auto", *FIXED, "adaptive"))
+    if name == "auto" and len(shape) > 1:
+        channels, height, width = (1, *shape)[-3:]
+        images = ImageSimilarity(height, width, channels)
+        return images.to(patterns.device, accumulation_dtype(patterns.dtype))
     if name == "auto":
         return AutoSimilarity(patterns)
     if name != "adaptive":
@@ -178,6 +188,9 @@ def _described(similarity: Any) -> Any:
     kind = type(similarity)
     if kind is AutoSimilarity or similarity in FIXED.values():
         return next((name for name, fixed in FIXED.items() if fixed is similarity), "auto")
+    if kind is ImageSimilarity:
+        names = ("height", "width", "channels", "sizes", "shifts")
+        return [kind.__name__, {name: getattr(similarity, name) for name in names}]
     if kind not in KINDS.values():
         return None
     options: dict[str, Any] = {"debias": similarity.bias is not None, "init": similarity.init}
@@ -198,6 +211,10 @@ def _described(similarity: Any) -> Any:
 def _similarity(dim: int, name: str, given: dict[str, Any]) -> Callable[[], nn.Module]:
     """Returns what makes a similarity from its class and options."""
     options = dict(given)
+    if name == ImageSimilarity.__name__:
+        if options["height"] * options["width"] * options["channels"] != dim:
+            raise AHopError(f"images must have the {dim} values of a pattern, got {options}")
+        return partial(ImageSimilarity, **options)
     if not isinstance(options["init"], str):
         options["init"] = [torch.tensor(each, dtype=torch.float64) for each in options["init"]]
     if "bases" in options:

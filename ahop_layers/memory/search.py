@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ahop_layers.association import Similarity
 from ahop_layers.blocks import arrange
 from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe, has_unknown
+from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.presets import FIXED, known_scores
@@ -98,7 +99,7 @@ class Scorer(NamedTuple):
 
     def allows_missing(self) -> bool:
         """Returns whether the similarity can score pairs with missing values."""
-        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, TableSimilarity))
+        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity, TableSimilarity))
         return self.modulation is None and (adaptive or self.similarity in FIXED.values())
 
     def check_missing(self, name: str) -> None:
@@ -138,7 +139,7 @@ class Scorer(NamedTuple):
         for queries, places in zip(torch.split(rows, size), torch.split(indices, size), strict=True):
             key = self.modulated(stored.patterns[places.flatten()].to(stored.dtype))
             key = key.reshape(*places.shape, key.shape[-1])
-            if isinstance(self.similarity, AdaptiveSimilarity):
+            if isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity)):
                 parts.append(self._compare(queries[:, None], key, missing).squeeze(1))
             else:
                 parts += [self._compare(query[None], each, missing) for query, each in zip(queries, key, strict=True)]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
+from ahop_layers.images import ImageSimilarity, Learnable
 from ahop_layers.memory.arrays import top_k
 from ahop_layers.memory.storage import Stored
 from ahop_layers.ops.reference import accumulation_dtype, fold
@@ -57,7 +58,7 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
         keys = sample.expand(len(rows), *sample.shape).clone().requires_grad_()
         key = modulate(keys.to(rows.dtype).flatten(0, 1))
         key = key.reshape(*keys.shape[:2], -1)
-        if isinstance(similarity, AdaptiveSimilarity):
+        if isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)):
             scores = _without_ranks(similarity, rows.unsqueeze(1), key)
         else:
             scores = torch.cat([similarity(row[None], each) for row, each in zip(rows, key, strict=True)])
@@ -77,13 +78,14 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
     return Linear(slope + 2 * curvature * mean, curvature)  # |pattern - mean|^2, expanded
 
 
-def _without_ranks(similarity: AdaptiveSimilarity, query: Tensor, key: Tensor) -> Tensor:
+def _without_ranks(similarity: Learnable, query: Tensor, key: Tensor) -> Tensor:
     """Scores ``query (L, 1, d)`` against ``key (L, S, d)`` with the mean weight of each block: ``(L, S)``."""
     total = query.new_zeros(())
-    for resolution in range(len(similarity.blocks)):
-        weights = fold(similarity.footprint_weight(resolution).detach())
-        for base, weight in zip(similarity.bases, weights, strict=True):
-            values = similarity.block_similarities(query, key, base, resolution).squeeze(1)
+    views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
+    for (part, own, other), resolution in ((view, each) for view in views for each in range(len(view[0].blocks))):
+        weights = fold(part.footprint_weight(resolution).detach())
+        for base, weight in zip(part.bases, weights, strict=True):
+            values = part.block_similarities(own, other, base, resolution).squeeze(1)
             rank = values.detach().argsort(-1, descending=True).argsort(-1)
             total = total + (values * weight[rank].mean(1, keepdim=True)).sum(-1)
     if isinstance(similarity, AdaptiveTableSimilarity):
