@@ -6,15 +6,11 @@ from types import ModuleType
 from ahop_layers import variants as variants
 from ahop_layers.attention import Adaptive, AdaptiveAttention
 from ahop_layers.blocks import Blocks, patches
-from ahop_layers.convert import (
-    Report,
-    adapt_,
-    association_maps,
-    load_similarities,
-    register_converter,
-    revert_,
-    save_similarities,
-)
+from ahop_layers.convert.adapt import adapt_, revert_
+from ahop_layers.convert.maps import association_maps
+from ahop_layers.convert.registry import register_converter
+from ahop_layers.convert.report import Report
+from ahop_layers.convert.saved import load_similarities, save_similarities
 from ahop_layers.errors import AHopError
 from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ahop_layers as ah
+from ahop_layers.blocks import Blocks
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.reference import BASES as FORMULAS
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
@@ -220,3 +221,12 @@ def test_the_number_of_blocks_may_be_repeated():
     expected = ah.adaptive_similarity(q, k, w)
     assert torch.equal(ah.adaptive_similarity(q, k, w, blocks=4), expected)
     torch.testing.assert_close(ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12)), expected)
+
+
+def test_blocks_count_number_and_name_dimensions():
+    assert [Blocks(each).count(6) for each in (None, 3, ah.patches(2, 3, 2))] == [6, 3, 2]
+    assert Blocks(2).numbers(6).tolist() == [0, 0, 0, 1, 1, 1]
+    assert [Blocks(4).short(), Blocks(4, normalize=True).short()] == ["4", "Blocks(4, normalize=True)"]
+    assert Blocks(torch.tensor([0, 1, 0, 1])).gather().tolist() == [0, 2, 1, 3]
+    assert Blocks(torch.tensor([1, 0, 1])).gather().tolist() == [1, 3, 0, 2]  # the smaller block is padded
+    assert Blocks(2).gather() is Blocks(torch.tensor([0, 0, 1, 1])).gather() is None

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.attention.call import attend
+from ahop_layers.attention.products import read_product
 from ahop_layers.convert.discover import CHANNELS, OPAQUE, OTHER_SCORES
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import SimilarityList, named_similarities
@@ -558,3 +559,11 @@ def test_compiled_checkpointing_inside_a_module_is_refused():
     ah.adapt_(model, example=x)
     with pytest.raises(Exception, match=r"a forward pass without scaled_dot|not in the current scope"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+
+
+def test_an_einsum_is_read_as_a_product_of_queries_and_keys():
+    query, key = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
+    product = read_product(torch.einsum, ("bhid,bhjd->bijh", query, key), {})
+    assert product.query.shape == query.shape
+    assert product.key.shape == key.shape
+    assert product.finish(torch.zeros(2, 3, 5, 7)).shape == (2, 5, 7, 3)

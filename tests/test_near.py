@@ -8,6 +8,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.ops import chunked, reference
 from ahop_layers.similarity import named_similarities
+from ahop_layers.widths import quantiles, units
 
 BASES = ("l1", "near", "dot", "near", "dis")
 WIDTHS = torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0], dtype=torch.float64)
@@ -169,3 +170,9 @@ def test_a_layer_with_near_trains():
     (similarity,) = named_similarities(layer).values()
     assert similarity.beta.grad.isfinite().all()
     assert similarity.beta.grad.any()
+
+
+def test_quantiles_and_units_of_differences():
+    assert quantiles(torch.tensor([0.0, 2.0, 2.0, 4.0, 4.0]), [0.25, 1.0]) == [1.0, 4.0]
+    assert quantiles(torch.zeros(3), [0.5]) == [1.0]
+    assert units(torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0], [2.0, 0.0, 3.0]])).tolist() == [2.0, 1.0, 1.0]

@@ -112,19 +112,14 @@ class AdaptiveNeighborsClassifier(ClassPredictions, TabularEstimator):
     def kneighbors(
         self, X: ArrayLike | None = None, n_neighbors: int = 5, return_distance: bool = True
     ) -> tuple[Array, Array] | Array:
-        """Finds the stored rows that are most similar to each row.
+        """Finds the stored rows that are most similar to each row of ``X (n, features)``.
+
+        None means the stored rows, each without itself. Returns the distances ``(n, n_neighbors)`` in ascending order,
+        unless ``return_distance`` is False, and the indices of the rows in the training set. Equal distances are
+        ordered by index.
 
         The distance is the negative score of the learned similarity. It orders rows as the softmax weights do, but it
         is not a metric: it can be negative, and the distance of a row to itself is 0 only for ``dis`` and ``l1``.
-
-        Args:
-            X: ``(n, features)``, or None for the stored rows, each without itself.
-            n_neighbors: number of rows to find.
-            return_distance: whether to return distances.
-
-        Returns:
-            The distances ``(n, n_neighbors)`` in ascending order, unless ``return_distance`` is False, and the indices
-            ``(n, n_neighbors)`` of the rows in the training set. Equal distances are ordered by index.
 
         >>> from ahop_layers.tabular import AdaptiveNeighborsClassifier
         >>> X, y = np.arange(8.0)[:, None], np.arange(8) > 3
