@@ -351,6 +351,13 @@ class AdaptiveSimilarity(nn.Module):
         (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths, constant)
         return values.masked_fill(~known, torch.nan)
 
+    def compared(self, query: Tensor, key: Tensor, resolution: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns rows without unknown values as one resolution compares them, and the block of each dimension.
+
+        Their blocks are consecutive, and the blocks are then None, wherever possible.
+        """
+        return self._arranged(resolution, *self._compared(query, key))[:3]
+
     def _check_rows(self, query: Tensor, key: Tensor) -> None:
         check_pair(query, key)
         if query.shape[-1] != self.dim:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from ahop_layers.images import Learnable
+from ahop_layers.ops.reference import block_sums, pair_values
+from ahop_layers.similarity import AdaptiveSimilarity
 
 Base = str | tuple[str, float]
 """A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""
@@ -128,20 +130,49 @@ def block_features(
 
     ``edges`` are those of each resolution of each part. The features of a pair without a common known block are NaN.
     """
-    rows, pool = [], [pools(each).to(query) for each in edges]
+    columns, rest = [], iter(edges)
+    for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
+        missing = bool(own.isnan().any() or keys.isnan().any())
+        for resolution in range(len(part.blocks)):
+            columns.append(_part_features(own, keys, candidates, part, resolution, next(rest), missing))
+    return torch.cat(columns, -1)
+
+
+def _part_features(
+    query: Tensor,
+    patterns: Tensor,
+    candidates: Tensor,
+    part: AdaptiveSimilarity,
+    resolution: int,
+    edges: list[int],
+    missing: bool,
+) -> Tensor:
+    """Returns the features of one resolution of a similarity."""
+    widths = [1.0] * len(part.bases) if part.widths is None else part.widths.tolist()
+    monotone = all(base in ("l1", "dis", "dot") or not isinstance(base, str) for base in part.bases)
+    if monotone and part.blocks[resolution].assignment is None and part.bias is part.units is None:
+        found = features(query, patterns, candidates, part.bases, widths, edges)
+        if missing:
+            common = (~query.isnan()).to(found) @ (~patterns.isnan()).to(found).mT
+            found = found.masked_fill((common.gather(1, candidates) == 0)[..., None], torch.nan)
+        return found
+    rows, pool = [], pools(edges).to(query)
+    if not missing:  # each row is normalized and arranged once, not once for each pair
+        query, patterns, numbers = part.compared(query, patterns, resolution)
+        for some, key in pairs(query, patterns, candidates):
+            values = [
+                block_sums(pair_values(some[:, None], key, name, some.new_tensor(width)), edges[-1], numbers).squeeze(1)
+                for name, width in zip(part.names, widths, strict=True)
+            ]
+            rows.append(torch.cat([-_sort_(-each) @ pool.mT for each in values], -1))
+        return torch.cat(rows)
     for some, key in pairs(query, patterns, candidates):
-        columns, bins = [], iter(zip(edges, pool, strict=True))
-        for part, own, other in zip(
-            similarity.parts(), similarity.views(some[:, None]), similarity.views(key), strict=True
-        ):
-            for index in range(len(part.blocks)):
-                ends, pooling = next(bins)
-                for base in part.bases:
-                    values = part.block_similarities(own, other, base, index).squeeze(1)
-                    known = values.shape[-1] - values.isnan().sum(-1)
-                    complete = bool((known == values.shape[-1]).all())
-                    pooled = _pooled(-_sort_(-values), None if complete else known, pooling, ends)
-                    columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
+        columns = []
+        for base in part.bases:
+            values_ = part.block_similarities(some[:, None], key, base, resolution).squeeze(1)
+            known = edges[-1] - values_.isnan().sum(-1)
+            pooled = _pooled(-_sort_(-values_), known, pool, edges)
+            columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
         rows.append(torch.cat(columns, -1))
     return torch.cat(rows)
 
