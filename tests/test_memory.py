@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ahop_layers import errors
+from ahop_layers import errors, training
 from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError
-from ahop_layers.learning import descent
 from ahop_layers.memory import AdaptiveTableSimilarity, AssociativeMemory, KernelModulation, TableSimilarity
 from ahop_layers.memory import search as search_module
 from ahop_layers.memory.presets import PRESETS, uniformity_loss
@@ -738,7 +737,7 @@ def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones(monkeypat
     masked, noisy = (variant.corrupt(patterns[index]) for variant in (Mixed(0.85), Noisy(1.0)))
     query = torch.where(index[:, None] % 2 == 0, masked, noisy)
     for factor in (1, 40):  # 40 times as large: the eps of weights that are shared by all patterns
-        monkeypatch.setattr(descent, "FORM_EPS", factor * descent.FORM_EPS)
+        monkeypatch.setattr(training, "FORM_EPS", factor * training.FORM_EPS)
         memory = AssociativeMemory(patterns, _OfEachPattern(40, 32))
         memory.fit((index[:4000], query[:4000]), epochs=15, batch=256, progress=False)
         accuracy.append(retrieval_accuracy(memory, index[4000:], query[4000:]))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from ahop_layers.images import Learnable
+from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import block_sums, pair_values
 from ahop_layers.similarity import AdaptiveSimilarity
 
@@ -20,6 +21,9 @@ BINS = 14
 
 BLOCK = {"cpu": 2**19}
 """Number of differences that are held at once: on a CPU they stay in the cache. GPUs take 2**26."""
+
+GATHERED = 2**22
+"""Number of values of candidates that are gathered at once, where the next step is a single one."""
 
 _NUMPY = importlib.util.find_spec("numpy") is not None
 
@@ -157,29 +161,47 @@ def _part_features(
             found = found.masked_fill((common.gather(1, candidates) == 0)[..., None], torch.nan)
         return found
     rows, pool = [], pools(edges).to(query)
-    if not missing:  # each row is normalized and arranged once, not once for each pair
-        query, patterns, numbers = part.compared(query, patterns, resolution)
+    if missing:
         for some, key in pairs(query, patterns, candidates):
-            values = [
-                block_sums(pair_values(some[:, None], key, name, some.new_tensor(width)), edges[-1], numbers).squeeze(1)
-                for name, width in zip(part.names, widths, strict=True)
-            ]
-            rows.append(torch.cat([-_sort_(-each) @ pool.mT for each in values], -1))
+            columns = []
+            for base in part.bases:
+                values = part.block_similarities(some[:, None], key, base, resolution).squeeze(1)
+                known = edges[-1] - values.isnan().sum(-1)
+                pooled = _pooled(-_sort_(-values), known, pool, edges)
+                columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
+            rows.append(torch.cat(columns, -1))
         return torch.cat(rows)
-    for some, key in pairs(query, patterns, candidates):
+    query, patterns, numbers = part.compared(query, patterns, resolution)  # once, not once for each pair
+    for some, key in pairs(query, patterns, candidates, GATHERED):
         columns = []
-        for base in part.bases:
-            values_ = part.block_similarities(some[:, None], key, base, resolution).squeeze(1)
-            known = edges[-1] - values_.isnan().sum(-1)
-            pooled = _pooled(-_sort_(-values_), known, pool, edges)
-            columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
+        for name, width in zip(part.names, widths, strict=True):
+            values = pair_values(some[:, None], key, name, some.new_tensor(width)).squeeze(1)
+            columns.append(-_sort_(-block_sums(values, edges[-1], numbers)) @ pool.mT)
         rows.append(torch.cat(columns, -1))
     return torch.cat(rows)
 
 
-def pairs(query: Tensor, patterns: Tensor, candidates: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields some queries ``(l, d)`` and their candidates ``(l, C, d)`` at a time."""
-    step = rows_at_once(query, candidates.shape[1] * patterns.shape[1])
+@torch.no_grad()
+def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Learnable) -> Tensor:
+    """Scores queries ``(L, d)`` against their candidates among ``patterns (N, d)``: ``(L, C)``."""
+    if query.isnan().any() or patterns.isnan().any():
+        rows = [similarity(some[:, None], key, missing=True) for some, key in pairs(query, patterns, candidates)]
+        return torch.cat(rows).squeeze(1)
+    total = query.new_zeros(candidates.shape)
+    for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
+        for resolution in range(len(part.blocks)):
+            first, second, numbers = part.compared(own, keys, resolution)
+            weight, rows = part.footprint_weight(resolution), []
+            for some, key in pairs(first, second, candidates, GATHERED):
+                rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths))
+            total += torch.cat(rows).squeeze(1)
+    return total
+
+
+def pairs(query: Tensor, patterns: Tensor, candidates: Tensor, least: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields some queries ``(l, d)`` and their candidates ``(l, C, d)`` at a time, with at least so many elements."""
+    elements = candidates.shape[1] * patterns.shape[1]
+    step = max(rows_at_once(query, elements), least // max(1, elements))
     for part, places in zip(torch.split(query, step), torch.split(candidates, step), strict=True):
         yield part, patterns[places]
 

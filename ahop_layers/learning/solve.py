@@ -24,7 +24,7 @@ from torch.nn.functional import normalize, pad
 from ahop_layers.images import ImageSimilarity, Learnable
 from ahop_layers.learning.candidates import CANDIDATES, Queries, find_candidates
 from ahop_layers.learning.questions import Questions
-from ahop_layers.learning.ranks import BINS, Base, bin_edges, block_features, features, pairs, pools
+from ahop_layers.learning.ranks import BINS, Base, bin_edges, block_features, candidate_scores, features, pools
 from ahop_layers.learning.regression import Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity import BaseArgument
@@ -264,7 +264,8 @@ def solve_weights(
     setting, bins = _setting(None, patterns, ("l1", "dot"), queries), bin_edges(similarity.dim)
     plain = setting.problem(rest, bins, learned=False)
     right = {name: plain.correct(each) for name, each in fixed_weights(setting.bases, bins).items()}
-    scores = _scores(similarity, patterns, queries.part(rest))
+    part = queries.part(rest)
+    scores = candidate_scores(part.query, patterns, part.candidates, similarity)
     right["start"] = held.is_right(scores)[None]
     right["learned"] = held.correct(solved)
     chosen, best, rows = _choose(right, ("start",))
@@ -291,15 +292,6 @@ def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
                 starts[-1][first : first + len(alone)] = alone.to(starts[0])
             first += 1 + len(ends)
     return starts
-
-
-def _scores(similarity: Learnable, patterns: Tensor, queries: Queries) -> Tensor:
-    """Scores queries against their candidates: ``(L, C)``."""
-    rows = [
-        similarity(query[:, None], key, missing=bool(query.isnan().any() or key.isnan().any())).squeeze(1)
-        for query, key in pairs(queries.query, patterns, queries.candidates)
-    ]
-    return torch.cat(rows).to(accumulation_dtype(patterns.dtype))
 
 
 def _widened(patterns: Tensor, asked: Questions) -> tuple[Tensor, Questions]:

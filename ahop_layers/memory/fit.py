@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError
-from ahop_layers.learning.descent import Batches
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.memory.arrays import from_numpy
 from ahop_layers.memory.labels import Classes, class_logsumexp, leave_out
 from ahop_layers.memory.shards import Whole
 from ahop_layers.memory.storage import Stored
 from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.training import Batches
 from ahop_layers.variants import Variant, as_damage
 
 HELD_OUT, HELD_OUT_SHARE, FEWEST_HELD_OUT, EVALUATED = 512, 0.1, 32, 128

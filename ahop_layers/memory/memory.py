@@ -32,7 +32,6 @@ from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning import questions
 from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
 from ahop_layers.learning.candidates import some_patterns
-from ahop_layers.learning.descent import mean_loss, minimize
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.solve import Report, learn, solve_weights
 from ahop_layers.memory import fit as gradients
@@ -49,6 +48,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, Associator
 from ahop_layers.table import TableSimilarity
+from ahop_layers.training import mean_loss, minimize
 from ahop_layers.variants import Variant
 from ahop_layers.widths import scale_of
 
@@ -548,10 +548,10 @@ class AssociativeMemory(Associator):
         if torch.is_inference_mode_enabled():
             raise AHopError("fit needs gradients: expected no inference mode, got torch.inference_mode")
         stored = self._stored
+        call = f"fit(epochs={epochs!r}, lr={lr!r}, batch={batch!r}, seed={seed}, by={by!r})"
+        stored.ranks.agree(call, stored.patterns.device)
         check_values("patterns", stored.patterns)
         check_seed(seed=seed)
-        call = f"fit(epochs={epochs!r}, lr={lr!r}, batch={batch!r}, seed={int(seed)}, by={by!r})"
-        stored.ranks.agree(call, stored.patterns.device)
         labeled = stored.labels is not None and self.objective != "separation"
         by = ("label" if labeled else "pattern") if by is None else by
         check_choice("by", by, ("pattern", "label"))
