@@ -15,6 +15,9 @@ Pairs = tuple[Tensor, Tensor]
 QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 1024, 2048, 2**17
 """Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
 
+LARGE = 512
+"""From so many dimensions on, half as many are held out."""
+
 MOST, MOST_COVERED = 0.9, 0.6
 """The largest share of values that is replaced or missing, and of an image that is covered, if no damage is given."""
 
@@ -91,7 +94,7 @@ def any_damage(shape: Sequence[int], missing: bool = True) -> Variant:
 
 
 def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
-    """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``, as many for the fit as held out.
+    """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``, some of which are held out.
 
     One in SPARED of them is damaged in part, between not at all and fully: a similarity that was learned from strong
     noise alone can fail without noise.
@@ -100,7 +103,8 @@ def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Ge
         AHopError: the damage returns infinity, or no query with a known value.
     """
     count = max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
-    origin = torch.randint(len(patterns), (2 * count,), generator=generator, device=patterns.device)
+    held = count // 2 if patterns.shape[1] >= LARGE else count
+    origin = torch.randint(len(patterns), (count + held,), generator=generator, device=patterns.device)
     intact = patterns[origin]
     query = damage.bind(patterns).corrupt(intact, generator)
     if query.isinf().any() or query.isnan().all():

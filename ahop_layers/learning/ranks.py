@@ -193,7 +193,7 @@ def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, simila
             first, second, numbers = part.compared(own, keys, resolution)
             weight, rows = part.footprint_weight(resolution), []
             for some, key in pairs(first, second, candidates, GATHERED):
-                rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths))
+                rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths, False))
             total += torch.cat(rows).squeeze(1)
     return total
 

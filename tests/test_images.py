@@ -1,0 +1,158 @@
+"""ImageSimilarity, and memories of images: views, shifts, missing pixels, fits, files and explanations."""
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.images import BEST
+
+SIDE = 12
+
+
+@pytest.fixture(scope="module")
+def images():
+    """Images of six classes, four each: a smooth image under another light."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(6, 1, 4, 4, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, SIDE, mode="bilinear")[:, 0]
+    slope = torch.linspace(0.3, 1.0, SIDE)
+    light = torch.stack([slope.expand(SIDE, SIDE), slope.flip(0).expand(SIDE, SIDE), slope[:, None].expand(SIDE, SIDE)])
+    lights = torch.cat([light, torch.ones(1, SIDE, SIDE)])
+    return (smooth[:, None] * lights).flatten(0, 1), torch.arange(6).repeat_interleave(4)
+
+
+def covered(images, seed=1):
+    damage = ah.variants.Covered(0.4, SIDE, SIDE).bind(images.flatten(1))
+    return damage.corrupt(images.flatten(1), torch.Generator().manual_seed(seed))
+
+
+def test_the_first_score_is_that_of_the_best_patches_and_of_near_pixels_and_contrasts(images):
+    rows = images[0].flatten(1)
+    similarity = ah.ImageSimilarity(SIDE, SIDE, sizes=(4,)).fix_norms_(rows).fix_widths_(rows)
+    query, key = rows[:3], rows[5:9]
+    cut = [
+        each.reshape(-1, SIDE, SIDE).unfold(1, 4, 2).unfold(2, 4, 2).flatten(3).flatten(1, 2) for each in (query, key)
+    ]
+    first, second = (part - part.mean(-1, keepdim=True) for part in cut)
+    constant = (
+        1e-3
+        * (lambda every: every - every.mean(-1, keepdim=True))(
+            rows.reshape(-1, SIDE, SIDE).unfold(1, 4, 2).unfold(2, 4, 2).flatten(3)
+        )
+        .norm(dim=-1)
+        .square()
+        .mean()
+        .sqrt()
+    )
+    first, second = (part / (part.norm(dim=-1, keepdim=True) + constant) for part in (first, second))
+    correlation = torch.einsum("lpd,spd->lsp", first, second).sort(-1, descending=True).values
+    expected = correlation[..., : round(BEST * correlation.shape[-1])].mean(-1)
+    for part, own, other in list(zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True))[
+        :2
+    ]:
+        widths = [width for name, width in zip(part.names, part.widths.tolist(), strict=True) if name == "near"]
+        difference = (own[:, None] - other).abs()
+        expected += sum((-difference / width).exp().mean(-1) for width in widths) / len(widths)
+    torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_brightness_and_contrast_do_not_matter_to_patches(images):
+    rows = images[0].flatten(1)
+    similarity = ah.ImageSimilarity(SIDE, SIDE).fix_norms_(rows).fix_widths_(rows)
+    brighter = zip(similarity.parts()[2:], similarity.views(rows)[2:], similarity.views(2 * rows + 1)[2:], strict=True)
+    for part, own, other in brighter:
+        torch.testing.assert_close(part(own, own), part(other, own), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("shape", [(12, 12, 1), (7, 9, 3), (2, 2, 1), (1, 5, 1), (1, 1, 2)])
+def test_any_size_and_number_of_channels_is_compared(shape):
+    similarity = ah.ImageSimilarity(*shape)
+    rows = torch.rand(5, similarity.dim)
+    similarity.fix_norms_(rows).fix_widths_(rows)
+    assert torch.equal(similarity(rows, rows).argmax(-1), torch.arange(5))
+
+
+def test_the_best_of_all_shifts_counts(images):
+    rows = images[0].flatten(1)
+    plain = ah.ImageSimilarity(SIDE, SIDE).fix_norms_(rows).fix_widths_(rows)
+    shifted = ah.ImageSimilarity(SIDE, SIDE, shifts=1).fix_norms_(rows).fix_widths_(rows)
+    query = images[0][:4].roll((1, -1), (1, 2))
+    query[:, 0], query[:, :, -1] = query[:, 1], query[:, :, -2]
+    inner = images[0][:4].clone()
+    moved = [shifted(query.flatten(1), rows), plain(query.flatten(1), rows)]
+    assert (moved[0] >= moved[1] - 1e-6).all()
+    assert (moved[0].diagonal() > moved[1].diagonal()).all()
+    assert (shifted(inner.flatten(1), rows).diagonal() >= plain(inner.flatten(1), rows).diagonal() - 1e-6).all()
+
+
+def test_a_memory_of_images_finds_covered_ones_before_and_after_a_fit(images, tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+    rows, labels = images
+    memory = ah.AssociativeMemory(rows, labels=labels)
+    assert isinstance(memory.similarity, ah.ImageSimilarity)
+    query = covered(rows)
+    assert (memory.classify(query) == labels).float().mean() > 0.9
+    nearest = torch.cdist(query, rows.flatten(1), p=1).argmin(-1)
+    assert (labels[nearest] == labels).float().mean() < 0.9
+    report = dict(memory.fit(ah.variants.Covered((0.0, 0.6), SIDE, SIDE)).rows)
+    assert report["learned"] > max(report["L1"], report["trimmed L1"], report["cosine"])
+    hits = memory.search(query.reshape(-1, SIDE, SIDE), k=2)
+    assert hits.confidence.shape == (24, 2)
+    explained = memory.explain(query)
+    assert explained.shape == (24, SIDE, SIDE)
+    torch.testing.assert_close(explained.sum((1, 2)), hits[0][:, 0], rtol=1e-3, atol=1e-3)
+    memory.save(tmp_path / "images.safetensors")
+    loaded = ah.AssociativeMemory.load(tmp_path / "images.safetensors")
+    assert repr(loaded.similarity) == repr(memory.similarity)
+    assert torch.equal(loaded.search(query)[0], memory.search(query)[0])
+
+
+def test_covered_parts_add_less_to_a_score_than_others(images):
+    rows = images[0]
+    memory = ah.AssociativeMemory(rows)
+    query = rows.clone()
+    query[:, :6] = torch.rand(len(rows), 6, SIDE, generator=torch.Generator().manual_seed(3))
+    explained = memory.explain(query, index=torch.arange(len(rows)))
+    assert (explained[:, :5].mean((1, 2)) < explained[:, 7:].mean((1, 2))).all()
+
+
+def test_unknown_pixels_take_no_part(images):
+    rows = images[0]
+    memory = ah.AssociativeMemory(rows)
+    query = rows.clone()
+    query[:, :5] = torch.nan
+    assert (memory.recall(query) == torch.arange(len(rows))).float().mean() > 0.9
+    alone = torch.full((SIDE, SIDE), torch.nan)
+    alone[3, 3] = rows[0, 3, 3]  # no contrast and no patch
+    assert memory.search(alone)[0].isfinite().all()
+    report = memory.fit([ah.variants.Covered(0.2, SIDE, SIDE), ah.variants.Missing(0.2)])
+    assert dict(report.rows)["learned"] > 0.5
+
+
+def test_a_state_dict_of_other_sizes_is_refused(images):
+    rows = images[0].flatten(1)
+    state = ah.AssociativeMemory(rows, ah.ImageSimilarity(SIDE, SIDE, sizes=(4,))).state_dict()
+    with pytest.raises((ah.AHopError, RuntimeError)):
+        ah.AssociativeMemory(rows, ah.ImageSimilarity(SIDE, SIDE, sizes=(6,))).load_state_dict(state)
+
+
+def test_invalid_arguments_are_named(images):
+    with pytest.raises(ah.AHopError, match="shifts must be an integer from 0 to 11, got 12"):
+        ah.ImageSimilarity(SIDE, SIDE, shifts=12)
+    with pytest.raises(ah.AHopError, match=r"images must have 1 \* 12 \* 12 = 144 values"):
+        ah.ImageSimilarity(SIDE, SIDE)(torch.rand(1, 100), torch.rand(2, 100))
+    with pytest.raises(ah.AHopError, match="size"):
+        ah.ImageSimilarity(SIDE, SIDE, sizes=(0,))
+
+
+def test_rectangles_have_their_share_and_cover_with_values_of_the_patterns():
+    origin = torch.rand(300, 3 * 20 * 16)
+    index, query = ah.variants.Covered(0.5, 20, 16, channels=3).sample(origin, 200, torch.Generator().manual_seed(0))
+    changed = (query != origin[index]).unflatten(-1, (3, 20, 16))
+    assert (changed[:, 0] == changed[:, 1]).float().mean() > 0.99
+    assert 0.45 < changed.float().mean() < 0.55
+    assert query.amin() >= 0
+    assert query.amax() <= 1
+    shapes = {(int(each[0].any(1).sum()), int(each[0].any(0).sum())) for each in changed}
+    assert len(shapes) > 5
+    assert ah.variants.Covered(0.0, 20, 16, 3).corrupt(origin).equal(origin)
