@@ -87,13 +87,15 @@ def test_the_best_of_all_shifts_counts(images):
 
 def test_a_memory_of_images_finds_covered_ones_before_and_after_a_fit(images, tmp_path):
     pytest.importorskip("safetensors", reason="memories are saved with safetensors")
-    rows, labels = images
+    asked = torch.arange(len(images[0])) % 4 == 3  # one light is not stored
+    (rows, labels), (query, wanted) = ([each[chosen] for each in images] for chosen in (~asked, asked))
     memory = ah.AssociativeMemory(rows, labels=labels)
     assert isinstance(memory.similarity, ah.ImageSimilarity)
-    query = covered(rows)
-    assert (memory.classify(query) == labels).float().mean() > 0.9
-    nearest = torch.cdist(query, rows.flatten(1), p=1).argmin(-1)
-    assert (labels[nearest] == labels).float().mean() < 0.9
+    query = torch.cat([covered(query, seed) for seed in range(4)])
+    wanted = wanted.repeat(4)
+    nearest = labels[torch.cdist(query, rows.flatten(1), p=1).argmin(-1)]
+    accuracy, simple = ((found == wanted).float().mean() for found in (memory.classify(query), nearest))
+    assert accuracy > max(0.9, simple + 0.05)
     report = dict(memory.fit(ah.variants.Covered((0.0, 0.6), SIDE, SIDE)).rows)
     assert report["learned"] > max(report["L1"], report["trimmed L1"], report["cosine"])
     hits = memory.search(query.reshape(-1, SIDE, SIDE), k=2)

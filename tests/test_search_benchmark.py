@@ -9,7 +9,7 @@ import torch
 
 import benchmarks.search.__main__ as command
 from benchmarks.harness.rows import read
-from benchmarks.search import data, measure, ours, rivals, tune
+from benchmarks.search import ar, data, measure, ours, rivals
 from benchmarks.search.data import ForeignBlock, Images, ReplacedPixels
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def images():
     labels = torch.arange(CLASSES).repeat_interleave(EACH)
     gain = 0.6 + 0.4 * torch.rand(len(labels), 1, generator=generator)
     noise = 0.02 * torch.rand(len(labels), SIDE * SIDE, generator=generator)
-    return Images(gain * prototypes[labels] + noise, labels, SIDE)
+    return Images(gain * prototypes[labels] + noise, labels, (SIDE, SIDE))
 
 
 @pytest.fixture
@@ -62,7 +62,9 @@ def test_replaced_pixels_stay_below_the_largest_value_of_their_image():
 
 def test_a_foreign_block_is_a_square_of_another_image_turned_upside_down():
     other = torch.arange(1.0, 65.0)[None]
-    query = ForeignBlock(0.25, other, 8).corrupt(torch.zeros(5, 64), torch.Generator().manual_seed(0)).reshape(5, 8, 8)
+    query = (
+        ForeignBlock(0.25, other, (8, 8)).corrupt(torch.zeros(5, 64), torch.Generator().manual_seed(0)).reshape(5, 8, 8)
+    )
     turned = other.reshape(8, 8).flip(0)
     for each in query:
         rows, columns = (each != 0).any(1), (each != 0).any(0)
@@ -80,13 +82,13 @@ def test_idx_files_are_read(name, tmp_path):
     assert data.available(tmp_path) == [name]
     images = data.load(name, tmp_path)
     assert images.labels.tolist() == [7, 9]
-    assert images.side == 28
+    assert images.shape == (28, 28)
     assert torch.equal((images.rows.flatten() * 255).round().to(torch.uint8), torch.from_numpy(pixels))
     with pytest.raises(FileNotFoundError, match=r"expected the data set faces in .*yale_b\.npz"):
         data.load("faces", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1", "trimmed L1 of contrasts"])
+@pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1"])
 def test_nearest_neighbors_find_the_stored_image_and_trimming_ignores_corrupted_pixels(name, images):
     answer = rivals.RIVALS[name](images, ReplacedPixels((0.0, 0.5)), 0)(images.rows)
     assert torch.equal(answer.label, images.labels)
@@ -101,7 +103,7 @@ def test_nearest_neighbors_find_the_stored_image_and_trimming_ignores_corrupted_
 
 def test_sparse_representation_meets_the_optimality_conditions():
     """Among independent images: the solver converges slowly if images are nearly multiples of each other."""
-    stored = Images(torch.rand(12, SIDE * SIDE, dtype=torch.double), torch.arange(12) // 3, SIDE)
+    stored = Images(torch.rand(12, SIDE * SIDE, dtype=torch.double), torch.arange(12) // 3, (SIDE, SIDE))
     method = rivals.SparseRepresentation(stored, penalty=1e-2, steps=3000)
     corrupted = ReplacedPixels(0.2).corrupt(stored.rows[::5], torch.Generator().manual_seed(0))
     query = torch.nn.functional.normalize(corrupted)
@@ -129,70 +131,54 @@ def test_the_network_learns_and_leaves_the_random_state_alone(images):
     assert torch.equal(split.stored.labels[answer.index], answer.label)
 
 
-@pytest.mark.parametrize("kind", data.LEVELS)
-def test_the_adaptive_memory_finds_the_class_of_a_corrupted_image(kind, images):
+def test_robust_coding_finds_the_class_of_a_covered_image(images):
     split = data.split_halves(images, 0)
-    variant = data.corruption(kind, (0.0, 0.6), split.stored)
-    classify = ours.adaptive(split.stored, variant, 0, ours.SETTINGS[kind]._replace(steps=8, batch=128))
-    query = data.queries(split, kind, 0.5, 0)
-    answer = classify(query)
-    assert torch.equal(answer.label, classify.memory.classify(query))
+    answer = rivals.RobustCoding(split.stored)(data.queries(split, "occlusion", 0.2, 0))
     assert (answer.label == split.asked.labels).float().mean() > 0.9
     assert torch.equal(split.stored.labels[answer.index], answer.label)
 
 
-def test_patches_agree_where_the_query_is_intact(images):
-    classify = ours.AdaptiveClassifier(images, ("pixels",))
-    query = images.rows[:2].clone()
-    query.reshape(2, SIDE, SIDE)[:, :4, :4] = images.rows[-2:].reshape(2, SIDE, SIDE)[:, :4, :4]
-    agreement = classify.agreement(query, torch.tensor([0, 1])).reshape(2, SIDE, SIDE)
-    torch.testing.assert_close(agreement[:, 4:], torch.ones(2, 4, SIDE), atol=0.01, rtol=0)
-    assert (agreement[:, :4, :4] < 0.9).all()
+@pytest.mark.parametrize("kind", data.LEVELS)
+@pytest.mark.parametrize("name", ours.OWN)
+def test_a_memory_finds_the_class_of_a_corrupted_image(kind, name, images):
+    split = data.split_halves(images, 0)
+    classify = ours.OWN[name](split.stored, data.corruption(kind, (0.0, 0.6), split.stored), 0)
+    answer = classify(data.queries(split, kind, 0.3, 0))
+    assert (answer.label == split.asked.labels).float().mean() > 0.8
+    assert answer.index.shape == answer.label.shape
 
 
-@pytest.mark.parametrize("offset", [(0, 1), (1, -1), (2, 0)])
-def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
-    image, (down, right) = torch.rand(3, 5, 5) + 0.1, offset
-    places = [(i, j) for i in range(5 - down) for j in range(5) if 0 <= j + right < 5]
-    pairs = [(image[:, i, j], image[:, i + down, j + right]) for i, j in places]
-    expected = torch.stack([(b - a) / (a + b + 2 * data.DARK) for a, b in pairs], 1)
-    torch.testing.assert_close(data.contrasts(image.flatten(1), 5, offset), expected)
-
-
-def test_views_compare_pixels_contrasts_and_patches_and_their_initial_score_is_the_mean_similarity(images):
-    views = ("patches", "pixels", "contrasts", "diagonals", "distant")
-    parts = [part.score for part in ours.ImageSimilarity(images, views).parts]
-    counts = [[entry.count(part.dim) for entry in part.blocks] for part in parts]
-    assert counts == [[16, 4], [64], [56], [56], [49], [49], [48], [48]]
-    score = ours.ImageSimilarity(images, ("pixels", "contrasts"))
-    seen = [images.rows, *(data.contrasts(images.rows, SIDE, offset) for offset in data.OFFSETS["contrasts"])]
-    expected = -ours.LEVEL * sum(torch.cdist(rows, rows, p=1) / rows.shape[1] for rows in seen)
-    torch.testing.assert_close(score(images.rows, images.rows), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_settings_are_compared_on_held_out_stored_images(folder, capsys):
-    stored = data.split_halves(data.load("faces", folder), 0).stored
-    held = tune.hold_out(stored)
-    assert held.stored.labels.bincount().tolist() == [4] * CLASSES
-    assert held.asked.labels.bincount().tolist() == [1] * CLASSES
-    assert torch.equal(torch.cat([part.rows for part in held]).unique(dim=0), stored.rows.unique(dim=0))
-    given = ["--data-dir", str(folder), "--device", "cpu", "--corruptions", "occlusion", "--views", "pixels", "patches"]
-    tune.main([*given, "--steps", "2", "--batch", "256", "--lr", "0.1", "0.2"])
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| p")]
-    assert [line.split(" | ")[:4] for line in table] == [
-        [f"| {views}", "2", "256", lr] for views in ("pixels", "patches") for lr in ("0.1", "0.2")
-    ]
+def test_the_protocols_of_ar_store_and_ask_for_the_published_photos(monkeypatch, tmp_path, capsys):
+    scipy = pytest.importorskip("scipy.io", reason="AR is a file of MATLAB")
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(ar, "PEOPLE", 4)
+    faces = torch.rand(4, 1, 30, 42, generator=generator).expand(4, 26, 30, 42) * 250
+    noise = 5 * torch.rand(faces.shape, generator=generator)
+    file = tmp_path / "ar.mat"
+    scipy.savemat(file, {"DATA": (faces + noise).to(torch.uint8).reshape(104, -1).T.numpy()})
+    images = ar.load(file)
+    assert images.rows.shape == (104, 1260)
+    torch.testing.assert_close(images.rows[0].reshape(42, 30)[5, 7] * 255, (faces + noise)[0, 0, 7, 5].floor())
+    asked = ar.select(images, (8, 21))
+    assert asked.labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert torch.equal(asked.rows[1], images.rows[20])
+    rows = ar.measure(
+        file, torch.device("cpu"), ar.ResultTable(tmp_path / "ar.csv", "cpu"), 1, ["L1", "fixed trimming"]
+    )
+    assert {float(row["accuracy"]) for row in rows} == {1.0}
+    text = ar.accuracy_table(rows)
+    assert "| RRC with L1, published | 0.990 | 0.933 | 0.893 | 0.763 |" in text
+    assert "| fixed trimming | **1.000** |" in text
+    assert "seed 0: fit" in capsys.readouterr().out
 
 
 def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, capsys):
-    settings = ours.Settings(("pixels", "patches"), steps=2, batch=256)  # a short training
-    monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, settings))
     output = tmp_path / "rows.csv"
     given = ["--data-dir", str(folder), "--output", str(output), "--rivals", "Euclid", "trimmed L1"]
     few = ["--data", "faces", *given, "--device", "cpu", "--splits", "2", "--levels", "0.0", "0.3"]
     command.main(few)
     rows = read(output)
-    assert len(rows) == 3 * 2 * 3  # methods, splits, two levels of pixels and one of occlusion
+    assert len(rows) == 5 * 2 * 3  # methods, splits, two levels of pixels and one of occlusion
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
     assert "Accuracy on faces by the fraction of pixels replaced, 2 splits." in capsys.readouterr().out
     assert output.with_suffix(".png").exists()
@@ -200,7 +186,7 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
     assert shown.split.asked.labels.tolist() == [0, 1, 3]
     assert shown.agreement.shape == shown.query.shape == (3, SIDE * SIDE)
     assert command.report.draw_answers(shown, tmp_path / "answers.png").stat().st_size > 0
-    for name in ("Euclid", "trimmed L1", ours.OURS):
+    for name in ("Euclid", "trimmed L1", *ours.OWN):
         monkeypatch.setitem(measure.METHODS, name, lambda *_: pytest.fail("a stored row was measured again"))
     command.main(few)
     assert read(output) == rows
@@ -221,10 +207,12 @@ def test_reports_name_the_best_methods_and_their_times():
     assert "| CNN | 3 | **2.5** |" in command.report.time_table(rows)
 
 
-def test_unknown_levels_views_and_missing_files_are_named(tmp_path, capsys):
-    for main, option, value in ((command.main, "--levels", "0.55"), (tune.main, "--views", "pixels+colors")):
-        with pytest.raises(SystemExit):
-            main([option, value])
-        assert f"argument {option}: expected some of" in capsys.readouterr().err
+def test_unknown_levels_and_missing_files_are_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--levels", "0.55"])
+    assert "argument --levels: expected some of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["--data", "ar"])
+    assert "ar needs --file" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="expected the data set faces"):
         command.main(["--data", "faces", "--data-dir", str(tmp_path)])

@@ -90,7 +90,7 @@ def as_given(x: Array, result: Any) -> Array:
         given = (result.float() if result.dtype == torch.bfloat16 else result).detach().cpu().numpy()
     elif not isinstance(x, (Tensor, list, tuple)):
         given = sys.modules["numpy"].array(result)
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:

@@ -260,9 +260,8 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
         name = next(name for name, fixed in FIXED.items() if fixed is similarity)
         values = pair_values(query, key, name).reshape(rows.shape)
         return values.nan_to_num(0.0) * (d / known.sum(-1, keepdim=True).clamp(min=1))
-    plain = isinstance(similarity, AdaptiveSimilarity) and "table" not in similarity._modules
-    plain = isinstance(similarity, ImageSimilarity) or (plain and similarity.num_heads is None)
-    if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or not plain:
+    unlike = isinstance(similarity, AdaptiveSimilarity) and (similarity.num_heads or "table" in similarity._modules)
+    if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or unlike:
         raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
     views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
     return similarity.spread([_shares(*view) for view in views])

@@ -28,10 +28,6 @@ LEVELS = {
 
 TRAINING_LEVELS = (0.0, 0.9)
 """Range of the levels in the training queries, from which each query draws its own."""
-OFFSETS = {"contrasts": ((0, 1), (1, 0)), "diagonals": ((1, 1), (1, -1)), "distant": ((0, 2), (2, 0))}
-"""View -> distances in rows and columns of the two pixels of a contrast."""
-DARK = 0.02
-"""Added to the brightness of two pixels before their difference is divided by it."""
 
 
 class Images(NamedTuple):
@@ -39,7 +35,7 @@ class Images(NamedTuple):
 
     rows: Tensor
     labels: Tensor
-    side: int
+    shape: tuple[int, int]
 
     def subset(self, index: Tensor) -> "Images":
         """Returns the images with these indices."""
@@ -82,19 +78,19 @@ class ForeignBlock(Variant):
 
     Args:
         share: fraction of the area of the image, a level.
-        others: the images ``(N, side * side)`` from which the other image is drawn.
-        side: height and width of an image.
+        others: the images ``(N, height * width)`` from which the other image is drawn.
+        shape: height and width of an image.
     """
 
     share: Level
     others: Tensor
-    side: int
+    shape: tuple[int, int]
 
     def corrupt(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Corrupts each row of ``origin (n, d)``: ``(n, d)``."""
-        kept = Occluded(self.share, self.side, self.side).corrupt(torch.ones_like(origin), generator).bool()
+        kept = Occluded(self.share, *self.shape).corrupt(torch.ones_like(origin), generator).bool()
         place = torch.randint(len(self.others), (len(origin),), generator=generator, device=origin.device)
-        turned = self.others[place].unflatten(-1, (self.side, self.side)).flip(-2).flatten(-2)
+        turned = self.others[place].unflatten(-1, self.shape).flip(-2).flatten(-2)
         return torch.where(kept, origin, turned)
 
 
@@ -102,7 +98,7 @@ def corruption(kind: str, level: Level, images: Images) -> Variant:
     """Returns a kind of corruption. Foreign blocks come from ``images``."""
     if kind == "pixels":
         return ReplacedPixels(level)
-    return ForeignBlock(level, images.rows, images.side)
+    return ForeignBlock(level, images.rows, images.shape)
 
 
 def queries(split: Split, kind: str, level: float, seed: int) -> Tensor:
@@ -140,7 +136,7 @@ def load(name: str, folder: Path) -> Images:
         pixels = np.frombuffer(content[0], np.uint8, offset=16).reshape(-1, 28, 28)
         labels = np.frombuffer(content[1], np.uint8, offset=8)
     rows = torch.from_numpy(pixels.astype(np.float32) / np.float32(255)).flatten(1)
-    return Images(rows, torch.from_numpy(labels.astype(np.int64)), pixels.shape[-1])
+    return Images(rows, torch.from_numpy(labels.astype(np.int64)), pixels.shape[1:])
 
 
 def split_halves(images: Images, seed: int) -> Split:
@@ -153,22 +149,3 @@ def split_halves(images: Images, seed: int) -> Split:
         stored.append(own[: len(own) // 2])
         asked.append(own[len(own) // 2 :])
     return Split(images.subset(torch.cat(stored)), images.subset(torch.cat(asked)))
-
-
-def contrasts(rows: Tensor, side: int, offset: tuple[int, int]) -> Tensor:
-    """Returns the contrast of each two pixels at a fixed distance. It does not depend on the brightness of the image.
-
-    Args:
-        rows: images ``(n, side * side)``.
-        side: height and width of an image.
-        offset: distance in rows, at least 0, and in columns.
-
-    Returns:
-        ``(n, pairs)``, the difference of two pixels divided by their sum: from -1 to 1.
-    """
-    down, right = offset
-    image = rows.unflatten(-1, (side, side))
-    height, width = side - down, side - abs(right)
-    first = image[..., :height, max(0, -right) :][..., :width]
-    second = image[..., down:, max(0, right) :][..., :width]
-    return ((second - first) / (first + second + 2 * DARK)).flatten(-2)

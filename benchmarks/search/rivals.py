@@ -14,7 +14,7 @@ from torch.nn import functional
 import ahop_layers as ah
 from ahop_layers.training import warmup_cosine
 from ahop_layers.variants import Variant
-from benchmarks.search.data import OFFSETS, Images, contrasts
+from benchmarks.search.data import Images
 
 
 class Answer(NamedTuple):
@@ -64,51 +64,21 @@ def manhattan(stored: Images, variant: Variant, seed: int) -> Classifier:
 
 
 def trimmed(stored: Images, variant: Variant, seed: int, queries: int = 512) -> Classifier:
-    """The nearest stored image by the sum of the smallest absolute differences of pixels."""
-    return _trimmed(stored, variant, seed, queries, lambda rows: [rows])
-
-
-def trimmed_contrasts(stored: Images, variant: Variant, seed: int, queries: int = 512) -> Classifier:
-    """The same for contrasts of neighboring pixels, which the adaptive memory compares as well."""
-    side = stored.side
-    return _trimmed(
-        stored, variant, seed, queries, lambda rows: [contrasts(rows, side, each) for each in OFFSETS["contrasts"]]
-    )
-
-
-def _trimmed(
-    stored: Images, variant: Variant, seed: int, queries: int, seen: Callable[[Tensor], list[Tensor]]
-) -> Classifier:
-    """Returns a classifier by the sum of the smallest absolute differences of each view of ``seen``.
+    """The nearest stored image by the sum of the smallest absolute differences of pixels.
 
     The fraction of the differences that count is the same for all queries. It is the one with the best accuracy on
     corrupted stored images, each compared with all other stored images.
     """
     generator = torch.Generator(stored.rows.device).manual_seed(seed)
     index, query = variant.sample(stored.rows, queries, generator)
-    views, kept = list(zip(seen(query), seen(stored.rows), strict=True)), torch.tensor(KEPT, device=query.device)
-    correct = torch.zeros(len(kept), device=query.device)
-    size = max(1, PAIRS // stored.rows.numel())
-    for rows in torch.split(torch.arange(len(index), device=query.device), size):
-        scores = [ah.footprint(part[rows], key, "l1")[..., _counts(kept, key) - 1] for part, key in views]
-        score, own = torch.stack(scores).sum(0), index[rows]
+    counts = (torch.tensor(KEPT, device=query.device) * query.shape[1]).round().long().clamp(min=1)
+    correct = torch.zeros(len(counts), device=query.device)
+    for rows in torch.split(torch.arange(len(index), device=query.device), max(1, PAIRS // stored.rows.numel())):
+        score, own = ah.footprint(query[rows], stored.rows, "l1")[..., counts - 1], index[rows]
         score[torch.arange(len(own)), own] = -torch.inf
         correct += (stored.labels[score.argmax(1)] == stored.labels[own, None]).sum(0)
-    best = kept[correct.argmax()]
-
-    def distance(query: Tensor, key: Tensor) -> Tensor:
-        total = query.new_zeros(len(query), len(key))
-        for part, other in zip(seen(query), seen(key), strict=True):
-            weight = functional.one_hot(_counts(best, other) - 1, other.shape[1]).to(other)[None]
-            total -= ah.adaptive_similarity(part, other, weight, bases=("l1",))
-        return total
-
-    return nearest(stored, distance)
-
-
-def _counts(kept: Tensor, rows: Tensor) -> Tensor:
-    """Returns the number of values of a row that are a fraction of it, at least 1."""
-    return (kept * rows.shape[1]).round().long().clamp(min=1)
+    weight = functional.one_hot(counts[correct.argmax()] - 1, query.shape[1]).to(query)[None]
+    return nearest(stored, lambda query, key: -ah.adaptive_similarity(query, key, weight, bases=("l1",)))
 
 
 class SparseRepresentation:
@@ -166,6 +136,63 @@ def sparse(stored: Images, variant: Variant, seed: int) -> Classifier:
     return SparseRepresentation(stored)
 
 
+class RobustCoding:
+    """Robust regularized coding with a squared penalty (Yang et al. 2013), iteratively reweighted.
+
+    A query is represented by all stored images, with a weight for each pixel that falls with its residual; the class is
+    the one whose own part of the representation has the smallest weighted residual. Queries and columns have norm 1.
+
+    Args:
+        stored: the stored images.
+        share: the quantile of the squared residuals at which the weight of a pixel is 1/2.
+        steepness: how fast weights fall there.
+        penalty: factor of the squared coefficients.
+        steps: number of reweightings.
+        batch: number of queries that are solved at once.
+    """
+
+    def __init__(
+        self,
+        stored: Images,
+        share: float = 0.6,
+        steepness: float = 8.0,
+        penalty: float = 1e-3,
+        steps: int = 15,
+        batch: int = 128,
+    ) -> None:
+        self.stored, self.rows, self.batch = stored, functional.normalize(stored.rows), batch
+        self.share, self.steepness, self.penalty, self.steps = share, steepness, penalty, steps
+
+    def __call__(self, query: Tensor) -> Answer:
+        """Answers queries ``(n, d)`` with the class of the smallest residual and its image of the largest weight."""
+        answers = [self._classify(functional.normalize(part)) for part in torch.split(query, self.batch)]
+        return Answer(*(torch.cat(parts) for parts in zip(*answers, strict=True)))
+
+    def _weights(self, residual: Tensor) -> Tensor:
+        square = residual.square()
+        middle = square.quantile(self.share, dim=1, keepdim=True).clamp(min=1e-12)
+        return torch.sigmoid(self.steepness * (1 - square / middle))
+
+    def _classify(self, query: Tensor) -> Answer:
+        rows, ridge = self.rows, self.penalty * torch.eye(len(self.rows), device=query.device)
+        x, weight = query.new_zeros(len(query), len(rows)), self._weights(query - rows.mean(0))
+        for _ in range(self.steps):
+            weighted = rows * weight[:, None]
+            new = torch.linalg.solve(weighted @ rows.mT + ridge, (weighted @ query[..., None]))[..., 0]
+            x = x + 0.5 * (new - x) if x.any() else new
+            weight = self._weights(query - x @ rows)
+        classes = self.stored.labels.unique()
+        members = self.stored.labels == classes[:, None]
+        residuals = [((query - x[:, own] @ rows[own]).square() * weight).sum(-1) for own in members]
+        best = torch.stack(residuals, -1).argmin(-1)
+        return Answer(classes[best], x.masked_fill(~members[best], -torch.inf).argmax(-1))
+
+
+def robust(stored: Images, variant: Variant, seed: int) -> Classifier:
+    """Robust regularized coding of a query by stored images."""
+    return RobustCoding(stored)
+
+
 def network(n_classes: int, width: int) -> nn.Sequential:
     """Returns a network of six 3 x 3 convolutions, with a pooling after each second one, for gray images."""
     layers: list[nn.Module] = []
@@ -184,7 +211,7 @@ def convolutional(
     stored: Images, variant: Variant, seed: int, steps: int = 1500, batch: int = 256, width: int = 64
 ) -> Classifier:
     """A convolutional network, trained on corrupted stored images. It names a class and no stored image."""
-    device, shape = stored.rows.device, (1, stored.side, stored.side)
+    device, shape = stored.rows.device, (1, *stored.shape)
     classes, target = stored.labels.unique(return_inverse=True)
     # Without a forked state, the initialization would change the random numbers of the caller.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -215,7 +242,7 @@ RIVALS: dict[str, Training] = {
     "cosine": cosine,
     "L1": manhattan,
     "trimmed L1": trimmed,
-    "trimmed L1 of contrasts": trimmed_contrasts,
     "sparse representation": sparse,
+    "robust coding": robust,
     "CNN": convolutional,
 }
