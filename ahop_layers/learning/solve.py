@@ -259,7 +259,8 @@ def solve_weights(
     unknown[:, : queries.right] = False
     offset = queries.offset.masked_fill(unknown, -torch.inf)
     problem = Problem(found.nan_to_num(0.0), offset, queries.right, sizes)
-    solved, held = solutions(problem.rows(fitted), _starts(similarity, edges)), problem.rows(rest)
+    even = isinstance(similarity, ImageSimilarity)  # what is covered is not spread evenly over an image
+    solved, held = solutions(problem.rows(fitted), _starts(similarity, edges), even), problem.rows(rest)
 
     setting, bins = _setting(None, patterns, ("l1", "dot"), queries), bin_edges(similarity.dim)
     plain = setting.problem(rest, bins, learned=False)
