@@ -40,7 +40,7 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     >>> models[1].self_attn.similarity.w.unique()
     tensor([0.5000], grad_fn=<Unique2Backward0>)
     """
-    parts = _parts(model)
+    parts = similarity_parts(model)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(parts).items()}
     _safetensors("save_file")(tensors, str(path), metadata={_KEY: json.dumps(_describe(model, parts))})
 
@@ -61,7 +61,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
     ...     ah.save_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     ...     ah.load_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     """
-    parts = _parts(model)
+    parts = similarity_parts(model)
     if not Path(path).is_file():
         raise AHopError(f"path must be a file that save_similarities wrote, got {str(path)!r}")
     with _safetensors("safe_open")(str(path), framework="pt") as file:
@@ -85,7 +85,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
         part.load_state_dict({key: tensors[_join(name, key)] for key in part.state_dict()})
 
 
-def _parts(model: nn.Module) -> dict[str, nn.Module]:
+def similarity_parts(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the similarities and the separations with parameters, by name."""
     check_module(model=model)
     parts = named_similarities(model)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError
+from ahop_layers.ops.onnx import is_onnx_export
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,6 +79,9 @@ def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
         blocks: the scores ``(L, B)`` of consecutive blocks of patterns.
         k: at most the number of patterns.
     """
+    if is_onnx_export():  # TopK of ONNX orders equal scores by index
+        found = torch.cat(list(blocks), -1).topk(k, -1)
+        return found.values, found.indices
     best: list[tuple[Tensor, Tensor]] = []
     start = 0
     for scores in _concatenated(blocks):

@@ -13,7 +13,8 @@ from ahop_layers.errors import AHopError, check_choice, check_sizes
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.table import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.ops.onnx import is_onnx_export
+from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.training import base_units
@@ -111,6 +112,8 @@ PRESETS = {
 def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
     """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
     wide = accumulation_dtype(query.dtype)
+    if is_onnx_export():  # which does not know cdist
+        return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
     return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
 
 
