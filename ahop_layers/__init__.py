@@ -27,7 +27,8 @@ from ahop_layers.ops.backend import backends
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, similarity_parameters
 from ahop_layers.training import parameter_groups
-from ahop_layers.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AHopError",
@@ -61,7 +62,7 @@ __all__ = [
     "variants",
 ]
 
-_ON_DEMAND = ("plots", "tabular", "torchmil")
+_ON_DEMAND = ("metric_learning", "plots", "tabular", "torchmil")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -57,11 +57,12 @@ def save_adapted(model: nn.Module, folder: str | Path) -> None:
     >>> torch.equal(loaded(x), model(x))
     True
     """
-    parts, folder = similarity_parts(model), Path(folder)
-    modules = {name: _describe(module) for name, module in _outermost(model).items()}
+    parts, outermost, folder = similarity_parts(model), _outermost(model), Path(folder)
+    modules = {name: _describe(module) for name, module in outermost.items()}
+    added = {part for module in outermost.values() for part in module.modules()}
     folder.mkdir(parents=True, exist_ok=True)
     save_similarities(model, folder / SIMILARITIES)
-    with _without(model, list(parts)):
+    with _without(model, [name for name, part in parts.items() if part in added]):
         save: Any = getattr(model, "save_pretrained", None)
         if save is not None:
             save(folder)
