@@ -16,7 +16,7 @@ from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import Found, find_attention
 from ahop_layers.convert.registry import Converter
 from ahop_layers.convert.report import Report, count_comparisons
-from ahop_layers.convert.wrappers import check_not_wrapped
+from ahop_layers.convert.wrappers import check_not_wrapped, warn_about_peft
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
 from ahop_layers.separation import Separation
@@ -143,6 +143,7 @@ def adapt_(
     if freeze_rest:
         _freeze(model, similarity_parameters(model))
     exempt_from_decay(model)
+    warn_about_peft(model)
     modules = [module for module, _ in chosen.values()]
     new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
     similarities = [part for module in modules for part in named_similarities(module).values()]

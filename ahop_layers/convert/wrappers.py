@@ -1,5 +1,6 @@
-"""Detects models that were wrapped or compiled before adapt_ could add parameters."""
+"""Detects models that were wrapped, compiled or given adapters before adapt_ could add parameters."""
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -29,3 +30,13 @@ def check_not_wrapped(model: nn.Module) -> None:
                 f"model must be neither wrapped nor compiled yet, got {place} {found}; call adapt_ first, and wrap or"
                 " compile the adapted model"
             )
+
+
+def warn_about_peft(model: nn.Module) -> None:
+    """Warns if a model has adapters of PEFT, whose ``save_pretrained`` stores only the modules it was told of."""
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        warnings.warn(
+            "save_pretrained of PEFT does not store similarities that are added later: call adapt_ first, then"
+            " get_peft_model with modules_to_save=['similarity'] in its config, or use save_similarities",
+            stacklevel=3,
+        )
