@@ -88,6 +88,14 @@ def load_adapted(
 
     Raises:
         AHopError: the folder has no adapted model, or the model that ``cls`` builds does not fit it.
+
+    >>> import tempfile, ahop_layers as ah
+    >>> model = nn.MultiheadAttention(8, 2)
+    >>> report = ah.adapt_(model, blocks=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ah.save_adapted(model, folder)
+    ...     ah.load_adapted(folder, nn.MultiheadAttention, embed_dim=8, num_heads=2).similarity
+    AdaptiveSimilarity(4, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False, blocks=2)
     """
     path = Path(folder) / ADAPTED
     saved = json.loads(path.read_text()) if path.is_file() else {}
