@@ -18,7 +18,7 @@ help:
 	@echo "make test           run lint, type checks and the tests (5 minutes on two cores)"
 	@echo "make test-all       the same with the tests marked full: wheels, every compile variant, two-process training"
 	@echo "make test-fast      run the fast tests of the core only, without lint (a minute)"
-	@echo "make test-models    adapt and check models of timm, transformers, diffusers and others (about an hour)"
+	@echo "make test-models    adapt and check models of timm, transformers, diffusers and others, and export to ONNX (about an hour)"
 	@echo "make lint           run ruff and mypy"
 	@echo "make docs           build the documentation site into site/ (strict)"
 	@echo "make docs-serve     serve the site with live reload"
@@ -78,7 +78,7 @@ $(READY): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layer
 # Libraries that only tests use are installed into a separate folder, which tests/frameworks.py adds to sys.path.
 # A torchvision wheel fails to import with another build of torch, and Lightning imports torchvision if it is installed.
 frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
-	--target $(1)/vit timm torchvision torchmil tensordict pyvers
+	--target $(1)/vit timm torchvision torchmil tensordict pyvers peft accelerate psutil
 
 demo: $(EXAMPLES)
 	@echo "==> running the demonstration"
@@ -106,7 +106,9 @@ test-fast: $(READY)
 test-models: $(READY)
 	@echo "==> models of other libraries"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(VENV)/models \
-		diffusers importlib_metadata zipp open_clip_torch ftfy wcwidth segment-anything
+		diffusers importlib_metadata zipp open_clip_torch ftfy wcwidth segment-anything \
+		onnx onnxscript onnx_ir onnxruntime ml_dtypes protobuf flatbuffers
+	PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full tests/test_onnx.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models --path $(VENV)/models --results build/models
 
 soak: $(READY)

@@ -8,6 +8,7 @@ from ahop_layers.attention import Adaptive, AdaptiveAttention
 from ahop_layers.blocks import Blocks, patches
 from ahop_layers.convert.adapt import adapt_, revert_
 from ahop_layers.convert.maps import association_maps
+from ahop_layers.convert.pretrained import load_adapted, save_adapted
 from ahop_layers.convert.registry import register_converter
 from ahop_layers.convert.report import Report
 from ahop_layers.convert.saved import load_similarities, save_similarities
@@ -22,7 +23,8 @@ from ahop_layers.ops.backend import backends
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity, similarity_parameters
 from ahop_layers.training import parameter_groups
-from ahop_layers.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AHopError",
@@ -44,18 +46,20 @@ __all__ = [
     "footprint",
     "hflayers_state_dict",
     "install_as_hflayers",
+    "load_adapted",
     "load_similarities",
     "parameter_groups",
     "patches",
     "register_base",
     "register_converter",
     "revert_",
+    "save_adapted",
     "save_similarities",
     "similarity_parameters",
     "variants",
 ]
 
-_ON_DEMAND = ("plots", "tabular", "torchmil")
+_ON_DEMAND = ("metric_learning", "plots", "tabular", "torchmil")
 
 
 def __getattr__(name: str) -> ModuleType:

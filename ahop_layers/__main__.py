@@ -41,6 +41,13 @@ def self_test(backend: str, device: str) -> str:
     return f"{verdict}: error {error:.1e}, float32 reference {baseline:.1e}, {seconds:.2f} s"
 
 
+def _device(backend: str) -> str:
+    """Returns the device on which a backend is tested: plain PyTorch on an Apple GPU, if there is one."""
+    if backend == "triton" and torch.cuda.is_available():
+        return "cuda"
+    return "mps" if backend == "chunked" and torch.backends.mps.is_available() else "cpu"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns 1 if an available backend fails or computes wrong scores, else 0."""
     parser = argparse.ArgumentParser(
@@ -53,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"ahop-layers {ah.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(", ".join([f"torch {torch.__version__}", *(f"{name} {installed(name)}" for name in LIBRARIES)]))
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    gpus += ["Apple GPU (mps)"] if torch.backends.mps.is_available() else []
     print("devices: " + ", ".join([f"CPU with {torch.get_num_threads()} threads", *gpus]))
     print(f"Triton cache: {os.environ.get('TRITON_CACHE_DIR', Path.home() / '.triton' / 'cache')}\n")
     wrong = False
@@ -60,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = ""
         if available:
             try:
-                result = self_test(name, "cuda" if name == "triton" and gpus else "cpu")
+                result = self_test(name, _device(name))
             except Exception as error:  # the report shows any failure of a backend
                 result = f"FAILED: {type(error).__name__}: {error}"
             wrong |= not result.startswith("ok")

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.attend import attend, autocast, is_large, prefers_attend
+from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.operators import has_hooks, is_mapped, is_transformed
 from ahop_layers.ops.protocols import AttentionCall
-from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
@@ -47,6 +48,8 @@ def negative_distance(query: Tensor, key: Tensor) -> Tensor:
 def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
     """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
     wide = accumulation_dtype(query.dtype)
+    if is_onnx_export():  # which does not know cdist
+        return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
     return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
 
 

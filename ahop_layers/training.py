@@ -5,6 +5,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ def parameter_groups(
     """Splits the parameters of a model into optimizer groups: similarity parameters, and all others.
 
     Similarity parameters have no weight decay, because it would shrink all scores towards zero. If the model has some,
-    their group is the second.
+    their group is the second. The class of a model may have ``no_weight_decay()``, as those of timm do: the parameters
+    that it names, biases and vectors are then in a last group without weight decay, as in ``timm.optim``.
 
     Args:
         model: any model, with or without adaptive layers.
@@ -47,11 +49,25 @@ def parameter_groups(
     check_module(model=model)
     similarity = similarity_parameters(model)
     known = {id(parameter) for parameter in similarity}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
-    groups: list[dict[str, Any]] = [{"params": rest, "lr": lr, "weight_decay": weight_decay}]
+    rest = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in known}
+    exempt = _exempt(model, rest) if weight_decay and hasattr(type(model), "no_weight_decay") else []
+    decayed = [parameter for name, parameter in rest.items() if name not in exempt]
+    groups: list[dict[str, Any]] = [{"params": decayed, "lr": lr, "weight_decay": weight_decay}]
     if similarity:
         groups.append({"params": similarity, "lr": lr if similarity_lr is None else similarity_lr, "weight_decay": 0.0})
+    if exempt:
+        groups.append({"params": [rest[name] for name in exempt], "lr": lr, "weight_decay": 0.0})
     return groups
+
+
+def _exempt(model: Any, parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Returns the names of those parameters that timm exempts from weight decay."""
+    patterns = model.no_weight_decay()
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.ndim <= 1 or name.endswith(".bias") or any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
 
 
 class _Folded(nn.Module):

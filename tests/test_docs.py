@@ -56,7 +56,7 @@ def test_every_python_block_runs_alone(name, small_fit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some blocks write files
     text = next(page for page in PAGES if page.name == name).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    for needed in ("timm", "torchvision", "transformers"):
+    for needed in ("timm", "torchvision", "transformers", "peft", "pytorch_metric_learning"):
         if re.search(rf"^(import|from) {needed}", "\n".join(blocks), flags=re.MULTILINE):
             framework(needed)
     for number, block in enumerate(blocks, 1):

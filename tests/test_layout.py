@@ -17,8 +17,8 @@ PACKAGE = Path(ah.__file__).parent
 
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
-    version errors files ops blocks widths separation energies similarity table association packed training variants
-    learning memory hopfield attention convert tabular hflayers plots torchmil
+    errors files ops blocks widths separation energies similarity table images association packed training variants
+    learning memory hopfield attention convert tabular hflayers plots torchmil metric_learning
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -71,13 +71,13 @@ def test_no_assert_in_the_package():
 def test_public_names():
     names = """
         AHopError Adaptive AdaptiveAttention AdaptiveHopfield AdaptiveHopfieldLayer AdaptiveHopfieldPooling
-        AdaptiveSimilarity AssociativeMemory Blocks Report Separation adapt_ adaptive_similarity association_maps
-        backends footprint hflayers_state_dict install_as_hflayers load_similarities parameter_groups patches
-        register_base register_converter revert_ save_similarities similarity_parameters variants
+        AdaptiveSimilarity AssociativeMemory Blocks ImageSimilarity Report Separation adapt_ adaptive_similarity
+        association_maps backends footprint hflayers_state_dict install_as_hflayers load_adapted load_similarities parameter_groups
+        patches register_base register_converter revert_ save_adapted save_similarities similarity_parameters variants
     """
     assert sorted(ah.__all__) == names.split()
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
-    assert set(dir(ah)) == {*ah.__all__, "plots", "tabular", "torchmil", "__version__"}
+    assert set(dir(ah)) == {*ah.__all__, "metric_learning", "plots", "tabular", "torchmil", "__version__"}
     assert all(hasattr(ah, name) for name in dir(ah))
 
 

@@ -1,6 +1,7 @@
 """``python -m ahop_layers`` reports and tests the backends, and behaves like a command-line program."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch
 import ahop_layers as ah
 from ahop_layers import __main__ as command
 from ahop_layers.ops import chunked
+from ahop_layers.ops.backend import choose_kernel
+from ahop_layers.ops.gpu import attend, launch, plan
+from ahop_layers.ops.protocols import AttentionCall
 
 
 def test_the_command(capsys):
@@ -42,3 +46,32 @@ def test_options_are_read_from_the_command_line(argument, status, output, error,
     assert printed.out.startswith(output)
     assert printed.err.endswith(error)
     assert bool(printed.out) == (status == 0)
+
+
+def test_apple_gpus_run_plain_pytorch_and_say_so(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch, "_triton_installed", lambda: True)
+    assert ah.backends()["triton"].detail == "Apple GPUs (mps) run plain PyTorch"
+    query = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32, shape=(1, 1, 4, 8))
+    assert choose_kernel("auto", query, ("dis", "dot"), 8) is chunked
+    assert command._device("chunked") == "mps"
+
+
+def test_rocm_never_gets_ptx(monkeypatch):
+    """torch calls the devices of ROCm cuda, too."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert not plan._has_instructions(device)
+    monkeypatch.setattr(plan, "_runs_ptx", plan._has_instructions)
+    assert launch.detail() == "AMD, portable kernels, not tested on ROCm"
+    tensor = SimpleNamespace(device=device, dtype=torch.float16, shape=(1, 1, 16, 32))
+    assert not attend.serves(AttentionCall(tensor, tensor, tensor, tensor, bases=("dis", "dot")))
+    pytest.importorskip("triton", reason="the portable kernels need Triton, which is not installed")
+    sizes = device, torch.float16, 32, 4, ("dis", "dot")
+    forward = plan.score_plan.__wrapped__(*sizes, torch.float16)
+    backward = plan.backward_plan.__wrapped__(*sizes, False, torch.float16)
+    assert all("BODY" not in each.constants for each in (forward, backward))  # which would be PTX

@@ -1,6 +1,7 @@
 """adapt_ and revert_: replace the attention modules of a model by adaptive ones, in place, and undo it."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -110,7 +111,7 @@ def adapt_(
     """
     check_module(model=model)
     check_given_sizes(last=last)
-    before = next(iter(_adapted(model)), None)
+    before = next(iter(adapted_modules(model)), None)
     if before is not None:
         raise AHopError(f"model must not be adapted yet, got one with {before or 'itself'} adapted; see revert_")
     _check_not_wrapped(model)
@@ -130,14 +131,16 @@ def adapt_(
         return Report(adapted, passed, 0, True, *count_comparisons(planned), how)
     try:
         for name, (module, found) in chosen.items():
-            with _naming(name):
+            with naming(name):
                 found.convert(module, options.copied())
     except BaseException:
-        for module in _adapted(model).values():
+        for module in adapted_modules(model).values():
             restore_class_(module)
         raise
     if freeze_rest:
         _freeze_rest(model)
+    exempt_from_decay(model)
+    _warn_about_peft(model)
     modules = [module for module, _ in chosen.values()]
     new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
     similarities = [part for module in modules for part in named_similarities(module).values()]
@@ -192,7 +195,7 @@ def _plan(name: str, module: nn.Module, converter: Converter, options: Similarit
         raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
     if callable(options.similarity) and not isinstance(options.similarity, nn.Module):
         options = replace(options, similarity=lambda dim, num_heads: nn.Identity())
-    with _naming(name), torch.device("meta"):
+    with naming(name), torch.device("meta"):
         shapes = converter.head_shapes(module)
         for heads, _ in shapes:
             options.make_separation(heads)
@@ -200,7 +203,7 @@ def _plan(name: str, module: nn.Module, converter: Converter, options: Similarit
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """Prefixes an AHopError with the name of a module."""
     try:
         yield
@@ -222,10 +225,11 @@ def revert_(model: nn.Module) -> list[str]:
     (Report(...), [''], 'MultiheadAttention')
     """
     check_module(model=model)
-    adapted = _adapted(model)
+    adapted = adapted_modules(model)
     for module in adapted.values():
         restore_class_(module)
     adapted |= make_plain(model)
+    vars(model).pop("no_weight_decay", None)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
     prefixes = {name: f"{name}." if name else "" for name in adapted}
@@ -235,9 +239,37 @@ def revert_(model: nn.Module) -> list[str]:
     ]
 
 
-def _adapted(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Finds the modules whose class was swapped, by name."""
     return {name: module for name, module in model.named_modules() if original_class(module) is not None}
+
+
+class _NoWeightDecay:
+    """A ``no_weight_decay()`` that returns fixed names; unlike a closure, it can be pickled."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def __call__(self) -> set[str]:
+        return set(self.names)
+
+
+def exempt_from_decay(model: nn.Module) -> None:
+    """Adds the similarities to what ``model.no_weight_decay()`` returns, which optimizers of timm ask for."""
+    similarity = {id(parameter) for parameter in similarity_parameters(model)}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in similarity}
+    own: Any = getattr(model, "no_weight_decay", set)
+    vars(model)["no_weight_decay"] = _NoWeightDecay({*own(), *names})
+
+
+def _warn_about_peft(model: nn.Module) -> None:
+    """Warns if a model has adapters of PEFT, whose ``save_pretrained`` stores only the modules it was told of."""
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        warnings.warn(
+            "save_pretrained of PEFT does not store similarities that are added later: call adapt_ first, then"
+            " get_peft_model with modules_to_save=['similarity'] in its config, or use save_similarities",
+            stacklevel=3,
+        )
 
 
 def _freeze_rest(model: nn.Module) -> None:

@@ -2,14 +2,14 @@
 
 import dis
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
 
-from ahop_layers.attention.call import CallAttention
+from ahop_layers.attention.call import CallAttention, Site
 from ahop_layers.convert.class_swap import swap_class_
 from ahop_layers.convert.discover import Attending, discover
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, Converter, converter_for, full_name
@@ -82,13 +82,20 @@ def _call_converter(
     if taken is not None:
         return f"it has an attribute {taken} of its own"
 
+    return call_converter(found.sites, found.products, dtype_source)
+
+
+def call_converter(sites: Sequence[Sequence[Any]], products: int | None, dtype_source: Tensor | None) -> Converter:
+    """Returns the converter of a module that attends at known sites; the arguments are those of ``CallAttention``."""
+    places = tuple(Site(*site) for site in sites)
+
     def convert(module: Any, options: SimilarityOptions) -> None:
         swap_class_(module, CallAttention, "similarity", "separation", "_ahop_sites", "_ahop_products")
-        module._ahop_sites, module._ahop_products = found.sites, found.products
+        module._ahop_sites, module._ahop_products = places, products
         module.make_adaptive(options, dtype_source)
 
-    shapes = list(dict.fromkeys(site.shape for site in found.sites))
-    return Converter(convert, lambda _: shapes, "scaled_dot_product_attention" if found.products is None else "by hand")
+    shapes = list(dict.fromkeys(site.shape for site in places))
+    return Converter(convert, lambda _: shapes, "scaled_dot_product_attention" if products is None else "by hand")
 
 
 @lru_cache(maxsize=1024)  # many modules have the same forward

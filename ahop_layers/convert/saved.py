@@ -33,7 +33,7 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     >>> models[1].self_attn.similarity.w.unique()
     tensor([0.5000], grad_fn=<Unique2Backward0>)
     """
-    parts = _parts(model)
+    parts = similarity_parts(model)
     files.write(files.as_path(path), _KEY, _state(parts), _describe(model, parts))
 
 
@@ -48,7 +48,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
     ...     ah.save_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     ...     ah.load_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     """
-    parts = _parts(model)
+    parts = similarity_parts(model)
     tensors, saved = files.read(files.as_path(path), _KEY, "save_similarities")
     own = _describe(model, parts)
     for name in {**saved, **own}:
@@ -66,7 +66,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
         part.load_state_dict({key: tensors[_join(name, key)] for key in part.state_dict()})
 
 
-def _parts(model: nn.Module) -> dict[str, nn.Module]:
+def similarity_parts(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the similarities and the separations with parameters, by name."""
     check_module(model=model)
     parts = named_similarities(model)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_floating
+from ahop_layers.ops.onnx import is_onnx_export
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,6 +100,9 @@ def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
     ``blocks`` are the scores ``(L, B)`` of consecutive blocks of at least k patterns. Equal scores are ordered by
     index, as in a stable sort of all scores.
     """
+    if is_onnx_export():  # TopK of ONNX orders equal scores by index
+        found = torch.cat(list(blocks), -1).topk(k, -1)
+        return found.values, found.indices
     best: list[tuple[Tensor, Tensor]] = []
     start = 0
     for scores in _concatenated(blocks):

@@ -27,7 +27,7 @@ from ahop_layers.errors import (
     describe,
     divisors,
 )
-from ahop_layers.ops import chunked, reference
+from ahop_layers.ops import chunked, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold
 
@@ -123,7 +123,8 @@ def score_pairs(
         with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
             query, key, weight = (each.to(wide) for each in (query, key, weight))
             if not missing:
-                scores = reference.adaptive_similarity(query, key, weight, names, numbers, widths)
+                formula = onnx.adaptive_similarity if onnx.is_onnx_export() else reference.adaptive_similarity
+                scores = formula(query, key, weight, names, numbers, widths)
             elif tracked or backend == "reference" or is_transformed() or is_mapped() or torch.compiler.is_compiling():
                 scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
             else:
@@ -152,11 +153,12 @@ def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:
 
 
 def is_transformed() -> bool:
-    """Returns whether forward-mode AD or torch.func differentiates this call; operators support reverse mode and vmap.
+    """Returns whether forward-mode AD or torch.func differentiates this call, or an ONNX exporter traces it.
 
-    PyTorch has no public function for this. ``forward_ad.unpack_dual`` finds a tangent, but raises under vmap.
+    Operators support reverse mode and vmap only. PyTorch has no public function for this. ``forward_ad.unpack_dual``
+    finds a tangent, but raises under vmap.
     """
-    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+    if onnx.is_onnx_export() or (forward_ad._current_level >= 0 and not torch.compiler.is_compiling()):
         return True
     if not is_mapped():
         return False

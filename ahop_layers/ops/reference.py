@@ -212,7 +212,7 @@ def adaptive_similarity(
     """
     n = weight.shape[-1]
     scores = [
-        _weigh(sorted_similarities(query, key, base, n, blocks, _at(widths, index)).cumsum(-1), weight[..., index, :])
+        weigh(sorted_similarities(query, key, base, n, blocks, _at(widths, index)).cumsum(-1), weight[..., index, :])
         for index, base in enumerate(bases)
     ]
     return torch.stack(scores).sum(0)
@@ -321,13 +321,13 @@ def folded_similarity(
     """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
     n = folded.shape[-1]
     scores = [
-        _weigh(sorted_similarities(query, key, base, n, width=_at(widths, index)), folded[..., index, :])
+        weigh(sorted_similarities(query, key, base, n, width=_at(widths, index)), folded[..., index, :])
         for index, base in enumerate(bases)
     ]
     return torch.stack(scores).sum(0)
 
 
-def _weigh(features: Tensor, weight: Tensor) -> Tensor:
+def weigh(features: Tensor, weight: Tensor) -> Tensor:
     """``(..., H, L, S, n) . (H, n) -> (..., H, L, S)``, or with one weight ``(n,)`` for all."""
     if weight.ndim == 1:
         return features @ weight

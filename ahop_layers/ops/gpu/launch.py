@@ -34,7 +34,7 @@ def unavailable() -> str | None:
     if not _triton_installed():
         return "Triton is not installed"
     if not (torch.cuda.is_initialized() or torch.cuda.is_available() or _interpreted()):  # type: ignore[no-untyped-call]
-        return "no CUDA device"
+        return "Apple GPUs (mps) run plain PyTorch" if torch.backends.mps.is_available() else "no CUDA device"
     return None
 
 
@@ -43,7 +43,7 @@ def detail() -> str:
     if not torch.cuda.is_available():
         return "Triton's interpreter"
     body = "PTX" if runs_ptx(torch.device("cuda")) else "portable"
-    return f"{torch.cuda.get_device_name()}, {body} kernels"
+    return f"{torch.cuda.get_device_name()}, {body} kernels" + (", not tested on ROCm" if torch.version.hip else "")
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
