@@ -72,8 +72,9 @@ def test_public_names():
     names = """
         AHopError Adaptive AdaptiveAttention AdaptiveHopfield AdaptiveHopfieldLayer AdaptiveHopfieldPooling
         AdaptiveSimilarity AssociativeMemory Blocks ImageSimilarity Report Separation adapt_ adaptive_similarity
-        association_maps backends footprint hflayers_state_dict install_as_hflayers load_adapted load_similarities parameter_groups
-        patches register_base register_converter revert_ save_adapted save_similarities similarity_parameters variants
+        association_maps backends footprint hflayers_state_dict install_as_hflayers load_adapted load_similarities
+        parameter_groups patches register_base register_converter revert_ save_adapted save_similarities
+        similarity_parameters variants
     """
     assert sorted(ah.__all__) == names.split()
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
