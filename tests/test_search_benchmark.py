@@ -9,7 +9,7 @@ import torch
 
 import benchmarks.search.__main__ as command
 from benchmarks.harness.rows import read
-from benchmarks.search import ar, data, measure, ours, rivals
+from benchmarks.search import ar, data, measure, ours, packaged, rivals, tune
 from benchmarks.search.data import ForeignBlock, Images, ReplacedPixels
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ def test_idx_files_are_read(name, tmp_path):
         data.load("faces", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1"])
+@pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1", "trimmed L1 of contrasts"])
 def test_nearest_neighbors_find_the_stored_image_and_trimming_ignores_corrupted_pixels(name, images):
     answer = rivals.RIVALS[name](images, ReplacedPixels((0.0, 0.5)), 0)(images.rows)
     assert torch.equal(answer.label, images.labels)
@@ -131,6 +131,61 @@ def test_the_network_learns_and_leaves_the_random_state_alone(images):
     assert torch.equal(split.stored.labels[answer.index], answer.label)
 
 
+@pytest.mark.parametrize("kind", data.LEVELS)
+def test_the_adaptive_memory_finds_the_class_of_a_corrupted_image(kind, images):
+    split = data.split_halves(images, 0)
+    variant = data.corruption(kind, (0.0, 0.6), split.stored)
+    classify = ours.adaptive(split.stored, variant, 0, ours.SETTINGS[kind]._replace(steps=8, batch=128))
+    query = data.queries(split, kind, 0.5, 0)
+    answer = classify(query)
+    assert torch.equal(answer.label, classify.memory.classify(query))
+    assert (answer.label == split.asked.labels).float().mean() > 0.9
+    assert torch.equal(split.stored.labels[answer.index], answer.label)
+
+
+def test_patches_agree_where_the_query_is_intact(images):
+    classify = ours.AdaptiveClassifier(images, ("pixels",))
+    query = images.rows[:2].clone()
+    query.reshape(2, SIDE, SIDE)[:, :4, :4] = images.rows[-2:].reshape(2, SIDE, SIDE)[:, :4, :4]
+    agreement = classify.agreement(query, torch.tensor([0, 1])).reshape(2, SIDE, SIDE)
+    torch.testing.assert_close(agreement[:, 4:], torch.ones(2, 4, SIDE), atol=0.01, rtol=0)
+    assert (agreement[:, :4, :4] < 0.9).all()
+
+
+@pytest.mark.parametrize("offset", [(0, 1), (1, -1), (2, 0)])
+def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
+    image, (down, right) = torch.rand(3, 5, 5) + 0.1, offset
+    places = [(i, j) for i in range(5 - down) for j in range(5) if 0 <= j + right < 5]
+    pairs = [(image[:, i, j], image[:, i + down, j + right]) for i, j in places]
+    expected = torch.stack([(b - a) / (a + b + 2 * data.DARK) for a, b in pairs], 1)
+    torch.testing.assert_close(data.contrasts(image.flatten(1), 5, offset), expected)
+
+
+def test_views_compare_pixels_contrasts_and_patches_and_their_initial_score_is_the_mean_similarity(images):
+    views = ("patches", "pixels", "contrasts", "diagonals", "distant")
+    parts = [part.score for part in ours.ImageSimilarity(images, views).parts]
+    counts = [[entry.count(part.dim) for entry in part.blocks] for part in parts]
+    assert counts == [[16, 4], [64], [56], [56], [49], [49], [48], [48]]
+    score = ours.ImageSimilarity(images, ("pixels", "contrasts"))
+    seen = [images.rows, *(data.contrasts(images.rows, SIDE, offset) for offset in data.OFFSETS["contrasts"])]
+    expected = -ours.LEVEL * sum(torch.cdist(rows, rows, p=1) / rows.shape[1] for rows in seen)
+    torch.testing.assert_close(score(images.rows, images.rows), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_settings_are_compared_on_held_out_stored_images(folder, capsys):
+    stored = data.split_halves(data.load("faces", folder), 0).stored
+    held = tune.hold_out(stored)
+    assert held.stored.labels.bincount().tolist() == [4] * CLASSES
+    assert held.asked.labels.bincount().tolist() == [1] * CLASSES
+    assert torch.equal(torch.cat([part.rows for part in held]).unique(dim=0), stored.rows.unique(dim=0))
+    given = ["--data-dir", str(folder), "--device", "cpu", "--corruptions", "occlusion", "--views", "pixels", "patches"]
+    tune.main([*given, "--steps", "2", "--batch", "256", "--lr", "0.1", "0.2"])
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| p")]
+    assert [line.split(" | ")[:4] for line in table] == [
+        [f"| {views}", "2", "256", lr] for views in ("pixels", "patches") for lr in ("0.1", "0.2")
+    ]
+
+
 def test_robust_coding_finds_the_class_of_a_covered_image(images):
     split = data.split_halves(images, 0)
     answer = rivals.RobustCoding(split.stored)(data.queries(split, "occlusion", 0.2, 0))
@@ -139,10 +194,10 @@ def test_robust_coding_finds_the_class_of_a_covered_image(images):
 
 
 @pytest.mark.parametrize("kind", data.LEVELS)
-@pytest.mark.parametrize("name", ours.OWN)
+@pytest.mark.parametrize("name", packaged.OWN)
 def test_a_memory_finds_the_class_of_a_corrupted_image(kind, name, images):
     split = data.split_halves(images, 0)
-    classify = ours.OWN[name](split.stored, data.corruption(kind, (0.0, 0.6), split.stored), 0)
+    classify = packaged.OWN[name](split.stored, data.corruption(kind, (0.0, 0.6), split.stored), 0)
     answer = classify(data.queries(split, kind, 0.3, 0))
     assert (answer.label == split.asked.labels).float().mean() > 0.8
     assert answer.index.shape == answer.label.shape
@@ -173,12 +228,14 @@ def test_the_protocols_of_ar_store_and_ask_for_the_published_photos(monkeypatch,
 
 
 def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, capsys):
+    settings = ours.Settings(("pixels", "patches"), steps=2, batch=256)  # a short training
+    monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, settings))
     output = tmp_path / "rows.csv"
     given = ["--data-dir", str(folder), "--output", str(output), "--rivals", "Euclid", "trimmed L1"]
     few = ["--data", "faces", *given, "--device", "cpu", "--splits", "2", "--levels", "0.0", "0.3"]
     command.main(few)
     rows = read(output)
-    assert len(rows) == 5 * 2 * 3  # methods, splits, two levels of pixels and one of occlusion
+    assert len(rows) == 3 * 2 * 3  # methods, splits, two levels of pixels and one of occlusion
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
     assert "Accuracy on faces by the fraction of pixels replaced, 2 splits." in capsys.readouterr().out
     assert output.with_suffix(".png").exists()
@@ -186,7 +243,7 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
     assert shown.split.asked.labels.tolist() == [0, 1, 3]
     assert shown.agreement.shape == shown.query.shape == (3, SIDE * SIDE)
     assert command.report.draw_answers(shown, tmp_path / "answers.png").stat().st_size > 0
-    for name in ("Euclid", "trimmed L1", *ours.OWN):
+    for name in ("Euclid", "trimmed L1", ours.OURS):
         monkeypatch.setitem(measure.METHODS, name, lambda *_: pytest.fail("a stored row was measured again"))
     command.main(few)
     assert read(output) == rows
@@ -207,10 +264,11 @@ def test_reports_name_the_best_methods_and_their_times():
     assert "| CNN | 3 | **2.5** |" in command.report.time_table(rows)
 
 
-def test_unknown_levels_and_missing_files_are_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--levels", "0.55"])
-    assert "argument --levels: expected some of" in capsys.readouterr().err
+def test_unknown_levels_views_and_missing_files_are_named(tmp_path, capsys):
+    for main, option, value in ((command.main, "--levels", "0.55"), (tune.main, "--views", "pixels+colors")):
+        with pytest.raises(SystemExit):
+            main([option, value])
+        assert f"argument {option}: expected some of" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["--data", "ar"])
     assert "ar needs --file" in capsys.readouterr().err

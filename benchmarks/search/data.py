@@ -30,6 +30,12 @@ TRAINING_LEVELS = (0.0, 0.9)
 """Range of the levels in the training queries, from which each query draws its own."""
 
 
+OFFSETS = {"contrasts": ((0, 1), (1, 0)), "diagonals": ((1, 1), (1, -1)), "distant": ((0, 2), (2, 0))}
+"""View -> distances in rows and columns of the two pixels of a contrast."""
+DARK = 0.02
+"""Added to the brightness of two pixels before their difference is divided by it."""
+
+
 class Images(NamedTuple):
     """Gray images with values from 0 to 1, flattened to rows, and their classes."""
 
@@ -149,3 +155,22 @@ def split_halves(images: Images, seed: int) -> Split:
         stored.append(own[: len(own) // 2])
         asked.append(own[len(own) // 2 :])
     return Split(images.subset(torch.cat(stored)), images.subset(torch.cat(asked)))
+
+
+def contrasts(rows: Tensor, side: int, offset: tuple[int, int]) -> Tensor:
+    """Returns the contrast of each two pixels at a fixed distance. It does not depend on the brightness of the image.
+
+    Args:
+        rows: images ``(n, side * side)``.
+        side: height and width of an image.
+        offset: distance in rows, at least 0, and in columns.
+
+    Returns:
+        ``(n, pairs)``, the difference of two pixels divided by their sum: from -1 to 1.
+    """
+    down, right = offset
+    image = rows.unflatten(-1, (side, side))
+    height, width = side - down, side - abs(right)
+    first = image[..., :height, max(0, -right) :][..., :width]
+    second = image[..., down:, max(0, right) :][..., :width]
+    return ((second - first) / (first + second + 2 * DARK)).flatten(-2)

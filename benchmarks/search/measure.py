@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, corruption, load, queries, split_halves
-from benchmarks.search.ours import OWN, MemoryClassifier
+from benchmarks.search.ours import OURS, AdaptiveClassifier, adaptive
 from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
 
-METHODS: dict[str, Training] = {**RIVALS, **OWN}
+METHODS: dict[str, Training] = {**RIVALS, OURS: adaptive}
 
 
 def choose_device(name: str) -> torch.device:
@@ -43,7 +43,7 @@ class Trained(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Queries, what each method answered, and what each pixel adds to the score of the adaptive memory."""
+    """Queries, what each method answered, and how the patches of query and answer of the adaptive memory agree."""
 
     split: Split
     query: Tensor
@@ -142,6 +142,6 @@ def answers(
     for method in methods:
         classify = train(method, split, kind, 0)
         found[method] = classify(query)
-        if isinstance(classify, MemoryClassifier):
-            agreement = classify.memory.explain(query).flatten(1)
+        if isinstance(classify, AdaptiveClassifier):
+            agreement = classify.agreement(query, found[method].index)
     return Shown(split._replace(asked=split.asked.subset(chosen)), query, found, agreement)

@@ -102,7 +102,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> Path:
 def draw_answers(shown: Shown, path: Path) -> Path:
     """Draws each query, its clean image, and the stored image that each method answered, marked as right or wrong.
 
-    The last column shows what each pixel adds to the score of the answer of the adaptive memory.
+    The last column shows the correlation of each patch of the query with that of the answer of the adaptive memory.
     """
     from examples.common.outputs import mark_answer  # imports matplotlib, which the tables do not need
 
@@ -129,8 +129,8 @@ def draw_answers(shown: Shown, path: Path) -> Path:
                     continue
                 mark_answer(axis, bool(labels[line] == truth[line]))
         if shown.agreement is not None:
-            axes[0, -1].set_title("share of\nthe score", fontsize=9)
+            axes[0, -1].set_title("patches\nthat agree", fontsize=9)
             for axis, row in zip(axes[:, -1], shown.agreement, strict=True):
-                axis.imshow(image(row), cmap="viridis")
+                axis.imshow(image(row), cmap="RdYlGn", vmin=-1, vmax=1)
                 axis.set_axis_off()
     return path

@@ -14,7 +14,7 @@ from torch.nn import functional
 import ahop_layers as ah
 from ahop_layers.training import warmup_cosine
 from ahop_layers.variants import Variant
-from benchmarks.search.data import Images
+from benchmarks.search.data import OFFSETS, Images, contrasts
 
 
 class Answer(NamedTuple):
@@ -64,21 +64,51 @@ def manhattan(stored: Images, variant: Variant, seed: int) -> Classifier:
 
 
 def trimmed(stored: Images, variant: Variant, seed: int, queries: int = 512) -> Classifier:
-    """The nearest stored image by the sum of the smallest absolute differences of pixels.
+    """The nearest stored image by the sum of the smallest absolute differences of pixels."""
+    return _trimmed(stored, variant, seed, queries, lambda rows: [rows])
+
+
+def trimmed_contrasts(stored: Images, variant: Variant, seed: int, queries: int = 512) -> Classifier:
+    """The same for contrasts of neighboring pixels, which the adaptive memory compares as well."""
+    side = stored.shape[0]
+    return _trimmed(
+        stored, variant, seed, queries, lambda rows: [contrasts(rows, side, each) for each in OFFSETS["contrasts"]]
+    )
+
+
+def _trimmed(
+    stored: Images, variant: Variant, seed: int, queries: int, seen: Callable[[Tensor], list[Tensor]]
+) -> Classifier:
+    """Returns a classifier by the sum of the smallest absolute differences of each view of ``seen``.
 
     The fraction of the differences that count is the same for all queries. It is the one with the best accuracy on
     corrupted stored images, each compared with all other stored images.
     """
     generator = torch.Generator(stored.rows.device).manual_seed(seed)
     index, query = variant.sample(stored.rows, queries, generator)
-    counts = (torch.tensor(KEPT, device=query.device) * query.shape[1]).round().long().clamp(min=1)
-    correct = torch.zeros(len(counts), device=query.device)
-    for rows in torch.split(torch.arange(len(index), device=query.device), max(1, PAIRS // stored.rows.numel())):
-        score, own = ah.footprint(query[rows], stored.rows, "l1")[..., counts - 1], index[rows]
+    views, kept = list(zip(seen(query), seen(stored.rows), strict=True)), torch.tensor(KEPT, device=query.device)
+    correct = torch.zeros(len(kept), device=query.device)
+    size = max(1, PAIRS // stored.rows.numel())
+    for rows in torch.split(torch.arange(len(index), device=query.device), size):
+        scores = [ah.footprint(part[rows], key, "l1")[..., _counts(kept, key) - 1] for part, key in views]
+        score, own = torch.stack(scores).sum(0), index[rows]
         score[torch.arange(len(own)), own] = -torch.inf
         correct += (stored.labels[score.argmax(1)] == stored.labels[own, None]).sum(0)
-    weight = functional.one_hot(counts[correct.argmax()] - 1, query.shape[1]).to(query)[None]
-    return nearest(stored, lambda query, key: -ah.adaptive_similarity(query, key, weight, bases=("l1",)))
+    best = kept[correct.argmax()]
+
+    def distance(query: Tensor, key: Tensor) -> Tensor:
+        total = query.new_zeros(len(query), len(key))
+        for part, other in zip(seen(query), seen(key), strict=True):
+            weight = functional.one_hot(_counts(best, other) - 1, other.shape[1]).to(other)[None]
+            total -= ah.adaptive_similarity(part, other, weight, bases=("l1",))
+        return total
+
+    return nearest(stored, distance)
+
+
+def _counts(kept: Tensor, rows: Tensor) -> Tensor:
+    """Returns the number of values of a row that are a fraction of it, at least 1."""
+    return (kept * rows.shape[1]).round().long().clamp(min=1)
 
 
 class SparseRepresentation:
@@ -242,7 +272,7 @@ RIVALS: dict[str, Training] = {
     "cosine": cosine,
     "L1": manhattan,
     "trimmed L1": trimmed,
+    "trimmed L1 of contrasts": trimmed_contrasts,
     "sparse representation": sparse,
-    "robust coding": robust,
     "CNN": convolutional,
 }
