@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
+from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.attend import attend, autocast, is_large, prefers_attend
 from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.operators import has_hooks, is_mapped, is_transformed
@@ -51,6 +52,18 @@ def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
     if is_onnx_export():  # which does not know cdist
         return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
     return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
+
+
+FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
+"""The similarities without parameters, by the base that each sums up."""
+
+
+def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
+    """Scores of a fixed similarity from the known values: ``d / m`` times the sum over m of d dimensions."""
+    base = next(name for name, fixed in FIXED.items() if fixed is similarity)
+    weight = query.new_zeros(1, query.shape[-1])
+    weight[0, -1] = 1.0
+    return adaptive_similarity(query, key, weight, (base,), missing=True)
 
 
 class Mask(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 from math import lcm
 from typing import Any, ClassVar, NoReturn
 
@@ -25,7 +26,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.ops.operators import score_pairs
-from ahop_layers.ops.reference import BASES, block_sums, check_bases, known_blocks, pair_values, unfold
+from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
 from ahop_layers.separation import Separation
 from ahop_layers.widths import differences, quantiles
 
@@ -401,6 +402,26 @@ class AdaptiveSimilarity(nn.Module):
             found = quantiles(sample, [self.bases[row][1] for row in rows])  # type: ignore[misc]
             self.widths[rows] = torch.tensor(found, dtype=torch.float64).to(self.widths)
         return self
+
+    @torch.no_grad()
+    def contributions(self, query: Tensor, key: Tensor) -> Tensor:
+        """Returns what each dimension adds to the score of ``query (L, 1, d)`` and ``key (L, 1, d)``: ``(L, d)``.
+
+        That of a block is divided equally among its known dimensions. An unknown value adds 0.
+        """
+        total, known = torch.zeros_like(query[:, 0]), ~(query.isnan() | key.isnan()).squeeze(1)
+        for (resolution, entry), base in product(enumerate(self.blocks), self.bases):
+            folded = fold(self.footprint_weight(resolution))[self.bases.index(base)]
+            if not folded.any():
+                continue
+            values = self.block_similarities(query, key, base, resolution)[:, 0, 0]
+            order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
+            weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
+            added = torch.zeros_like(values).scatter(-1, order, weight) * values
+            numbers = entry.numbers(self.dim).to(query.device)
+            size = torch.zeros_like(values).index_add(-1, numbers, known.to(values.dtype)).clamp(min=1)
+            total += (added / size).nan_to_num(0.0)[:, numbers].masked_fill(~known, 0.0)
+        return total
 
     def parts(self) -> list["AdaptiveSimilarity"]:
         """Returns the similarities of the views of a pattern: this one, see :class:`~ahop_layers.ImageSimilarity`."""

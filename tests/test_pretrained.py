@@ -122,12 +122,12 @@ def test_models_and_memories_of_the_hub_return_from_a_folder(tmp_path):
     ah.save_adapted(trained(net), tmp_path / "net")
     assert torch.equal(ah.load_adapted(tmp_path / "net", Net)(x), net(x))
 
-    from ahop_layers.memory.hub import HubMemory
+    from ahop_layers.convert.hub import HubMemory
 
     rows = torch.rand(50, 8)
     memory = HubMemory(rows, labels=["a", "b"] * 25, ids=range(50))
     memory.save_pretrained(tmp_path / "memory")
-    code = "from ahop_layers.memory.hub import HubMemory\noutput = HubMemory.from_pretrained('memory').scores(x)"
+    code = "from ahop_layers.convert.hub import HubMemory\noutput = HubMemory.from_pretrained('memory').scores(x)"
     output = in_another_process(tmp_path, code, rows[:4] + 0.01)
     torch.testing.assert_close(output, memory.scores(rows[:4] + 0.01), atol=1e-6, rtol=0)
     assert HubMemory.from_pretrained(tmp_path / "memory").classify(rows[:2]) == ["a", "b"]

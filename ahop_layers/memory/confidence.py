@@ -9,13 +9,13 @@ to damaged copies of stored patterns, and to the same queries while their patter
 
 from collections.abc import Callable
 from functools import cached_property
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ahop_layers.association import FIXED
 from ahop_layers.errors import AHopError
 from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning.candidates import some_patterns
@@ -23,11 +23,10 @@ from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.regression import minimize
 from ahop_layers.memory.arrays import as_given
 from ahop_layers.memory.labels import class_logsumexp
-from ahop_layers.memory.presets import FIXED
 from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
 from ahop_layers.memory.shards import Whole
 from ahop_layers.memory.storage import nested
-from ahop_layers.ops.reference import accumulation_dtype, fold, pair_values, stretched
+from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.variants import Variant
 
@@ -264,21 +263,4 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
     if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or unlike:
         raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
     views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
-    return similarity.spread([_shares(*view) for view in views])
-
-
-def _shares(similarity: AdaptiveSimilarity, query: Tensor, key: Tensor) -> Tensor:
-    """Returns what each dimension adds to the score of ``query (L, 1, d)`` and ``key (L, 1, d)``: ``(L, d)``."""
-    total, known = torch.zeros_like(query[:, 0]), ~(query.isnan() | key.isnan()).squeeze(1)
-    for (resolution, entry), base in product(enumerate(similarity.blocks), similarity.bases):
-        folded = fold(similarity.footprint_weight(resolution))[similarity.bases.index(base)]
-        if not folded.any():
-            continue
-        values = similarity.block_similarities(query, key, base, resolution)[:, 0, 0]
-        order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
-        weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
-        added = torch.zeros_like(values).scatter(-1, order, weight) * values
-        numbers = entry.numbers(similarity.dim).to(query.device)
-        size = torch.zeros_like(values).index_add(-1, numbers, known.to(values.dtype)).clamp(min=1)
-        total += (added / size).nan_to_num(0.0)[:, numbers].masked_fill(~known, 0.0)
-    return total
+    return similarity.spread([part.contributions(*view) for part, *view in views])

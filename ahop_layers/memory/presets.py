@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import Similarity, dot_product, negative_distance, negative_manhattan
+from ahop_layers.association import FIXED, Similarity
 from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError, check_choice, check_sizes, describe
 from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import check_values
-from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity import AdaptiveSimilarity
@@ -95,18 +94,6 @@ PRESETS = {
     "K2-Hop": Preset("dot", "softmax", kernel=True, keywords=("features",)),
     "A-Hop": Preset("adaptive", "softmax", keywords=("bases", "init", "debias", "table", "blocks")),
 }
-
-
-FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
-"""The similarities without parameters, by the base that each sums up."""
-
-
-def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
-    """Scores of a fixed similarity from the known values: ``d / m`` times the sum over m of d dimensions."""
-    base = next(name for name, fixed in FIXED.items() if fixed is similarity)
-    weight = query.new_zeros(1, query.shape[-1])
-    weight[0, -1] = 1.0
-    return adaptive_similarity(query, key, weight, (base,), missing=True)
 
 
 def named_similarity(

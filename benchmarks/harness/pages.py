@@ -29,6 +29,7 @@ from benchmarks.projects import adaptive as projects_adaptive
 from benchmarks.projects import measure as projects
 from benchmarks.projects import widths as projects_widths
 from benchmarks.robust import report as robust_report
+from benchmarks.search import ar
 from benchmarks.search import report as search_report
 
 DOCS = PICTURES.parent
@@ -217,6 +218,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "robust-scale": lambda: of_robust("scale", robust_report.scale),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
     "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
+    "ar": lambda: by_device("search --data ar --file AR_42_30.mat", rows_of("ar.csv"), ar.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),

@@ -13,7 +13,6 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 import torch
-from scipy.io import loadmat
 
 from ahop_layers.variants import Covered
 from benchmarks.harness.report import bold_best, group, table
@@ -69,6 +68,8 @@ SEEDED = ("trimmed L1", "CNN", OURS)
 
 def load(file: Path) -> Images:
     """Loads all photos, with the number of the person as label."""
+    from scipy.io import loadmat  # the table does not need it
+
     pixels = torch.from_numpy(loadmat(file)["DATA"].T.astype("float32")) / 255
     if pixels.shape != (PEOPLE * PHOTOS, SHAPE[0] * SHAPE[1]):
         raise ValueError(f"expected {PEOPLE * PHOTOS} photos of {SHAPE} pixels in {file}, got {tuple(pixels.shape)}")
