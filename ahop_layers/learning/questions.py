@@ -16,7 +16,7 @@ QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 1024, 2048, 2**17
 """Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
 
 LARGE = 512
-"""From so many dimensions on, half as many are held out."""
+"""Patterns with at least this number of dimensions hold out half as many queries, because each costs more time."""
 
 MOST, MOST_COVERED = 0.9, 0.6
 """The largest share of values that is replaced or missing, and of an image that is covered, if no damage is given."""

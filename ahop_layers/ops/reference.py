@@ -120,10 +120,7 @@ def block_sums(values: Tensor, n: int, blocks: Tensor | None = None) -> Tensor:
     """
     if blocks is not None:
         return values.new_zeros(*values.shape[:-1], n).index_add(-1, blocks.long(), values)
-    if values.shape[-1] == n:
-        return values
-    blocked = torch.unflatten(values, -1, (n, -1))
-    return blocked.sum(-1)
+    return values if values.shape[-1] == n else torch.unflatten(values, -1, (n, -1)).sum(-1)
 
 
 def pair_values(query: Tensor, key: Tensor, base: str, width: Tensor | None = None) -> Tensor:
