@@ -98,11 +98,9 @@ def find_candidates(
 
 def _closeness(query: Tensor, patterns: Tensor, clips: Sequence[float]) -> Tensor:
     """Returns the largest of several standardized similarities, without missing values: ``(L, N)``."""
-    ones = query.new_zeros(1, query.shape[1])
-    ones[0, -1] = 1.0
-    scores = [query @ patterns.mT]
+    whole, scores = query.new_ones(1, 1), [query @ patterns.mT]  # one block: nothing is sorted
     scores += [
-        adaptive_similarity(query, patterns, ones, (name,), widths=ones.new_tensor([clip]))
+        adaptive_similarity(query, patterns, whole, (name,), widths=whole.new_tensor([clip]))
         for name, clip in (("l1", 1.0), *(("near", clip) for clip in clips))
     ]
     return reduce(torch.maximum, map(_standardized, scores))

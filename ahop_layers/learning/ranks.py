@@ -172,10 +172,16 @@ def _part_features(
             rows.append(torch.cat(columns, -1))
         return torch.cat(rows)
     query, patterns, numbers = part.compared(query, patterns, resolution)  # once, not once for each pair
+    whole = query.new_ones(1, 1)
     for some, key in pairs(query, patterns, candidates, GATHERED):
         columns = []
         for name, width in zip(part.names, widths, strict=True):
-            values = pair_values(some[:, None], key, name, some.new_tensor(width)).squeeze(1)
+            own = query.new_tensor([width])
+            if edges == [1]:  # nothing is sorted, and all features are the score
+                values = score_pairs(some[:, None], key, whole, (name,), None, own, False).squeeze(1)[..., None]
+                columns.append(values @ pool.mT)
+                continue
+            values = pair_values(some[:, None], key, name, own[0]).squeeze(1)
             columns.append(-_sort_(-block_sums(values, edges[-1], numbers)) @ pool.mT)
         rows.append(torch.cat(columns, -1))
     return torch.cat(rows)

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import BASES, accumulation_dtype, block_sums, folded_similarity, missing_similarity
+from ahop_layers.ops.reference import (
+    BASES,
+    accumulation_dtype,
+    block_sums,
+    missing_similarity,
+    sorted_similarities,
+    weigh,
+)
 
 # Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results.
 SCRATCH_BYTES = 40 * 2**20
@@ -55,17 +62,32 @@ def score(
     ``(N, H, 1, 1, 1)``, are for this kernel and this case alone.
     """
     copies = 1 if not missing else MISSING_COPIES if constant is None else NORMALIZED_COPIES
-    wide = accumulation_dtype(query.dtype)
+    wide, products = accumulation_dtype(query.dtype), not missing and all(base == "dot" for base in bases)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
     with torch.autocast(query.device.type, enabled=False):  # which would multiply by the weights in half precision
-        for n, h, rows, columns in _tiles(query, key, weight.shape[-1], copies):
+        for n, h, rows, columns in _tiles(query, key, weight.shape[-1], copies, products):
             tile = query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases
             if missing:
                 own = None if constant is None else constant[n, h]
                 scores[n, h, rows, columns] = missing_similarity(*tile, blocks, widths, own)
             else:
-                scores[n, h, rows, columns] = folded_similarity(*tile, widths)
+                scores[n, h, rows, columns] = _score_tile(*tile, widths)
     return scores
+
+
+def _score_tile(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], widths: Tensor | None) -> Tensor:
+    """Scores of a tile. The sums of products over blocks are matrix products, without the products themselves."""
+    blocks, scores = weight.shape[-1], []
+    for index, base in enumerate(bases):
+        if base == "dot":
+            query_blocks, key_blocks = (torch.unflatten(each, -1, (blocks, -1)) for each in (query, key))
+            values = torch.einsum("...lnw,...snw->...lsn", query_blocks, key_blocks)
+            values = values.sort(dim=-1, descending=True).values
+        else:
+            width = None if widths is None else widths[index]
+            values = sorted_similarities(query, key, base, blocks, width=width)
+        scores.append(weigh(values, weight[..., index, :]))
+    return torch.stack(scores).sum(0)
 
 
 def score_backward(
@@ -113,11 +135,15 @@ def score_backward(
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
 
 
-def _tiles(query: Tensor, key: Tensor, blocks: int, copies: int = 1) -> Iterator[tuple[slice, ...]]:
+def _tiles(
+    query: Tensor, key: Tensor, blocks: int, copies: int = 1, products: bool = False
+) -> Iterator[tuple[slice, ...]]:
     """Yields slices over (N, H, L, S), as large as the scratch memory allows, longest along the last axes."""
     (n, h, length, d), count = query.shape, key.shape[-2]
-    # Values, sorted values and two temporaries; the sort's int64 indices, and the same amount inside the sort.
-    pair_bytes = copies * (d * 4 * accumulation_dtype(query.dtype).itemsize + blocks * 16)
+    # Values, of blocks if all are products, sorted values and two temporaries; the sort's int64 indices, and the same
+    # amount inside the sort.
+    values = blocks if products else d
+    pair_bytes = copies * (values * 4 * accumulation_dtype(query.dtype).itemsize + blocks * 16)
     room = max(1, SCRATCH_BYTES // pair_bytes)
     axes = []
     for size in (count, length, h, n):
