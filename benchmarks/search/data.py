@@ -30,8 +30,8 @@ TRAINING_LEVELS = (0.0, 0.9)
 """Range of the levels in the training queries, from which each query draws its own."""
 
 
-OFFSETS = {"contrasts": ((0, 1), (1, 0)), "diagonals": ((1, 1), (1, -1)), "distant": ((0, 2), (2, 0))}
-"""View -> distances in rows and columns of the two pixels of a contrast."""
+OFFSETS = ((0, 1), (1, 0))
+"""Distances in rows and columns of the two pixels of a contrast."""
 DARK = 0.02
 """Added to the brightness of two pixels before their difference is divided by it."""
 

@@ -71,9 +71,7 @@ def trimmed(stored: Images, variant: Variant, seed: int, queries: int = 512) -> 
 def trimmed_contrasts(stored: Images, variant: Variant, seed: int, queries: int = 512) -> Classifier:
     """The same for contrasts of neighboring pixels, which the adaptive memory compares as well."""
     side = stored.shape[0]
-    return _trimmed(
-        stored, variant, seed, queries, lambda rows: [contrasts(rows, side, each) for each in OFFSETS["contrasts"]]
-    )
+    return _trimmed(stored, variant, seed, queries, lambda rows: [contrasts(rows, side, each) for each in OFFSETS])
 
 
 def _trimmed(
@@ -274,5 +272,6 @@ RIVALS: dict[str, Training] = {
     "trimmed L1": trimmed,
     "trimmed L1 of contrasts": trimmed_contrasts,
     "sparse representation": sparse,
+    "robust coding": robust,
     "CNN": convolutional,
 }
