@@ -93,8 +93,10 @@ def any_damage(shape: Sequence[int], missing: bool = True) -> Variant:
     return Anything(Covered((0.0, MOST_COVERED), height, width, channels), Replaced((0.0, MOST)))
 
 
-def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
-    """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``, some of which are held out.
+def draw(
+    damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Generator, count: int = QUERIES
+) -> Questions:
+    """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``: ``count`` or more, and held-out ones.
 
     One in SPARED of them is damaged in part, between not at all and fully: a similarity that was learned from strong
     noise alone can fail without noise.
@@ -102,8 +104,8 @@ def draw(damage: Variant, patterns: Tensor, labels: Tensor | None, generator: Ge
     Raises:
         AHopError: the damage returns infinity, or no query with a known value.
     """
-    count = max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
-    held = count // 2 if patterns.shape[1] >= LARGE else count
+    count = max(count, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
+    held = QUERIES // 2 if patterns.shape[1] >= LARGE else count
     origin = torch.randint(len(patterns), (count + held,), generator=generator, device=patterns.device)
     intact = patterns[origin]
     query = damage.bind(patterns).corrupt(intact, generator)

@@ -589,7 +589,9 @@ class AssociativeMemory(Associator):
         if isinstance(data, Variant):
             patterns, own = some(kept)
             data = data.bind(patterns)
-            asked = questions.draw(data, patterns, own, generator)
+            # Weights of several views need more queries.
+            count = questions.MOST_QUERIES if isinstance(similarity, ImageSimilarity) else questions.QUERIES
+            asked = questions.draw(data, patterns, own, generator, count)
         else:
             data, means = self._pairs(stored, data, by)
             asked = questions.given(data, by == "label", generator)

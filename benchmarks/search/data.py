@@ -20,10 +20,7 @@ SETS = ("faces", *IDX)
 MAX_IMAGES = 2414
 """Largest number of images of a split, that of the faces. Of larger sets, each split uses a random subset."""
 
-LEVELS = {
-    "pixels": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-    "occlusion": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
-}
+LEVELS = {"pixels": (0.0, 0.3, 0.5, 0.7, 0.8), "occlusion": (0.1, 0.3, 0.5, 0.7)}
 """Kind of corruption -> fractions of the image that are corrupted in the queries."""
 
 TRAINING_LEVELS = (0.0, 0.9)
