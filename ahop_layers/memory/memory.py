@@ -135,7 +135,7 @@ class AssociativeMemory(Associator):
             raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
-        sample = stored.patterns if rows.is_floating_point() else stored.sample(stored.spread())
+        sample = rows if rows.dtype == stored.dtype else stored.sample(stored.spread())
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.modulation = modulation
         self.separation = Separation(separation) if isinstance(separation, str) else separation
@@ -171,7 +171,8 @@ class AssociativeMemory(Associator):
         own = {key: keywords.pop(key) for key in ("labels", "ids", "prior", "check", "beta") if key in keywords}
         if own.get("check", True) and keywords.get("table"):  # which depends on the range of the patterns
             has_unknown(patterns=rows)
-        sample = rows if rows.is_floating_point() else rows.to(torch.float32)
+        _, largest = storage.read_values("patterns", rows, check=False)
+        sample = rows.to(storage.scoring_dtype(rows.dtype, rows.shape[1], largest))
         return cls(patterns, **preset_arguments(name, sample, **keywords), **own)
 
     def __len__(self) -> int:
@@ -197,10 +198,10 @@ class AssociativeMemory(Associator):
         if shape != stored.shape or not (alone or len(rows) == len(stored.patterns)):
             expected = (len(stored.patterns), *stored.shape)
             raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
-        unknown = rows.is_floating_point() and has_unknown(patterns=rows)
+        unknown, largest = storage.read_values("patterns", rows)
         self.calibration = torch.zeros_like(self.calibration)
         ranks = Whole(len(rows)) if alone else stored.ranks
-        self._stored = replace(stored, patterns=rows, unknown=unknown, ranks=ranks)
+        self._stored = replace(stored, patterns=rows, unknown=unknown, largest=largest, ranks=ranks)
 
     @property
     def labels(self) -> Any:
@@ -441,7 +442,8 @@ class AssociativeMemory(Associator):
         asked = scorer.queries(x)
         size = max(1, BLOCK_SCORES // scorer.stored.count)
         states = torch.cat([self._update(scorer, chunk, steps) for chunk in torch.split(asked.rows, size)])
-        values = asked.result(states)
+        stored = scorer.stored
+        values = asked.result(states).to(stored.patterns.dtype if stored.patterns.is_floating_point() else stored.dtype)
         return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))))
 
     def _update(self, scorer: Scorer, rows: Tensor, steps: int) -> Tensor:
@@ -626,6 +628,7 @@ class AssociativeMemory(Associator):
             check_floating(query=query)
         query = as_tensor("query", query)
         check_same_device(query=query, patterns=stored.patterns)
+        query = query.to(torch.promote_types(query.dtype, stored.dtype))
         query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query
         stored.ranks.check_equal("data", query)
         means = None
@@ -826,9 +829,9 @@ class AssociativeMemory(Associator):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
-        before = self.beta, self.calibration, self.foreign
+        before, moved = (self.beta, self.calibration, self.foreign), self._stored.moved(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._stored = replace(self._stored.moved(fn), prior=self.prior)
+        self._stored = replace(moved, prior=self.prior)
         self.beta = before[0].to(self.beta.device, accumulation_dtype(self._stored.dtype))
         self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[1:])
         return self
