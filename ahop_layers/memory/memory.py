@@ -46,7 +46,7 @@ from ahop_layers.memory.shortlist import Index
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, Associator
+from ahop_layers.similarity import AdaptiveSimilarity, Associator, check_state
 from ahop_layers.table import TableSimilarity
 from ahop_layers.training import mean_loss, minimize
 from ahop_layers.variants import Variant
@@ -866,14 +866,13 @@ class AssociativeMemory(Associator):
     ) -> None:
         """Takes what is stored, and the number of patterns, from the state dict."""
         before, beta, prior = self._stored, state_dict.get(prefix + "beta"), state_dict.get(prefix + "prior")
+        check_state(self, state_dict, prefix)
         given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
         for name in ("calibration", "foreign"):  # need not be there
             state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
         self._calibrated_for = math.inf
-        if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all() and beta.isfinite().all()):
+        if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all()):
             raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
-        if isinstance(prior, Tensor) and not prior.is_meta and not bool(prior.isfinite().all()):
-            raise AHopError(f"{prefix}prior must be finite, got NaN or infinity")
         if given["patterns"] is not None:
             stored = before.loaded(prefix, given, local_metadata.get("assign_to_params_buffers", False))
             if stored.unknown:

@@ -14,6 +14,7 @@ from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
 from ahop_layers.memory.storage import Stored, read_values, scoring_dtype
+from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.similarity import AdaptiveSimilarity
 from ahop_layers.table import TableSimilarity
 
@@ -90,6 +91,7 @@ class Scorer(NamedTuple):
             rule = f"{name} must be (..., d){shape} with the d = {stored.dim} of the patterns"
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
+        check_differentiable(**{name: given, "patterns": stored.patterns})
         rows = given.reshape(-1, stored.dim).to(stored.dtype)
         if torch.compiler.is_compiling():
             return rows, batch, False
