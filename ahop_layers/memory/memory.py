@@ -239,7 +239,8 @@ class AssociativeMemory(Associator):
         Here and in the other methods, queries may have the shape of the patterns, such as ``(..., H, W)``, and are
         converted to their dtype. NumPy arrays are accepted, and the result is then a NumPy array. NaN in a query or a
         pattern is an unknown value, and a pair is scored by the values that both know: see
-        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf.
+        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf. Values whose squares would overflow
+        or underflow are scored in float32 or float64, which is then the dtype of the scores.
 
         >>> AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
