@@ -195,7 +195,9 @@ class Scorer(NamedTuple):
         options: dict[str, Any] = {"missing": True} if missing else {}
         if arranged is not None:
             options["arranged"] = [None if copy is None else copy.to(query.dtype) for copy in arranged]
-        return self.similarity(query, key, **options)
+        scores, patterns = self.similarity(query, key, **options), self.stored.patterns
+        in_units = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.units is not None
+        return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
     def _arranged(self) -> Sequence[Tensor | None] | None:
         """Returns copies of the patterns that are arranged by the blocks of the similarity, if it needs any."""
