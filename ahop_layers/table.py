@@ -44,6 +44,9 @@ class TableSimilarity(nn.Module):
         super().__init__()
         check_sizes(dim=dim)
         check_numbers("a positive number", key_range=key_range)
+        limits = torch.finfo(torch.float32)
+        if not limits.tiny <= float(key_range) <= limits.max:
+            raise AHopError(f"key_range must be within the range of float32, got {float(key_range):.3g}")
         if not isinstance(knots, Sequence) or len(knots) != 2 or not all(isinstance(n, int) and n >= 2 for n in knots):
             raise AHopError(f"knots must be two integers of at least 2, got {knots!r}")
         check_choice("init", init, ("zero", "dot"))

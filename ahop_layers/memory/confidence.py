@@ -252,7 +252,7 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
     That of a block is divided equally among its known dimensions. An unknown value adds 0.
     """
     similarity, d = scorer.similarity, rows.shape[1]
-    key = scorer.modulated(scorer.stored.sample(index))
+    key = scorer.modulated(scorer.stored.sample(index)).to(rows.dtype)
     query, key = rows[:, None], key[:, None]
     known = ~(query.isnan() | key.isnan()).squeeze(1)
     if similarity in FIXED.values():
