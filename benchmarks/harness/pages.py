@@ -217,7 +217,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
     "robust-scale": lambda: of_robust("scale", robust_report.scale),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
-    "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
+    "search": lambda: part("search", rows_of("search.csv"), search_report.accuracy_table),
     "ar": lambda: by_device("search --data ar --file AR_42_30.mat", rows_of("ar.csv"), ar.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
