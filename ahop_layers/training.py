@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from ahop_layers.errors import AHopError, check_module, check_numbers
 from ahop_layers.ops.reference import BASES, fold, unfold
-from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, similarity_parameters
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, named_similarities, similarity_parameters
 
 EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""

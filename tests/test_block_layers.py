@@ -86,7 +86,7 @@ def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(mo
     assert memory.similarity.norm_0 > 0
     monkeypatch.setattr("ahop_layers.memory.search.BLOCK_ELEMENTS", 24)
     torch.testing.assert_close(memory.scores(query), expected)  # a sum of a row may depend on the number of rows
-    monkeypatch.setattr("ahop_layers.blocks.SLICE_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.similarity.blocks.SLICE_ELEMENTS", 24)
     again = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
     torch.testing.assert_close(again.similarity.norm_0, memory.similarity.norm_0)
 

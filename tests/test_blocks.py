@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ahop_layers as ah
-from ahop_layers.blocks import Blocks
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.reference import BASES as FORMULAS
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
+from ahop_layers.similarity.blocks import Blocks
 
 BASES = ("dis", "dot", "l1")
 native = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))

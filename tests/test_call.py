@@ -18,7 +18,7 @@ from ahop_layers.attention.call import attend
 from ahop_layers.attention.products import read_product
 from ahop_layers.convert.discover import CHANNELS, OPAQUE, OTHER_SCORES
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityList, named_similarities
+from ahop_layers.similarity.adaptive import SimilarityList, named_similarities
 
 pytestmark = pytest.mark.slow
 

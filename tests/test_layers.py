@@ -23,7 +23,7 @@ from ahop_layers import (
 )
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityOptions
+from ahop_layers.similarity.adaptive import SimilarityOptions
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
 OWN = {

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
+from ahop_layers.similarity.adaptive import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
 
 
 def test_a_trained_weight_as_init_is_copied():

@@ -18,7 +18,7 @@ from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.attention.products import PRODUCTS, read_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityList, SimilarityOptions
+from ahop_layers.similarity.adaptive import SimilarityList, SimilarityOptions
 
 SDPA = functional.scaled_dot_product_attention
 

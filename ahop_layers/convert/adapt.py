@@ -21,7 +21,7 @@ from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import (
+from ahop_layers.similarity.adaptive import (
     BlocksArgument,
     Init,
     SimilarityOptions,

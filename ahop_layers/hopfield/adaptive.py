@@ -22,7 +22,7 @@ from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
 from ahop_layers.ops.reference import fold
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import (
+from ahop_layers.similarity.adaptive import (
     AdaptiveSimilarity,
     Associator,
     BlocksArgument,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity import AdaptiveSimilarity, BlocksArgument, Init, without_bias
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BlocksArgument, Init, without_bias
 
 
 class TableSimilarity(nn.Module):
