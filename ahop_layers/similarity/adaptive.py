@@ -292,9 +292,7 @@ class AdaptiveSimilarity(nn.Module):
 
         The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
         """
-        self._check_rows(query, key)
-        query, key, _, _ = self._arranged(0, self.unbiased(query), key)
-        return query, key, self.footprint_weight()
+        return *self.compared(query, key)[:2], self.footprint_weight()
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
