@@ -47,7 +47,7 @@ def negative_distance(query: Tensor, key: Tensor) -> Tensor:
 
 
 def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
-    """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
+    """Computes the negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
     wide = accumulation_dtype(query.dtype)
     if is_onnx_export():  # which does not know cdist
         return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
@@ -59,7 +59,7 @@ FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l
 
 
 def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
-    """Scores of a fixed similarity from the known values: ``d / m`` times the sum over m of d dimensions."""
+    """Scores the known values by a fixed similarity: ``d / m`` times the sum over m of d dimensions."""
     base = next(name for name, fixed in FIXED.items() if fixed is similarity)
     weight = query.new_zeros(1, query.shape[-1])
     weight[0, -1] = 1.0
@@ -326,7 +326,7 @@ def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) 
 
 def iterate(
     state: Tensor,
-    attend: Callable[[Tensor], Tensor],
+    weigh: Callable[[Tensor], Tensor],
     next_state: Callable[[Tensor], Tensor],
     change: Callable[[Tensor, Tensor], Tensor],
     steps: Steps,
@@ -334,13 +334,13 @@ def iterate(
 ) -> Tensor:
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    ``attend`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
+    ``weigh`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
     ``steps`` and ``eps`` those of :func:`associate`.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
     longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]
     search = any(limit is None or limit < 0 for limit in limits)
-    weights, before = attend(state), None
+    weights, before = weigh(state), None
     for step in range(max(longest)):
         moving = torch.tensor([step < limit for limit in longest], device=state.device)
         if before is not None:
@@ -350,7 +350,7 @@ def iterate(
         if search and not moving.any():
             break
         state = torch.where(moving[:, None, None], next_state(weights), state)
-        before, weights = weights.detach(), attend(state)
+        before, weights = weights.detach(), weigh(state)
     return weights
 
 

@@ -95,7 +95,7 @@ class _Calls(TorchFunctionMode):
         if func is SDPA:
             query = args[0] if args else kwargs["query"]
             site = self._reach(None, query, "scaled_dot_product_attention of a query")
-            return attend(module.similarity_of(site), module.separation, *args, **kwargs)
+            return similarity_attention(module.similarity_of(site), module.separation, *args, **kwargs)
         if module._ahop_products is not None and func in PRODUCTS:
             number, self.products = self.products, self.products + 1
             if any(site.product == number for site in module._ahop_sites):
@@ -150,7 +150,7 @@ class _Calls(TorchFunctionMode):
 _FORWARD = CallAttention.forward.__code__
 
 
-def attend(
+def similarity_attention(
     similarity: nn.Module, separation: Separation, query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.hopfield.base import HopfieldInterface, Patterns, reads
+from ahop_layers.hopfield.layers import HopfieldInterface, Patterns, reads
 from ahop_layers.similarity.adaptive import reset
 
 
