@@ -20,14 +20,6 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("blocks", [4, BLOCKS["several normalized"]], ids=str)
-def test_attention_trains_in_half_precision_too(blocks):
-    layer, x = ah.AdaptiveAttention(16, 2, batch_first=True, blocks=blocks, debias=True), torch.randn(3, 5, 16)
-    layer(x, x, x)[0].square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
-    assert layer.half()(*[x.half()] * 3)[0].isfinite().all()
-
-
 def test_attention_blocks_are_those_of_one_head():
     assert ah.AdaptiveAttention(16, 2, blocks=4).similarity.w.shape == (2, 2, 4)
     with pytest.raises(ah.AHopError, match="blocks must divide d = 8: expected one of 1, 2, 4, 8, got 16"):

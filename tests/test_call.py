@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_convert import Scaled
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from ahop_layers.attention.call import similarity_attention
 from ahop_layers.convert.discover import CHANNELS, OPAQUE, OTHER_SCORES
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import SimilarityList, named_similarities
+from tests.samples import Scaled, perturb
 
 pytestmark = pytest.mark.slow
 
@@ -111,12 +111,6 @@ class Mixed(ByHand):
     def weigh(self, scores):
         scores = self.before(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return self.drop(self.after(self.softmax(scores).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
-
-
-def perturb(model):
-    with torch.no_grad():
-        for parameter in ah.similarity_parameters(model):
-            parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 def check_kept(model, x, **options):

@@ -9,17 +9,7 @@ from torch import nn
 import ahop_layers as ah
 from ahop_layers.ops.reference import fold
 from ahop_layers.training import folded_weights, warmup_cosine
-
-
-class Scaled(nn.Module):
-    """A similarity of another class: the dot product times a learned factor."""
-
-    def __init__(self, dim, num_heads):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(num_heads, 1, 1))
-
-    def forward(self, query, key):
-        return self.scale * (query @ key.mT)
+from tests.samples import Scaled
 
 
 def model(**keywords):
