@@ -66,7 +66,8 @@ class CallAttention(Adaptive):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
-        with _Calls(self) as calls:
+        calls = _Calls(self)
+        with calls:  # compilers do not know the result of entering it
             output = super().forward(*args, **keywords)
         calls.check()
         return output
