@@ -13,7 +13,7 @@ from torch import nn
 import ahop_layers as ah
 from ahop_layers import AHopError, AssociativeMemory, variants
 from ahop_layers.memory.presets import KernelModulation
-from ahop_layers.table import TableSimilarity
+from ahop_layers.similarity.table import TableSimilarity
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -8,6 +8,7 @@ from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
 import ahop_layers as ah
+from tests.samples import perturb
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -15,12 +16,6 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 def encoder(layers=2):
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
-
-
-def perturb(model):
-    with torch.no_grad():
-        for parameter in ah.similarity_parameters(model):
-            parameter.add_(torch.randn_like(parameter))
 
 
 class Called(nn.Module):
@@ -49,7 +44,7 @@ def test_saved_similarities_are_loaded(make, options, tmp_path):
     for model in (first, second):
         if options is not None:
             ah.adapt_(model, **options)
-    perturb(first)
+    perturb(first, 1.0)
     if options is not None and options.get("separation") == "entmax":
         with torch.no_grad():
             first.layers[0].self_attn.separation.alpha_logit.fill_(1.0)
@@ -64,7 +59,7 @@ def test_dtypes_are_those_of_the_model(tmp_path):
     model, other = encoder(), encoder().double()
     for each in (model, other):
         ah.adapt_(each)
-    perturb(model)
+    perturb(model, 1.0)
     ah.save_similarities(model, tmp_path / "a")
     ah.load_similarities(other, tmp_path / "a")
     assert torch.equal(other.layers[0].self_attn.similarity.w, model.layers[0].self_attn.similarity.w.double())
@@ -90,7 +85,7 @@ def test_a_model_that_is_not_adapted_is_refused(tmp_path):
 def test_a_model_that_does_not_fit_is_refused_and_unchanged(make, options, message, tmp_path):
     saved, model = encoder(), make()
     ah.adapt_(saved, blocks=4)
-    perturb(saved)
+    perturb(saved, 1.0)
     ah.save_similarities(saved, tmp_path / "a")
     ah.adapt_(model, **options)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ahop_layers import files
-from ahop_layers.blocks import Blocks
 from ahop_layers.convert.adapt import adapted_modules, exempt_from_decay, naming
 from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import call_converter
@@ -18,13 +17,14 @@ from ahop_layers.convert.registry import Converter, converter_for, full_name
 from ahop_layers.convert.saved import load_similarities, save_similarities, similarity_parts
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import (
+from ahop_layers.similarity.adaptive import (
     AdaptiveSimilarity,
     Associator,
     SimilarityOptions,
     SimilaritySource,
     named_similarities,
 )
+from ahop_layers.similarity.blocks import Blocks
 
 WEIGHTS, SIMILARITIES, ADAPTED = "model.safetensors", "similarities.safetensors", "adapted.json"
 VERSION = 1

@@ -10,7 +10,7 @@ from ahop_layers import files
 from ahop_layers.convert.class_swap import original_class
 from ahop_layers.convert.registry import full_name
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.similarity import AdaptiveSimilarity, Associator, check_state, named_similarities
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Associator, check_state, named_similarities
 
 _KEY = "ahop_layers.similarities"
 

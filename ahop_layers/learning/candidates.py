@@ -10,7 +10,7 @@ from torch import Tensor
 from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import rows_at_once
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.widths import differences, quantiles
+from ahop_layers.similarity.widths import differences, quantiles
 
 CANDIDATES, RIGHT, RANDOM = 128, 8, 4
 """Number of candidates of a query. At most one in RIGHT is right, and one in RANDOM of the others is random."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ahop_layers.images import Learnable
 from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import block_sums, pair_values
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.images import Learnable
 
 Base = str | tuple[str, float]
 """A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from ahop_layers.images import ImageSimilarity, Learnable
 from ahop_layers.learning.candidates import CANDIDATES, Queries, find_candidates
 from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import BINS, Base, bin_edges, block_features, candidate_scores, features, pools
 from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity import BaseArgument
-from ahop_layers.widths import differences, quantiles, units
+from ahop_layers.similarity.adaptive import BaseArgument
+from ahop_layers.similarity.images import ImageSimilarity, Learnable
+from ahop_layers.similarity.widths import differences, quantiles, units
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
 OPTIONAL: tuple[BaseArgument, ...] = ("dot",)

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from ahop_layers.association import FIXED
 from ahop_layers.errors import AHopError
-from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning.candidates import some_patterns
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.regression import minimize
@@ -27,7 +26,8 @@ from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
 from ahop_layers.memory.shards import Whole
 from ahop_layers.memory.storage import nested
 from ahop_layers.ops.reference import accumulation_dtype, pair_values
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.variants import Variant
 
 CALIBRATED = 1024

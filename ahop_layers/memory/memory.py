@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers import files
-from ahop_layers.association import Similarity, change, dot_product, iterate
-from ahop_layers.energies import energy
+from ahop_layers.association import Similarity, change, dot_product, energy, iterate
 from ahop_layers.errors import (
     AHopError,
     check_callable,
@@ -28,7 +27,6 @@ from ahop_layers.errors import (
     describe,
     has_unknown,
 )
-from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning import questions
 from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
 from ahop_layers.learning.candidates import some_patterns
@@ -46,11 +44,12 @@ from ahop_layers.memory.shortlist import Index
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, Associator, check_state
-from ahop_layers.table import TableSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Associator, check_state
+from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.table import TableSimilarity
+from ahop_layers.similarity.widths import scale_of
 from ahop_layers.training import mean_loss, minimize
 from ahop_layers.variants import Variant
-from ahop_layers.widths import scale_of
 
 
 class AssociativeMemory(Associator):

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.association import FIXED, Similarity, known_scores
-from ahop_layers.blocks import arrange
 from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe
-from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
 from ahop_layers.memory.storage import Stored, read_values, scoring_dtype
 from ahop_layers.ops.operators import check_differentiable
-from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.table import TableSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.blocks import arrange
+from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.table import TableSimilarity
 
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
-from ahop_layers.images import ImageSimilarity, Learnable
 from ahop_layers.memory.arrays import top_k
 from ahop_layers.memory.storage import Stored, scoring_dtype
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.table import AdaptiveTableSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.images import ImageSimilarity, Learnable
+from ahop_layers.similarity.table import AdaptiveTableSimilarity
 
 SAMPLE, SAMPLE_ELEMENTS = 256, 2**21
 """Number of patterns of the sample, and of elements of query-pattern pairs that are processed at once."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ahop_layers.blocks import Blocks, arrange, known_constant, normalize, resolutions, restore, stored_norm
 from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
@@ -28,7 +27,8 @@ from ahop_layers.errors import (
 from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
 from ahop_layers.separation import Separation
-from ahop_layers.widths import differences, quantiles
+from ahop_layers.similarity.blocks import Blocks, arrange, known_constant, normalize, resolutions, restore, stored_norm
+from ahop_layers.similarity.widths import differences, quantiles
 
 INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well
 Init = str | Tensor | Sequence[Tensor]
@@ -290,9 +290,7 @@ class AdaptiveSimilarity(nn.Module):
 
         The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
         """
-        self._check_rows(query, key)
-        query, key, _, _ = self._arranged(0, self.unbiased(query), key)
-        return query, key, self.footprint_weight()
+        return *self.compared(query, key)[:2], self.footprint_weight()
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
