@@ -104,8 +104,8 @@ def draw(
     Raises:
         AHopError: the damage returns infinity, or no query with a known value.
     """
-    count = max(count, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
-    held = QUERIES // 2 if patterns.shape[1] >= LARGE else count
+    held = max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
+    count, held = max(count, held), held // 2 if patterns.shape[1] >= LARGE else held
     origin = torch.randint(len(patterns), (count + held,), generator=generator, device=patterns.device)
     intact = patterns[origin]
     query = damage.bind(patterns).corrupt(intact, generator)
