@@ -178,7 +178,7 @@ class _Regression:
                 margin = less.mean().item() - less.std(correction=0).item() / math.sqrt(len(less))
                 name, gain = (each, margin) if margin > gain else (name, gain)
         _, terms, weight = found[name]
-        weights = weight.double().split([self.features[term].shape[-1] for term in terms])
+        weights = torch.split(weight.double(), [self.features[term].shape[-1] for term in terms])
         errors = {each: _mean(result) for each, result in found.items()}
         return Chosen(name, self.frame, RowSimilarity(terms, weights, self.edges), errors)
 
