@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.neighbors import KNeighborsRegressor
+from sklearn.neighbors import NearestNeighbors
 
 from ahop_layers.tabular import AdaptiveNeighborsRegressor
 from benchmarks.harness.command import default_data_dir, explain_missing_data, make_parser
@@ -69,31 +69,36 @@ def load(folder: Path, name: str) -> Places:
     return Places(stored, position, asked, target)
 
 
-def predict_rival(places: Places, metric: str, power: float, count: int) -> Array:
-    """Predicts the test positions by the nearest positive or powed fingerprints."""
+def rival_neighbors(places: Places, metric: str, power: float) -> NDArray[np.int64]:
+    """Returns the nearest positive or powed fingerprints of each test ``(n, k)``, nearest first."""
     lowest = np.nanmin(places.stored) - 1
     stored, asked = (
         (np.nan_to_num(np.maximum(each - lowest, 0.0), nan=0.0) / -lowest) ** power
         for each in (places.stored, places.asked)
     )
-    model = KNeighborsRegressor(count, metric=metric, algorithm="brute").fit(stored, places.position)
-    predicted: Array = model.predict(asked)
-    return predicted
+    model = NearestNeighbors(n_neighbors=max(NEIGHBORS), metric=metric, algorithm="brute").fit(stored)
+    found: NDArray[np.int64] = model.kneighbors(asked, return_distance=False)
+    return found
 
 
-def measure(places: Places, method: str, count: int, seed: int) -> Row:
-    """Returns the mean error of a method, what it chose, and its times."""
-    start = time.perf_counter()
-    if method in RIVALS:
-        fitted, predicted, chosen = start, predict_rival(places, *RIVALS[method], count), ""
-    else:
-        model = AdaptiveNeighborsRegressor(count, similarity=OWN[method], random_state=seed)
-        model.fit(places.stored, places.position)
-        fitted, chosen = time.perf_counter(), model.similarity_
-        predicted = model.predict(places.asked)
-    error = np.linalg.norm(predicted - places.target, axis=-1).mean()
-    times = {"fit_s": f"{fitted - start:.3g}", "predict_s": f"{time.perf_counter() - fitted:.3g}"}
-    return {"error_m": f"{error:.4f}", "chosen": chosen, **times}
+def measure(places: Places, method: str, seed: int) -> list[Row]:
+    """Returns the mean error of a method for each number of neighbors, what it chose, and its times."""
+    rows, rivals = [], rival_neighbors(places, *RIVALS[method]) if method in RIVALS else None
+    for count in NEIGHBORS:
+        row = {"method": method, "seed": str(seed), "neighbors": str(count)}
+        if rivals is not None:
+            predicted = places.position[rivals[:, :count]].mean(1)
+        else:
+            start = time.perf_counter()
+            model = AdaptiveNeighborsRegressor(count, similarity=OWN[method], random_state=seed)
+            model.fit(places.stored, places.position)
+            fitted = time.perf_counter()
+            predicted = model.predict(places.asked)
+            row |= {"chosen": model.similarity_, "fit_s": f"{fitted - start:.3g}"}
+            row |= {"predict_s": f"{time.perf_counter() - fitted:.3g}"}
+        error = np.linalg.norm(predicted - places.target, axis=-1).mean()
+        rows.append({**row, "error_m": f"{error:.4f}"})
+    return rows
 
 
 def errors(rows: Sequence[Row], count: int) -> dict[str, dict[str, float]]:
@@ -157,12 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             places = load(options.data, name)
         for method in options.methods:
             for seed in range(1 if method in RIVALS else options.seeds):
-                for count in NEIGHBORS:
-                    key = {"data": name, "method": method, "neighbors": count, "seed": seed}
-                    if not results.has(key):
-                        row = measure(places, method, count, seed)
-                        results.add({**key, **row})
-                        print(f"{name}, {method}, {count}, seed {seed}: {row}", flush=True)
+                if not results.has({"data": name, "method": method, "seed": seed}):
+                    rows = [{"data": name, **row} for row in measure(places, method, seed)]
+                    results.add(*rows)
+                    print(*rows, sep="\n", flush=True)
     print(report(results.own_rows))
 
 

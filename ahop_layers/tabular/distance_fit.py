@@ -178,6 +178,7 @@ class _Regression:
                 margin = less.mean().item() - less.std(correction=0).item() / math.sqrt(len(less))
                 name, gain = (each, margin) if margin > gain else (name, gain)
         _, terms, weight = found[name]
+        weight = self._solve(terms) if weight is None else weight
         weights = torch.split(weight.double(), [self.features[term].shape[-1] for term in terms])
         errors = {each: _mean(result) for each, result in found.items()}
         return Chosen(name, self.frame, RowSimilarity(terms, weights, self.edges), errors)
@@ -188,24 +189,28 @@ class _Regression:
 
     def _solved(self, terms: list[Term]) -> "_Result":
         """Returns the result of terms whose weights are learned; each half of the queries is held out once."""
-        parts = [self.features[term] for term in terms]
-        values, sizes = torch.cat(parts, -1), [part.shape[-1] for part in parts]
+        errors, fold = torch.zeros(len(self.distance)), torch.arange(len(self.distance)) // 2 % 2
+        values = torch.cat([self.features[term] for term in terms], -1)
+        for held in (fold == 0, fold == 1):
+            weight = self._solve(terms, ~held if len(errors) > 2 else held)
+            errors[held] = self.errors(values @ weight)[held]
+        return _Result(errors, terms, None)
+
+    def _solve(self, terms: list[Term], rows: Tensor | slice = slice(None)) -> Tensor:
+        """Returns weights of the features of terms that are learned from some queries, or from all."""
+        parts = [self.features[term][rows] for term in terms]
+        sizes = [part.shape[-1] for part in parts]
         penalty = torch.tensor([RANK_PENALTY if term.ranked else PENALTY for term in terms])
         penalty = penalty.repeat_interleave(torch.tensor(sizes))
-        errors, fold = torch.zeros(len(values)), torch.arange(len(values)) // 2 % 2
-        for held in (fold == 0, fold == 1):
-            fitted = ~held if len(values) > 2 else held
-            weight = solve_distance(values[fitted], sizes, self.distance[fitted], penalty)
-            errors[held] = self.errors(values @ weight)[held]
-        return _Result(errors, terms, solve_distance(values, sizes, self.distance, penalty))
+        return solve_distance(torch.cat(parts, -1), sizes, self.distance[rows], penalty)
 
 
 class _Result(NamedTuple):
-    """The error of each query ``(L,)``, and the terms of a score with the weights of their features."""
+    """The error of each query ``(L,)``, the terms of a score, and the weights of their features if not to be solved."""
 
     errors: Tensor
     terms: list[Term]
-    weight: Tensor
+    weight: Tensor | None
 
 
 def _mean(result: _Result) -> float:

@@ -38,10 +38,12 @@ class Term(NamedTuple):
         query, key = self._raised(query), self._raised(key)
         if self.kind == "cosine":
             return normalize(query, dim=-1) @ normalize(key, dim=-1).mT
-        base, even = BASES[self.kind], weight is None
-        if missing or not even:
+        base = BASES[self.kind]
+        if missing or weight is not None:
             ranks = query.new_full(query.shape[-1:], 1 / query.shape[-1]) if weight is None else weight.to(query)
             score = adaptive_similarity(query, key, unfold(ranks)[None], (base,), missing=missing)
+        elif base == "l1" and _is_sparse(query) and _is_sparse(key):
+            score = -sparse_manhattan(query, key) / query.shape[-1]
         else:
             score = FIXED[base](query, key) / query.shape[-1]
         return score / self._mass(query, key) if self.kind == "Sorensen" else score
@@ -64,6 +66,26 @@ class Term(NamedTuple):
         return mass.clamp(min=torch.finfo(mass.dtype).tiny)
 
 
+def sparse_manhattan(query: Tensor, key: Tensor) -> Tensor:
+    """Sums the absolute differences of rows without negative values, fast if most are 0: ``(L, d), (S, d) -> (L, S)``.
+
+    They are the sum of both rows without twice the smaller values, of which only those count where a query is not 0.
+
+    >>> sparse_manhattan(torch.tensor([[0.0, 2.0, 0.0]]), torch.tensor([[1.0, 0.5, 0.0], [0.0, 3.0, 0.0]]))
+    tensor([[2.5000, 1.0000]])
+    """
+    columns, common = key.mT.contiguous(), []
+    for row in query:
+        heard = row.nonzero()[:, 0]
+        common.append(torch.minimum(columns[heard], row[heard, None]).sum(0))
+    return (query.sum(-1)[:, None] + key.sum(-1) - 2 * torch.stack(common)).clamp(min=0.0)
+
+
+def _is_sparse(rows: Tensor) -> bool:
+    """Returns whether no value of a matrix is negative, and at least half of them are 0."""
+    return rows.ndim == 2 and len(rows) > 0 and bool((rows >= 0).all() and (rows == 0).double().mean() >= 0.5)
+
+
 class RowSimilarity(nn.Module):
     """The sum of terms, each with a factor, or with a weight for each bin of ranks.
 
@@ -81,9 +103,18 @@ class RowSimilarity(nn.Module):
 
     def __init__(self, terms: Sequence[Term], weights: Sequence[Tensor], edges: list[int]) -> None:
         super().__init__()
-        self.terms, pool = tuple(terms), pools(edges)[1:]
-        for index, (term, weight) in enumerate(zip(terms, weights, strict=True)):
-            self.register_buffer(f"weight_{index}", weight @ pool.to(weight) if term.ranked else weight)
+        pool = pools(edges)
+        merged: dict[Term, Tensor] = {}
+        for term, weight in zip(terms, weights, strict=True):
+            twin = term._replace(ranked=True)
+            if term.ranked or twin in terms:  # a factor is an equal weight of all ranks
+                ranks = weight @ (pool[1:] if term.ranked else pool[:1]).to(weight)
+                merged[twin] = merged[twin] + ranks if twin in merged else ranks
+            else:
+                merged[term] = weight
+        self.terms = tuple(merged)
+        for index, weight in enumerate(merged.values()):
+            self.register_buffer(f"weight_{index}", weight)
 
     def forward(self, query: Tensor, key: Tensor, missing: bool = False, ranked: bool = True) -> Tensor:
         """Scores ``query (..., L, d)`` against ``key (..., S, d)``; NaN is unknown if ``missing``.

@@ -22,8 +22,9 @@ from ahop_layers.tabular.distances import RowSimilarity
 from ahop_layers.tabular.rows import Array
 from ahop_layers.variants import Mixed, Variant
 
-SHORTLIST, SHORTLIST_ELEMENTS = 256, 2**22
-"""Rows to which weights of ranks are applied for each query, and elements that are compared at once."""
+SHORTLIST, SHORTLIST_ELEMENTS, FIRST_SCORES = 64, 2**22, 2**24
+"""Rows to which weights of ranks are applied for each query, their elements that are compared at once, and scores of the
+first search that are held at once."""
 
 LEVELS = 64
 """The lowest value of one scale is this fraction of the range above zero, which is the value of what is unknown."""
@@ -277,17 +278,18 @@ class AdaptiveNeighborsRegressor(MultiOutputMixin, RegressorMixin, _Neighbors): 
     def _search(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """As for all; weights of ranks are applied to the best rows of a first search without them."""
         similarity, stored = self.memory_.similarity, self.memory_.patterns
-        size = max(SHORTLIST, 8 * count)
+        size = max(SHORTLIST, 4 * count)
         if not (isinstance(similarity, RowSimilarity) and similarity.has_ranks()) or size >= len(stored):
             return super()._search(rows, count)
+        missing = bool(rows.isnan().any() or stored.isnan().any())
         found = []
-        for part in torch.split(rows, max(1, SHORTLIST_ELEMENTS // (size * rows.shape[1]))):
-            missing = bool(part.isnan().any() or stored.isnan().any())
+        for part in torch.split(rows, max(1, FIRST_SCORES // len(stored))):
             places = similarity(part, stored, missing, ranked=False).topk(size).indices.sort().values
-            scores, order = (
-                similarity(part[:, None], stored[places], missing).squeeze(1).sort(descending=True, stable=True)
-            )
-            found.append((scores[:, :count], places.gather(1, order)[:, :count]))
+            step = max(1, SHORTLIST_ELEMENTS // (size * rows.shape[1]))
+            for some, near in zip(torch.split(part, step), torch.split(places, step), strict=True):
+                exact = similarity(some[:, None], stored[near], missing).squeeze(1)
+                scores, order = exact.sort(descending=True, stable=True)  # equal scores are ordered by index
+                found.append((scores[:, :count], near.gather(1, order)[:, :count]))
         scores, indices = (torch.cat(each) for each in zip(*found, strict=True))
         return scores, indices
 
