@@ -62,7 +62,8 @@ def load(folder: Path, name: str) -> Places:
     """Loads a data set."""
     from scipy.io import loadmat  # the table does not need it
 
-    data = loadmat(folder / f"{name}.mat")["database"][0, 0]
+    with (folder / f"{name}.mat").open("rb") as file:
+        data = loadmat(file)["database"][0, 0]
     signals = [data[key].astype(np.float64) for key in ("trainingMacs", "testMacs")]
     stored, asked = (np.where(each == NOT_HEARD, np.nan, each) for each in signals)
     position, target = (data[key][:, :3].astype(np.float64) for key in ("trainingLabels", "testLabels"))

@@ -23,8 +23,7 @@ from ahop_layers.tabular.rows import Array
 from ahop_layers.variants import Mixed, Variant
 
 SHORTLIST, SHORTLIST_ELEMENTS, FIRST_SCORES = 64, 2**22, 2**24
-"""Rows to which weights of ranks are applied for each query, their elements that are compared at once, and scores of the
-first search that are held at once."""
+"""Rows to which weights of ranks are applied for each query, and elements and first scores that are held at once."""
 
 LEVELS = 64
 """The lowest value of one scale is this fraction of the range above zero, which is the value of what is unknown."""
