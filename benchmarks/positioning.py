@@ -10,8 +10,8 @@ nearest training fingerprints, in three dimensions.
 The rivals are nearest neighbors by four distances. Signals are positive, from 1 dBm below the weakest of the
 training set, with 0 for what is not heard; or powed, that is raised to the power e and divided by a constant, as is
 common (Torres-Sospedra et al. 2015). Ours is AdaptiveNeighborsRegressor with its
-default arguments, which gets NaN for what is not heard. Nothing is chosen on test fingerprints. Three further rows
-attribute its gain: learned factors of distances without ranks, the best fixed trimming, and learned weights of ranks.
+default arguments, which gets NaN for what is not heard. Nothing is chosen on test fingerprints. Two further rows
+attribute its gain: learned factors of distances without ranks, and the best fixed trimming of Sorensen's differences.
 """
 
 import time
@@ -44,8 +44,7 @@ RIVALS = {
 """Name of a rival -> its distance, and the power of the signals."""
 
 OURS = "adaptive, default"
-OWN = {OURS: "auto", "adaptive, not sorted": "not sorted", "adaptive, fixed trimming": "trimmed",
-       "adaptive, learned ranks": "learned"}  # fmt: skip
+OWN = {OURS: "auto", "not sorted": "not sorted", "fixed trimming": "trimmed"}
 """Name of a row of ours -> its similarity. All but the first show what sorting and learning bring."""
 
 Array = NDArray[np.float64]
@@ -155,7 +154,7 @@ def _part(found: dict[str, dict[str, float]], count: int) -> str:
     title = f"Mean error in meters with {count} neighbor{'s' if count > 1 else ''}, and the mean rank of the distances."
     note = f"*{OURS}* is not the best on {', '.join(lost)}." if lost else f"*{OURS}* is the best on every set."
     shown = table(["distance", *sets, "mean rank"], zip(*columns, strict=True))
-    return f"{title} The best distance is bold; the last rows attribute the gain.\n\n{shown}\n\n{note}"
+    return f"{title} The best distance is bold. The last two rows attribute the gain of *{OURS}*.\n\n{shown}\n\n{note}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

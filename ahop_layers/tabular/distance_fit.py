@@ -167,10 +167,13 @@ class _Regression:
         found = {each: self._fixed(term, torch.ones(1)) for each, term in self.plain.items()}
         widths = torch.tensor([0, *self.edges]).diff() / self.edges[-1]
         kept = [pad(widths[:count], (0, len(widths) - count)) for count in range(1, len(widths) + 1)]
-        found["trimmed"] = min((self._fixed(term, each) for term in self.ranked for each in kept), key=_mean)
-        found["not sorted"] = self._solved(self.even)
-        groups = [*([term] for term in self.ranked), [*self.ranked, *self.even]]
-        found["learned"] = min(map(self._solved, groups), key=_mean)
+        if name in ("auto", "trimmed"):
+            found["trimmed"] = min((self._fixed(term, each) for term in self.ranked for each in kept), key=_mean)
+        if name in ("auto", "not sorted"):
+            found["not sorted"] = self._solved(self.even)
+        if name in ("auto", "learned"):
+            groups = [*([term] for term in self.ranked), [*self.ranked, *self.even]]
+            found["learned"] = min(map(self._solved, groups), key=_mean)
         if name == "auto":
             name, gain = "learned", 0.0
             for each, other in found.items():
