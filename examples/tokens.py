@@ -101,11 +101,12 @@ def methods(
         "transformer": lambda query: model(query).argmax(-1),
         "embedding": lambda query: labels[(model.embedding(query) @ stored.mT).argmax(-1)],
     }
-    return found | {name: partial(_classify, memory, tokens) for name, memory in memories.items()}
+    return found | {name: partial(nearest_class, memory, labels, tokens) for name, memory in memories.items()}
 
 
-def _classify(memory: ah.AssociativeMemory, tokens: Find, query: Tensor) -> Tensor:
-    return memory.classify(tokens(query))
+def nearest_class(memory: ah.AssociativeMemory, labels: Tensor, tokens: Find, query: Tensor) -> Tensor:
+    """Returns the class ``(n,)`` of the stored image whose tokens are most similar to those of each query."""
+    return labels[memory.recall(tokens(query))]
 
 
 def compare(options: argparse.Namespace) -> tuple[dict[str, dict[float, list[float]]], Figure]:
