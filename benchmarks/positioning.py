@@ -88,7 +88,7 @@ def rival_neighbors(places: Places, kind: str, power: float) -> NDArray[np.int64
             distance = sparse_manhattan(query, stored)
         if kind == "Sorensen":
             distance = distance / (query.sum(-1, keepdim=True) + stored.sum(-1)).clamp(min=1e-9)
-        found.append(distance.topk(max(NEIGHBORS), largest=False).indices)
+        found.append(distance.argsort(stable=True)[:, : max(NEIGHBORS)])  # equal distances are ordered by index
     return torch.cat(found).numpy()
 
 
