@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -121,16 +122,14 @@ class RowSimilarity(nn.Module):
 
         If not ``ranked``, all ranks of a term have its mean weight, which is much faster.
         """
-        total: Tensor | None = None
+        scores = []
         for index, term in enumerate(self.terms):
             weight = self.get_buffer(f"weight_{index}")
             if term.ranked and ranked:
-                score = term.scores(query, key, weight, missing)
+                scores.append(term.scores(query, key, weight, missing))
             else:
-                score = weight.sum().to(query) * term.scores(query, key, None, missing)
-            total = score if total is None else total + score
-        assert total is not None
-        return total
+                scores.append(weight.sum().to(query) * term.scores(query, key, None, missing))
+        return reduce(torch.add, scores)
 
     def has_ranks(self) -> bool:
         """Returns whether a term has weights of ranks."""
