@@ -105,7 +105,8 @@ class Scorer(NamedTuple):
     def allows_missing(self) -> bool:
         """Returns whether the similarity can score pairs with missing values."""
         adaptive = isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity, TableSimilarity))
-        return self.modulation is None and (adaptive or self.similarity in FIXED.values())
+        allowed = adaptive or getattr(self.similarity, "allows_missing", False) or self.similarity in FIXED.values()
+        return self.modulation is None and allowed
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, models_report, packed, pairs, search_costs, summary, vit, vit_report
+from benchmarks import kernels_report, models_report, packed, pairs, positioning, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -221,6 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ar": lambda: by_device("search --data ar --file AR_42_30.mat", rows_of("ar.csv"), ar.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
+    "positioning": lambda: by_device("positioning", rows_of("positioning.csv"), positioning.report),
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),
     "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names, "tests"),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
