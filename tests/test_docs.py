@@ -33,7 +33,7 @@ QUOTED = {
         "\n| small ViT": "images-corrupted",
     },
     "docs/index.md": {"# ": "search"},
-    "docs/search.md": {"# ": "search"},
+    "docs/search.md": {"## Images": "ar", "## Measured on real images": "search"},
     "docs/when-does-it-help.md": {
         "## Where it helps": "retrieval mixtures ablations robust-ablation",
         "### Bags": "bags bags-corrupted",

@@ -130,7 +130,8 @@ def draw_answers(shown: Shown, path: Path) -> Path:
                 mark_answer(axis, bool(labels[line] == truth[line]))
         if shown.explained is not None:
             axes[0, -1].set_title("pixels\nthat count", fontsize=9)
-            for axis, row in zip(axes[:, -1], shown.explained, strict=True):
-                axis.imshow(image(row), cmap="viridis")
+            for axis, row in zip(axes[:, -1], shown.explained.flatten(1), strict=True):
+                low, high = row.quantile(row.new_tensor([0.02, 0.98])).tolist()  # few pixels may count for much more
+                axis.imshow(image(row), cmap="viridis", vmin=low, vmax=high)
                 axis.set_axis_off()
     return path
