@@ -3,15 +3,10 @@
 To run: make soak, make soak MINUTES=10, or python -m tests.soak --minutes 30 --seed 0
 
 Each round draws one check and its inputs from the seed. A round that fails prints what reproduces it, and the run exits
-with status 1. The run also fails if the resident memory grows by more than 1 % between its second and its last quarter.
-
-Resident memory is measured without what libraries and the kernel keep on their own account:
-
-- Only anonymous memory counts. The kernel loads and drops pages of library files at any time, several percent of all.
-- The C allocator (``malloc_trim``) and PyTorch's allocator on ARM (mimalloc) return free memory at once. All threads
-  share one arena (``mallopt``): with several, free memory in the arenas of ended threads varies by 10 MiB or more,
-  while the bytes in use are constant.
-- oneDNN's cache is off. It keeps one matrix product per shape, up to 1024 of them, which take about 19 MiB.
+with status 1. The run also fails if the memory in use grows by more than 1 % between its second and its last quarter:
+the bytes that malloc has given out, and the blocks that Python has. Resident memory would count how the largest round
+so far left the heap in pieces, too: it has steps of several MiB while the memory in use is constant. oneDNN's cache is
+off. It keeps one matrix product per shape, up to 1024 of them, which take about 19 MiB.
 """
 
 import argparse
@@ -26,12 +21,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ["MIMALLOC_PURGE_DELAY"] = "0"  # read when torch is imported
-os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"  # read when torch is imported
 
 import torch
 from torch import Tensor, nn
@@ -351,12 +344,20 @@ def in_fork(function: Callable[[Draw], None], seed: int) -> None:
         raise RuntimeError(f"forked process ended with status {status}")
 
 
-def resident_bytes() -> int:
-    """Anonymous resident memory of this process, after the C allocator has returned its free memory."""
+class Allocated(ctypes.Structure):
+    """The struct mallinfo2 of malloc.h; ``uordblks`` are the bytes in use, ``hblkhd`` those of mapped blocks."""
+
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
+
+
+def in_use() -> tuple[int, int]:
+    """Bytes that malloc has given out, and blocks that Python has."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(status["RssAnon"].split()[0])
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Allocated
+    found = library.mallinfo2()
+    return found.uordblks + found.hblkhd, sys.getallocatedblocks()
 
 
 def main() -> int:
@@ -365,11 +366,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="duration")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
     args = parser.parse_args()
-    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)  # mallinfo2 sees the first arena alone
     torch.set_num_threads(2)
     begin, seed = time.monotonic(), 1000 * args.seed
     done: Counter[str] = Counter()
-    memory: list[int] = []  # at 120 equal intervals, of at least a second
+    memory: list[tuple[int, int]] = []  # at 120 equal intervals, of at least a second
     while (passed := time.monotonic() - begin) < 60 * args.minutes:
         choose = random.Random(seed)
         function = choose.choice(CHECKS)
@@ -382,18 +383,19 @@ def main() -> int:
         done.update((function.__name__, how.__name__))
         seed += 10
         if passed >= len(memory) * max(1.0, args.minutes / 2):
-            memory.append(resident_bytes())
+            memory.append(in_use())
             if len(memory) % 10 == 0:
-                megabytes = memory[-1] / 2**20
-                print(f"{passed / 60:6.1f} min, {done.total() // 2} rounds, {megabytes:.0f} MiB resident", flush=True)
+                figures = f"{memory[-1][0] / 2**20:.1f} MiB, {memory[-1][1]:,} blocks of Python"
+                print(f"{passed / 60:6.1f} min, {done.total() // 2} rounds, {figures}", flush=True)
     quarter = max(1, len(memory) // 4)
-    before, after = median(memory[quarter : 2 * quarter]), median(memory[-quarter:])
     counts = ", ".join(f"{name} {count}" for name, count in sorted(done.items()))
     print(f"{done.total() // 2} rounds in {args.minutes:g} minutes: {counts}")
-    print(f"resident memory {before / 2**20:.1f} MiB, then {after / 2**20:.1f} MiB: {after / before - 1:+.2%}")
-    if after / before - 1 > MEMORY_GROWTH:
-        print(f"FAILED: resident memory grew by more than {MEMORY_GROWTH:.0%}")
-        return 1
+    for name, values in zip(("bytes of malloc", "blocks of Python"), zip(*memory, strict=True), strict=True):
+        before, after = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+        print(f"{name} in use: {before:,.0f}, then {after:,.0f}: {after / before - 1:+.2%}")
+        if after / before - 1 > MEMORY_GROWTH:
+            print(f"FAILED: {name} in use grew by more than {MEMORY_GROWTH:.0%}")
+            return 1
     return 0
 
 

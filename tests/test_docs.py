@@ -27,9 +27,8 @@ QUOTED = {
     "README.md": {
         "\n*80 %": "search",
         "\n| [faces]": "search",
+        "\n| [AR]": "ar",
         "\n| [bags]": "lookup-bags",
-        "\n| bags: ": "bags",
-        "\n| [table]": "tabular-large",
         "\n| small ViT": "images-corrupted",
     },
     "docs/index.md": {"# ": "search"},
