@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import (
-    BASES,
-    accumulation_dtype,
-    block_sums,
-    missing_similarity,
-    sorted_similarities,
-    weigh,
-)
+from ahop_layers.ops.reference import BASES, accumulation_dtype, block_sums, folded_similarity, missing_similarity
 
 # Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results.
 SCRATCH_BYTES = 40 * 2**20
@@ -71,23 +64,8 @@ def score(
                 own = None if constant is None else constant[n, h]
                 scores[n, h, rows, columns] = missing_similarity(*tile, blocks, widths, own)
             else:
-                scores[n, h, rows, columns] = _score_tile(*tile, widths)
+                scores[n, h, rows, columns] = folded_similarity(*tile, widths)
     return scores
-
-
-def _score_tile(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], widths: Tensor | None) -> Tensor:
-    """Scores of a tile. The sums of products over blocks are matrix products, without the products themselves."""
-    blocks, scores = weight.shape[-1], []
-    for index, base in enumerate(bases):
-        if base == "dot":
-            query_blocks, key_blocks = (torch.unflatten(each, -1, (blocks, -1)) for each in (query, key))
-            values = torch.einsum("...lnw,...snw->...lsn", query_blocks, key_blocks)
-            values = values.sort(dim=-1, descending=True).values
-        else:
-            width = None if widths is None else widths[index]
-            values = sorted_similarities(query, key, base, blocks, width=width)
-        scores.append(weigh(values, weight[..., index, :]))
-    return torch.stack(scores).sum(0)
 
 
 def score_backward(

@@ -129,9 +129,9 @@ def of_robust(name: str, show: Show) -> str:
 
 ANSWERS = """\
 Each row shows a query, its clean image, and the stored image that each method answered, marked by whether its class is
-right. The network names only a class; the picture shows the first stored image of it. The last column shows what each
-pixel adds to the score of the answer of the adaptive memory, from blue, for nothing, to yellow.
-`python -m benchmarks.search --picture LEVEL` draws these pictures, with `--rivals` for some of the methods."""
+right. The last column shows what each pixel adds to the score of the answer of the adaptive memory, from blue, for
+little, to yellow. `python -m benchmarks.search --picture LEVEL --rivals Euclid "trimmed L1" "sparse representation"`
+draws these pictures."""
 
 ANSWERED = {"faces_pixels": 0.8, "faces_occlusion": 0.5, "digits_pixels": 0.5, "digits_occlusion": 0.3}
 """Data set and kind of corruption -> level of the drawn queries."""

@@ -78,7 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     curves = picture_for(options.output, "search")
     print(f"plot: {report.draw_curves(rows, curves)}")
     for name, kind in itertools.product(sets, options.corruptions) if options.picture is not None else ():
-        shown = answers(name, kind, options.picture, methods, options.data_dir, device)
+        drawn = [method for method in methods if method != "not sorted"]
+        shown = answers(name, kind, options.picture, drawn, options.data_dir, device)
         print(f"picture: {report.draw_answers(shown, curves.with_name(f'{curves.stem}_{name}_{kind}.png'))}")
 
 
