@@ -114,7 +114,7 @@ test-models: $(READY)
 
 soak: $(READY)
 	@echo "==> $(MINUTES) minutes of random checks"
-	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+	PYTHONMALLOC=malloc $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 docs: $(DOCS)
 	@echo "==> building the site"
