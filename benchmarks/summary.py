@@ -21,7 +21,8 @@ SEARCHES = (
 )  # fmt: skip
 """Data set, kind of corruption and level of each line of the summary of the search page."""
 DAMAGES = {"pixels": "of the pixels replaced", "occlusion": "of the area covered"}
-METHODS = ("Euclid", "sparse representation", "CNN", *OWN)
+METHODS = (*reversed(OWN), "CNN", "sparse representation", "Euclid")
+"""The first columns are those that a phone shows without scrolling."""
 COVERAGES = ("fully", "partly", "not")
 
 Entries = dict[str, list[float]]
