@@ -42,7 +42,7 @@ def epochs_for(count: int) -> int:
 
 
 def measure(pairs: str, seed: int, device: torch.device) -> float:
-    """Returns the accuracy after a fit with a number of pairs, or with a described corruption."""
+    """Returns the accuracy after a fit with a number of pairs, or with described damage."""
     generator = torch.Generator(device).manual_seed(seed)
     patterns = normalize(torch.randn(PATTERNS, DIM, generator=generator, device=device), dim=-1)
     corruption = Custom(damage)
@@ -62,7 +62,7 @@ def report(rows: Sequence[Row]) -> str:
     for (pairs,), here in group(rows, "pairs").items():
         values = [float(row["accuracy"]) for row in here]
         deviation = f"{stdev(values):.3f}" if len(values) > 1 else ""
-        name = {"0": "none: the dot product", DESCRIBED: "none: the corruption is described"}.get(pairs)
+        name = {"0": "none: the dot product", DESCRIBED: "none: the damage is described"}.get(pairs)
         body.append([name or f"{int(pairs):,}", f"{mean(values):.3f}", deviation])
     return table(["pairs", "accuracy", "standard deviation"], body)
 
@@ -77,7 +77,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
         if "0" in means:
             axis.axhline(means["0"], color=GRAY, linestyle=":", label="dot product")
         if DESCRIBED in means:
-            axis.axhline(means[DESCRIBED], color=GRAY, linestyle="--", label="described corruption")
+            axis.axhline(means[DESCRIBED], color=GRAY, linestyle="--", label="described damage")
         axis.set(xlabel="pairs", ylabel="accuracy")
         axis.grid()
         axis.legend(frameon=False)

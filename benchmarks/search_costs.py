@@ -123,7 +123,7 @@ def report(rows: Sequence[Row]) -> str:
         parts.append(extrapolation(times))
     figures = group([row for row in rows if row["part"] == "recall"], "corruption", "shortlist")
     if figures:
-        header = ["corruption", "shortlist", "recall", "accuracy", "accuracy of an exact search"]
+        header = ["damage", "shortlist", "recall", "accuracy", "accuracy of an exact search"]
         body = [[*key, *(f"{float(row['value']):.3f}" for row in mine)] for key, mine in figures.items()]
         parts.append(table(header, body))
     return "\n\n".join(parts)

@@ -19,7 +19,7 @@ SEARCHES = (
     ("faces", "occlusion", "0.3"), ("faces", "occlusion", "0.7"),
     ("digits", "pixels", "0.5"), ("digits", "pixels", "0.8"), ("digits", "occlusion", "0.3"),
 )  # fmt: skip
-"""Data set, kind of corruption and level of each line of the summary of the search page."""
+"""Data set, kind of damage and level of each line of the summary of the search page."""
 DAMAGES = {"pixels": "of the pixels replaced", "occlusion": "of the area covered"}
 METHODS = (*reversed(OWN), "CNN", "sparse representation", "Euclid")
 """The first columns are those that a phone shows without scrolling."""

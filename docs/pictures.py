@@ -1,4 +1,4 @@
-"""The explanatory pictures: footprints of pixels and blocks, corrupted queries, learned weights, attention maps.
+"""The explanatory pictures: footprints of pixels and blocks, damaged queries, learned weights, attention maps.
 
 To run: python docs/pictures.py   (or: python docs/pictures.py footprint weights --out folder)
 
@@ -52,7 +52,7 @@ class Example(NamedTuple):
 
 
 def example() -> Example:
-    """Returns the clearest corrupted digit that a fitted memory recalls and the distance assigns to another class."""
+    """Returns the clearest damaged digit that a fitted memory recalls and the distance assigns to another class."""
     patterns, shown = digits()
     patterns = patterns[:100]
     variant = ah.variants.Mixed(mask=0.4, noise=0.02)
@@ -188,7 +188,7 @@ def _frame(axis: Axes, color: str) -> None:
 
 
 def likelihoods() -> Figure:
-    """Draws the density of each kind of corrupted query of a two-dimensional pattern."""
+    """Draws the density of each kind of damaged query of a two-dimensional pattern."""
     variants = {
         "noise": ah.variants.Mixed(noise=0.06),
         "mask": ah.variants.Mixed(mask=0.5, noise=PEN),

@@ -1,12 +1,12 @@
-"""Two memories and a link: recognize a corrupted digit, follow its link, and retrieve the linked measurements.
+"""Two memories and a link: recognize a damaged digit, follow its link, and retrieve the linked measurements.
 
 To run: python -m examples.multimodal
 
 A concept is a pair of real patterns from scikit-learn: a handwritten digit (64 pixels) and the cell measurements of a
-tumor (30 numbers). One memory stores the digits, another the measurements. Phase 1 recognizes a corrupted digit. The
-recognized concept links to a corrupted copy of its measurements, the trace. Phase 2 recognizes that trace among all
-measurements. A concept is completed if both phases retrieve the right pattern. The corruptions of the two modalities
-differ, and no fixed similarity suits both. Writes multimodal.png into the folder of --out: the steps for some queries,
+tumor (30 numbers). One memory stores the digits, another the measurements. Phase 1 recognizes a damaged digit. The
+recognized concept links to a damaged copy of its measurements, the trace. Phase 2 recognizes that trace among all
+measurements. A concept is completed if both phases retrieve the right pattern. The damage of the two modalities
+differs, and no fixed similarity suits both. Writes multimodal.png into the folder of --out: the steps for some queries,
 with right and wrong answers marked.
 """
 
@@ -37,7 +37,7 @@ def measurements(count: int) -> Tensor:
 
 
 def fitted(name: str, patterns: Tensor, variant: Mixed, epochs: int, lr: float = 0.05) -> ah.AssociativeMemory:
-    """Returns a memory of the patterns, fitted on corrupted copies of them if its preset has parameters."""
+    """Returns a memory of the patterns, fitted on damaged copies of them if its preset has parameters."""
     keywords = {"debias": True} if name == "A-Hop" else {}
     memory = ah.AssociativeMemory.preset(name, patterns, **keywords)
     if name != "M-Hop":  # K2-Hop learns a matrix and needs smaller steps
@@ -62,7 +62,7 @@ def make_parser() -> Parser:
         help="numbers of stored concepts")  # fmt: skip
     add("--epochs", type=number(int, 1), metavar="N", default=60, help="number of epochs")
     add("--lr", type=number(float, 0), default=0.05, help="learning rate")
-    add("--queries", type=number(int, 1), metavar="N", default=500, help="number of corrupted digits to look up")
+    add("--queries", type=number(int, 1), metavar="N", default=500, help="number of damaged digits to look up")
     return parser
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], list[f
                 concept = first[pair[0]].recall(query)
                 found = second[pair[1]].recall(links[concept])
                 accuracy[pair].append(((concept == index) & (found == index)).double().mean().item())
-        print(f"\naccuracy of completed concepts, {options.queries} corrupted digits\n")
+        print(f"\naccuracy of completed concepts, {options.queries} damaged digits\n")
         print(f"{'phase 1':<10}{'phase 2':<10}" + "".join(f"{f'N = {count}':>10}" for count in options.concepts))
         for (one, two), values in accuracy.items():
             print(f"{one:<10}{two:<10}" + "".join(f"{value:>10.3f}" for value in values))

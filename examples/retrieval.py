@@ -1,8 +1,8 @@
-"""Store 500 handwritten digits, corrupt them, and retrieve them: dot product against adaptive similarity.
+"""Store 500 handwritten digits, damage them, and retrieve them: dot product against adaptive similarity.
 
 To run: python -m examples.retrieval
 
-The queries are corrupted copies of the stored digits: Gaussian noise is added, a share of the pixels is replaced by
+The queries are damaged copies of the stored digits: Gaussian noise is added, a share of the pixels is replaced by
 random values, and the same bias vector is added to every query. The adaptive memories are fitted on other queries than
 those of the table. "Bayes limit" is the accuracy of the optimal decision.
 

@@ -25,7 +25,7 @@ SHOWN = 0.7
 
 
 def damage(level: float | tuple[float, float]) -> ah.variants.Replaced:
-    """Returns the corruption: a fraction of the pixels has random values. A range is drawn for each query."""
+    """Returns the damage: a fraction of the pixels has random values. A range is drawn for each query."""
     return ah.variants.Replaced(level, low=-1.0, high=1.0)
 
 

@@ -50,9 +50,7 @@ def full(names, quick):
 CODE = [page.name for page in PAGES if "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize(
-    "name", full(CODE, {*CODE} - {"search.md", "presets.md", "tabular.md", "hopfield-layers.md"})
-)
+@pytest.mark.parametrize("name", full(CODE, {*CODE} - {"search.md", "presets.md", "tabular.md", "hopfield-layers.md"}))
 def test_every_python_block_runs_alone(name, small_fit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some blocks write files
     text = next(page for page in PAGES if page.name == name).read_text()
@@ -141,7 +139,7 @@ def test_corrupted_images_are_compared_seed_by_seed():
         for (attention, seed), value in values.items()
     ]
     lines = images_report.corruption_table(rows).splitlines()
-    assert lines[0] == "| corruption | dot (2 seeds) | adaptive (2 seeds) | adaptive minus dot |"
+    assert lines[0] == "| damage | dot (2 seeds) | adaptive (2 seeds) | adaptive minus dot |"
     assert lines[2:] == [f"| {name} | **0.7000** | 0.6500 | +0.2000 |" for name in ("none", "noise 0.1")]
 
 

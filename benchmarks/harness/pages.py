@@ -134,7 +134,7 @@ little, to yellow. `python -m benchmarks.search --picture LEVEL --rivals Euclid 
 draws these pictures."""
 
 ANSWERED = {"faces_pixels": 0.8, "faces_occlusion": 0.5, "digits_pixels": 0.5, "digits_occlusion": 0.3}
-"""Data set and kind of corruption -> level of the drawn queries."""
+"""Data set and kind of damage -> level of the drawn queries."""
 
 
 def search_answers() -> str:
@@ -244,12 +244,12 @@ class Picture(NamedTuple):
 
 DRAWN = {
     "pairs": Picture(
-        "Accuracy of a fitted memory against the number of pairs, with lines for the dot product and for a fit to a"
-        " described corruption",
+        "Accuracy of a fitted memory against the number of pairs, with lines for the dot product and for a fit to"
+        " described damage",
         lambda: rows_of("pairs.csv"),
         pairs.draw,
         "The solid line is the accuracy after a fit to pairs, by their number on a logarithmic axis. The dotted"
-        " line is the dot product, and the dashed line a fit to a described corruption. The accuracy axis does not"
+        " line is the dot product, and the dashed line a fit to described damage. The accuracy axis does not"
         " start at zero.",
     ),
     "robust_pairs": Picture(
@@ -277,7 +277,7 @@ DRAWN = {
         " accuracy.",
     ),
     "search": Picture(
-        "Accuracy of each method against the fraction of an image that is corrupted",
+        "Accuracy of each method against the fraction of an image that is damaged",
         lambda: rows_of("search.csv"),
         search_report.draw_curves,
         "Each line is the accuracy of a method by the fraction of the pixels that are replaced (left) and of the"
@@ -303,15 +303,15 @@ DRAWN = {
         "AUC of seven poolings against the strength of masking, noise and bias",
         lambda: rows_of("mil.csv"),
         mil_report.draw,
-        "Each line is the test AUC of a pooling by the strength of the corruption, the mean over the data sets. In"
-        " the upper row only test bags are corrupted, in the lower row all bags. Points of one strength are shifted"
+        "Each line is the test AUC of a pooling by the strength of the damage, the mean over the data sets. In"
+        " the upper row only test bags are damaged, in the lower row all bags. Points of one strength are shifted"
         " sideways so that they do not overlap. The AUC axis does not start at zero.",
     ),
     "images": Picture(
         "Test accuracy of a ViT against the strength of noise, masking and color bias",
         lambda: rows_of("images.csv", setup="working"),
         images_report.draw,
-        "Each line is the test accuracy of an attention by the strength of the corruption. Points are means over"
+        "Each line is the test accuracy of an attention by the strength of the damage. Points are means over"
         " the seeds, and bars reach from the lowest to the highest seed. Points of one strength are shifted"
         " sideways so that they do not overlap.",
     ),

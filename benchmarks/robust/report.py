@@ -40,7 +40,7 @@ def levels(rows: Sequence[Row]) -> str:
 
 def missing(rows: Sequence[Row]) -> str:
     """Mean accuracy over the splits: a line for each data set and share of missing values."""
-    methods = ("Euclid", "L1", "not fitted", "fitted")
+    methods = ("fitted", "not fitted", "L1", "Euclid")
     body, lead = [], {"L1": 1.0, "Euclid": 1.0}
     for (name, share), here in group(rows, "data", "level").items():
         found = {method: _mean(mine) for (method,), mine in group(here, "method").items()}

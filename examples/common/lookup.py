@@ -1,8 +1,8 @@
 """A robust lookup as the first layer of a model: an ``AdaptiveHopfieldLayer`` that stores clean instances.
 
-The layer compares an instance with every stored one and reads the values of the most similar ones. Corrupted blocks
+The layer compares an instance with every stored one and reads the values of the most similar ones. Damaged blocks
 have low similarities, which are sorted to the end of the footprint, where the initial weights are zero. The lookup is
-therefore robust before anything is trained. Training adapts its weights and its inverse temperature to the corruption.
+therefore robust before anything is trained. Training adapts its weights and its inverse temperature to the damage.
 """
 
 from collections.abc import Sequence

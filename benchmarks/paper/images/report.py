@@ -92,7 +92,7 @@ def corruption_table(rows: Sequence[Row]) -> str:
         body.append(["none" if measure == "accuracy" else measure, *bold_best(means), *differences])
     count = {attention: len(measures["accuracy"]) for attention, measures in found.items()}
     names = [f"{attention} ({seeds} seed{'s' if seeds > 1 else ''})" for attention, seeds in count.items()]
-    return table(["corruption", *names, *(f"{other} minus dot" for other in others)], body)
+    return table(["damage", *names, *(f"{other} minus dot" for other in others)], body)
 
 
 def speed_table(rows: Sequence[Row]) -> str:
@@ -115,7 +115,7 @@ def speed_table(rows: Sequence[Row]) -> str:
 
 TABLES = {
     "paper": (rate_tables, "Test accuracy with the paper's setup, by learning rate."),
-    "working": (corruption_table, "Test accuracy of a small ViT on corrupted images."),
+    "working": (corruption_table, "Test accuracy of a small ViT on damaged images."),
     "throughput": (speed_table, "Throughput of a small ViT."),
 }
 """The table of a setup, and its caption."""

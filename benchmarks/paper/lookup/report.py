@@ -28,7 +28,7 @@ def face_table(rows: Sequence[Row]) -> str:
     """Accuracy of face classifiers by the kind and the fraction of corruption."""
     header, *lines = _table([row for row in rows if row["part"] == "faces"], "corruption", "measure")
     body = [[KINDS[kind], f"{100 * float(level):.0f} %", *cells] for kind, level, *cells in lines]
-    return table(["corruption", "share", *header[2:]], body)
+    return table(["damage", "share", *header[2:]], body)
 
 
 def bag_table(rows: Sequence[Row]) -> str:

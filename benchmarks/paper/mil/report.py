@@ -30,7 +30,7 @@ def report(rows: Sequence[Row]) -> str:
         if figures["nested"]:
             parts.append(clean_table(figures, data))
         for chosen in [*([name] for name in data), data][: len(data) + (len(data) > 1)]:
-            parts += [f"Test AUC with corrupted instances on {', '.join(chosen)}.", corruption_table(figures, chosen)]
+            parts += [f"Test AUC with damaged instances on {', '.join(chosen)}.", corruption_table(figures, chosen)]
     return "\n\n".join(parts)
 
 
@@ -131,7 +131,7 @@ def corruption_table(figures: Figures, data: Sequence[str]) -> str:
             cells = bold_best([means.get(pooling, "") for pooling in poolings])
             paired = _paired(difference(figures, part, measure, "adaptive", data))
             body.append([f"{kind}, {PARTS[part]}" if strength else "none", strength, *cells, paired])
-    header = ["corruption", "strength", *(NAMES[pooling] for pooling in poolings), "A-Hop minus M-Hop"]
+    header = ["damage", "strength", *(NAMES[pooling] for pooling in poolings), "A-Hop minus M-Hop"]
     return table(header, body)
 
 
