@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops.gpu import attend_backward, attend_kernels, mma, mma_kernels, plan, ptx_backward, ptx_kernels
+from ahop_layers.ops.gpu import mma, mma_kernels, plan, ptx_backward, ptx_kernels
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.gpu.attend_pairs import Rules
 from ahop_layers.ops.gpu.ptx import choose_layout
 from ahop_layers.ops.reference import fold, folded_similarity
 from tests.gaps import separated_grad
@@ -430,10 +429,6 @@ def test_ptx_assembles(d, n, dtype, tmp_path):
     if dtype != "f32" and mma.serves(n, d // n, BOTH):
         bodies[mma_kernels.score(n, d // n, BOTH, dtype, 4)] = mma_kernels.SCORE_CONSTRAINTS
         bodies[mma_kernels.score_backward(n, d // n, BOTH, dtype, 4)] = ptx_backward.BACKWARD_CONSTRAINTS
-        for rules in (Rules(), Rules("u8", True, True)):
-            sizes = (n, d // n, d, BOTH, dtype, 4, rules)
-            bodies[attend_kernels.attend(*sizes)] = attend_kernels.ATTEND_CONSTRAINTS
-            bodies[attend_backward.attend_backward(*sizes)] = attend_backward.ATTEND_BACKWARD_CONSTRAINTS
     for body, constraints in bodies.items():
         for index, kind in reversed(list(enumerate(constraints.split(",")))):
             body = body.replace(f"${index}", f"operand{index}_{kind[-1]}")

@@ -1,0 +1,429 @@
+// Fused attention, backward, in three kernels: a sum per query, all gradients, and the sum of the weights' gradients.
+//
+// A warp owns 16 keys and values and keeps their gradients in registers; those of all warps of a block are a strip. A block
+// streams chunks of queries. Its warps work on different tiles of a chunk, and add to the gradient of a tile in shared
+// memory in a fixed order. A block has one strip, or all of a head if its queries are a single chunk. Blocks with other
+// strips of the same head add to the gradient of a tile in turns. Each similarity is sorted once: the sorted values give the
+// score, and their order the derivatives.
+#include "tiles.cuh"
+
+constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
+constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
+constexpr int WARPS = THREADS / 32;
+// Shared memory holds own tiles (keys, values, norms) and tiles of queries (queries, gradients, norms, statistics, sums).
+constexpr int SECOND = ROWS * DIM_BYTES, NORMS = SECOND + ROWS * WIDTH_BYTES, OWN_BYTES = NORMS + ROWS * NORM_BYTES;
+constexpr int STATISTICS = OWN_BYTES, VISITS = STATISTICS + ROWS * 8, TILE_SUMS = VISITS + 16;
+constexpr int TILE_BYTES = TILE_SUMS + SUMS * SUM_BYTES;
+
+struct Backward {
+    Tensor query, key, value, grad, mask, query_grad, key_grad, value_grad, out;
+    i64 mask_key, weight_head;  // further strides, of the weights in numbers
+    const float* weight;
+    const u32* seed;
+    const float* log_sum;
+    float2* statistics;   // (N * H, padded): the logarithm of the sum in base 2, and the product of readout and gradient
+    float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier blocks added, if there are several
+    u32* turns;           // the number of blocks that started, then (N * H, tiles): that of blocks that added
+    float* weight_parts;  // (N * H, strips * WARPS, BASES, N)
+    float* weight_grad;   // (H, BASES, N)
+    int batch, heads, group, length, count, strips, span, chunk_tiles;
+    u32 threshold;
+    float factor;
+};
+
+DEVICE int tiles_of(int length) { return (length + ROWS - 1) / ROWS; }
+
+KERNEL void attend_statistics(const Backward p) {
+    constexpr int LANES = WIDTH_CHUNKS > 8 ? 16 : WIDTH_CHUNKS > 4 ? 8 : WIDTH_CHUNKS > 2 ? 4 : WIDTH_CHUNKS;
+    const int padded = tiles_of(p.length) * ROWS, member = threadIdx.x % LANES;
+    const i64 place = (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.turns = 0;
+    const bool exists = place < (i64)p.batch * p.heads * padded;
+    const int index = exists ? place / padded : 0, row = exists ? place % padded : 0;
+    float total = 0;
+    if (exists && row < p.length && member < WIDTH_CHUNKS) {
+        const i64 n = index / p.heads, h = index % p.heads;
+        const uint4 a = *(const uint4*)(p.out.at(n, h) + row * p.out.row + 16 * member);
+        const uint4 b = *(const uint4*)(p.grad.at(n, h) + row * p.grad.row + 16 * member);
+        const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float w, x, y, z;
+            Half::unpack(left[i], w, x);
+            Half::unpack(right[i], y, z);
+            total = fmaf(w, y, fmaf(x, z, total));
+        }
+    }
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
+    if (!exists || member) return;
+    const float log_sum = row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG2_E : INFINITE;
+    p.statistics[place] = make_float2(log_sum, total);
+    if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
+}
+
+// Subtracts rows times the sums of their derivatives, which the difference in `dis` contributes.
+DEVICE void subtract_rows(float (&chunks)[CHUNKS][4], const float (&sums)[4], const char* rows, Lane lane) {
+#pragma unroll
+    for (int block = 0; block < N; ++block) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float factor = shuffle(sums[2 * row + block % 2], lane.index / 4 * 4 + block / 2);
+#pragma unroll
+            for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk) {
+                float low, high;
+                Half::unpack(*(const u32*)(rows + (lane.row + 8 * row) * DIM_BYTES + 16 * chunk + 2 * lane.column), low, high);
+                chunks[chunk][2 * row] -= factor * low;
+                chunks[chunk][2 * row + 1] -= factor * high;
+            }
+        }
+    }
+}
+
+// What a warp keeps: its keys and values, their gradients and those of the weights.
+struct OwnKeys {
+    Lane lane;
+    Pairs pairs;
+    const char* own;  // the tile in shared memory
+    u32 address;      // of the tile
+    int first;        // index of the first key
+    float factor;     // of the shares that dropout keeps
+    float exponents[BASES][N], weight_grad[BASES][N];
+    RankedWeights<N, Half> ranked[BASES];
+    float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[4];
+
+    DEVICE void set_weights(const float* weight) {
+        float u[BASES][N];
+        load_weights(u, weight);
+#pragma unroll
+        for (int i = 0; i < BASES; ++i) {
+            ranked[i].set(u[i]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) exponents[i][j] = u[i][j] * LOG2_E, weight_grad[i][j] = 0;
+        }
+    }
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            key_sums[i] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) key_grad[chunk][i] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < WIDTH_CHUNKS; ++chunk) value_grad[chunk][i] = 0;
+        }
+    }
+
+    // Stores the gradients of the weights, summed over the warp.
+    DEVICE void store_weights(float* parts) {
+#pragma unroll
+        for (int i = 0; i < BASES; ++i) {
+            const int place = BASES == 2 ? i ^ DIS_AT : i;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                float total = weight_grad[i][j];
+#pragma unroll
+                for (int distance = 1; distance < 32; distance *= 2) total += shuffle_xor(total, distance);
+                if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * total : total;
+            }
+        }
+    }
+
+    // Sorts the similarities of 8 queries from `query` on. Sets the shares and the derivatives of all blocks, and of `dis`
+    // alone, as columns `half` of left factors, with keys as rows.
+    DEVICE void differentiate(int half, int query, const char* tile, u32 tile_address,
+                              const u32 (&keys)[CHUNKS + CHUNKS % 2][2], const u32 (&norms)[N][2],
+                              const u32 (&values)[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2], u32 (&shares)[4],
+                              u32 (&slopes)[N][4], u32 (&distances)[N][4]) {
+        Similarities similarities;
+        similarities.compute(keys, tile_address + 8 * half * DIM_BYTES + lane.quad<DIM>(), norms,
+                             tile + NORMS + 128 * half + 16 * lane.row + 2 * lane.column, ROWS);
+        float products[4] = {};
+        u32 streamed[(WIDTH + 31) / 32 * 4];
+        load_streamed<WIDTH>(streamed, tile_address + SECOND + 8 * half * WIDTH_BYTES + lane.quad<WIDTH>());
+        multiply_rows<0, WIDTH_CHUNKS>(products, values, streamed);
+        const float4 at_columns = *(const float4*)(tile + STATISTICS + 64 * half + 8 * lane.column);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const int key = first + lane.row + 8 * row;
+            u32 weights[2][BASES][RankedWeights<N, Half>::WORDS];
+            float grads[2], kept[2];
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                float x[BASES][N], score = 0;
+                similarities.of_pair(2 * row + side, x);
+#pragma unroll
+                for (int i = 0; i < BASES; ++i) {
+                    ranked[i].sort(x[i], weights[side][i]);
+#pragma unroll
+                    for (int j = 0; j < N; ++j) score = fmaf(x[i][j], exponents[i][j], score);
+                }
+                const int column = query + lane.column + side;
+                score = pairs.masked(score, column, key);
+                float share = exp2_approx(score - (side ? at_columns.z : at_columns.x));
+                share = key < pairs.count ? share : 0;
+                float share_grad = products[2 * row + side];
+                kept[side] = share;
+                if (DROPOUT) {
+                    u32 words[2];
+                    pairs.query_words(column, words);
+                    const float scale = pairs.keeps(words, key) ? factor : 0;
+                    share_grad *= scale;
+                    kept[side] *= scale;
+                }
+                grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
+#pragma unroll
+                for (int i = 0; i < BASES; ++i)
+#pragma unroll
+                    for (int j = 0; j < N; ++j) weight_grad[i][j] = fmaf(grads[side], x[i][j], weight_grad[i][j]);
+            }
+            const int place = 2 * half + row;
+            const u32 both = Half::pack(grads[0], grads[1]);
+            shares[place] = Half::pack(kept[0], kept[1]);
+#pragma unroll
+            for (int block = 0; block < N; ++block) {
+                u32 slope = MINUS_ZEROS;
+#pragma unroll
+                for (int i = 0; i < BASES; ++i) {
+                    const u32 pair = select_bytes(weights[0][i][block / 2], weights[1][i][block / 2], block % 2 ? 0x7632 : 0x5410);
+                    slope = Half::fma(pair, both, slope);
+                    if (DIS && i == 0) distances[block][place] = slope;
+                }
+                slopes[block][place] = slope;
+            }
+        }
+    }
+
+    // Adds the gradients of all pairs with a tile of 16 queries from `query` on, as its visitor `number`.
+    DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number) {
+        u32 shares[4], slopes[N][4], distances[N][4];
+        {
+            u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2], values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2];
+            load_own<DIM>(keys, address + lane.pair<DIM>());
+            load_own_norms(norms, own + NORMS, lane);
+            load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                differentiate(half, query + 8 * half, tile, tile_address, keys, norms, values, shares, slopes, distances);
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < WIDTH_CHUNKS; chunk += 2) {
+            u32 r[4];
+            load_transposed(r, tile_address + SECOND + lane.pair<WIDTH>() + 16 * chunk);
+            Half::multiply(value_grad[chunk], shares, r[0], r[1]);
+            if (chunk + 1 < WIDTH_CHUNKS) Half::multiply(value_grad[chunk + 1 < WIDTH_CHUNKS ? chunk + 1 : chunk], shares, r[2], r[3]);
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+            u32 r[4];
+            load_transposed(r, tile_address + lane.pair<DIM>() + 16 * chunk);
+            Half::multiply(key_grad[chunk], slopes[chunk * 8 / SIZE], r[0], r[1]);
+            if (chunk + 1 < CHUNKS) {
+                constexpr int NEXT = CHUNKS > 1 ? 1 : 0;
+                Half::multiply(key_grad[chunk + NEXT], slopes[(chunk + NEXT) * 8 / SIZE], r[2], r[3]);
+            }
+        }
+        char* const sums = tile + TILE_SUMS + 16 * lane.index;
+        await_visits(tile_address, number);
+        float query_sums[4];
+        if (DIS) {
+            load_sum(query_sums, sums + CHUNKS * SUM_BYTES);
+#pragma unroll
+            for (int block = 0; block < N; ++block) {
+                const u32 ones = lane.row == block ? Half::ONES : 0;  // a column of ones
+                u32 turned[4];
+                turn(turned, distances[block]);
+                Half::multiply(key_sums, distances[block], ones, ones);
+                Half::multiply(query_sums, turned, ones, ones);
+            }
+            store_sum(sums + CHUNKS * SUM_BYTES, query_sums);
+        }
+        u32 turned[4], r[4];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if (chunk * 8 % SIZE == 0) turn(turned, slopes[chunk * 8 / SIZE]);
+            float query_grad[4];
+            load_sum(query_grad, sums + chunk * SUM_BYTES);
+            if (chunk % 2 == 0) load_transposed(r, address + lane.pair<DIM>() + 16 * chunk);
+            Half::multiply(query_grad, turned, r[chunk % 2 * 2], r[chunk % 2 * 2 + 1]);
+            store_sum(sums + chunk * SUM_BYTES, query_grad);
+        }
+        end_visit(tile_address, number);
+    }
+
+    // Waits until a tile had `number` visitors.
+    static DEVICE void await_visits(u32 tile_address, u32 number) {
+        while (load_acquire(tile_address + VISITS) != number) rest();
+        sync_warp();
+    }
+
+    DEVICE void end_visit(u32 tile_address, u32 number) {
+        sync_warp();
+        if (lane.index == 0) store_release(tile_address + VISITS, number + 1);
+    }
+
+    static DEVICE void turn(u32 (&turned)[4], const u32 (&matrix)[4]) {
+        turned[0] = transpose(matrix[0]), turned[1] = transpose(matrix[2]);
+        turned[2] = transpose(matrix[1]), turned[3] = transpose(matrix[3]);
+    }
+
+    static DEVICE void load_sum(float (&r)[4], const char* place) {
+        const float4 x = *(const float4*)place;
+        r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
+    }
+
+    static DEVICE void store_sum(char* place, const float (&r)[4]) { *(float4*)place = make_float4(r[0], r[1], r[2], r[3]); }
+};
+
+// Adds the gradient of a tile of queries to that of earlier blocks. Returns whether this block is the last one.
+DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u32 mine, u32 last, Lane lane) {
+    if (mine) {
+        if (lane.index == 0)
+            while (load_acquire(turn) != mine) {}
+        sync_warp();
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const float4 x = place[32 * chunk + lane.index];
+            chunks[chunk][0] += x.x, chunks[chunk][1] += x.y, chunks[chunk][2] += x.z, chunks[chunk][3] += x.w;
+        }
+    }
+    if (mine == last) return true;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+        place[32 * chunk + lane.index] = make_float4(chunks[chunk][0], chunks[chunk][1], chunks[chunk][2], chunks[chunk][3]);
+    sync_warp();
+    if (lane.index == 0) store_release(turn, mine + 1);
+    return false;
+}
+
+// Starts copying a tile of queries from `first` on, with what belongs to it.
+DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first, Lane lane) {
+    const u32 address = shared_address(tile);
+    copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
+    copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+    const float2* from = p.statistics + ((i64)n * p.heads + h) * tiles_of(p.length) * ROWS + first;
+    if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
+    if (lane.index == 0) *(u32*)(tile + VISITS) = 0;
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
+}
+
+// Stores the gradient of a tile of queries, or adds it to what other blocks still add to.
+DEVICE void store_queries(const Backward& p, char* tile, int n, int h, int number, int mine, int last, Lane lane) {
+    const char* const sums = tile + TILE_SUMS + 16 * lane.index;
+    float query_grad[CHUNKS][4];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) OwnKeys::load_sum(query_grad[i], sums + i * SUM_BYTES);
+    if (DIS) {
+        float all[4];
+        OwnKeys::load_sum(all, sums + CHUNKS * SUM_BYTES);
+        subtract_rows(query_grad, all, tile, lane);
+    }
+    const int first = number * ROWS;
+    const i64 place = ((i64)n * p.heads + h) * tiles_of(p.length) + number;
+    if (add_in_turn(query_grad, p.query_sums + place * CHUNKS * 32, p.turns + 1 + place, mine, last, lane))
+        store_rows<DIM>(query_grad, 1, 1, tile, p.query_grad.at(n, h) + first * p.query_grad.row, p.query_grad.row,
+                        p.length - first, lane);
+    sync_warp();
+}
+
+KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Backward p) {
+    SHARED_MEMORY(shared);
+    const int warp = threadIdx.x / 32, query_tiles = tiles_of(p.length), key_heads = p.heads / p.group;
+    char* const own_tile = shared + 16 + warp * OWN_BYTES;
+    char* const tiles = shared + 16 + WARPS * OWN_BYTES;
+
+    // Blocks work in the order in which they start: one that waits for its turn waits for blocks that run.
+    if (threadIdx.x == 0) *(u32*)shared = add_atomically(p.turns, 1);
+    sync_block();
+    const int number = *(const u32*)shared, blocks = (p.strips + p.span - 1) / p.span;  // of a head
+    const int mine = number % blocks, n = number / blocks / key_heads, key_head = number / blocks % key_heads;
+    const int end_strip = min(p.strips, (mine + 1) * p.span);
+    OwnKeys own;
+    const Lane lane = own.lane;
+    own.own = own_tile;
+    own.address = shared_address(own_tile);
+    own.factor = p.factor;
+    for (int strip = mine * p.span; strip < end_strip; ++strip) {
+        const int active = min(WARPS, tiles_of(p.count) - strip * WARPS);  // warps that have keys
+        own.first = (strip * WARPS + warp) * ROWS;
+        sync_warp();
+        copy_rows<DIM>(own.address, p.key.at(n, key_head), p.key.row, own.first, ROWS, p.count, lane.index, 32);
+        copy_rows<WIDTH>(own.address + SECOND, p.value.at(n, key_head), p.value.row, own.first, ROWS, p.count, lane.index, 32);
+        copies_commit();
+        copies_wait<0>();
+        sync_warp();
+        store_norms<true>(own_tile + NORMS, own_tile, lane.index);
+        own.clear();
+        for (int h = key_head * p.group; h < (key_head + 1) * p.group; ++h) {
+            const int index = n * p.heads + h;
+            own.set_weights(p.weight + h * p.weight_head);
+            own.pairs = Pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, p.threshold};
+            own.pairs.seed(p.seed, index);
+            for (int start = 0; start < query_tiles; start += p.chunk_tiles) {
+                const int count = min(p.chunk_tiles, query_tiles - start), end = (start + count) * ROWS;
+                if (CAUSAL && end <= mine * p.span * WARPS * ROWS) continue;  // these queries do not see the keys
+                if (strip == mine * p.span) {
+                    for (int i = warp; i < count; i += WARPS)
+                        copy_queries(p, tiles + i * TILE_BYTES, n, h, (start + i) * ROWS, lane);
+                    copies_commit();
+                    copies_wait<0>();
+                    sync_warp();
+                    for (int i = warp; i < count; i += WARPS)
+                        store_norms<false>(tiles + i * TILE_BYTES + NORMS, tiles + i * TILE_BYTES, lane.index);
+                    sync_block();
+                }
+                // A warp starts with the tile of its number. At tile i come first the warps up to i, the largest first.
+                const int steps = max(count, active), before = (strip - mine * p.span) * WARPS;
+                for (int step = 0; step < steps && warp < active; ++step) {
+                    const int i = warp + step < steps ? warp + step : warp + step - steps, query = (start + i) * ROWS;
+                    if (i >= count) continue;
+                    const int most = min(i, active - 1), order = before + (warp <= i ? most - warp : most + active - warp);
+                    char* const tile = tiles + i * TILE_BYTES;
+                    if (CAUSAL && query + ROWS <= own.first) {
+                        OwnKeys::await_visits(shared_address(tile), order);
+                        own.end_visit(shared_address(tile), order);
+                    } else {
+                        own.add_tile(query, tile, shared_address(tile), order);
+                    }
+                }
+                if (strip + 1 < end_strip) continue;
+                sync_block();
+                const int last = CAUSAL ? min(blocks - 1, (end - 1) / (p.span * WARPS * ROWS)) : blocks - 1;
+                for (int i = warp; i < count; i += WARPS)
+                    store_queries(p, tiles + i * TILE_BYTES, n, h, start + i, mine, last, lane);
+            }
+            own.store_weights(p.weight_parts + (((i64)index * p.strips + strip) * WARPS + warp) * BASES * N);
+        }
+        if (own.first >= p.count) continue;
+        if (DIS) subtract_rows(own.key_grad, own.key_sums, own_tile, lane);
+        store_rows<DIM>(own.key_grad, 1, 1, own_tile, p.key_grad.at(n, key_head) + own.first * p.key_grad.row,
+                        p.key_grad.row, p.count - own.first, lane);
+        store_rows<WIDTH>(own.value_grad, 1, 1, own_tile + SECOND, p.value_grad.at(n, key_head) + own.first * p.value_grad.row,
+                          p.value_grad.row, p.count - own.first, lane);
+    }
+}
+
+// Sums the parts of a head and base in a fixed order, and undoes the folding: the cumulative sum is its transpose.
+KERNEL void attend_weights(const Backward p) {
+    SHARED_MEMORY(shared);
+    float* sums = (float*)shared;
+    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, threads = blockDim.x / N * N, each = p.strips * WARPS;
+    float total = 0;
+    if (threadIdx.x < threads) {
+        for (int i = threadIdx.x / N; i < p.batch * each; i += threads / N) {
+            const i64 part = ((i64)(i / each) * p.heads + h) * each + i % each;
+            total += p.weight_parts[(part * BASES + base) * N + threadIdx.x % N];
+        }
+        sums[threadIdx.x] = total;
+    }
+    sync_block();
+    if (threadIdx.x >= N) return;
+    total = 0;
+    for (int i = threadIdx.x; i < threads; i += N) total += sums[i];
+    sums[threads + threadIdx.x] = total;
+    sync_warp();
+    total = 0;
+    for (int i = 0; i <= threadIdx.x; ++i) total += sums[threads + i];
+    p.weight_grad[(h * BASES + base) * N + threadIdx.x] = total;
+}
