@@ -33,8 +33,13 @@ class EmulatedKernel:
 def _library(source, constants):
     code = f'#include "{source}"\n'
     code += "".join(LAUNCH.format(name=name, parameter=parameter) for name, parameter in KERNELS[source].items())
+    return compile_for_cpu(code, dict(constants))
+
+
+def compile_for_cpu(code, constants):
+    """Compiles CUDA C++ as C++ and loads the library."""
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{nvrtc.SOURCES}", f"-I{Path(__file__).parent}"]
-    flags += [f"-DAHOP_{key.upper()}={int(value)}" for key, value in constants]
+    flags += [f"-DAHOP_{name.upper()}={int(value)}" for name, value in constants.items()]
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
         subprocess.run(["g++", *flags, "-x", "c++", "-", "-o", library], input=code, text=True, check=True)

@@ -75,9 +75,12 @@ def attend(
     query, key, value = autocast(query, key, value)
     if mask is not None and mask.is_floating_point():
         mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False
-    n = _batch(query, key, value)
-    query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
-    weight = weight.to(accumulation_dtype(query.dtype)).expand(query.shape[1], -1, -1)
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        n = _batch(query, key, value)
+        query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
+    weight = weight.to(accumulation_dtype(query.dtype))
+    if weight.ndim == 2 or weight.shape[0] != query.shape[1]:
+        weight = weight.expand(query.shape[1], -1, -1)
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     call = AttentionCall(query, key, value, weight, mask, seed, tuple(bases), causal, float(dropout))

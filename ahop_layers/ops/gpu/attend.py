@@ -1,6 +1,6 @@
 """Host code of fused attention: blocks of half-precision queries and keys on tensor cores, in CUDA C++."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import Any, NamedTuple
@@ -11,16 +11,15 @@ from torch.nn import functional
 
 from ahop_layers.ops.dropout import scale, threshold
 from ahop_layers.ops.gpu import nvrtc
-from ahop_layers.ops.gpu.launch import aligned
 from ahop_layers.ops.protocols import AttentionCall
 
 ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
-KEYS, GROUPS = 32, 3  # of the forward kernel: keys of a tile, and groups of tiles in shared memory
+KEYS, AREAS = 32, 3  # of the forward kernel: keys of a tile, and groups of tiles in shared memory
 MOST_PLANS = 4096
 
-FORWARD = Struct("<25q7iIf4x")
+FORWARD = Struct("<25q5iIf4x")
 BACKWARD = Struct("<46q8iIf")
 
 
@@ -31,11 +30,6 @@ class Shape(NamedTuple):
     size: int
     width: int
 
-    @property
-    def wide(self) -> bool:
-        """Whether the kernels need more registers than usual."""
-        return self.n > 4 or self.n * self.size > 64 or self.width > 64
-
 
 class Limits(NamedTuple):
     """What a device has: its index, bytes of shared memory of a block and a multiprocessor, and multiprocessors."""
@@ -44,6 +38,13 @@ class Limits(NamedTuple):
     block: int
     multiprocessor: int
     multiprocessors: int
+
+
+class Rows(NamedTuple):
+    """A tensor ``(N, H, L, d)`` with rows of adjacent numbers, and its address and strides in bytes."""
+
+    tensor: Tensor
+    place: tuple[int, int, int, int]
 
 
 def kernel_shape(n: int, size: int, width: int) -> Shape:
@@ -83,9 +84,9 @@ _runs = lru_cache(maxsize=None)(_has_instructions)
 
 def occupancy(shape: Shape, forward: bool) -> tuple[int, int]:
     """Returns the largest number of warps in a block, and of blocks on a multiprocessor, for which registers suffice."""
-    if forward:
-        return (4, 3) if shape.wide else (8, 2)
-    return (4, 2) if shape.wide else (7, 1)
+    if not forward or shape.n * shape.size > 64 or shape.width > 64:
+        return 8, 1
+    return (8, 2) if shape.n <= 4 else (4, 3)
 
 
 @lru_cache(maxsize=None)
@@ -103,6 +104,7 @@ class Plan:
         self.shape = shape = kernel_shape(n, d // n, width)
         self.is_padded = n * shape.size > d, shape.width > width
         self.device, self.limits = query.device, _limits(query.device)
+        self.kernels: dict[str, nvrtc.Kernel] = {}
         (self.batch, self.heads, self.length, _), (_, key_heads, self.count, _) = query.shape, key.shape
         self.group, self.dropout = self.heads // key_heads, (threshold(dropout), scale(dropout))
         has_dis = "dis" in bases
@@ -127,13 +129,13 @@ class Plan:
 
     def _plan_forward(self, own: int) -> None:
         most, blocks = occupancy(self.shape, True)
-        room, tile = min(self.limits.block, self.limits.multiprocessor // blocks - 1024), KEYS * self.row
-        self.warps = _even_warps(self.tiles, max(1, min(most, (room - GROUPS * tile) // own, self.tiles)))
+        self.constants["tiles"] = 2 if blocks == 2 else 1  # of a group
+        room = min(self.limits.block, self.limits.multiprocessor // blocks - 1024)
+        groups = AREAS * self.constants["tiles"] * KEYS * self.row
+        most = max(1, min(most, (room - groups) // own, self.tiles))
+        self.warps = _even_warps(self.tiles, most, self.batch * self.heads, self.limits.multiprocessors)
         self.blocks = -(-self.tiles // self.warps)
-        key_tiles, fitting = -(-self.count // KEYS), (room - self.warps * own) // tile
-        self.at_once = key_tiles if key_tiles <= fitting else max(1, fitting // GROUPS)
-        self.slots = min(key_tiles, GROUPS * self.at_once)
-        self.shared = self.slots * tile + self.warps * own
+        self.shared = groups + self.warps * own
 
     def _plan_backward(self, bases: int, has_dis: bool) -> None:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
@@ -168,43 +170,66 @@ class Plan:
             with torch.cuda.device(self.device):
                 return self.run(name, launch, arguments)
         stream = torch.cuda.current_stream(self.device).cuda_stream if is_cuda else 0
-        sizes = occupancy(self.shape, name == "attend_forward")
-        kernel = _kernel(name, self.limits.index, tuple(self.constants.items()), *sizes)
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            sizes = occupancy(self.shape, name == "attend_forward")
+            kernel = self.kernels[name] = _kernel(name, self.limits.index, tuple(self.constants.items()), *sizes)
         kernel.launch(*launch, arguments, stream)
 
-    def inputs(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query, key and value with rows padded to the shape of the kernel, and aligned."""
+    def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> Rows:
+        """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
+        if is_padded:
+            blocks = torch.unflatten(tensor, -1, (n, -1))
+            tensor = functional.pad(blocks, (0, size - blocks.shape[-1])).flatten(-2)
+        batch, head, row, column = tensor.stride()
+        place = tensor.data_ptr()
+        if column != 1 or (place | 2 * batch | 2 * head | 2 * row) % 16:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            return self.rows(tensor, size, n, False)
+        return Rows(tensor, (place, 2 * batch, 2 * head, 2 * row))
+
+    def inputs(self, call: AttentionCall) -> tuple[Rows, Rows, Rows]:
+        """Returns query, key and value as the kernels take them."""
         n, size, width = self.shape
-        return _rows(call.query, size, n), _rows(call.key, size, n), _rows(call.value, width, 1)
+        wide, deep = self.is_padded
+        return self.rows(call.query, size, n, wide), self.rows(call.key, size, n, wide), self.values(call.value)
+
+    def values(self, tensor: Tensor) -> Rows:
+        """Returns values, or a readout or its gradient, as the kernels take them."""
+        return self.rows(tensor, self.shape.width, 1, self.is_padded[1])
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
-        inputs = self.inputs(call)
+        query, key, value = self.inputs(call)
         weight = _adjacent(call.weight)
-        out, log_sum = call._replace(value=inputs[2]).empty_results()
+        results, log_sum = call._replace(value=value.tensor).empty_results()
+        out = self.rows(results, 0, 1, False)
         arguments = FORWARD.pack(
-            *_addresses(*inputs, out), *self.mask(call), weight.stride(0), weight.data_ptr(), _address(call.seed),
-            log_sum.data_ptr(),
-            self.heads, self.group, self.length, self.count, self.blocks, self.at_once, self.slots, *self.dropout,
+            *query.place, *key.place, *value.place, *out.place, *self.mask(call), weight.stride(0), weight.data_ptr(),
+            _address(call.seed), log_sum.data_ptr(),
+            self.heads, self.group, self.length, self.count, self.blocks, *self.dropout,
         )  # fmt: skip
-        launch = self.batch * self.heads * self.blocks, 32 * self.warps, self.shared
-        self.run("attend_forward", launch, arguments)
-        return call.empty_results()[0].copy_(out[..., : call.value.shape[-1]]) if self.is_padded[1] else out, log_sum
+        self.run("attend_forward", (self.batch * self.heads * self.blocks, 32 * self.warps, self.shared), arguments)
+        if self.is_padded[1]:
+            results = call.empty_results()[0].copy_(results[..., : call.value.shape[-1]])
+        return results, log_sum
 
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients."""
         inputs, weight, log_sum = self.inputs(call), _adjacent(call.weight), log_sum.contiguous()
-        grad, out = (_rows(x, self.shape.width, 1) for x in (grad, out))
-        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (*inputs, weight)]
+        upstream, readout = self.values(grad), self.values(out)
+        grads = [torch.empty(x.tensor.shape, dtype=out.dtype, device=self.device) for x in inputs]
+        weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device)
         sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
         *mask, mask_key = self.mask(call)
         arguments = BACKWARD.pack(
-            *_addresses(*inputs, grad), *mask, *_addresses(*grads[:3], out), mask_key, weight.stride(0),
-            weight.data_ptr(), _address(call.seed), log_sum.data_ptr(), statistics, sums, turns, parts,
-            grads[3].data_ptr(),
+            *(number for x in (*inputs, upstream) for number in x.place), *mask,
+            *(number for x in grads for number in self.rows(x, 0, 1, False).place), *readout.place,
+            mask_key, weight.stride(0), weight.data_ptr(), _address(call.seed), log_sum.data_ptr(), statistics, sums,
+            turns, parts, weight_grad.data_ptr(),
             self.batch, self.heads, self.group, self.length, self.count, self.strips, self.span, self.chunk_tiles,
             *self.dropout,
         )  # fmt: skip
@@ -215,7 +240,9 @@ class Plan:
             grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
         if self.is_padded[1]:
             grads[2] = _unpadded(grads[2], 1, call.value.shape[-1])
-        query, key, value, weights = (x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
+        query, key, value, weights = (
+            x if wanted else x.new_empty(0) for x, wanted in zip((*grads, weight_grad), need, strict=True)
+        )
         return query, key, value, weights
 
     def mask(self, call: AttentionCall) -> list[int]:
@@ -231,9 +258,10 @@ def _row_bytes(d: int) -> int:
     return 16 * (-(-d // 32) * 4 + 1)
 
 
-@lru_cache(maxsize=4096)
-def _even_warps(tiles: int, most: int) -> int:
-    """Returns the number of warps of a block, at least half of ``most``, that leaves the fewest warps idle."""
+def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
+    """Returns the number of warps of a block that leaves the fewest warps idle, and few multiprocessors."""
+    while most > 1 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
+        most = -(-most // 2)
     return min(range(max(1, most // 2), most + 1), key=lambda warps: (-(-tiles // warps) * warps, -warps))
 
 
@@ -275,13 +303,6 @@ def backward(
     return plan(call).backward(call, grad, out, log_sum, need)
 
 
-def _addresses(*tensors: Tensor) -> Iterator[int]:
-    """Yields the addresses of tensors (N, H, L, d), and their strides in bytes; all numbers have two."""
-    for tensor in tensors:
-        batch, head, row, _ = tensor.stride()
-        yield from (tensor.data_ptr(), 2 * batch, 2 * head, 2 * row)
-
-
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -291,16 +312,8 @@ def _adjacent(weight: Tensor) -> Tensor:
     return weight if weight.stride()[1:] == (weight.shape[-1], 1) else weight.contiguous()
 
 
-def _rows(tensor: Tensor, size: int, n: int) -> Tensor:
-    """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
-    given = tensor.shape[-1] // n
-    if given < size:
-        tensor = functional.pad(torch.unflatten(tensor, -1, (n, given)), (0, size - given)).flatten(-2)
-    return aligned(tensor, 16)
-
-
 def _unpadded(grad: Tensor, n: int, d: int) -> Tensor:
-    """Removes the padding of :func:`_rows`; the result is contiguous."""
+    """Removes the padding of :meth:`Plan.rows`; the result is contiguous."""
     return torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2).contiguous()
 
 

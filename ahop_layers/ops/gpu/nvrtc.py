@@ -27,13 +27,24 @@ _NO_CONTEXT = 201
 
 def unavailable() -> str | None:
     """Returns the reason why CUDA C++ kernels cannot be compiled here, or None if they can."""
-    if torch.version.cuda is None:
-        return "torch is built without CUDA"
+    return "torch is built without CUDA" if torch.version.cuda is None else library_error()
+
+
+@lru_cache(maxsize=None)
+def library_error() -> str | None:
+    """Returns why NVRTC cannot be loaded, or None if it can."""
     try:
         _nvrtc()
     except OSError as error:
         return f"NVRTC was not found: {error}"
     return None
+
+
+def version() -> tuple[int, int]:
+    """Returns the version of NVRTC."""
+    numbers = c_int(), c_int()
+    _nvrtc().nvrtcVersion(byref(numbers[0]), byref(numbers[1]))
+    return numbers[0].value, numbers[1].value
 
 
 def cache_directory() -> Path:
@@ -51,12 +62,12 @@ def _nvrtc() -> Any:
     return ctypes.CDLL(str(found[0]) if found else name)
 
 
-def compile_source(source: str, constants: Mapping[str, int], architecture: str, library: Any = None) -> bytes:
+def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
     """Compiles a file of :data:`SOURCES` for an architecture such as ``"sm_90a"``; returns the binary.
 
     A constant ``name`` is the macro ``AHOP_NAME``. Raises AHopError with the compiler's log.
     """
-    nvrtc = library or _nvrtc()
+    nvrtc = _nvrtc()
     headers = sorted(SOURCES.glob("*.cuh"))
     texts, names = ((c_char_p * len(headers))(*each) for each in _contents(headers))
     program = c_void_p()
@@ -95,9 +106,7 @@ def compiled(source: str, constants: Mapping[str, int], architecture: str) -> by
     A file of the cache starts with the hash of the rest. It is written under another name and renamed, so a process that
     reads while another one writes sees all of a file or none.
     """
-    nvrtc, version = _nvrtc(), (c_int * 2)()
-    nvrtc.nvrtcVersion(byref(version, 0), byref(version, 4))
-    parts = [*version, architecture, source, sorted(constants.items())]
+    parts = [version(), architecture, source, sorted(constants.items())]
     texts = [path.read_bytes() for path in sorted((*SOURCES.glob("*.cuh"), SOURCES / source))]
     key = hashlib.sha256(repr(parts).encode() + b"".join(texts)).hexdigest()
     path = cache_directory() / f"{Path(source).stem}-{key[:32]}.bin"

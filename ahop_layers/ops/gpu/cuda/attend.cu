@@ -1,13 +1,14 @@
 // Fused attention, forward: block similarities, softmax and readout without a matrix of scores.
 //
-// A warp owns 16 queries. The warps of a block share tiles of KEYS keys and values in shared memory: all of them if there is
-// room, and otherwise three groups of tiles. While one group is used, the norms of the next are computed, and the one after
-// it is copied.
+// A warp owns 16 queries. The warps of a block share three groups of keys and values in shared memory: while one is used,
+// the norms of the next are computed, and the one after it is copied. The keys of a group are scored in tiles of KEYS.
 #include "tiles.cuh"
 
 constexpr int KEYS = 32, PARTS = KEYS / 8;
 constexpr int OWN_BYTES = ROWS * ((DIM_BYTES > WIDTH_BYTES ? DIM_BYTES : WIDTH_BYTES) + NORM_BYTES);
-constexpr int TILE_BYTES = KEYS * (DIM_BYTES + WIDTH_BYTES + NORM_BYTES);
+constexpr int GROUP_KEYS = AHOP_TILES * KEYS, AREAS = 3;
+constexpr int VALUES = GROUP_KEYS * DIM_BYTES, NORMS = VALUES + GROUP_KEYS * WIDTH_BYTES;
+constexpr int AREA_BYTES = NORMS + GROUP_KEYS * NORM_BYTES;
 constexpr float LARGE = 1024;  // the sum of a lane's shares from which on the readout is scaled again
 
 struct Forward {
@@ -16,7 +17,7 @@ struct Forward {
     const float* weight;
     const u32* seed;
     float* log_sum;
-    int heads, group, length, count, blocks, tiles_at_once, slots;
+    int heads, group, length, count, blocks;
     u32 threshold;
     float factor;
 };
@@ -29,7 +30,7 @@ DEVICE void score_tile(float (&scores)[PARTS][4], const u32 (&queries)[CHUNKS + 
     for (int part = 0; part < PARTS; ++part) {
         if (!FULL && 8 * part >= left) continue;
         Similarities similarities;
-        similarities.compute(queries, keys + 8 * part * DIM_BYTES, query_norms, norms + 128 * part, KEYS);
+        similarities.compute(queries, keys + 8 * part * DIM_BYTES, query_norms, norms + 128 * part, GROUP_KEYS);
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
             float x[BASES][N], score = -largest[pair / 2];
@@ -50,30 +51,27 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     const Lane lane;
     const char *key = p.key.at(n, h / p.group), *value = p.value.at(n, h / p.group);
     const int last = CAUSAL ? min(p.count, (block + 1) * warps * ROWS) : p.count;  // later keys are masked
-    const int tiles = (last + KEYS - 1) / KEYS;
-    char* own = shared + p.slots * TILE_BYTES + warp * OWN_BYTES;
+    char* own = shared + AREAS * AREA_BYTES + warp * OWN_BYTES;
     char* own_norms = own + OWN_BYTES - ROWS * NORM_BYTES;
     const u32 base = shared_address(shared);
 
-    auto copy_group = [&](int start) {
-        for (int tile = start; tile < min(tiles, start + p.tiles_at_once); ++tile) {
-            const u32 address = base + tile % p.slots * TILE_BYTES;
-            copy_rows<DIM>(address, key, p.key.row, tile * KEYS, KEYS, p.count, threadIdx.x, blockDim.x);
-            copy_rows<WIDTH>(address + KEYS * DIM_BYTES, value, p.value.row, tile * KEYS, KEYS, p.count, threadIdx.x, blockDim.x);
+    auto copy_group = [&](int start, int area) {
+        if (start < last) {
+            const u32 address = base + area * AREA_BYTES;
+            copy_rows<DIM>(address, key, p.key.row, start, GROUP_KEYS, p.count, threadIdx.x, blockDim.x);
+            copy_rows<WIDTH>(address + VALUES, value, p.value.row, start, GROUP_KEYS, p.count, threadIdx.x, blockDim.x);
         }
         copies_commit();
     };
-    auto prepare_group = [&](int start) {
-        const int items = DIS ? min(tiles - start, p.tiles_at_once) * KEYS * N : 0;
-        for (int i = threadIdx.x; i < items; i += blockDim.x) {
-            char* data = shared + (start + i / (KEYS * N)) % p.slots * TILE_BYTES;
-            store_norm<false>(data + KEYS * (DIM_BYTES + WIDTH_BYTES), data, KEYS, i % (KEYS * N));
-        }
+    auto prepare_group = [&](int start, int area) {
+        char* data = shared + area * AREA_BYTES;
+        for (int item = threadIdx.x; DIS && start < last && item < GROUP_KEYS * N; item += blockDim.x)
+            store_norm<false>(data + NORMS, data, GROUP_KEYS, item);
     };
 
     copy_rows<DIM>(shared_address(own), p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
-    copy_group(0);
-    copy_group(p.tiles_at_once);
+    copy_group(0, 0);
+    copy_group(GROUP_KEYS, 1);
     float u[BASES][N];
     load_weights(u, p.weight + h * p.weight_head);
 #pragma unroll
@@ -89,7 +87,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     if (DROPOUT) pairs.query_words(rows[0], words[0]), pairs.query_words(rows[1], words[1]);
     copies_wait<1>();
     sync_block();
-    prepare_group(0);
+    prepare_group(0, 0);
     store_norms<true>(own_norms, own, lane.index);
     u32 queries[CHUNKS + CHUNKS % 2][2];
     load_own<DIM>(queries, shared_address(own) + lane.pair<DIM>());
@@ -100,30 +98,31 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     float readout[WIDTH_CHUNKS][4] = {}, largest[2] = {}, totals[2] = {};
     bool started[2] = {}, waiting = true;
 
-    for (int tile = 0, next = 0, slot = 0; tile < tiles; ++tile, slot = slot + 1 < p.slots ? slot + 1 : 0) {
-        if (tile == next) {
-            next += p.tiles_at_once;
+    for (int start = 0, area = 0; start < last; start += KEYS) {
+        const int part = start % GROUP_KEYS;
+        if (part == 0) {
+            if (start) area = area + 1 < AREAS ? area + 1 : 0;
             copies_wait<0>();
             sync_block();  // the next group and the norms of this one are visible, and the previous group was used
-            copy_group(next + p.tiles_at_once);
-            prepare_group(next);
+            copy_group(start + 2 * GROUP_KEYS, area ? area - 1 : AREAS - 1);
+            prepare_group(start + GROUP_KEYS, area + 1 < AREAS ? area + 1 : 0);
         }
         if (first >= p.length) continue;
-        const int offset = slot * TILE_BYTES, left = last - tile * KEYS;
-        const char* norms = shared + offset + KEYS * (DIM_BYTES + WIDTH_BYTES) + 16 * lane.row + 2 * lane.column;
-        const u32 keys = base + offset + lane.quad<DIM>();
+        const int offset = area * AREA_BYTES, left = last - start;
+        const char* norms = shared + offset + NORMS + 16 * (part + lane.row) + 2 * lane.column;
+        const u32 keys = base + offset + part * DIM_BYTES + lane.quad<DIM>();
         float scores[PARTS][4];
         if (left >= KEYS) {
             score_tile<true>(scores, queries, query_norms, u, largest, keys, norms, left);
         } else {
             score_tile<false>(scores, queries, query_norms, u, largest, keys, norms, left);
         }
-        if (MASK != NO_MASK || (CAUSAL && (tile + 1) * KEYS > first) || left < KEYS) {
+        if (MASK != NO_MASK || (CAUSAL && start + KEYS > first) || left < KEYS) {
 #pragma unroll
             for (int i = 0; i < 4 * PARTS; ++i) {
                 const int column = i / 4 * 8 + lane.column + i % 2;
                 float& score = scores[i / 4][i % 4];
-                score = column < left ? pairs.masked(score, rows[i % 4 / 2], tile * KEYS + column) : -INFINITE;
+                score = column < left ? pairs.masked(score, rows[i % 4 / 2], start + column) : -INFINITE;
             }
         }
 
@@ -162,17 +161,16 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
 #pragma unroll
         for (int i = 0; i < 4 * PARTS; ++i) {
             const int row = i % 4 / 2;
-            if (DROPOUT && !pairs.keeps(words[row], tile * KEYS + i / 4 * 8 + lane.column + i % 2)) shares[i / 4][i % 4] = 0;
+            if (DROPOUT && !pairs.keeps(words[row], start + i / 4 * 8 + lane.column + i % 2)) shares[i / 4][i % 4] = 0;
         }
         totals[0] += sums[0];
         totals[1] += sums[1];
 #pragma unroll
-        for (int part = 0; part < PARTS; part += 2) {
+        for (int i = 0; i < PARTS; i += 2) {
             u32 packed[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                packed[i] = Half::pack(shares[part + i / 2][i % 2 * 2], shares[part + i / 2][i % 2 * 2 + 1]);
-            const u32 values = base + offset + KEYS * DIM_BYTES + 8 * part * WIDTH_BYTES + lane.pair<WIDTH>();
+            for (int j = 0; j < 4; ++j) packed[j] = Half::pack(shares[i + j / 2][j % 2 * 2], shares[i + j / 2][j % 2 * 2 + 1]);
+            const u32 values = base + offset + VALUES + (part + 8 * i) * WIDTH_BYTES + lane.pair<WIDTH>();
 #pragma unroll
             for (int chunk = 0; chunk < WIDTH_CHUNKS; chunk += 2) {
                 u32 r[4];

@@ -223,31 +223,42 @@ struct OwnKeys {
                 Half::multiply(key_grad[chunk + NEXT], slopes[(chunk + NEXT) * 8 / SIZE], r[2], r[3]);
             }
         }
-        char* const sums = tile + TILE_SUMS + 16 * lane.index;
-        await_visits(tile_address, number);
-        float query_sums[4];
         if (DIS) {
-            load_sum(query_sums, sums + CHUNKS * SUM_BYTES);
 #pragma unroll
             for (int block = 0; block < N; ++block) {
                 const u32 ones = lane.row == block ? Half::ONES : 0;  // a column of ones
-                u32 turned[4];
-                turn(turned, distances[block]);
                 Half::multiply(key_sums, distances[block], ones, ones);
-                Half::multiply(query_sums, turned, ones, ones);
             }
-            store_sum(sums + CHUNKS * SUM_BYTES, query_sums);
         }
-        u32 turned[4], r[4];
+        u32 own_columns[CHUNKS + CHUNKS % 2][2];
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            if (chunk * 8 % SIZE == 0) turn(turned, slopes[chunk * 8 / SIZE]);
-            float query_grad[4];
-            load_sum(query_grad, sums + chunk * SUM_BYTES);
-            if (chunk % 2 == 0) load_transposed(r, address + lane.pair<DIM>() + 16 * chunk);
-            Half::multiply(query_grad, turned, r[chunk % 2 * 2], r[chunk % 2 * 2 + 1]);
-            store_sum(sums + chunk * SUM_BYTES, query_grad);
+        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+            u32 r[4];
+            load_transposed(r, address + lane.pair<DIM>() + 16 * chunk);
+            own_columns[chunk][0] = r[0], own_columns[chunk][1] = r[1];
+            own_columns[chunk + 1][0] = r[2], own_columns[chunk + 1][1] = r[3];
         }
+        // All sums are loaded before the first one is stored: the compiler cannot know that they are different.
+        char* const sums = tile + TILE_SUMS + 16 * lane.index;
+        float query_sums[SUMS][4];
+        await_visits(tile_address, number);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) load_sum(query_sums[i], sums + i * SUM_BYTES);
+#pragma unroll
+        for (int block = 0; block < N; ++block) {
+            u32 turned[4];
+            if (DIS) {
+                const u32 ones = lane.row == block ? Half::ONES : 0;
+                turn(turned, distances[block]);
+                Half::multiply(query_sums[SUMS - 1], turned, ones, ones);
+            }
+            if (DOT) turn(turned, slopes[block]);
+#pragma unroll
+            for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk)
+                Half::multiply(query_sums[chunk], turned, own_columns[chunk][0], own_columns[chunk][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) store_sum(sums + i * SUM_BYTES, query_sums[i]);
         end_visit(tile_address, number);
     }
 
