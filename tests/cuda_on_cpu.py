@@ -11,6 +11,7 @@ from ahop_layers.ops.gpu import nvrtc
 KERNELS = {
     "attend.cu": {"attend_forward": "Forward"},
     "attend_backward.cu": dict.fromkeys(("attend_statistics", "attend_backward", "attend_weights"), "Backward"),
+    "missing.cu": {"score_missing": "Missing"},
 }
 LAUNCH = """
 extern "C" void launch_{name}(const {parameter}* p, int blocks, int threads, int bytes) {{

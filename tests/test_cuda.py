@@ -12,8 +12,9 @@ import ahop_layers as ah
 from ahop_layers.association import Mask
 from ahop_layers.errors import AHopError
 from ahop_layers.ops.dropout import kept, scale
-from ahop_layers.ops.gpu import attend, nvrtc
+from ahop_layers.ops.gpu import attend, missing, nvrtc
 from ahop_layers.ops.protocols import AttentionCall
+from ahop_layers.ops.reference import missing_similarity
 from tests.cuda_on_cpu import EmulatedKernel, compile_for_cpu
 
 BOTH = ("dis", "dot")
@@ -97,6 +98,24 @@ def test_fused_attention_on_the_cpu(shape, options, emulated):
         assert torch.equal(a, d), f"{name} is not deterministic"
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("d", "n", "bases"), [(40, 40, ("l1", "near", "dot", "near", "dis")), (96, 24, ("near", "dis"))]
+)
+def test_scores_of_unknown_values_on_the_cpu(d, n, bases, monkeypatch):
+    monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
+    missing._kernel.cache_clear()
+    query, key = torch.randn(1, 2, 3, d), torch.randn(1, 2, 5, d)
+    query[0, 0, 1, : d // 2] = key[0, 1, 2, ::3] = key[0, 0, 3] = torch.nan
+    weight, widths = torch.randn(2, len(bases), n) / n, torch.linspace(0.3, 2, len(bases))
+    found = missing.score(query, key, weight, bases, widths)
+    exact = missing_similarity(*(x.double() for x in (query, key, weight)), bases, None, widths.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert (found == -torch.inf).sum() == 3
+    missing._kernel.cache_clear()
+
+
 SORT = """
 #include "sort.cuh"
 extern "C" void run(int n, float* x, const float* u, unsigned* weights, float* sum) {
@@ -147,9 +166,10 @@ def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
-@pytest.mark.parametrize("source", ["attend.cu", "attend_backward.cu"])
+@pytest.mark.parametrize("source", ["attend.cu", "attend_backward.cu", "missing.cu"])
 def test_kernels_compile(source, architecture):
-    for kind in (constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3), constants(3, 16, 8, 1, 2)):
+    of_attention = constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3)
+    for kind in of_attention if source != "missing.cu" else ({"values": 1}, {"values": 32}):
         assert len(nvrtc.compile_source(source, kind, architecture)) > 1000
 
 

@@ -1,6 +1,6 @@
-// Runs CUDA kernels on a CPU: the functions of device.cuh in plain C++. Threads are fibers that switch where the threads of
-// a warp or block meet. Shared memory starts as NaN, asynchronous copies arrive only when they are waited for, and threads
-// that never meet are an error.
+// Runs CUDA kernels on a CPU: the functions of device.cuh in plain C++. Threads are fibers that switch where those of a
+// warp or block meet. Shared memory starts as NaN, asynchronous copies arrive only when they are waited for, and
+// threads that never meet are an error.
 #pragma once
 #include <ucontext.h>
 
@@ -127,8 +127,8 @@ inline bool any_lane(bool x) {
 inline u32 add_atomically(u32* place, u32 x) { return (*place += x) - x; }
 inline u32 load_acquire(const u32* place) { return *place; }
 inline void store_release(u32* place, u32 x) { *place = x; }
-inline u32 load_acquire(u32 address) { u32 r; std::memcpy(&r, &emulator::shared.at(address), 4); return r; }
-inline void store_release(u32 address, u32 x) { std::memcpy(&emulator::shared.at(address), &x, 4); emulator::progress = true; }
+inline u32 load_acquire(u32 address) { return *(u32*)&emulator::shared.at(address); }
+inline void store_release(u32 address, u32 x) { *(u32*)&emulator::shared.at(address) = x, emulator::progress = true; }
 inline void rest() { emulator::pause(); }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : std::min(a, b); }
@@ -152,7 +152,8 @@ inline void load_matrices_as(u32 (&r)[4], u32 address, bool transposed) {
             for (int lane = 0; lane < 32; ++lane) {
                 unsigned short halves[2];
                 for (int i = 0; i < 2; ++i) {
-                    const int row = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
+                    int row = lane / 4, column = lane % 4 * 2 + i;
+                    if (transposed) std::swap(row, column);
                     const u32 place = all[8 * matrix + row]->address;
                     if (place % 16) std::fprintf(stderr, "misaligned row of a matrix\n"), std::abort();
                     std::memcpy(&halves[i], &emulator::shared.at(place + 2 * column), 2);
@@ -204,14 +205,18 @@ void multiply_any(float (&r)[4], const float (&c)[4], const u32* a, const u32* b
     emulator::in_warp(each, [=](auto** all) {
         constexpr int STEP = 4 * PACKED;  // columns of a matrix in one register of the warp
         float results[32][4];
-        auto number = [&](u32 word, int k) { return PACKED == 2 ? unpack(k % 2 ? word >> 16 : word & 0xffff) : bits_float(word & 0xffffe000); };
+        auto number = [&](u32 word, int k) {
+            return PACKED == 2 ? unpack(k % 2 ? word >> 16 : word & 0xffff) : bits_float(word & 0xffffe000);
+        };
         for (int lane = 0; lane < 32; ++lane)
             for (int i = 0; i < 4; ++i) {
                 const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
                 double total = all[lane]->c[i];
                 for (int k = 0; k < K; ++k) {
                     const int at = k % STEP / PACKED, part = k / STEP;
-                    total += (double)number(all[row % 8 * 4 + at]->a[2 * part + row / 8], k) * number(all[column * 4 + at]->b[part], k);
+                    const u32 left = all[row % 8 * 4 + at]->a[2 * part + row / 8];
+                    const u32 right = all[column * 4 + at]->b[part];
+                    total += (double)number(left, k) * number(right, k);
                 }
                 results[lane][i] = total;
             }
@@ -226,7 +231,9 @@ inline void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[2],
 // The functions of both half-precision types, from the conversion of one number.
 template <class Type>
 struct HalfType {
-    static void unpack(u32 word, float& low, float& high) { low = Type::to_float(word & 0xffff), high = Type::to_float(word >> 16); }
+    static void unpack(u32 word, float& low, float& high) {
+        low = Type::to_float(word & 0xffff), high = Type::to_float(word >> 16);
+    }
     static u32 pack(float low, float high) { return Type::from_float(low) | Type::from_float(high) << 16; }
     static u32 fma(u32 a, u32 b, u32 c) {
         float x[2], y[2], z[2];
@@ -246,7 +253,9 @@ struct HalfType {
 struct BFloat16 : HalfType<BFloat16> {
     static constexpr u32 ONES = 0x3f803f80;
     static float to_float(u32 x) { return bits_float(x << 16); }
-    static u32 from_float(float x) { return x != x ? 0x7fc0 : (float_bits(x) + 0x7fff + (float_bits(x) >> 16 & 1)) >> 16; }
+    static u32 from_float(float x) {
+        return x != x ? 0x7fc0 : (float_bits(x) + 0x7fff + (float_bits(x) >> 16 & 1)) >> 16;
+    }
 };
 
 struct Float16 : HalfType<Float16> {

@@ -85,7 +85,8 @@ def attend(
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     call = AttentionCall(query, key, value, weight, mask, seed, tuple(bases), causal, float(dropout))
     if backend == "auto" and query.is_cuda and _is_plain(call) and fused.serves(call):
-        return _Attend.apply(*call)
+        apply: Any = _Attend.apply
+        return apply(*call)
     options = ",".join(bases), causal, float(dropout), backend
     return torch.ops.ahop.attend.default(*call[:6], *options)[0]
 
@@ -114,7 +115,9 @@ class _Attend(torch.autograd.Function):
             ctx.options = (",".join(ctx.options[0]), *ctx.options[1:], "auto")
             return _differentiate(ctx, grad, None)
         *tensors, out, log_sum = ctx.saved_tensors  # read once: under checkpointing, a second read raises
-        return operators.needed_grads(ctx, fused.backward, 4, (AttentionCall(*tensors, *ctx.options), grad, out, log_sum))
+        return operators.needed_grads(
+            ctx, fused.backward, 4, (AttentionCall(*tensors, *ctx.options), grad, out, log_sum)
+        )
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 class Limits(NamedTuple):
     """What a device has: its index, bytes of shared memory of a block and a multiprocessor, and multiprocessors."""
 
-    index: int
+    device: int
     block: int
     multiprocessor: int
     multiprocessors: int
@@ -57,7 +57,7 @@ def kernel_shape(n: int, size: int, width: int) -> Shape:
 def serves(call: AttentionCall) -> bool:
     """Returns whether the kernels support a call."""
     query, _, value, weight, mask, *_ = call
-    if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype or not runs(query.device):
+    if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype or not nvrtc.runs(query.device):
         return False
     if 0 in (*query.shape, *value.shape) or not set(call.bases) <= {"dis", "dot"}:
         return False
@@ -66,24 +66,8 @@ def serves(call: AttentionCall) -> bool:
     return known and n <= MAX_BLOCKS and n * size <= MAX_DIMENSIONS and width <= MAX_DIMENSIONS
 
 
-def runs(device: torch.device) -> bool:
-    """Returns whether the device is an NVIDIA GPU with all instructions of the kernels, and they can be compiled."""
-    if torch.compiler.is_compiling():  # the compiler traces the function behind a cache, with a warning
-        return _has_instructions(device)
-    return _runs(device)
-
-
-def _has_instructions(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None or nvrtc.unavailable() is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-_runs = lru_cache(maxsize=None)(_has_instructions)
-
-
 def occupancy(shape: Shape, forward: bool) -> tuple[int, int]:
-    """Returns the largest number of warps in a block, and of blocks on a multiprocessor, for which registers suffice."""
+    """Returns the most warps in a block, and blocks on a multiprocessor, for which the registers suffice."""
     if not forward or shape.n * shape.size > 64 or shape.width > 64:
         return 8, 1
     return (8, 2) if shape.n <= 4 else (4, 3)
@@ -159,22 +143,21 @@ class Plan:
         lanes = min(16, 1 << (self.shape.width // CHUNK - 1).bit_length())
         self.launches = {
             "attend_statistics": (-(-heads * self.tiles * ROWS * lanes // 256), 256, 0),
-            "attend_backward": (heads // self.group * -(-self.strips // self.span), 32 * warps, own + self.chunk_tiles * tile),
+            "attend_backward": (
+                heads // self.group * -(-self.strips // self.span),
+                32 * warps,
+                own + self.chunk_tiles * tile,
+            ),
             "attend_weights": (self.heads * bases, 256, 4 * 256 + 32),
         }
 
     def run(self, name: str, launch: tuple[int, int, int], arguments: bytes) -> None:
         """Runs a kernel on the current stream of the device."""
-        is_cuda = self.device.type == "cuda"
-        if is_cuda and self.limits.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self.run(name, launch, arguments)
-        stream = torch.cuda.current_stream(self.device).cuda_stream if is_cuda else 0
         kernel = self.kernels.get(name)
         if kernel is None:
             sizes = occupancy(self.shape, name == "attend_forward")
-            kernel = self.kernels[name] = _kernel(name, self.limits.index, tuple(self.constants.items()), *sizes)
-        kernel.launch(*launch, arguments, stream)
+            kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(self.constants.items()), *sizes)
+        nvrtc.run(kernel, self.device, *launch, arguments)
 
     def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> Rows:
         """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
@@ -190,9 +173,9 @@ class Plan:
 
     def inputs(self, call: AttentionCall) -> tuple[Rows, Rows, Rows]:
         """Returns query, key and value as the kernels take them."""
-        n, size, width = self.shape
-        wide, deep = self.is_padded
-        return self.rows(call.query, size, n, wide), self.rows(call.key, size, n, wide), self.values(call.value)
+        n, size, _ = self.shape
+        padded = self.is_padded[0]
+        return self.rows(call.query, size, n, padded), self.rows(call.key, size, n, padded), self.values(call.value)
 
     def values(self, tensor: Tensor) -> Rows:
         """Returns values, or a readout or its gradient, as the kernels take them."""

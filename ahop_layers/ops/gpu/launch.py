@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ahop_layers.ops import chunked, sliced
 from ahop_layers.ops.chunked import SCRATCH_BYTES, Need
+from ahop_layers.ops.gpu import missing as unknown
 from ahop_layers.ops.gpu import nvrtc, ptx_backward
 from ahop_layers.ops.gpu.plan import PTX_NAMES, Plan, backward_plan, runs_ptx, score_plan
 from ahop_layers.ops.gpu.ptx import WARP
@@ -42,16 +43,19 @@ def detail() -> str:
     """Returns one line on how this kernel runs here."""
     if not torch.cuda.is_available():
         return "Triton's interpreter"
-    body = "PTX" if runs_ptx(torch.device("cuda")) else "portable"
+    name = torch.cuda.get_device_name()
+    if not runs_ptx(torch.device("cuda")):
+        return f"{name}, portable kernels" + (", not tested on ROCm" if torch.version.hip else "")
     reason = nvrtc.unavailable()
-    attention = f"attention is not fused: {reason}" if reason else f"fused attention in CUDA C++, {nvrtc.cache_directory()}"
-    rocm = ", not tested on ROCm" if torch.version.hip else ""
-    return f"{torch.cuda.get_device_name()}, {body} kernels, {attention}{rocm}"
+    attention = f"attention is not fused: {reason}" if reason else f"CUDA C++ kernels in {nvrtc.cache_directory()}"
+    return f"{name}, PTX kernels, {attention}"
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
     """Returns whether this kernel supports the tensor, implements the bases and can hold the blocks."""
-    if missing or len(bases) > MAX_BASES:
+    if missing:
+        return len(bases) <= MAX_BASES and unknown.serves(query, bases, blocks)
+    if len(bases) > MAX_BASES:
         return False
     device = "cpu" if _interpreted() else "cuda"
     largest = MAX_DIMENSIONS if blocks == query.shape[-1] else 2 * MAX_DIMENSIONS
@@ -69,6 +73,8 @@ def score(
     missing: bool = False,
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``, by default float32."""
+    if missing:
+        return unknown.score(query, key, weight, bases, widths).to(dtype or torch.float32)
     out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=dtype or torch.float32, device=query.device)
     if out.numel() == 0:
         return out

@@ -1,7 +1,7 @@
 """CUDA C++ kernels: compiled by NVRTC at first use, kept on disk, and launched through the CUDA driver.
 
-torch's CUDA wheels bring NVRTC, and the driver is there with a GPU, so ctypes is all it takes. ``AHOP_CACHE_DIR`` is the
-directory of compiled kernels, by default ``~/.cache/ahop_layers``.
+torch's CUDA wheels bring NVRTC, and the driver is there with a GPU, so ctypes is all it takes. ``AHOP_CACHE_DIR`` is
+the directory of compiled kernels, by default ``~/.cache/ahop_layers``.
 """
 
 import ctypes
@@ -103,8 +103,8 @@ def _read(size: Any, content: Any, program: c_void_p) -> bytes:
 def compiled(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
     """Returns the binary of :func:`compile_source` from the cache, or compiles it.
 
-    A file of the cache starts with the hash of the rest. It is written under another name and renamed, so a process that
-    reads while another one writes sees all of a file or none.
+    A file of the cache starts with the hash of the rest. It is written under another name and renamed, so a process
+    that reads while another one writes sees all of a file or none.
     """
     parts = [version(), architecture, source, sorted(constants.items())]
     texts = [path.read_bytes() for path in sorted((*SOURCES.glob("*.cuh"), SOURCES / source))]
@@ -169,6 +169,22 @@ def architecture(index: int) -> str:
     return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(known)}"
 
 
+def runs(device: torch.device) -> bool:
+    """Returns whether the device is an NVIDIA GPU with all instructions of the kernels, and they can be compiled."""
+    if torch.compiler.is_compiling():  # the compiler traces the function behind a cache, with a warning
+        return _has_instructions(device)
+    return _runs(device)
+
+
+def _has_instructions(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or unavailable() is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+_runs = lru_cache(maxsize=None)(_has_instructions)
+
+
 class Kernel:
     """A function of a compiled source file on one device."""
 
@@ -200,3 +216,14 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], index: int) -> 
     image = compiled(source, dict(constants), architecture(index))
     _check(_driver().cuModuleLoadData(byref(module), image), f"load {source}")
     return module
+
+
+def run(kernel: Kernel, device: torch.device, blocks: int, threads: int, shared: int, arguments: bytes) -> None:
+    """Runs a kernel on the current stream of a device."""
+    if device.type != "cuda":  # tests run kernels on the CPU
+        kernel.launch(blocks, threads, shared, arguments, 0)
+    elif device.index == torch.cuda.current_device():
+        kernel.launch(blocks, threads, shared, arguments, torch.cuda.current_stream(device).cuda_stream)
+    else:
+        with torch.cuda.device(device):
+            kernel.launch(blocks, threads, shared, arguments, torch.cuda.current_stream(device).cuda_stream)

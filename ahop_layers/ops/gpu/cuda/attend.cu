@@ -1,7 +1,7 @@
 // Fused attention, forward: block similarities, softmax and readout without a matrix of scores.
 //
-// A warp owns 16 queries. The warps of a block share three groups of keys and values in shared memory: while one is used,
-// the norms of the next are computed, and the one after it is copied. The keys of a group are scored in tiles of KEYS.
+// A warp owns 16 queries. The warps of a block share three groups of keys and values in shared memory: while one is
+// used, the norms of the next are computed, and the one after it is copied. A group is scored in tiles of KEYS keys.
 #include "tiles.cuh"
 
 constexpr int KEYS = 32, PARTS = KEYS / 8;
@@ -24,8 +24,9 @@ struct Forward {
 
 // Computes the scores of a tile, less `largest`; `left` keys of it exist, and all if FULL.
 template <bool FULL>
-DEVICE void score_tile(float (&scores)[PARTS][4], const u32 (&queries)[CHUNKS + CHUNKS % 2][2], const u32 (&query_norms)[N][2],
-                       const float (&u)[BASES][N], const float (&largest)[2], u32 keys, const char* norms, int left) {
+DEVICE void score_tile(float (&scores)[PARTS][4], const u32 (&queries)[CHUNKS + CHUNKS % 2][2],
+                       const u32 (&query_norms)[N][2], const float (&u)[BASES][N], const float (&largest)[2], u32 keys,
+                       const char* norms, int left) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         if (!FULL && 8 * part >= left) continue;
@@ -169,15 +170,12 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
         for (int i = 0; i < PARTS; i += 2) {
             u32 packed[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) packed[j] = Half::pack(shares[i + j / 2][j % 2 * 2], shares[i + j / 2][j % 2 * 2 + 1]);
-            const u32 values = base + offset + VALUES + (part + 8 * i) * WIDTH_BYTES + lane.pair<WIDTH>();
-#pragma unroll
-            for (int chunk = 0; chunk < WIDTH_CHUNKS; chunk += 2) {
-                u32 r[4];
-                load_transposed(r, values + 16 * chunk);
-                Half::multiply(readout[chunk], packed, r[0], r[1]);
-                if (chunk + 1 < WIDTH_CHUNKS) Half::multiply(readout[chunk + 1 < WIDTH_CHUNKS ? chunk + 1 : chunk], packed, r[2], r[3]);
+            for (int j = 0; j < 4; ++j) {
+                const float* two = shares[i + j / 2] + j % 2 * 2;
+                packed[j] = Half::pack(two[0], two[1]);
             }
+            const u32 values = base + offset + VALUES + (part + 8 * i) * WIDTH_BYTES + lane.pair<WIDTH>();
+            multiply_columns<WIDTH>(readout, [&](int) -> const u32(&)[4] { return packed; }, values);
         }
     }
     if (first >= p.length) return;
@@ -191,5 +189,6 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
         const float log_sum = empty ? INFINITE : (largest[row] + log2_approx(totals[row])) * LN_2;
         if (lane.column == 0 && rows[row] < p.length) p.log_sum[(i64)index * p.length + rows[row]] = log_sum;
     }
-    store_rows<WIDTH>(readout, inverse[0], inverse[1], own, p.out.at(n, h) + first * p.out.row, p.out.row, p.length - first, lane);
+    store_rows<WIDTH>(readout, inverse[0], inverse[1], own, p.out.at(n, h) + first * p.out.row, p.out.row,
+                      p.length - first, lane);
 }

@@ -1,16 +1,17 @@
 // Fused attention, backward, in three kernels: a sum per query, all gradients, and the sum of the weights' gradients.
 //
-// A warp owns 16 keys and values and keeps their gradients in registers; those of all warps of a block are a strip. A block
-// streams chunks of queries. Its warps work on different tiles of a chunk, and add to the gradient of a tile in shared
-// memory in a fixed order. A block has one strip, or all of a head if its queries are a single chunk. Blocks with other
-// strips of the same head add to the gradient of a tile in turns. Each similarity is sorted once: the sorted values give the
-// score, and their order the derivatives.
+// A warp owns 16 keys and values and keeps their gradients in registers; those of all warps of a block are a strip. A
+// block streams chunks of queries. Its warps work on different tiles of a chunk, and add to the gradient of a tile in
+// shared memory in a fixed order. A block has one strip, or all of a head if its queries are a single chunk. Blocks
+// with other strips of the same head add to the gradient of a tile in turns. Each similarity is sorted once: the sorted
+// values give the score, and their order the derivatives.
 #include "tiles.cuh"
 
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
 constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
 constexpr int WARPS = THREADS / 32;
-// Shared memory holds own tiles (keys, values, norms) and tiles of queries (queries, gradients, norms, statistics, sums).
+// Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
+// number of visitors, sums).
 constexpr int SECOND = ROWS * DIM_BYTES, NORMS = SECOND + ROWS * WIDTH_BYTES, OWN_BYTES = NORMS + ROWS * NORM_BYTES;
 constexpr int STATISTICS = OWN_BYTES, VISITS = STATISTICS + ROWS * 8, TILE_SUMS = VISITS + 16;
 constexpr int TILE_BYTES = TILE_SUMS + SUMS * SUM_BYTES;
@@ -21,7 +22,7 @@ struct Backward {
     const float* weight;
     const u32* seed;
     const float* log_sum;
-    float2* statistics;   // (N * H, padded): the logarithm of the sum in base 2, and the product of readout and gradient
+    float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
     float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier blocks added, if there are several
     u32* turns;           // the number of blocks that started, then (N * H, tiles): that of blocks that added
     float* weight_parts;  // (N * H, strips * WARPS, BASES, N)
@@ -72,7 +73,8 @@ DEVICE void subtract_rows(float (&chunks)[CHUNKS][4], const float (&sums)[4], co
 #pragma unroll
             for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk) {
                 float low, high;
-                Half::unpack(*(const u32*)(rows + (lane.row + 8 * row) * DIM_BYTES + 16 * chunk + 2 * lane.column), low, high);
+                const char* place = rows + (lane.row + 8 * row) * DIM_BYTES + 16 * chunk + 2 * lane.column;
+                Half::unpack(*(const u32*)place, low, high);
                 chunks[chunk][2 * row] -= factor * low;
                 chunks[chunk][2 * row + 1] -= factor * high;
             }
@@ -129,8 +131,8 @@ struct OwnKeys {
         }
     }
 
-    // Sorts the similarities of 8 queries from `query` on. Sets the shares and the derivatives of all blocks, and of `dis`
-    // alone, as columns `half` of left factors, with keys as rows.
+    // Sorts the similarities of 8 queries from `query` on. Sets the shares and the derivatives of all blocks, and of
+    // `dis` alone, as columns `half` of left factors, with keys as rows.
     DEVICE void differentiate(int half, int query, const char* tile, u32 tile_address,
                               const u32 (&keys)[CHUNKS + CHUNKS % 2][2], const u32 (&norms)[N][2],
                               const u32 (&values)[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2], u32 (&shares)[4],
@@ -185,8 +187,8 @@ struct OwnKeys {
                 u32 slope = MINUS_ZEROS;
 #pragma unroll
                 for (int i = 0; i < BASES; ++i) {
-                    const u32 pair = select_bytes(weights[0][i][block / 2], weights[1][i][block / 2], block % 2 ? 0x7632 : 0x5410);
-                    slope = Half::fma(pair, both, slope);
+                    const u32 first = weights[0][i][block / 2], second = weights[1][i][block / 2];
+                    slope = Half::fma(select_bytes(first, second, block % 2 ? 0x7632 : 0x5410), both, slope);
                     if (DIS && i == 0) distances[block][place] = slope;
                 }
                 slopes[block][place] = slope;
@@ -204,25 +206,13 @@ struct OwnKeys {
             load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                differentiate(half, query + 8 * half, tile, tile_address, keys, norms, values, shares, slopes, distances);
+                differentiate(half, query + 8 * half, tile, tile_address, keys, norms, values, shares, slopes,
+                              distances);
         }
-#pragma unroll
-        for (int chunk = 0; chunk < WIDTH_CHUNKS; chunk += 2) {
-            u32 r[4];
-            load_transposed(r, tile_address + SECOND + lane.pair<WIDTH>() + 16 * chunk);
-            Half::multiply(value_grad[chunk], shares, r[0], r[1]);
-            if (chunk + 1 < WIDTH_CHUNKS) Half::multiply(value_grad[chunk + 1 < WIDTH_CHUNKS ? chunk + 1 : chunk], shares, r[2], r[3]);
-        }
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
-            u32 r[4];
-            load_transposed(r, tile_address + lane.pair<DIM>() + 16 * chunk);
-            Half::multiply(key_grad[chunk], slopes[chunk * 8 / SIZE], r[0], r[1]);
-            if (chunk + 1 < CHUNKS) {
-                constexpr int NEXT = CHUNKS > 1 ? 1 : 0;
-                Half::multiply(key_grad[chunk + NEXT], slopes[(chunk + NEXT) * 8 / SIZE], r[2], r[3]);
-            }
-        }
+        multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[4] { return shares; },
+                                tile_address + SECOND + lane.pair<WIDTH>());
+        multiply_columns<DIM>(key_grad, [&](int chunk) -> const u32(&)[4] { return slopes[chunk * 8 / SIZE]; },
+                              tile_address + lane.pair<DIM>());
         if (DIS) {
 #pragma unroll
             for (int block = 0; block < N; ++block) {
@@ -283,7 +273,9 @@ struct OwnKeys {
         r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
     }
 
-    static DEVICE void store_sum(char* place, const float (&r)[4]) { *(float4*)place = make_float4(r[0], r[1], r[2], r[3]); }
+    static DEVICE void store_sum(char* place, const float (&r)[4]) {
+        *(float4*)place = make_float4(r[0], r[1], r[2], r[3]);
+    }
 };
 
 // Adds the gradient of a tile of queries to that of earlier blocks. Returns whether this block is the last one.
@@ -301,7 +293,7 @@ DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u3
     if (mine == last) return true;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        place[32 * chunk + lane.index] = make_float4(chunks[chunk][0], chunks[chunk][1], chunks[chunk][2], chunks[chunk][3]);
+        OwnKeys::store_sum((char*)(place + 32 * chunk + lane.index), chunks[chunk]);
     sync_warp();
     if (lane.index == 0) store_release(turn, mine + 1);
     return false;
@@ -316,7 +308,8 @@ DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first,
     if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
     if (lane.index == 0) *(u32*)(tile + VISITS) = 0;
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < SUMS; ++i)
+        *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
 }
 
 // Stores the gradient of a tile of queries, or adds it to what other blocks still add to.
@@ -359,8 +352,9 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
         const int active = min(WARPS, tiles_of(p.count) - strip * WARPS);  // warps that have keys
         own.first = (strip * WARPS + warp) * ROWS;
         sync_warp();
-        copy_rows<DIM>(own.address, p.key.at(n, key_head), p.key.row, own.first, ROWS, p.count, lane.index, 32);
-        copy_rows<WIDTH>(own.address + SECOND, p.value.at(n, key_head), p.value.row, own.first, ROWS, p.count, lane.index, 32);
+        const char *keys = p.key.at(n, key_head), *values = p.value.at(n, key_head);
+        copy_rows<DIM>(own.address, keys, p.key.row, own.first, ROWS, p.count, lane.index, 32);
+        copy_rows<WIDTH>(own.address + SECOND, values, p.value.row, own.first, ROWS, p.count, lane.index, 32);
         copies_commit();
         copies_wait<0>();
         sync_warp();
@@ -389,7 +383,8 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                 for (int step = 0; step < steps && warp < active; ++step) {
                     const int i = warp + step < steps ? warp + step : warp + step - steps, query = (start + i) * ROWS;
                     if (i >= count) continue;
-                    const int most = min(i, active - 1), order = before + (warp <= i ? most - warp : most + active - warp);
+                    const int most = min(i, active - 1);
+                    const int order = before + (warp <= i ? most - warp : most + active - warp);
                     char* const tile = tiles + i * TILE_BYTES;
                     if (CAUSAL && query + ROWS <= own.first) {
                         OwnKeys::await_visits(shared_address(tile), order);
@@ -408,10 +403,11 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
         }
         if (own.first >= p.count) continue;
         if (DIS) subtract_rows(own.key_grad, own.key_sums, own_tile, lane);
-        store_rows<DIM>(own.key_grad, 1, 1, own_tile, p.key_grad.at(n, key_head) + own.first * p.key_grad.row,
-                        p.key_grad.row, p.count - own.first, lane);
-        store_rows<WIDTH>(own.value_grad, 1, 1, own_tile + SECOND, p.value_grad.at(n, key_head) + own.first * p.value_grad.row,
-                          p.value_grad.row, p.count - own.first, lane);
+        char* const key_grad = p.key_grad.at(n, key_head) + own.first * p.key_grad.row;
+        char* const value_grad = p.value_grad.at(n, key_head) + own.first * p.value_grad.row;
+        const int left = p.count - own.first;
+        store_rows<DIM>(own.key_grad, 1, 1, own_tile, key_grad, p.key_grad.row, left, lane);
+        store_rows<WIDTH>(own.value_grad, 1, 1, own_tile + SECOND, value_grad, p.value_grad.row, left, lane);
     }
 }
 

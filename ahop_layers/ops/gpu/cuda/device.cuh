@@ -126,8 +126,8 @@ DEVICE void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[2],
 }
 
 #define HALF_MMA(SHAPE, TYPE, A, B, ...) \
-    asm("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, " A ", " B ", {%0, %1, %2, %3};" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : __VA_ARGS__)
+    asm("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, " A ", " B ", " \
+        "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : __VA_ARGS__)
 
 // bfloat16, of which two are in a word.
 struct BFloat16 {

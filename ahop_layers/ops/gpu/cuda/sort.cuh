@@ -61,8 +61,8 @@ struct Sorter {
             }
     }
 
-    // Adds the sum of u by rank times x to `total`. A last comparator is a sum and an absolute difference: the units for
-    // additions have twice the rate of those for minimum and maximum.
+    // Adds the sum of u by rank times x to `total`. A last comparator is a sum and an absolute difference: the units
+    // for additions have twice the rate of those for minimum and maximum.
     static DEVICE float weighted_sum(float (&x)[N], const float (&u)[N], float total) {
 #pragma unroll
         for (int i = 0; i < NETWORK.COUNT; ++i) {
@@ -79,9 +79,9 @@ struct Sorter {
 
 // Weights in half precision that are looked up by the ranks of N <= 8 blocks.
 //
-// A value carries a shift in its low five bits through the sort, the index of its block times the bits of a selector. For
-// up to four blocks a selector is a byte, the positions of the two bytes of a weight; otherwise it is the rank, and low
-// and high bytes of the weights are two tables.
+// A value carries a shift in its low five bits through the sort, the index of its block times the bits of a selector.
+// For up to four blocks a selector is a byte, the positions of the two bytes of a weight; otherwise it is the rank, and
+// low and high bytes of the weights are two tables.
 template <int N, class Half>
 struct RankedWeights {
     static constexpr bool BYTES = N <= 4;
@@ -110,7 +110,7 @@ struct RankedWeights {
         Sorter<N>::sort(x);
         // Rank 0 has the selector 0x10 of its two bytes, which the last rank brings along for all blocks.
         u32 ranks = BYTES ? 0x10101010 : 0;
-        if (N > 1) ranks = funnel_left(BYTES ? 0x10101010 : 0, BYTES ? 0x10101010 | 0x22 * (N - 1) : N - 1, float_bits(x[N - 1]));
+        if (N > 1) ranks = funnel_left(ranks, ranks | (BYTES ? 0x22 : 1) * (N - 1), float_bits(x[N - 1]));
 #pragma unroll
         for (int i = 1; i < N - 1; ++i) ranks |= funnel_left(0, BYTES ? 0x22 * i : i, float_bits(x[i]));
 #pragma unroll
@@ -119,7 +119,8 @@ struct RankedWeights {
             if (BYTES) {
                 weights[i] = select_bytes(low[0], low[1], selector);
             } else {
-                const u32 lows = select_bytes(low[0], low[1], selector), highs = select_bytes(high[0], high[1], selector);
+                const u32 lows = select_bytes(low[0], low[1], selector);
+                const u32 highs = select_bytes(high[0], high[1], selector);
                 weights[i] = select_bytes(lows, highs, 0x5140);
                 if (i + 1 < WORDS) weights[i + 1] = select_bytes(lows, highs, 0x7362);
             }

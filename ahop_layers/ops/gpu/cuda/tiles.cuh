@@ -1,9 +1,9 @@
 // Tiles of 16 rows in shared memory, the similarities of their blocks, and which pairs of rows count.
 //
 // A warp owns a tile of 16 rows and streams tiles of the other side. Products of matrices leave the similarities of 16
-// own rows and 8 streamed rows in the registers of the warp. A lane has four pairs: own rows `lane / 4` and 8 more, with
-// streamed rows `2 * (lane % 4)` and 1 more. `dis` is computed as half of it, q k - q^2 / 2 - k^2 / 2: the norms are a
-// further product, of (q^2, 1) and (1, k^2) in two parts of 11 bits each.
+// own rows and 8 streamed rows in the registers of the warp. A lane has four pairs: own rows `lane / 4` and 8 more,
+// with streamed rows `2 * (lane % 4)` and 1 more. `dis` is computed as half of it, q k - q^2 / 2 - k^2 / 2: the norms
+// are a further product, of (q^2, 1) and (1, k^2) in two parts of 11 bits each.
 //
 #pragma once
 #include "sort.cuh"
@@ -41,7 +41,8 @@ constexpr int NORM_BYTES = DIS ? 16 * N : 0;  // of a row: four numbers per bloc
 
 // Starts copying rows [first, first + rows) to shared memory; those from `count` on are zeros and not read.
 template <int D>
-DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int rows, int count, int thread, int threads) {
+DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int rows, int count, int thread,
+                      int threads) {
     constexpr int UNITS = D / 8;
     if (32 % UNITS == 0) {  // a thread copies one column
         const int step = threads / UNITS;
@@ -53,13 +54,14 @@ DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int 
     } else {
         for (int i = thread; i < rows * UNITS; i += threads) {
             const int row = i / UNITS, unit = i % UNITS;
-            copy_async(address + row * row_bytes(D) + 16 * unit, data + (first + row) * stride + 16 * unit, first + row < count);
+            const char* from = data + (first + row) * stride + 16 * unit;
+            copy_async(address + row * row_bytes(D) + 16 * unit, from, first + row < count);
         }
     }
 }
 
-// Stores half of the negative squared norm of block `item / rows` of row `item % rows`, as four numbers at 16 * item: (x,
-// x', 1, 1) for own rows, (1, 1, x, x') for streamed ones, with x the upper bits and x' the rest.
+// Stores half of the negative squared norm of block `item / rows` of row `item % rows`, as four numbers at 16 * item:
+// (x, x', 1, 1) for own rows, (1, 1, x, x') for streamed ones, with x the upper bits and x' the rest.
 template <bool OWN>
 DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
     const uint4* units = (const uint4*)(data + item % rows * DIM_BYTES + item / rows * 2 * SIZE);
@@ -76,8 +78,8 @@ DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
         }
     }
     total *= -0.5f;
-    const float upper = bits_float(float_bits(total) & 0xffffe000);
-    *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, total - upper, 1, 1) : make_float4(1, 1, upper, total - upper);
+    const float upper = bits_float(float_bits(total) & 0xffffe000), rest = total - upper;
+    *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, rest, 1, 1) : make_float4(1, 1, upper, rest);
 }
 
 // Stores the norms of a tile of 16 rows, by one warp.
@@ -138,6 +140,19 @@ DEVICE void load_streamed(u32 (&streamed)[(D + 31) / 32 * 4], u32 address) {
         load_matrices(r, address + 16 * chunk);
 #pragma unroll
         for (int i = 0; i < 4; ++i) streamed[chunk + i] = r[i];
+    }
+}
+
+// Adds the products of 16 x 16 numbers, `left(chunk)`, and 16 rows of D numbers to chunks of 8 columns.
+template <int D, class Left>
+DEVICE void multiply_columns(float (&c)[D / 8][4], Left left, u32 address) {
+#pragma unroll
+    for (int chunk = 0; chunk < D / 8; chunk += 2) {
+        const int next = chunk + 1 < D / 8 ? chunk + 1 : chunk;
+        u32 r[4];
+        load_transposed(r, address + 16 * chunk);
+        Half::multiply(c[chunk], left(chunk), r[0], r[1]);
+        if (next > chunk) Half::multiply(c[next], left(next), r[2], r[3]);
     }
 }
 
@@ -234,7 +249,7 @@ struct Pairs {
     }
 };
 
-// Stores 16 rows of half-precision numbers: matrices in registers go through shared memory, where 16 bytes are adjacent.
+// Stores 16 rows of half-precision numbers: matrices in registers go through shared memory, where rows are adjacent.
 template <int D>
 DEVICE void store_rows(const float (&chunks)[D / 8][4], float first, float second, char* scratch, char* out, i64 stride,
                        int rows, Lane lane) {
@@ -248,6 +263,7 @@ DEVICE void store_rows(const float (&chunks)[D / 8][4], float first, float secon
     sync_warp();
     for (int i = lane.index; i < ROWS * (D / 8); i += 32) {
         const int row = i / (D / 8), unit = i % (D / 8);
-        if (row < rows) *(uint4*)(out + row * stride + 16 * unit) = *(const uint4*)(scratch + row * row_bytes(D) + 16 * unit);
+        const uint4* from = (const uint4*)(scratch + row * row_bytes(D) + 16 * unit);
+        if (row < rows) *(uint4*)(out + row * stride + 16 * unit) = *from;
     }
 }
