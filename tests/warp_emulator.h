@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <random>
 #include <vector>
 
 using std::max;
@@ -87,12 +88,19 @@ inline void launch(int blocks, int count, int bytes, std::function<void()> kerne
             fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
             makecontext(&fiber.context, run, 0);
         }
-        for (bool running = true; running;) {
-            running = progress = false;
-            for (thread = 0; thread < threads; ++thread)
-                if (!fibers[thread].done) running = true, swapcontext(&scheduler, &fibers[thread].context);
-            if (running && !progress) std::fprintf(stderr, "threads never meet\n"), std::abort();
+        // Warps run in a random order, and some of them far ahead of others: a missing barrier changes the results.
+        std::mt19937 random(block + 1);
+        for (int waited = 0; waited < 300; ++waited) {
+            if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.done; })) break;
+            progress = false;
+            const int first = random() % (threads / 32 + 1) * 32, rounds = 1 << random() % 12;
+            for (int round = 0; round < rounds; ++round)
+                for (thread = first; thread < std::min(threads, first + 32); ++thread)
+                    if (!fibers[thread].done) swapcontext(&scheduler, &fibers[thread].context);
+            if (progress) waited = 0;
         }
+        for (const Fiber& fiber : fibers)
+            if (!fiber.done) std::fprintf(stderr, "threads never meet\n"), std::abort();
     }
 }
 }  // namespace emulator
