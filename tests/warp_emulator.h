@@ -92,12 +92,14 @@ inline void launch(int blocks, int count, int bytes, std::function<void()> kerne
         std::mt19937 random(block + 1);
         for (int waited = 0; waited < 300; ++waited) {
             if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.done; })) break;
-            progress = false;
             const int first = random() % (threads / 32 + 1) * 32, rounds = 1 << random() % 12;
-            for (int round = 0; round < rounds; ++round)
+            progress = true;
+            for (int round = 0; round < rounds && progress; ++round) {
+                progress = false;
                 for (thread = first; thread < std::min(threads, first + 32); ++thread)
                     if (!fibers[thread].done) swapcontext(&scheduler, &fibers[thread].context);
-            if (progress) waited = 0;
+                if (progress) waited = 0;
+            }
         }
         for (const Fiber& fiber : fibers)
             if (!fiber.done) std::fprintf(stderr, "threads never meet\n"), std::abort();

@@ -17,6 +17,7 @@ ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS, AREAS = 32, 3  # of the forward kernel: keys of a tile, and groups of tiles in shared memory
+RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
 MOST_PLANS = 4096
 
 FORWARD = Struct("<25q5iIf4x")
@@ -113,9 +114,13 @@ class Plan:
 
     def _plan_forward(self, own: int) -> None:
         most, blocks = occupancy(self.shape, True)
-        self.constants["tiles"] = 2 if blocks == 2 else 1  # of a group
-        room = min(self.limits.block, self.limits.multiprocessor // blocks - 1024)
-        groups = AREAS * self.constants["tiles"] * KEYS * self.row
+        groups = room = 0
+        # Small groups of keys, then fewer blocks on a multiprocessor, where shared memory is too small.
+        for tiles, shared_by in ((2 if blocks == 2 else 1, blocks), (1, blocks), (1, 1)):
+            self.constants["tiles"], groups = tiles, AREAS * tiles * KEYS * self.row
+            room = min(self.limits.block, self.limits.multiprocessor // shared_by - RESERVED)
+            if room >= groups + most * own:
+                break
         most = max(1, min(most, (room - groups) // own, self.tiles))
         self.warps = _even_warps(self.tiles, most, self.batch * self.heads, self.limits.multiprocessors)
         self.blocks = -(-self.tiles // self.warps)
@@ -123,12 +128,14 @@ class Plan:
 
     def _plan_backward(self, bases: int, has_dis: bool) -> None:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
-        warps, blocks = occupancy(self.shape, False)
-        self.strips = -(-self.count // (ROWS * warps))
-        own = 16 + warps * ROWS * self.row
         tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
-        room = min(self.limits.block, self.limits.multiprocessor // blocks - 1024) - own
-        fitting = max(1, min(self.tiles, room // tile))
+        room = min(self.limits.block, self.limits.multiprocessor - RESERVED) - 16
+        warps, _ = occupancy(self.shape, False)
+        while warps > 1 and warps * ROWS * self.row + tile > room:
+            warps //= 2
+        self.key_warps, self.strips = warps, -(-self.count // (ROWS * warps))
+        own = 16 + warps * ROWS * self.row
+        fitting = max(1, min(self.tiles, (room + 16 - own) // tile))
         self.chunk_tiles = -(-self.tiles // -(-self.tiles // fitting))  # chunks of about equal length
         # One block has all keys of a head if its queries fit, and there are enough heads.
         alone = self.chunk_tiles == self.tiles and self.group == 1 and heads >= self.limits.multiprocessors
@@ -155,7 +162,7 @@ class Plan:
         """Runs a kernel on the current stream of the device."""
         kernel = self.kernels.get(name)
         if kernel is None:
-            sizes = occupancy(self.shape, name == "attend_forward")
+            sizes = occupancy(self.shape, True) if name == "attend_forward" else (self.key_warps, 1)
             kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(self.constants.items()), *sizes)
         nvrtc.run(kernel, self.device, *launch, arguments)
 
@@ -242,10 +249,13 @@ def _row_bytes(d: int) -> int:
 
 
 def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
-    """Returns the number of warps of a block that leaves the fewest warps idle, and few multiprocessors."""
+    """Returns the number of warps of a block, about ``most``, that leaves the fewest warps idle.
+
+    It is smaller where the blocks of all heads would leave multiprocessors idle.
+    """
     while most > 1 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
         most = -(-most // 2)
-    return min(range(max(1, most // 2), most + 1), key=lambda warps: (-(-tiles // warps) * warps, -warps))
+    return min(range(most - most // 4, most + 1), key=lambda warps: (-(-tiles // warps) * warps, -warps))
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
