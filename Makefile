@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs-ready
 EXAMPLES := $(VENV)/.examples-ready
 THREADS ?= 1#          torch's threads in each process of the tests
+MINUTES ?= 30#         duration of the soak test
 OPTIONS ?=#            further options of pytest, such as --seed-offset 1
 TESTS = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the notice about MkDocs 2
@@ -28,7 +29,7 @@ help:
 	@echo "make sanitize       run the CPU kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-hflayers  run the suite with the original hopfield-layers installed (HFLAYERS=path uses a checkout)"
 	@echo "make test-oldest    run the suite with the oldest supported releases (Python 3.10 to 3.12)"
-	@echo "make soak           run random checks against the reference for 30 minutes"
+	@echo "make soak           run random checks against the reference for 30 minutes (MINUTES=10: for ten)"
 	@echo "make test-nightly   run the suite with torch nightly"
 	@echo "make clean          remove .venv, out/ and build products"
 
@@ -119,8 +120,8 @@ test-models: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models --path $(VENV)/models --results build/models
 
 soak: $(READY)
-	@echo "==> 30 minutes of random checks"
-	$(BIN)/python -m tests.soak --minutes 30
+	@echo "==> $(MINUTES) minutes of random checks"
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 docs: $(DOCS)
 	@echo "==> building the site"

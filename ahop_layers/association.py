@@ -23,7 +23,7 @@ from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 """Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
@@ -47,7 +47,7 @@ def negative_distance(query: Tensor, key: Tensor) -> Tensor:
 
 
 def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
-    """The negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
+    """Computes the negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
     wide = accumulation_dtype(query.dtype)
     if is_onnx_export():  # which does not know cdist
         return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
@@ -59,7 +59,7 @@ FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l
 
 
 def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
-    """Scores of a fixed similarity from the known values: ``d / m`` times the sum over m of d dimensions."""
+    """Scores the known values by a fixed similarity: ``d / m`` times the sum over m of d dimensions."""
     base = next(name for name, fixed in FIXED.items() if fixed is similarity)
     weight = query.new_zeros(1, query.shape[-1])
     weight[0, -1] = 1.0
@@ -326,7 +326,7 @@ def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) 
 
 def iterate(
     state: Tensor,
-    attend: Callable[[Tensor], Tensor],
+    weigh: Callable[[Tensor], Tensor],
     next_state: Callable[[Tensor], Tensor],
     change: Callable[[Tensor, Tensor], Tensor],
     steps: Steps,
@@ -334,13 +334,13 @@ def iterate(
 ) -> Tensor:
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    ``attend`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
+    ``weigh`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
     ``steps`` and ``eps`` those of :func:`associate`.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
     longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]
     search = any(limit is None or limit < 0 for limit in limits)
-    weights, before = attend(state), None
+    weights, before = weigh(state), None
     for step in range(max(longest)):
         moving = torch.tensor([step < limit for limit in longest], device=state.device)
         if before is not None:
@@ -350,5 +350,36 @@ def iterate(
         if search and not moving.any():
             break
         state = torch.where(moving[:, None, None], next_state(weights), state)
-        before, weights = weights.detach(), attend(state)
+        before, weights = weights.detach(), weigh(state)
     return weights
+
+
+def energy(
+    x: Tensor, modulated: Tensor, scores: Tensor, separation: Separation, beta: Tensor, dot_product: bool
+) -> Tensor:
+    """Computes the energy of states ``x (..., d)`` with ``scores (..., N)``, as in the paper's first table: ``(...)``.
+
+    For the dot product and softmax or a member of the entmax family (M-Hop, S-Hop, K-Hop), it is half the product of
+    the state and the modulated state, minus the function of the scores whose gradient is the separation.
+
+    For the dot product and another separation (Hop, D-Hop, E-Hop), it is the negative sum over patterns of the
+    antiderivative of the separation; the paper's table has the sum inside the power and the exponential. It does not
+    increase for odd degrees. For the exponential it is the logarithm of that sum, which does not overflow.
+
+    For other similarities with softmax (A-Hop), it is the negative log-sum-exp of the scores. For the similarity
+    ``-|x - bias - pattern|^2`` it does not increase and is at least ``-log N``. Other memories have no energy.
+    """
+    name, attention = separation.name, ("softmax", "sparsemax", "entmax15", "entmax")
+    if name not in ((*attention, "identity", "polynomial", "exponential") if dot_product else ("softmax",)):
+        similarity = "the dot product" if dot_product else "a similarity other than the dot product"
+        raise AHopError(f"no energy is defined for {similarity} with the separation {name!r}")
+    if name in ("identity", "polynomial"):
+        degree = separation.degree if name == "polynomial" else 1
+        return -(scores ** (degree + 1)).sum(-1) / (degree + 1)
+    if name in ("softmax", "exponential"):
+        conjugate = (beta * scores).logsumexp(-1) / beta
+    else:  # p . s plus the Tsallis entropy of the weights p
+        weights, alpha = separation(beta * scores), separation.alpha
+        entropy = (weights - weights**alpha).sum(-1) / (alpha * (alpha - 1))
+        conjugate = (weights * scores).sum(-1) + entropy / beta
+    return 0.5 * (x * modulated).sum(-1) - conjugate if dot_product and name in attention else -conjugate

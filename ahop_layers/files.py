@@ -5,7 +5,7 @@ import importlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ def as_path(path: Any) -> Path:
     return Path(path)
 
 
-def write(path: Path, key: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Writes tensors and the header ``key`` in one step: whoever reads ``path`` sees the old file or the new one."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path to write to, and moves it to ``path`` at the end: whoever reads sees the old file or the new one."""
     library = _safetensors()
     if path.is_dir() or not path.parent.is_dir():
         raise AHopError(f"path must be a file in a folder that exists, got {str(path)!r}")
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        library.torch.save_file(contiguous, part, metadata={key: json.dumps(header)})
+        yield part
         with part.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -40,6 +40,13 @@ def write(path: Path, key: str, tensors: Mapping[str, Tensor], header: Mapping[s
             part.unlink(missing_ok=True)
 
 
+def write(path: Path, key: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Writes tensors and the header ``key`` in one step."""
+    with replacing(path) as part:
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        _safetensors().torch.save_file(contiguous, part, metadata={key: json.dumps(header)})
+
+
 def read(path: Path, key: str, writer: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors, mapped into memory, and the header ``key`` of a file that ``writer`` wrote."""
     library, rule = _safetensors(), f"path must be a file that {writer} wrote, got {str(path)!r}"
@@ -47,10 +54,21 @@ def read(path: Path, key: str, writer: str) -> tuple[dict[str, Tensor], dict[str
         raise AHopError(rule)
     try:
         with library.safe_open(str(path), framework="pt") as file:
-            header = dict(json.loads((file.metadata() or {})[key]))
+            header = as_header((file.metadata() or {})[key])
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 - no mapping
     except (library.SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise AHopError(f"{rule}: {error}") from error
+
+
+def as_header(text: str | bytes) -> dict[str, Any]:
+    """Returns the object that a text of JSON has, or raises a ValueError."""
+    try:
+        header = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the header is nested too deeply") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"the header must be an object, got {type(header).__name__}")
+    return header
 
 
 def _safetensors() -> Any:

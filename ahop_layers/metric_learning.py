@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ahop_layers.similarity import AdaptiveSimilarity, BlocksArgument, Init
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BlocksArgument, Init
 
 try:
     from pytorch_metric_learning.distances import BaseDistance

@@ -81,10 +81,6 @@ class Bags:
         columns = weights.to(accumulation_dtype(values.dtype)).unbind(-1)  # by query, to avoid (total, H, Q, e)
         return torch.stack([self.sum(column[..., None] * values) for column in columns], 2).to(values.dtype)
 
-    def change(self, weights: Tensor, before: Tensor) -> Tensor:
-        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
-        return self.sum((weights - before).square().sum(-1)).sqrt()
-
     def score(self, state: Tensor, key: Tensor, score: Similarity) -> Tensor:
         """Scores states ``(1 or N, H, Q, d)`` against the keys of their bags, ``(total, H, d)``: ``(total, H, Q)``."""
         if state.shape[0] == 1 or not self.total:
@@ -184,7 +180,7 @@ class Packed:
 
     def change(self, weights: Tensor, before: Tensor) -> Tensor:
         """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
-        return self.extended.change(weights, before)
+        return self.extended.sum((weights - before).square().sum(-1)).sqrt()
 
     def of_instances(self, weights: Tensor) -> Tensor:
         """Returns the weights ``(total, H, Q)`` without those of the zero association."""

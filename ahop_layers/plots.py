@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError, check_floating, check_module, describe
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops.reference import fold
-from ahop_layers.similarity import AdaptiveSimilarity, named_similarities
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, named_similarities
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -14,13 +14,13 @@ from torch.nn.utils import parametrize
 
 from ahop_layers.errors import AHopError, check_module, check_numbers
 from ahop_layers.ops.reference import BASES, fold, unfold
-from ahop_layers.similarity import AdaptiveSimilarity, named_similarities, similarity_parameters
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, named_similarities, similarity_parameters
 
 EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
 
 FORM_UNITS, FORM_STEPS = {"original0": 20.0, "original1": 1.0}, 40
-"""Units of the weights of trainable forms, up to so many steps. With more, they fall with the root of the number."""
+"""Units of folded and unfolded weights, up to so many steps. With more, they fall with the root of the number."""
 
 FORM_EPS = 0.3
 """Adam's eps of the weights of a base, the sum over ranks and heads, in their units. See :func:`_groups`."""
@@ -86,15 +86,6 @@ class _Folded(nn.Module):
         return (folded, torch.zeros_like(weight)) if self.and_unfolded else folded
 
 
-def folded_weights(module: nn.Module) -> AbstractContextManager[None]:
-    """Trains the folded weights of every adaptive similarity in ``module`` instead of ``w`` and ``beta``.
-
-    A step on an entry of the folded weight ``u``, the reverse cumulative sum of ``beta * w``, changes the weight of one
-    rank, a step on ``w`` those of many. Entering and leaving the context does not change the scores.
-    """
-    return trainable_forms(module, and_unfolded=False)
-
-
 def _degree(base: str) -> float:
     """Returns the power of the scale of query and key with which a base similarity grows."""
     if BASES[base].saturates:  # its width grows with the data
@@ -126,11 +117,15 @@ def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
 
 
 @contextmanager
-def trainable_forms(module: nn.Module, scale: float = 1.0, and_unfolded: bool = True) -> Iterator[None]:
-    """Trains folded and unfolded weights together: the weights are the sum of both.
+def folded_weights(module: nn.Module, scale: float = 1.0, and_unfolded: bool = False) -> Iterator[None]:
+    """Trains the folded weights of every adaptive similarity in ``module`` instead of ``w`` and ``beta``.
 
-    Noisy queries need small steps, masked queries without noise need weights in the thousands: Adam, with its fixed
-    step size, reaches both with two parametrizations. Steps have the same effect for data of any ``scale``.
+    A step on an entry of the folded weight ``u``, the reverse cumulative sum of ``beta * w``, changes the weight of one
+    rank, a step on ``w`` those of many. Entering and leaving the context does not change the scores. Steps have the
+    same effect for data of any ``scale``.
+
+    If ``and_unfolded``, the weights are the sum of folded and unfolded ones. Noisy queries need small steps, masked
+    queries without noise need weights in the thousands: Adam, with its fixed step size, reaches both with this sum.
     """
     trained = []
     for part in [each for each in named_similarities(module).values() if isinstance(each, AdaptiveSimilarity)]:
@@ -187,7 +182,7 @@ def minimize(
     The learning rate rises for a tenth of the steps, then falls to zero. If the batches have held-out queries, the
     parameters are those with the smallest loss on them. ``units`` are parameters and the size of a unit of each; the
     learning rate is in these units. Others have the unit 1. ``scale`` is that of the data, see
-    :func:`trainable_forms`. ``average`` averages gradients over ranks.
+    :func:`folded_weights`. ``average`` averages gradients over ranks.
 
     Returns:
         The loss of every step ``(steps,)``, and the first and the smallest loss on the held-out queries.
@@ -196,7 +191,7 @@ def minimize(
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise AHopError("the memory must have trainable parameters, got none in its similarity, modulation and prior")
     losses = []
-    with torch.enable_grad(), trainable_forms(module, scale):
+    with torch.enable_grad(), folded_weights(module, scale, and_unfolded=True):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if lr > torch.finfo(parameters[0].dtype).max / 16:  # Adam divides by 1 - 0.9 in the first step
             raise AHopError(f"lr must be within the range of {parameters[0].dtype}, got {lr!r}")

@@ -11,7 +11,7 @@ from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.mil.report import NAMES as POOLINGS
 from benchmarks.paper.retrieval.report import GUESSED, LIMIT, REFERENCE
 from benchmarks.paper.tabular.report import AREA_SETS, TITLES
-from benchmarks.search.ours import OURS
+from benchmarks.search.packaged import OWN
 
 ATTENTIONS = ("dot", "adaptive:blocks=4")
 SEARCHES = (
@@ -21,7 +21,7 @@ SEARCHES = (
 )  # fmt: skip
 """Data set, kind of corruption and level of each line of the summary of the search page."""
 DAMAGES = {"pixels": "of the pixels replaced", "occlusion": "of the area covered"}
-METHODS = ("Euclid", "sparse representation", "CNN", OURS)
+METHODS = ("Euclid", "sparse representation", "CNN", *OWN)
 COVERAGES = ("fully", "partly", "not")
 
 Entries = dict[str, list[float]]

@@ -16,13 +16,13 @@ BORROWED = re.compile(r"arguments (?:but these )?are those of\s+:class:`(\w+)`")
 
 
 def to_markdown(text: str, path: Callable[[str], str]) -> str:
-    """Convert a docstring to Markdown; ``path`` returns the full path of a name in it."""
+    """Converts a docstring to Markdown; ``path`` returns the full path of a name in it."""
     text = SHARED.sub(lambda names: names[0].replace(", ", ",\N{FOUR-PER-EM SPACE}"), text)  # griffe splits at spaces
     return EXAMPLE.sub(r"```pycon\n\g<0>\n```", ROLE.sub(lambda role: _link(role[1], path(role[1])), text))
 
 
 def _link(name: str, path: str) -> str:
-    """Link to the last part of a name, if the reference has it."""
+    """Links to the last part of a name, if the reference has it."""
     return f'<autoref identifier="{path}" optional><code>{name.split(".")[-1]}</code></autoref>'
 
 
@@ -33,7 +33,7 @@ def documented(text: str) -> dict[str, str]:
 
 
 def borrow_arguments(text: str, other: str, names: list[str]) -> str:
-    """Add the descriptions of another docstring for those of the arguments ``names`` that have none."""
+    """Adds the descriptions of another docstring for those of the arguments ``names`` that have none."""
     own, others = documented(text), documented(other)
     every = {name: line for found in (others, own) for key, line in found.items() for name in key.split(", ")}
     lines = "".join(dict.fromkeys(every[name] for name in names if name in every))

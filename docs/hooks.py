@@ -19,7 +19,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Convert formulas to MathML, which browsers render without a script."""
+    """Converts formulas to MathML, which browsers render without a script."""
     return FORMULA.sub(lambda found: _mathml(html.unescape(found[3]), block=found[2] == "["), content)
 
 
@@ -28,7 +28,7 @@ def _mathml(formula: str, block: bool) -> str:
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Insert metadata for search engines, from CITATION.cff, into the head of the landing page."""
+    """Inserts metadata for search engines, from CITATION.cff, into the head of the landing page."""
     if not page.is_homepage:
         return output
     cited = yaml.safe_load((Path(config.config_file_path).parent / "CITATION.cff").read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def metadata(cited: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for every notebook, with its outputs if it was executed before."""
+    """Adds a page for every notebook, with its outputs if it was executed before."""
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         place = PurePosixPath(notebook.src_uri)
         title, *parts = notebook_parts(json.loads(notebook.content_string)["cells"])

@@ -44,7 +44,7 @@ def _seed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def _numerics() -> Iterator[None]:
-    """Restore the global settings that change the last bit of torch's own sums.
+    """Restores the global settings that change the last bit of torch's own sums.
 
     Some tests set the number of threads. torch itself disables oneDNN for the process, with a warning, after the first
     bfloat16 product on a CPU without support for it.
@@ -57,7 +57,7 @@ def _numerics() -> Iterator[None]:
 
 @pytest.fixture
 def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Solve fits of a memory from few queries, candidates and steps."""
+    """Solves fits of a memory from few queries, candidates and steps."""
     from ahop_layers.learning import questions, regression, solve
     from ahop_layers.memory import memory
 
@@ -70,7 +70,7 @@ def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill uninitialized memory with NaN, so that an element a kernel does not write shows up."""
+    """Fills uninitialized memory with NaN, so that an element a kernel does not write shows up."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Import timm, torchvision and transformers for tests, with any build of torch."""
+"""Imports timm, torchvision and transformers for tests, with any build of torch."""
 
 import sys
 from contextlib import suppress
@@ -13,7 +13,7 @@ import torch
 
 @cache
 def make_torchvision_importable() -> None:
-    """Declare the two operators that torchvision needs at import, if its library was built for another torch.
+    """Declares the two operators that torchvision needs at import, if its library was built for another torch.
 
     Vision transformers do not use them.
     """
@@ -32,6 +32,6 @@ def make_torchvision_importable() -> None:
 
 
 def framework(name: str) -> ModuleType:
-    """Import a module, or skip the test if it is not installed."""
+    """Imports a module, or skips the test if it is not installed."""
     make_torchvision_importable()  # timm and transformers import it too
     return pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[vit]'", exc_type=ImportError)

@@ -7,7 +7,7 @@ USED = ("examples", "tabular", "vit", "mil", "save", "metric")
 
 
 def oldest(requirements: list[str]) -> list[str]:
-    """Lower bounds of the requirements of the package and of the user extras, as ``name==version``."""
+    """Returns the lower bounds of the requirements of the package and of the user extras, as ``name==version``."""
     parts = (requirement.partition(";") for requirement in requirements)
     wanted = (bound for bound, _, marker in parts if not marker or any(f'"{extra}"' in marker for extra in USED))
     return sorted({bound.strip().replace(">=", "==") for bound in wanted})

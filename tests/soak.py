@@ -1,32 +1,30 @@
-"""Soak test: random layers, shapes, dtypes, masks, threads and forks against the reference, for a given time.
+"""Soak test: random layers, memories, dtypes, masks, threads and forks against the reference, for a given time.
 
-To run: make soak, or python -m tests.soak --minutes 30 --seed 0
+To run: make soak, make soak MINUTES=10, or python -m tests.soak --minutes 30 --seed 0
 
 Each round draws one check and its inputs from the seed. A round that fails prints what reproduces it, and the run exits
-with status 1. The run also fails if the resident memory grows by more than 1 % between its second and its last quarter.
-
-Resident memory is measured without what libraries and the kernel keep on their own account:
-
-- Only anonymous memory counts. The kernel loads and drops pages of library files at any time, several percent of all.
-- The C allocator (``malloc_trim``) and PyTorch's allocator on ARM (mimalloc) return free memory at once.
-- oneDNN's cache is off. It keeps one matrix product per shape, up to 1024 of them, which take about 19 MiB.
+with status 1. The run also fails if the memory in use grows by more than 1 % between its second and its last quarter:
+the bytes that malloc has given out, and the blocks that Python has. Resident memory would count how the largest round
+so far left the heap in pieces, too: it has steps of several MiB while the memory in use is constant. oneDNN's cache is
+off. It keeps one matrix product per shape, up to 1024 of them, which take about 19 MiB.
 """
 
 import argparse
+import copy
 import ctypes
 import gc
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
+from typing import Any
 
-os.environ["MIMALLOC_PURGE_DELAY"] = "0"  # read when torch is imported
-os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"  # read when torch is imported
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +37,7 @@ from tests.gaps import near_ties
 BASES = (("dis", "dot"), ("dot",), ("dis",), ("l1",), ("dot", "l1"), ("l1", "dis", "dot"))
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MEMORY_GROWTH = 0.01
+M_ARENA_MAX = -8  # of malloc.h
 
 
 class Draw:
@@ -212,7 +211,109 @@ def memory_recall(draw: Draw) -> None:
         raise RuntimeError(f"recall of {name} among {tuple(patterns.shape)}: not the largest score")
 
 
-CHECKS = (scores_and_gradients, unequal_blocks, attention, hopfield_layers, packed_bags, memory_recall)
+def missing_values(draw: Draw) -> None:
+    """Scores of a memory with unknown values, and the hits of a search, against the definition in float64."""
+    name, d = draw.choose.choice(("dot", "dis", "l1")), draw.integer(1, 60)
+    patterns, query = (draw.normal(draw.integer(1, n), d).contiguous() for n in (200, 9))
+    for rows in (patterns, query):
+        rows[draw.mask(*rows.shape)] = torch.nan
+        rows[:, 0] = rows[:, 0].nan_to_num(0.5)  # a row needs a known value
+    memory = ah.AssociativeMemory(patterns, name)
+    values = reference.pair_values(query.double(), patterns.double(), name)
+    exact = values.nansum(-1) * d / (~values.isnan()).sum(-1)
+    scores, k = memory.scores(query), draw.integer(1, len(patterns))
+    check(relative_error(scores, exact), 0.0, f"scores {name} of {d} partly unknown values")
+    hits = memory.search(query, k)
+    if not torch.equal(hits[0], scores.sort(-1, descending=True).values[:, :k]):
+        raise RuntimeError(f"search of {name} among {tuple(patterns.shape)} unknown values: not the largest scores")
+
+
+def found_in(memory: ah.AssociativeMemory, query: Tensor) -> list[Any]:
+    """What a memory with ids and labels finds, each from one call and thus of one state."""
+    hits = memory.search(query, 2)
+    return [hits.ids, hits.labels.tolist(), hits[0], memory.classify(query).tolist(), memory.retrieve(query)]
+
+
+def saved_and_loaded(memory: ah.AssociativeMemory, query: Tensor) -> list[Any]:
+    """What is found in a copy of the memory that was saved in a file and loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        memory.save(f"{folder}/memory.safetensors")
+        return found_in(ah.AssociativeMemory.load(f"{folder}/memory.safetensors"), query)
+
+
+def readers_and_a_writer(draw: Draw) -> None:
+    """Threads search, save and load while another one adds, replaces and removes, against a serial replay.
+
+    A result must be that of a state which the memory had during the call.
+    """
+    images, missing = draw.integer(0, 3) == 0, bool(draw.integer(0, 1))
+    shape, count = (6, 6) if images else (12,), draw.integer(8, 30)
+    rows = torch.rand(count + 9, *shape, generator=draw.generator)
+    if missing:
+        rows[draw.mask(*rows.shape) & draw.mask(*rows.shape)] = torch.nan
+        rows[:, 0] = rows[:, 0].nan_to_num(0.5)
+    memory = ah.AssociativeMemory(rows[:count], labels=range(count), ids=range(count))
+    query = rows[draw.integer(0, 3) : count : 5] + 0.01
+    changes = [(draw.integer(0, count - 1), rows[count + at], 1000 + at) for at in range(9)]
+
+    def change(memory: ah.AssociativeMemory, at: int) -> None:
+        number, row, fresh = changes[at]
+        if at % 3 == 0:
+            memory.add(row[None], labels=[fresh], ids=[fresh])
+        elif at % 3 == 1:
+            memory.add(row[None], labels=[fresh], ids=[number], replace=True)
+        else:
+            memory.remove(ids=[1000 + at - 2])
+
+    replayed = copy.deepcopy(memory)
+    states = [found_in(replayed, query)]
+    for at in range(len(changes)):
+        change(replayed, at)
+        states.append(found_in(replayed, query))
+    done = 0  # changes so far
+
+    def read(find: Callable[[ah.AssociativeMemory, Tensor], list[Any]]) -> None:
+        while done < len(changes):
+            before = done
+            found = find(memory, query)
+            possible = states[before : done + 2]  # a change is counted after it was made
+            for part, result in enumerate(found):
+                if not any(_equal(result, state[part]) for state in possible):
+                    raise RuntimeError(f"{find.__name__} part {part} of {shape}: not a state of the memory")
+
+    def write() -> None:
+        nonlocal done
+        for at in range(len(changes)):
+            change(memory, at)
+            done += 1
+            time.sleep(0.002)
+
+    with ThreadPoolExecutor(5) as pool:
+        readers = [pool.submit(read, find) for find in (found_in, found_in, found_in, saved_and_loaded)]
+        pool.submit(write).result()
+        for reader in readers:
+            reader.result()
+    if not all(map(_equal, found_in(memory, query), states[-1])):
+        raise RuntimeError(f"memory of {shape}: not the last state of the serial replay")
+
+
+def _equal(result: Any, expected: Any) -> bool:
+    """Whether results agree: the sum of a matrix product may be rounded differently, and an unknown value is NaN."""
+    if not isinstance(result, Tensor):
+        return bool(result == expected)
+    return result.shape == expected.shape and torch.allclose(result, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+CHECKS = (
+    scores_and_gradients,
+    unequal_blocks,
+    attention,
+    hopfield_layers,
+    packed_bags,
+    memory_recall,
+    missing_values,
+    readers_and_a_writer,
+)
 
 
 def in_process(function: Callable[[Draw], None], seed: int) -> None:
@@ -243,12 +344,20 @@ def in_fork(function: Callable[[Draw], None], seed: int) -> None:
         raise RuntimeError(f"forked process ended with status {status}")
 
 
-def resident_bytes() -> int:
-    """Anonymous resident memory of this process, after the C allocator has returned its free memory."""
+class Allocated(ctypes.Structure):
+    """The struct mallinfo2 of malloc.h; ``uordblks`` are the bytes in use, ``hblkhd`` those of mapped blocks."""
+
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
+
+
+def in_use() -> tuple[int, int]:
+    """Bytes that malloc has given out, and blocks that Python has."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(status["RssAnon"].split()[0])
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Allocated
+    found = library.mallinfo2()
+    return found.uordblks + found.hblkhd, sys.getallocatedblocks()
 
 
 def main() -> int:
@@ -257,10 +366,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="duration")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
     args = parser.parse_args()
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)  # mallinfo2 sees the first arena alone
     torch.set_num_threads(2)
     begin, seed = time.monotonic(), 1000 * args.seed
     done: Counter[str] = Counter()
-    memory: list[int] = []  # at 120 equal intervals, of at least a second
+    memory: list[tuple[int, int]] = []  # at 120 equal intervals, of at least a second
     while (passed := time.monotonic() - begin) < 60 * args.minutes:
         choose = random.Random(seed)
         function = choose.choice(CHECKS)
@@ -273,18 +383,19 @@ def main() -> int:
         done.update((function.__name__, how.__name__))
         seed += 10
         if passed >= len(memory) * max(1.0, args.minutes / 2):
-            memory.append(resident_bytes())
+            memory.append(in_use())
             if len(memory) % 10 == 0:
-                megabytes = memory[-1] / 2**20
-                print(f"{passed / 60:6.1f} min, {done.total() // 2} rounds, {megabytes:.0f} MiB resident", flush=True)
+                figures = f"{memory[-1][0] / 2**20:.1f} MiB, {memory[-1][1]:,} blocks of Python"
+                print(f"{passed / 60:6.1f} min, {done.total() // 2} rounds, {figures}", flush=True)
     quarter = max(1, len(memory) // 4)
-    before, after = median(memory[quarter : 2 * quarter]), median(memory[-quarter:])
     counts = ", ".join(f"{name} {count}" for name, count in sorted(done.items()))
     print(f"{done.total() // 2} rounds in {args.minutes:g} minutes: {counts}")
-    print(f"resident memory {before / 2**20:.1f} MiB, then {after / 2**20:.1f} MiB: {after / before - 1:+.2%}")
-    if after / before - 1 > MEMORY_GROWTH:
-        print(f"FAILED: resident memory grew by more than {MEMORY_GROWTH:.0%}")
-        return 1
+    for name, values in zip(("bytes of malloc", "blocks of Python"), zip(*memory, strict=True), strict=True):
+        before, after = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+        print(f"{name} in use: {before:,.0f}, then {after:,.0f}: {after / before - 1:+.2%}")
+        if after / before - 1 > MEMORY_GROWTH:
+            print(f"FAILED: {name} in use grew by more than {MEMORY_GROWTH:.0%}")
+            return 1
     return 0
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.similarity import SimilarityOptions
+from ahop_layers.similarity.adaptive import SimilarityOptions
+from tests.samples import Scaled
 
 N, L, S, E, H = 3, 5, 7, 12, 3
 OPTIONS = {
@@ -193,35 +194,24 @@ def test_keywords_reach_similarity_and_separation(keywords):
     assert all(p.grad.abs().sum() > 0 for p in ours.similarity.parameters())
 
 
-class Bilinear(nn.Module):
-    """A similarity of another class, with parameters of its own."""
-
-    def __init__(self, dim, num_heads):
-        super().__init__()
-        self.matrix = nn.Parameter(torch.eye(dim).repeat(num_heads, 1, 1))
-
-    def forward(self, query, key):
-        return query @ self.matrix @ key.mT
-
-
-@pytest.mark.parametrize("similarity", [Bilinear, Bilinear(E // H, H)], ids=["factory", "module"])
+@pytest.mark.parametrize("similarity", [Scaled, Scaled(E // H, H)], ids=["factory", "module"])
 def test_another_similarity_or_none(similarity):
     theirs, ours = nn.MultiheadAttention(E, H), ah.AdaptiveAttention(E, H, similarity=similarity)
     x = inputs()
     ours.load_state_dict(theirs.state_dict())  # a similarity without reset_parameters keeps its values
     torch.testing.assert_close(ours(*x), theirs(*x), **TOLERANCE)
-    assert ah.similarity_parameters(ours) == [ours.similarity.matrix]
+    assert ah.similarity_parameters(ours) == [ours.similarity.scale]
     ours(*x)[0].square().sum().backward()
-    assert ours.similarity.matrix.grad.abs().sum() > 0
+    assert ours.similarity.scale.grad.abs().sum() > 0
     ours.similarity = None  # the dot product
     torch.testing.assert_close(ours(*x), theirs(*x), **TOLERANCE)
 
 
 def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():
-    layer = ah.AdaptiveAttention(E, H, dtype=torch.float64, device="meta", similarity=Bilinear)
-    assert (layer.similarity.matrix.dtype, layer.similarity.matrix.device.type) == (torch.float64, "meta")
+    layer = ah.AdaptiveAttention(E, H, dtype=torch.float64, device="meta", similarity=Scaled)
+    assert (layer.similarity.scale.dtype, layer.similarity.scale.device.type) == (torch.float64, "meta")
     layer = ah.AdaptiveAttention(E, H).eval()
-    layer.make_adaptive(SimilarityOptions(similarity=Bilinear))
+    layer.make_adaptive(SimilarityOptions(similarity=Scaled))
     assert not layer.similarity.training
 
 

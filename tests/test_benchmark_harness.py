@@ -17,7 +17,7 @@ from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("kernels", "packed", "vit", "costs", "search", "search.tune", "projects", "robust", "harness.pages")
+COMMANDS = ("kernels", "packed", "vit", "costs", "search", "projects", "robust", "harness.pages")
 PAPER = ("paper.retrieval", "paper.mil", "paper.images", "paper.tabular")
 
 

@@ -20,14 +20,6 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("blocks", [4, BLOCKS["several normalized"]], ids=str)
-def test_attention_trains_in_half_precision_too(blocks):
-    layer, x = ah.AdaptiveAttention(16, 2, batch_first=True, blocks=blocks, debias=True), torch.randn(3, 5, 16)
-    layer(x, x, x)[0].square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
-    assert layer.half()(*[x.half()] * 3)[0].isfinite().all()
-
-
 def test_attention_blocks_are_those_of_one_head():
     assert ah.AdaptiveAttention(16, 2, blocks=4).similarity.w.shape == (2, 2, 4)
     with pytest.raises(ah.AHopError, match="blocks must divide d = 8: expected one of 1, 2, 4, 8, got 16"):
@@ -86,7 +78,7 @@ def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(mo
     assert memory.similarity.norm_0 > 0
     monkeypatch.setattr("ahop_layers.memory.search.BLOCK_ELEMENTS", 24)
     torch.testing.assert_close(memory.scores(query), expected)  # a sum of a row may depend on the number of rows
-    monkeypatch.setattr("ahop_layers.blocks.SLICE_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.similarity.blocks.SLICE_ELEMENTS", 24)
     again = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
     torch.testing.assert_close(again.similarity.norm_0, memory.similarity.norm_0)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.ops import reference
-from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions
+from ahop_layers.similarity.adaptive import LazyAdaptiveSimilarity, SimilarityOptions
 
 BASES = ("dis", "dot", "l1")
 UNEQUAL = torch.tensor([2, 0, 1, 0, 2, 2, 1, 3, 0, 3, 3, 3])

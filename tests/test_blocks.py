@@ -1,5 +1,6 @@
 """Footprints of blocks: the mathematics, the operators, and the kernels for CPU tensors."""
 
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -8,24 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ahop_layers as ah
-from ahop_layers.blocks import Blocks
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.reference import BASES as FORMULAS
 from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
+from ahop_layers.similarity.blocks import Blocks
+from tests import samples
 
 BASES = ("dis", "dot", "l1")
-native = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 UNEQUAL = torch.tensor([2, 0, 1, 0, 2, 2, 1, 3, 0])
-
-
-def problem(*batch, length=5, count=7, d=12, n=4, heads=None, bases=2, dtype=torch.float64, grad=False):
-    shape = (heads,) if heads else ()
-    tensors = (
-        torch.randn(*batch, *shape, length, d, dtype=dtype),
-        torch.randn(*batch, *shape, count, d, dtype=dtype),
-        torch.randn(*shape, bases, n, dtype=dtype) / d,
-    )
-    return tuple(tensor.requires_grad_(grad) for tensor in tensors)
+problem = partial(samples.problem, d=12, n=4)
 
 
 def per_block(query, key, base, numbers):
@@ -59,15 +51,6 @@ def test_as_many_blocks_as_dimensions_is_the_plain_footprint_bit_by_bit(base):
     assert torch.equal(ah.footprint(query, key, base, 12), plain)
     assert torch.equal(ah.footprint(query, key, base, torch.arange(12)), plain)
     assert torch.equal(ah.footprint(query, key, base), plain)
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("cpu", marks=native)])
-@pytest.mark.parametrize("base", BASES)
-def test_one_block_is_the_base_similarity(base, backend):
-    query, key = torch.randn(2, 3, 12, dtype=torch.float64), torch.randn(2, 4, 12, dtype=torch.float64)
-    expected = FORMULAS[base].value(query[:, :, None], key[:, None]).sum(-1)
-    weight = torch.ones(1, 1, dtype=torch.float64)
-    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, (base,), backend=backend), expected)
 
 
 @pytest.mark.parametrize("n", [1, 4, 12])

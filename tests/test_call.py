@@ -7,18 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_convert import Scaled
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ahop_layers as ah
 from ahop_layers import association
-from ahop_layers.attention.call import attend
-from ahop_layers.attention.products import read_product
+from ahop_layers.attention.call import similarity_attention
 from ahop_layers.convert.discover import CHANNELS, OPAQUE, OTHER_SCORES
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityList, named_similarities
+from ahop_layers.similarity.adaptive import SimilarityList, named_similarities
+from tests.samples import Scaled, perturb
 
 pytestmark = pytest.mark.slow
 
@@ -114,12 +113,6 @@ class Mixed(ByHand):
         return self.drop(self.after(self.softmax(scores).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
 
 
-def perturb(model):
-    with torch.no_grad():
-        for parameter in ah.similarity_parameters(model):
-            parameter.add_(0.1 * torch.randn_like(parameter))
-
-
 def check_kept(model, x, **options):
     """Adapts a model, and checks outputs and gradients; returns the report."""
     parameters = list(model.parameters())
@@ -155,7 +148,7 @@ def test_the_function_equals_that_of_pytorch(query, key, mask, options):
     q, k, v = (torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in (query, key, key))
     similarity = ah.AdaptiveSimilarity(8, query[-3] if len(query) > 3 else None, dtype=torch.double)
     expected = SDPA(q, k, v, mask, **options)
-    output = attend(similarity, Separation(), q, k, v, mask, **options)
+    output = similarity_attention(similarity, Separation(), q, k, v, mask, **options)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (output, expected)))
 
@@ -163,15 +156,15 @@ def test_the_function_equals_that_of_pytorch(query, key, mask, options):
 def test_dropout_is_that_of_the_call():
     q = torch.randn(2, 4, 6, 8)
     similarity, separation = ah.AdaptiveSimilarity(8, 4).eval(), Separation().eval()
-    assert not attend(similarity, separation, q, q, q, dropout_p=1.0).any()
-    some = attend(similarity, separation, q, q, torch.ones_like(q), dropout_p=0.5)
+    assert not similarity_attention(similarity, separation, q, q, q, dropout_p=1.0).any()
+    some = similarity_attention(similarity, separation, q, q, torch.ones_like(q), dropout_p=0.5)
     assert some.unique().numel() > 6  # without dropout, all are 1
 
 
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.randn(4, 2, 8), torch.randn(3, 2, 8)]).transpose(1, 2)
     with pytest.raises(ah.AHopError, match="must not be nested"):
-        attend(ah.AdaptiveSimilarity(8, 2), Separation(), nested, nested, nested)
+        similarity_attention(ah.AdaptiveSimilarity(8, 2), Separation(), nested, nested, nested)
 
 
 @pytest.mark.parametrize("blocks", [None, 4])
@@ -559,11 +552,3 @@ def test_compiled_checkpointing_inside_a_module_is_refused():
     ah.adapt_(model, example=x)
     with pytest.raises(Exception, match=r"a forward pass without scaled_dot|not in the current scope"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(x)
-
-
-def test_an_einsum_is_read_as_a_product_of_queries_and_keys():
-    query, key = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
-    product = read_product(torch.einsum, ("bhid,bhjd->bijh", query, key), {})
-    assert product.query.shape == query.shape
-    assert product.key.shape == key.shape
-    assert product.finish(torch.zeros(2, 3, 5, 7)).shape == (2, 5, 7, 3)

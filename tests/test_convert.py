@@ -18,6 +18,7 @@ from ahop_layers import hopfield
 from ahop_layers.attention import Adaptive
 from ahop_layers.convert import class_swap
 from ahop_layers.convert.registry import CONVERTERS, full_name
+from tests.samples import Scaled, perturb
 
 pytestmark = pytest.mark.slow
 
@@ -85,17 +86,6 @@ class Bags(nn.Module):
         return self.pool(self.relate(self.lookup(x)), stored_pattern_padding_mask=mask)
 
 
-class Scaled(nn.Module):
-    """A similarity of another class: the dot product times a learned factor per head."""
-
-    def __init__(self, dim, num_heads):
-        super().__init__()
-        self.shape, self.scale = (dim, num_heads), nn.Parameter(torch.ones(num_heads, 1, 1))
-
-    def forward(self, query, key):
-        return self.scale * (query @ key.mT)
-
-
 def encoder():
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 3)
 
@@ -134,12 +124,6 @@ def close(got, expected):
 def layout(model):
     """Classes and names of attributes of all modules."""
     return {name: (type(each), set(vars(each)), set(each._modules)) for name, each in model.named_modules()}
-
-
-def perturb(model):
-    with torch.no_grad():
-        for parameter in ah.similarity_parameters(model):
-            parameter.add_(0.01 * torch.randn_like(parameter))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -192,7 +176,7 @@ def test_state_dict_copy_and_pickle(name):
     model, given = make(), make_input()
     unadapted = model.state_dict()
     ah.adapt_(model.eval())
-    perturb(model)
+    perturb(model, 0.01)
     with torch.no_grad():
         expected = call(model, given)
         other = make().eval()
@@ -216,7 +200,7 @@ def test_state_dict_copy_and_pickle(name):
 def test_compile_and_export():
     model, (x,) = timm_vit().eval(), images()
     ah.adapt_(model)
-    perturb(model)
+    perturb(model, 0.01)
     with torch.no_grad():
         expected = model(x)
         exported = torch.export.export(model, (x,)).module()

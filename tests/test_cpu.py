@@ -20,8 +20,21 @@ pytestmark = [
 
 ALL = ("dis", "dot", "l1")
 EVERY = (True, True, True)
-DIMENSIONS = (1, 2, 3, 7, 16, 17, 48, 64, 100, 784, 1024)
-BLOCKS = ((1, 2), (1, 7), (2, 4), (3, 21), (7, 49), (8, 64), (33, 66), (16, 784), (64, 1024), (1, 1024), (5, 2500))
+DIMENSIONS = (1, 2, 3, 7, 16, 17, 48, 64, 100, 784, 1024, 1260)
+BLOCKS = (
+    (1, 2),
+    (1, 7),
+    (2, 4),
+    (3, 21),
+    (7, 49),
+    (8, 64),
+    (33, 66),
+    (16, 784),
+    (64, 1024),
+    (1, 1024),
+    (5, 2500),
+    (1189, 2378),
+)
 SHAPES = ((1, 1, 1, 65), (2, 3, 5, 3), (1, 2, 66, 9), (70, 2, 1, 1))
 CASES = [
     (shape, n, d)
@@ -324,9 +337,9 @@ def test_constant_weights_of_one_head():
 
 def test_what_is_served():
     """The number of blocks is limited by the networks, d by the scratch memory."""
-    for n, d in ((1024, 1024), (1024, 2048), (1, 16384)):
+    for n, d in ((4096, 4096), (4096, 8192), (1, 16384)):
         assert cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
-    for n, d in ((1025, 1025), (1025, 2050), (1, 16385)):
+    for n, d in ((4097, 4097), (4097, 8194), (1, 16385)):
         assert not cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
     query = torch.empty(1, 1, 1, 12)
     assert cpu.serves(query, SHARED, 4)

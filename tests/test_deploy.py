@@ -131,12 +131,6 @@ def test_labels_and_ids_may_be_strings(rows):
         (lambda m, x: m.search(x[:, :3]), r"queries x must be \(..., d\) or \(..., 3, 4\) with the d = 12"),
         (lambda m, x: m.search([["a"]]), "queries x must be a tensor, an array or a list of numbers, got list"),
         (lambda m, x: m.search(x).labels, "the memory must have labels, got none"),
-        (
-            lambda m, x: m.search(x.to_sparse_csr()),
-            "queries x must be .* in a dense tensor, got .*sparse_csr",
-        ),
-        (lambda m, x: m.search(np.array(["2020-01-01"], "M8[D]")), "queries x must be a tensor, an array or a list"),
-        (lambda m, x: m.build_index(5), "description must be a string, got int"),
         (lambda m, x: m.explain(x, index=60), "index must be integers from 0 to 59"),
         (lambda m, x: m.threshold(2.0), "false_accepts must be"),
         (lambda m, x: AssociativeMemory(x[0, 0]), r"patterns must be \(N, d\), or images"),
@@ -349,28 +343,10 @@ def test_modules_of_others_are_not_saved(rows, tmp_path):
     memory = AssociativeMemory(rows, Mine())
     with pytest.raises(AHopError, match="save needs a similarity of this package, got Mine: save the state_dict"):
         memory.save(tmp_path / "memory.safetensors")
-    with pytest.raises(AHopError, match="a folder that exists"):
-        AssociativeMemory(rows).save(tmp_path / "none" / "memory.safetensors")
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "missing",
-        "empty",
-        "truncated",
-        "pickle",
-        "no header",
-        "newer",
-        "hostile",
-        "table",
-        "heads",
-        "kernel",
-        "nan",
-        "short",
-    ],
-)
+@pytest.mark.parametrize("kind", ["missing", "pickle", "newer", "hostile", "table", "heads", "kernel", "short"])
 def test_a_broken_file_is_refused(kind, rows, tmp_path):
     path = tmp_path / "memory.safetensors"
     memory = AssociativeMemory(rows, ids=[str(i) for i in range(60)])
@@ -384,12 +360,8 @@ def test_a_broken_file_is_refused(kind, rows, tmp_path):
 
     if kind == "missing":
         path.unlink()
-    elif kind in ("empty", "truncated"):
-        path.write_bytes(path.read_bytes()[: 0 if kind == "empty" else -40])
     elif kind == "pickle":
         torch.save(memory.state_dict(), path)
-    elif kind == "no header":
-        safetensors.save_file(tensors, path)
     elif kind == "newer":
         rewrite(header | {"version": 99})
     elif kind == "hostile":
@@ -399,8 +371,6 @@ def test_a_broken_file_is_refused(kind, rows, tmp_path):
         table = ["TableSimilarity", {"debias": False, "init": "dot", "knots": [2, 10**10]}]
         similarity = {"table": table, "heads": ["AdaptiveSimilarity", options], "kernel": "dot"}[kind]
         rewrite(header | {"similarity": similarity, "modulation": 10**10 if kind == "kernel" else None})
-    elif kind == "nan":
-        rewrite(header, beta=torch.tensor(float("nan")))
     else:
         rewrite(header, ids=tensors["ids"][:-9].clone())
     with pytest.raises(AHopError):
@@ -424,18 +394,6 @@ def test_a_killed_save_leaves_the_old_file(rows, tmp_path):
     process.wait()
     assert path.read_bytes() == before
     assert len(AssociativeMemory.load(path)) == 60
-
-
-@pytest.mark.parametrize("name", ["beta", "prior"])
-def test_a_state_dict_with_nonsense_is_refused(name, rows):
-    memory = AssociativeMemory(rows, prior=True)
-    for value in (torch.nan, -torch.inf) if name == "prior" else (torch.nan, 0.0, -1.0, torch.inf):
-        state = memory.state_dict()
-        state[name] = torch.full_like(state[name], value)
-        with pytest.raises(AHopError, match=f"{name} must be"):
-            memory.load_state_dict(state)
-    assert memory.beta.isfinite()
-    assert not memory.prior.any()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -564,8 +522,6 @@ def test_states_are_not_mixed(rows, tmp_path):
     for value in (torch.inf, -torch.inf):
         with pytest.raises(AHopError, match="queries x must not be infinite"):
             memory.search(rows[:2] * value)
-    with pytest.raises(AHopError, match="path must be a file in a folder"):
-        memory.save(tmp_path)
     with pytest.raises(AHopError, match="path must be a string or a path, got NoneType"):
         memory.save(None)
     assert memory.explain(rows[:0]).shape == (0, 12)

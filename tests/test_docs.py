@@ -1,6 +1,8 @@
 """README and pages: code blocks run, links resolve; tables, plots and quoted figures match the benchmark rows."""
 
+import math
 import re
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,13 +27,12 @@ QUOTED = {
     "README.md": {
         "\n*80 %": "search",
         "\n| [faces]": "search",
+        "\n| [AR]": "ar",
         "\n| [bags]": "lookup-bags",
-        "\n| bags: ": "bags",
-        "\n| [table]": "tabular-large",
         "\n| small ViT": "images-corrupted",
     },
     "docs/index.md": {"# ": "search"},
-    "docs/search.md": {"# ": "search"},
+    "docs/search.md": {"## Images": "ar", "## Measured on real images": "search"},
     "docs/when-does-it-help.md": {
         "## Where it helps": "retrieval mixtures ablations robust-ablation",
         "### Bags": "bags bags-corrupted",
@@ -159,3 +160,14 @@ def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
         "| training of a ViT, 4 blocks, images/s | fused dot product | 0.80 x | **fused dot product** |",
         "| full footprints, forward + backward, here | plain PyTorch | 0.90 to 25.4 x | **ours** in 1 of 2 sizes |",
     ]
+
+
+def test_promises_have_as_many_cases_as_the_page_says():
+    """A case is one combination of parameters of a test."""
+    text = (DOCS / "testing.md").read_text().partition("## Promises and their tests")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .* \| (`test_.*`) \| (\d+) \|$", text, flags=re.MULTILINE)
+    assert len(rows) == 16
+    for tests, cases in rows:
+        functions = (getattr(import_module(module), name) for module, name in re.findall(r"`(\w+)\.py::(\w+)`", tests))
+        marks = [[mark for mark in getattr(each, "pytestmark", []) if mark.name == "parametrize"] for each in functions]
+        assert sum(math.prod(len(mark.args[1]) for mark in each) for each in marks) == int(cases), tests

@@ -13,12 +13,13 @@ import torch
 from lightning.pytorch import accelerators
 from sklearn.model_selection import StratifiedKFold
 
-from examples import demo, mil, multimodal, retrieval, search, tabular, vit
+from examples import demo, mil, multimodal, retrieval, search, tabular, tokens, vit
 from examples.common import command, outputs, training
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {
-    module.__name__.rpartition(".")[2]: module for module in (demo, mil, multimodal, retrieval, search, tabular, vit)
+    module.__name__.rpartition(".")[2]: module
+    for module in (demo, mil, multimodal, retrieval, search, tabular, tokens, vit)
 }
 SMALL = ["--patterns", "20", "--epochs", "1"]
 
@@ -52,6 +53,15 @@ def test_search(tmp_path, capsys, monkeypatch, small_fit):
         assert [len(values[level]) for values in found.values()] == [2, 2, 2]
     assert min(found["adaptive"][0.7]) > 0.95 > 0.8 > max(found["L1"][0.7])
     assert (tmp_path / "search.png").stat().st_size > 10_000
+
+
+def test_tokens(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokens, "LEVELS", (0.0, 0.4))
+    found = tokens.main(["--epochs", "1", "--seeds", "1", "--out", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert re.search(rf"^40% .* {found['learned ranks'][0.4][0]:.3f}$", shown, flags=re.MULTILINE)
+    assert found["learned ranks"][0.4][0] > found["not sorted"][0.4][0] > found["embedding"][0.4][0]
+    assert (tmp_path / "tokens.png").stat().st_size > 10_000
 
 
 def test_answers_are_marked_as_right_or_wrong():

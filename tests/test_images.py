@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.images import BEST
+from ahop_layers.similarity.images import BEST
 
 SIDE = 12
 
@@ -126,7 +126,8 @@ def test_unknown_pixels_take_no_part(images):
     alone = torch.full((SIDE, SIDE), torch.nan)
     alone[3, 3] = rows[0, 3, 3]  # no contrast and no patch
     assert memory.search(alone)[0].isfinite().all()
-    report = memory.fit([ah.variants.Covered(0.2, SIDE, SIDE), ah.variants.Missing(0.2)])
+    few = ah.AssociativeMemory(rows[:16])
+    report = few.fit([ah.variants.Covered(0.2, SIDE, SIDE), ah.variants.Missing(0.2)])
     assert dict(report.rows)["learned"] > 0.5
 
 

@@ -36,7 +36,7 @@ def in_process(*command: str, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture
 def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Load the library that a value of AHOP_CPU_LIBRARY names, as a new process would."""
+    """Loads the library that a value of AHOP_CPU_LIBRARY names, as a new process would."""
 
     def clear() -> None:
         cpu._library.cache_clear()

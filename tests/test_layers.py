@@ -23,7 +23,7 @@ from ahop_layers import (
 )
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityOptions
+from ahop_layers.similarity.adaptive import SimilarityOptions
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
 OWN = {
@@ -126,12 +126,6 @@ def test_similarity_is_a_module_or_a_factory(adaptive):
     given.reset_parameters()
     used, core.similarity = given.get_association_matrix(x), None
     assert not torch.allclose(given.get_association_matrix(x), used, atol=1e-4)
-    for bad, message in (
-        ({"similarity": "cosine"}, "similarity must be a module or .* got 'cosine'"),
-        ({"similarity": module, "debias": True}, "similarity replaces bases, init, debias and blocks"),
-    ):
-        with pytest.raises(AHopError, match=message):
-            adaptive(8, num_heads=2, **bad)
 
 
 @pytest.mark.parametrize("adaptive", OWN)

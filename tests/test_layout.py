@@ -17,8 +17,8 @@ PACKAGE = Path(ah.__file__).parent
 
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
-    errors files ops blocks widths separation energies similarity table images association packed training variants
-    learning memory hopfield attention convert tabular hflayers plots torchmil metric_learning
+    errors files ops separation similarity association packed training variants learning memory hopfield attention
+    convert tabular hflayers plots torchmil metric_learning
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 

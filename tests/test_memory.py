@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional
 
 from ahop_layers import errors, training
-from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import AdaptiveTableSimilarity, AssociativeMemory, KernelModulation, TableSimilarity
 from ahop_layers.memory import search as search_module
 from ahop_layers.memory.presets import PRESETS, uniformity_loss
 from ahop_layers.separation import entmax15, sparsemax
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.blocks import Blocks
 from ahop_layers.variants import Biased, Custom, Mixed, Noisy
 from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error

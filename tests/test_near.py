@@ -7,8 +7,8 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked, reference
-from ahop_layers.similarity import named_similarities
-from ahop_layers.widths import quantiles, units
+from ahop_layers.similarity.adaptive import named_similarities
+from ahop_layers.similarity.widths import quantiles, units
 
 BASES = ("l1", "near", "dot", "near", "dis")
 WIDTHS = torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The nearest-neighbor classifier. tests/test_tabular.py runs the checks of scikit-learn on it."""
+"""The nearest-neighbor estimators. tests/test_tabular.py runs the checks of scikit-learn on them."""
 
 import pickle
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
-from sklearn.datasets import load_iris
+from sklearn.datasets import load_diabetes, load_iris
 from sklearn.exceptions import NotFittedError
+from sklearn.neighbors import KNeighborsRegressor
 
 import ahop_layers as ah
-from ahop_layers.tabular import AdaptiveNeighborsClassifier
+from ahop_layers.tabular import AdaptiveNeighborsClassifier, AdaptiveNeighborsRegressor, distance_fit
 
 pytestmark = pytest.mark.slow
 
@@ -188,3 +189,128 @@ def test_bad_parameters(settings, message):
     for method in (model.predict, model.kneighbors):
         with pytest.raises(NotFittedError):
             method(None if method == model.kneighbors else X)
+
+
+def test_classifiers_take_missing_values():
+    random = np.random.default_rng(0)
+    rows = np.where(random.random(X.shape) < 0.2, np.nan, X)
+    model = AdaptiveNeighborsClassifier(**FAST).fit(rows[::2], Y[::2])
+    assert model.score(rows[1::2], Y[1::2]) > 0.85
+    complete = AdaptiveNeighborsClassifier(**FAST, standardize=False).fit(X[::2], Y[::2])
+    assert complete.score(rows[1::2], Y[1::2]) > 0.85
+    with pytest.raises(ValueError, match="infinity"):
+        model.predict(np.full((1, 4), np.inf))
+
+
+@pytest.fixture(scope="module")
+def fingerprints():
+    """Signals of stations at places in a hall, NaN if not heard: two fingerprints at each place."""
+    random = np.random.default_rng(0)
+    place = np.repeat(random.uniform(0, 20, (200, 2)), 2, axis=0)
+    stations = random.uniform(0, 20, (30, 2))
+    distance = np.linalg.norm(place[:, None] - stations, axis=-1)
+    signal = -30 - 4 * distance + random.normal(0, 3, distance.shape)
+    signal[(signal < -75) | (random.random(signal.shape) < 0.2)] = np.nan
+    return signal, place
+
+
+def mean_error(model, rows, places) -> float:
+    return np.linalg.norm(model.predict(rows) - places, axis=-1).mean()
+
+
+@pytest.fixture(scope="module")
+def positioned(fingerprints):
+    signal, place = fingerprints
+    return AdaptiveNeighborsRegressor(5, random_state=0).fit(signal[:300], place[:300])
+
+
+def test_positions_are_the_mean_of_those_of_the_neighbors(positioned, fingerprints):
+    signal, place = fingerprints
+    distances, indices = positioned.kneighbors(signal[300:])
+    assert indices.shape == (100, 5)
+    assert (np.diff(distances) >= 0).all()
+    np.testing.assert_allclose(positioned.predict(signal[300:]), place[indices].mean(1))
+    own = positioned.kneighbors(return_distance=False)
+    assert (own != np.arange(300)[:, None]).all()
+
+
+def test_the_chosen_distance_is_about_the_best(positioned, fingerprints):
+    signal, place = fingerprints
+    assert positioned.similarity_ in positioned.errors_
+    assert positioned.errors_[positioned.similarity_] < 1.05 * min(positioned.errors_.values())
+    errors = {
+        name: mean_error(clone(positioned).set_params(similarity=name).fit(signal[:300], place[:300]), signal[300:],
+                         place[300:])
+        for name in distance_fit.PLAIN
+    }  # fmt: skip
+    assert mean_error(positioned, signal[300:], place[300:]) < 1.05 * min(errors.values())
+    assert max(errors.values()) > 1.2 * min(errors.values())  # the choice matters
+
+
+@pytest.mark.parametrize("name", ["L1", "Euclid", "cosine", "Sorensen"])
+def test_plain_distances_are_those_of_scikit_learn(name, fingerprints):
+    signal, place = fingerprints
+    low, high = np.nanmin(signal[:300]), np.nanmax(signal[:300])
+    step = (high - low) / 64
+    scaled = np.nan_to_num((signal - low + step) / (high - low + step)).clip(0)
+    metric = {"L1": "manhattan", "Euclid": "euclidean", "cosine": "cosine", "Sorensen": "braycurtis"}[name]
+    for power, prefix in ((1, ""), (np.e, "powed ")):
+        rival = KNeighborsRegressor(5, metric=metric, algorithm="brute").fit(scaled[:300] ** power, place[:300])
+        model = AdaptiveNeighborsRegressor(5, similarity=prefix + name).fit(signal[:300], place[:300])
+        np.testing.assert_allclose(model.predict(signal[300:]), rival.predict(scaled[300:] ** power))
+        assert model.errors_ == {}
+
+
+def test_weights_of_ranks_are_applied_to_a_shortlist(fingerprints, monkeypatch):
+    signal, place = fingerprints
+    model = AdaptiveNeighborsRegressor(3, similarity="learned", random_state=0).fit(signal[:300], place[:300])
+    assert model.memory_.similarity.has_ranks()
+    expected = model.kneighbors(signal[300:])
+    monkeypatch.setattr("ahop_layers.tabular.neighbors.SHORTLIST", 150)
+    for found, complete in zip(model.kneighbors(signal[300:]), expected, strict=True):
+        np.testing.assert_allclose(found, complete, rtol=1e-9)
+
+
+def test_tables_with_features_in_other_units_are_standardized():
+    rows, target = load_diabetes(return_X_y=True)
+    rows = rows * np.logspace(-3, 3, 10)
+    model = AdaptiveNeighborsRegressor(15, random_state=0).fit(rows[::2], target[::2])
+    assert set(model.errors_) == {"standardized L1", "standardized Euclid", *distance_fit.LEARNED}
+    assert model.score(rows[1::2], target[1::2]) > 0.35
+    rows[np.random.default_rng(0).random(rows.shape) < 0.2] = np.nan
+    model = AdaptiveNeighborsRegressor(15, random_state=0).fit(rows[::2], target[::2])
+    assert model.score(rows[1::2], target[1::2]) > 0.25
+
+
+def test_equal_places_do_not_answer_each_other():
+    rows, places = torch.rand(40, 3), torch.arange(20.0).repeat_interleave(2)[:, None].expand(-1, 2)
+    asked = distance_fit.ask(rows, places, 2, 40, 40)
+    assert asked.blocked.sum(1).tolist() == [2] * 40
+    assert distance_fit.ask(rows, places[:, :1], 2, 40, 40).blocked.sum(1).tolist() == [1] * 40
+    assert len(distance_fit.ask(rows, torch.zeros(40, 2), 1, 40, 40).query) == 0
+
+
+def test_a_regressor_of_few_rows_takes_a_plain_distance(fingerprints):
+    signal, place = fingerprints
+    model = AdaptiveNeighborsRegressor(1).fit(signal[:2], place[:2])
+    assert (model.similarity_, model.errors_) == ("standardized L1", {})
+    np.testing.assert_allclose(model.predict(signal[:2]), place[:2])
+    with pytest.raises(ah.AHopError, match="n_neighbors must be an integer between 1 and the 2 stored rows, got 5"):
+        AdaptiveNeighborsRegressor().fit(signal[:2], place[:2]).predict(signal)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"n_neighbors": 0}, "n_neighbors must be an integer of at least 1, got 0"),
+    ({"similarity": "L2"}, "similarity must be .* got 'L2'"),
+], ids=str)  # fmt: skip
+def test_bad_parameters_of_a_regressor(settings, message, fingerprints):
+    with pytest.raises(ah.AHopError, match=message):
+        AdaptiveNeighborsRegressor(**settings).fit(*fingerprints)
+
+
+def test_a_regressor_is_pickled_and_depends_on_its_seed_alone(positioned, fingerprints):
+    signal, place = fingerprints
+    same = AdaptiveNeighborsRegressor(5, random_state=0).fit(signal[:300], place[:300])
+    for model in (same, pickle.loads(pickle.dumps(positioned))):
+        assert np.array_equal(model.predict(signal), positioned.predict(signal))
+    assert same.errors_ == positioned.errors_

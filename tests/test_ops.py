@@ -15,18 +15,9 @@ from ahop_layers.ops.backend import choose_kernel
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.operators import has_hooks, is_plain_call
 from tests.new_tensors import peak_memory
+from tests.samples import problem
 
 BASES = ("dis", "dot", "l1")
-
-
-def problem(*batch, length=5, count=7, d=8, heads=None, bases=2, dtype=torch.float64, grad=False):
-    shape = (heads,) if heads else ()
-    tensors = (
-        torch.randn(*batch, *shape, length, d, dtype=dtype),
-        torch.randn(*batch, *shape, count, d, dtype=dtype),
-        torch.randn(*shape, bases, d, dtype=dtype) / d,
-    )
-    return tuple(tensor.requires_grad_(grad) for tensor in tensors)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "auto"])

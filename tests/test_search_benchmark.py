@@ -9,7 +9,7 @@ import torch
 
 import benchmarks.search.__main__ as command
 from benchmarks.harness.rows import read
-from benchmarks.search import ar, data, measure, ours, packaged, rivals, tune
+from benchmarks.search import ar, data, measure, packaged, rivals
 from benchmarks.search.data import ForeignBlock, Images, ReplacedPixels
 
 pytestmark = pytest.mark.slow
@@ -131,27 +131,6 @@ def test_the_network_learns_and_leaves_the_random_state_alone(images):
     assert torch.equal(split.stored.labels[answer.index], answer.label)
 
 
-@pytest.mark.parametrize("kind", data.LEVELS)
-def test_the_adaptive_memory_finds_the_class_of_a_corrupted_image(kind, images):
-    split = data.split_halves(images, 0)
-    variant = data.corruption(kind, (0.0, 0.6), split.stored)
-    classify = ours.adaptive(split.stored, variant, 0, ours.SETTINGS[kind]._replace(steps=8, batch=128))
-    query = data.queries(split, kind, 0.5, 0)
-    answer = classify(query)
-    assert torch.equal(answer.label, classify.memory.classify(query))
-    assert (answer.label == split.asked.labels).float().mean() > 0.9
-    assert torch.equal(split.stored.labels[answer.index], answer.label)
-
-
-def test_patches_agree_where_the_query_is_intact(images):
-    classify = ours.AdaptiveClassifier(images, ("pixels",))
-    query = images.rows[:2].clone()
-    query.reshape(2, SIDE, SIDE)[:, :4, :4] = images.rows[-2:].reshape(2, SIDE, SIDE)[:, :4, :4]
-    agreement = classify.agreement(query, torch.tensor([0, 1])).reshape(2, SIDE, SIDE)
-    torch.testing.assert_close(agreement[:, 4:], torch.ones(2, 4, SIDE), atol=0.01, rtol=0)
-    assert (agreement[:, :4, :4] < 0.9).all()
-
-
 @pytest.mark.parametrize("offset", [(0, 1), (1, -1), (2, 0)])
 def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
     image, (down, right) = torch.rand(3, 5, 5) + 0.1, offset
@@ -159,31 +138,6 @@ def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
     pairs = [(image[:, i, j], image[:, i + down, j + right]) for i, j in places]
     expected = torch.stack([(b - a) / (a + b + 2 * data.DARK) for a, b in pairs], 1)
     torch.testing.assert_close(data.contrasts(image.flatten(1), 5, offset), expected)
-
-
-def test_views_compare_pixels_contrasts_and_patches_and_their_initial_score_is_the_mean_similarity(images):
-    views = ("patches", "pixels", "contrasts", "diagonals", "distant")
-    parts = [part.score for part in ours.ImageSimilarity(images, views).parts]
-    counts = [[entry.count(part.dim) for entry in part.blocks] for part in parts]
-    assert counts == [[16, 4], [64], [56], [56], [49], [49], [48], [48]]
-    score = ours.ImageSimilarity(images, ("pixels", "contrasts"))
-    seen = [images.rows, *(data.contrasts(images.rows, SIDE, offset) for offset in data.OFFSETS["contrasts"])]
-    expected = -ours.LEVEL * sum(torch.cdist(rows, rows, p=1) / rows.shape[1] for rows in seen)
-    torch.testing.assert_close(score(images.rows, images.rows), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_settings_are_compared_on_held_out_stored_images(folder, capsys):
-    stored = data.split_halves(data.load("faces", folder), 0).stored
-    held = tune.hold_out(stored)
-    assert held.stored.labels.bincount().tolist() == [4] * CLASSES
-    assert held.asked.labels.bincount().tolist() == [1] * CLASSES
-    assert torch.equal(torch.cat([part.rows for part in held]).unique(dim=0), stored.rows.unique(dim=0))
-    given = ["--data-dir", str(folder), "--device", "cpu", "--corruptions", "occlusion", "--views", "pixels", "patches"]
-    tune.main([*given, "--steps", "2", "--batch", "256", "--lr", "0.1", "0.2"])
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| p")]
-    assert [line.split(" | ")[:4] for line in table] == [
-        [f"| {views}", "2", "256", lr] for views in ("pixels", "patches") for lr in ("0.1", "0.2")
-    ]
 
 
 def test_robust_coding_finds_the_class_of_a_covered_image(images):
@@ -198,9 +152,11 @@ def test_robust_coding_finds_the_class_of_a_covered_image(images):
 def test_a_memory_finds_the_class_of_a_corrupted_image(kind, name, images):
     split = data.split_halves(images, 0)
     classify = packaged.OWN[name](split.stored, data.corruption(kind, (0.0, 0.6), split.stored), 0)
-    answer = classify(data.queries(split, kind, 0.3, 0))
+    query = data.queries(split, kind, 0.3, 0)
+    answer = classify(query)
     assert (answer.label == split.asked.labels).float().mean() > 0.8
-    assert answer.index.shape == answer.label.shape
+    assert torch.equal(answer.label, classify.memory.classify(query))
+    assert torch.equal(split.stored.labels[answer.index], answer.label)
 
 
 def test_the_protocols_of_ar_store_and_ask_for_the_published_photos(monkeypatch, tmp_path, capsys):
@@ -228,29 +184,28 @@ def test_the_protocols_of_ar_store_and_ask_for_the_published_photos(monkeypatch,
 
 
 def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, capsys):
-    settings = ours.Settings(("pixels", "patches"), steps=2, batch=256)  # a short training
-    monkeypatch.setitem(measure.METHODS, ours.OURS, lambda *given: ours.adaptive(*given, settings))
+    monkeypatch.setitem(measure.METHODS, packaged.OURS, packaged.untrained)  # without a fit, which takes seconds
     output = tmp_path / "rows.csv"
     given = ["--data-dir", str(folder), "--output", str(output), "--rivals", "Euclid", "trimmed L1"]
     few = ["--data", "faces", *given, "--device", "cpu", "--splits", "2", "--levels", "0.0", "0.3"]
     command.main(few)
     rows = read(output)
-    assert len(rows) == 3 * 2 * 3  # methods, splits, two levels of pixels and one of occlusion
+    assert len(rows) == 5 * 2 * 3  # methods, splits, two levels of pixels and one of occlusion
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
     assert "Accuracy on faces by the fraction of pixels replaced, 2 splits." in capsys.readouterr().out
     assert output.with_suffix(".png").exists()
-    shown = measure.answers("faces", "pixels", 0.3, ["Euclid", ours.OURS], folder, torch.device("cpu"), count=3)
+    shown = measure.answers("faces", "pixels", 0.3, ["Euclid", packaged.OURS], folder, torch.device("cpu"), count=3)
     assert shown.split.asked.labels.tolist() == [0, 1, 3]
-    assert shown.agreement.shape == shown.query.shape == (3, SIDE * SIDE)
+    assert shown.explained.shape == (3, SIDE, SIDE)
     assert command.report.draw_answers(shown, tmp_path / "answers.png").stat().st_size > 0
-    for name in ("Euclid", "trimmed L1", ours.OURS):
+    for name in ("Euclid", "trimmed L1", *packaged.OWN):
         monkeypatch.setitem(measure.METHODS, name, lambda *_: pytest.fail("a stored row was measured again"))
     command.main(few)
     assert read(output) == rows
 
 
 def test_reports_name_the_best_methods_and_their_times():
-    figures = {"CNN": (0.9, 0.5), ours.OURS: (0.9, 0.7), "Euclid": (0.8, 0.1)}
+    figures = {"CNN": (0.9, 0.5), packaged.OURS: (0.9, 0.7), "Euclid": (0.8, 0.1)}
     rows = [
         {"data": "faces", "kind": "pixels", "split": split, "method": method, "level": level, "queries": "200"}
         | {"accuracy": str(accuracy + shift), "fit_s": "3", "query_s": "0.5"}
@@ -259,16 +214,15 @@ def test_reports_name_the_best_methods_and_their_times():
         for level, accuracy in zip(("0.0", "0.5"), accuracies, strict=True)
     ]
     text = command.report.accuracy_table(rows)
-    assert f"| {ours.OURS} | **0.900 ± 0.071** | **0.700 ± 0.071** |" in text
-    assert text.endswith(f"Highest accuracy: CNN at 0.0; {ours.OURS} at 0.0, 0.5.")
+    assert f"| {packaged.OURS} | **0.900 ± 0.071** | **0.700 ± 0.071** |" in text
+    assert text.endswith(f"Highest accuracy: CNN at 0.0; {packaged.OURS} at 0.0, 0.5.")
     assert "| CNN | 3 | **2.5** |" in command.report.time_table(rows)
 
 
-def test_unknown_levels_views_and_missing_files_are_named(tmp_path, capsys):
-    for main, option, value in ((command.main, "--levels", "0.55"), (tune.main, "--views", "pixels+colors")):
-        with pytest.raises(SystemExit):
-            main([option, value])
-        assert f"argument {option}: expected some of" in capsys.readouterr().err
+def test_unknown_levels_and_missing_files_are_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--levels", "0.55"])
+    assert "argument --levels: expected some of" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["--data", "ar"])
     assert "ar needs --file" in capsys.readouterr().err

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.similarity import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
+from ahop_layers.similarity.adaptive import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
+from tests.samples import Scaled
 
 
 def test_a_trained_weight_as_init_is_copied():
@@ -40,17 +41,6 @@ def test_device_and_dtype():
 def test_wrong_types(keywords, message):
     with pytest.raises(ah.AHopError, match=message):
         ah.AdaptiveSimilarity(**{"dim": 8} | keywords)
-
-
-class Scaled(nn.Module):
-    """A similarity of another class: the dot product times a learned factor per head."""
-
-    def __init__(self, dim, num_heads):
-        super().__init__()
-        self.shape, self.scale = (dim, num_heads), nn.Parameter(torch.ones(num_heads, 1, 1))
-
-    def forward(self, query, key):
-        return self.scale * (query @ key.mT)
 
 
 def test_a_layer_builds_its_similarity_from_arguments_a_module_or_a_factory():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
+from ahop_layers.learning import questions
 from ahop_layers.learning.ranks import bin_edges, block_features, pools
 from ahop_layers.learning.regression import Problem
 
@@ -191,3 +192,13 @@ def test_widths_that_a_user_set_stay():
     similarity = ah.AdaptiveSimilarity(6, bases=("l1", ("near", 0.1)), init="l1")
     similarity.widths[1] = 0.25
     assert ah.AssociativeMemory(torch.rand(9, 6), similarity).similarity.widths[1] == 0.25
+
+
+def test_both_kinds_of_the_default_damage_are_in_every_split_of_the_queries():
+    """Every second query decides what is chosen, and the others are reported."""
+    query = questions.draw(
+        questions.any_damage((20,)), torch.rand(50, 20), None, torch.Generator().manual_seed(0)
+    ).query
+    missing = query.isnan().any(-1).float()
+    assert 0.3 < missing[::2].mean() < 0.6
+    assert 0.3 < missing[1::2].mean() < 0.6

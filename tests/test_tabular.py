@@ -67,6 +67,7 @@ def test_checks_of_scikit_learn_pass(few_steps):
     "AdaptiveMemoryClassifier()",
     "AdaptiveMemoryRegressor()",
     "AdaptiveNeighborsClassifier(epochs=10, batch_size=64, random_state=0)",
+    "AdaptiveNeighborsRegressor(random_state=0)",
 ])  # fmt: skip
 def test_every_check_of_scikit_learn_passes(estimator):
     code = f"""

@@ -8,18 +8,8 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.ops.reference import fold
-from ahop_layers.training import folded_weights, trainable_forms, warmup_cosine
-
-
-class Scaled(nn.Module):
-    """A similarity of another class: the dot product times a learned factor."""
-
-    def __init__(self, dim, num_heads):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(num_heads, 1, 1))
-
-    def forward(self, query, key):
-        return self.scale * (query @ key.mT)
+from ahop_layers.training import folded_weights, warmup_cosine
+from tests.samples import Scaled
 
 
 def model(**keywords):
@@ -81,8 +71,8 @@ def test_a_step_on_a_folded_weight_changes_one_rank_and_frozen_weights_are_not_r
         assert dict(similarity.named_parameters()).keys() == {"w", "beta"}
 
 
-@pytest.mark.parametrize("context", [folded_weights, trainable_forms])
-def test_every_resolution_is_reparametrized_and_restored_even_after_an_exception(context):
+@pytest.mark.parametrize("and_unfolded", [False, True])
+def test_every_resolution_is_reparametrized_and_restored_even_after_an_exception(and_unfolded):
     blocks = [None, ah.Blocks(2, normalize=True), 4, torch.tensor([0, 0, 1, 0, 2, 2, 2, 3])]
     similarity = ah.AdaptiveSimilarity(8, blocks=blocks, debias=True)
     for parameter in similarity.parameters():
@@ -90,10 +80,10 @@ def test_every_resolution_is_reparametrized_and_restored_even_after_an_exception
     query, key = torch.randn(5, 8), torch.randn(6, 8)
     expected, names = similarity(query, key), list(similarity.state_dict())
     parameters = dict(similarity.named_parameters())
-    with suppress(KeyboardInterrupt), context(nn.Sequential(similarity)):
+    with suppress(KeyboardInterrupt), folded_weights(nn.Sequential(similarity), and_unfolded=and_unfolded):
         torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
         trained = [p for p in similarity.parameters() if p.requires_grad]
-        assert len(trained) == 1 + len(similarity.blocks) * (1 if context is folded_weights else 2)
+        assert len(trained) == 1 + len(similarity.blocks) * (1 + and_unfolded)
         similarity(query, key).square().sum().backward()
         assert all(p.grad.abs().sum() > 0 for p in trained)
         raise KeyboardInterrupt
@@ -109,7 +99,7 @@ def test_every_resolution_is_reparametrized_and_restored_even_after_an_exception
 def test_a_step_on_all_weights_changes_a_score_as_much_as_with_64_dimensions(dim, blocks, scale):
     similarity = ah.AdaptiveSimilarity(dim, bases=("dot",), blocks=blocks).double()
     ones = torch.ones(1, dim, dtype=torch.float64)
-    with trainable_forms(similarity):
+    with folded_weights(similarity, and_unfolded=True):
         _, plain = (p for p in similarity.parameters() if p.requires_grad)
         before = similarity.w.detach().clone()
         with torch.no_grad():

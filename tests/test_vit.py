@@ -330,20 +330,8 @@ def test_demo(tmp_path, no_pictures, monkeypatch, capsys):
 
 @pytest.mark.full
 def test_throughput_benchmark(tmp_path, capsys):
-    command = [
-        "throughput",
-        "--data",
-        "digits",
-        "--model",
-        "tiny",
-        "--batch",
-        "4",
-        "--seconds",
-        "0.01",
-        "--device",
-        "cpu",
-    ]
-    command += ["--output", str(tmp_path / "images.csv")]
+    small = "throughput --data digits --model tiny --batch 4 --seconds 0.01 --device cpu"
+    command = [*small.split(), "--output", str(tmp_path / "images.csv")]
     images.main(command)
     rows = read(tmp_path / "images.csv")
     assert {row["attention"] for row in rows} == {*images_measure.ATTENTIONS, "eager"}

@@ -18,7 +18,7 @@ from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.attention.products import PRODUCTS, read_product
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityList, SimilarityOptions
+from ahop_layers.similarity.adaptive import SimilarityList, SimilarityOptions
 
 SDPA = functional.scaled_dot_product_attention
 
@@ -66,7 +66,8 @@ class CallAttention(Adaptive):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
-        with _Calls(self) as calls:
+        calls = _Calls(self)
+        with calls:  # compilers do not know the result of entering it
             output = super().forward(*args, **keywords)
         calls.check()
         return output
@@ -95,7 +96,7 @@ class _Calls(TorchFunctionMode):
         if func is SDPA:
             query = args[0] if args else kwargs["query"]
             site = self._reach(None, query, "scaled_dot_product_attention of a query")
-            return attend(module.similarity_of(site), module.separation, *args, **kwargs)
+            return similarity_attention(module.similarity_of(site), module.separation, *args, **kwargs)
         if module._ahop_products is not None and func in PRODUCTS:
             number, self.products = self.products, self.products + 1
             if any(site.product == number for site in module._ahop_sites):
@@ -150,7 +151,7 @@ class _Calls(TorchFunctionMode):
 _FORWARD = CallAttention.forward.__code__
 
 
-def attend(
+def similarity_attention(
     similarity: nn.Module, separation: Separation, query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import (
+from ahop_layers.similarity.adaptive import (
     BlocksArgument,
     Init,
     SimilarityOptions,
@@ -244,22 +245,12 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if original_class(module) is not None}
 
 
-class _NoWeightDecay:
-    """A ``no_weight_decay()`` that returns fixed names; unlike a closure, it can be pickled."""
-
-    def __init__(self, names: set[str]) -> None:
-        self.names = names
-
-    def __call__(self) -> set[str]:
-        return set(self.names)
-
-
 def exempt_from_decay(model: nn.Module) -> None:
     """Adds the similarities to what ``model.no_weight_decay()`` returns, which optimizers of timm ask for."""
     similarity = {id(parameter) for parameter in similarity_parameters(model)}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in similarity}
     own: Any = getattr(model, "no_weight_decay", set)
-    vars(model)["no_weight_decay"] = _NoWeightDecay({*own(), *names})
+    vars(model)["no_weight_decay"] = partial(set, {*own(), *names})  # unlike a closure, it can be pickled
 
 
 def _warn_about_peft(model: nn.Module) -> None:

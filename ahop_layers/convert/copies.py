@@ -12,7 +12,7 @@ from ahop_layers.convert.discover import in_eval_mode
 from ahop_layers.convert.registry import CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import SimilarityOptions
+from ahop_layers.similarity.adaptive import SimilarityOptions
 
 _CALL = {"input", "stored_pattern_padding_mask", "association_mask"}
 _HOPFIELD = ("association_activation", "norm_stored_pattern", "norm_state_pattern", "norm_pattern_projection",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ahop_layers.blocks import Blocks
+from ahop_layers import files
 from ahop_layers.convert.adapt import adapted_modules, exempt_from_decay, naming
 from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import call_converter
@@ -17,13 +17,14 @@ from ahop_layers.convert.registry import Converter, converter_for, full_name
 from ahop_layers.convert.saved import load_similarities, save_similarities, similarity_parts
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import (
+from ahop_layers.similarity.adaptive import (
     AdaptiveSimilarity,
     Associator,
     SimilarityOptions,
     SimilaritySource,
     named_similarities,
 )
+from ahop_layers.similarity.blocks import Blocks
 
 WEIGHTS, SIMILARITIES, ADAPTED = "model.safetensors", "similarities.safetensors", "adapted.json"
 VERSION = 1
@@ -57,10 +58,13 @@ def save_adapted(model: nn.Module, folder: str | Path) -> None:
     >>> torch.equal(loaded(x), model(x))
     True
     """
-    parts, outermost, folder = similarity_parts(model), _outermost(model), Path(folder)
+    parts, outermost, folder = similarity_parts(model), _outermost(model), files.as_path(folder)
     modules = {name: _describe(module) for name, module in outermost.items()}
     added = {part for module in outermost.values() for part in module.modules()}
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AHopError(f"folder must be one that can be written, got {str(folder)!r}: {error}") from error
     save_similarities(model, folder / SIMILARITIES)
     with _without(model, [name for name, part in parts.items() if part in added]):
         save: Any = getattr(model, "save_pretrained", None)
@@ -69,8 +73,10 @@ def save_adapted(model: nn.Module, folder: str | Path) -> None:
         else:
             from safetensors.torch import save_model
 
-            save_model(model, str(folder / WEIGHTS))
-    (folder / ADAPTED).write_text(json.dumps({"version": VERSION, "modules": modules}, indent=2) + "\n")
+            with files.replacing(folder / WEIGHTS) as part:
+                save_model(model, str(part))
+    with files.replacing(folder / ADAPTED) as part:
+        part.write_text(json.dumps({"version": VERSION, "modules": modules}, indent=2) + "\n")
 
 
 def load_adapted(
@@ -97,20 +103,14 @@ def load_adapted(
     ...     ah.load_adapted(folder, nn.MultiheadAttention, embed_dim=8, num_heads=2).similarity
     AdaptiveSimilarity(4, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False, blocks=2)
     """
-    path = Path(folder) / ADAPTED
-    saved = json.loads(path.read_text()) if path.is_file() else {}
-    if saved.get("version") != VERSION:
-        got = f"version {saved['version']}" if "version" in saved else f"no {ADAPTED}"
-        raise AHopError(f"folder must be one that save_adapted wrote, version {VERSION}, got {got} in {str(folder)!r}")
+    modules = _read(files.as_path(folder))
     build = getattr(cls, "from_pretrained", None)
     model = cls(**keywords) if build is None else build(folder, **keywords)
     if build is None:
-        from safetensors.torch import load_model
-
-        load_model(model, str(Path(folder) / WEIGHTS))
+        _load_weights(model, Path(folder))
     copies, parts = find_copies(model, None, None), dict(model.named_modules())
     dtype_source = next((p for p in model.parameters() if p.is_floating_point()), None)
-    for name, entry in saved["modules"].items():
+    for name, entry in modules.items():
         with naming(name):
             module = parts.get(name)
             sites: Any = None if entry["sites"] is None else (*entry["sites"], dtype_source)
@@ -123,6 +123,35 @@ def load_adapted(
     load_similarities(model, Path(folder) / SIMILARITIES)
     exempt_from_decay(model)
     return model
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Returns how each module was adapted, as :func:`_describe` says it."""
+    rule = f"folder must be one that save_adapted wrote, version {VERSION}"
+    try:
+        saved = files.as_header((folder / ADAPTED).read_bytes())
+    except (OSError, ValueError) as error:
+        raise AHopError(f"{rule}, got no {ADAPTED} that can be read in {str(folder)!r}: {error}") from error
+    if saved.get("version") != VERSION:
+        raise AHopError(f"{rule}, got version {saved.get('version')} in {str(folder)!r}")
+    modules: Any = saved.get("modules")
+    keys = {"class", "sites", "separation", "similarity"}
+    entries = modules.values() if isinstance(modules, dict) else [None]
+    if not all(isinstance(entry, dict) and entry.keys() >= keys for entry in entries):
+        raise AHopError(f"{rule}, got an {ADAPTED} without modules in {str(folder)!r}")
+    return dict(modules)
+
+
+def _load_weights(model: nn.Module, folder: Path) -> None:
+    """Loads the weights of a model without ``from_pretrained``."""
+    import safetensors
+    from safetensors.torch import load_model
+
+    path = folder / WEIGHTS
+    try:
+        load_model(model, str(path))
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise AHopError(f"{str(path)!r} must be the weights of the model, got another file: {error}") from error
 
 
 def _outermost(model: nn.Module) -> dict[str, nn.Module]:

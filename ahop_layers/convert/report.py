@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ahop_layers.ops.gpu.networks import sorting_network
-from ahop_layers.similarity import AdaptiveSimilarity, LazyAdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, LazyAdaptiveSimilarity
 
 
 @dataclass(frozen=True)

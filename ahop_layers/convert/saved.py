@@ -10,7 +10,7 @@ from ahop_layers import files
 from ahop_layers.convert.class_swap import original_class
 from ahop_layers.convert.registry import full_name
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.similarity import AdaptiveSimilarity, Associator, named_similarities
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Associator, check_state, named_similarities
 
 _KEY = "ahop_layers.similarities"
 
@@ -56,12 +56,17 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
             where = "the model" if name in own else "the file"
             raise AHopError(f"the file must have the similarities of the model, got {name} in {where} only")
         if saved[name] != own[name]:
-            expected, got = (", ".join(f"{k} {v}" for k, v in each[name].items()) for each in (own, saved))
+            expected, got = (
+                ", ".join(f"{k} {v}" for k, v in each.items()) if isinstance(each, dict) else repr(each)
+                for each in (own[name], saved[name])
+            )
             raise AHopError(f"{name} must be {expected} as in the model, got {got}")
     for name, tensor in _state(parts).items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             got = str(tuple(tensors[name].shape)) if name in tensors else "none"
             raise AHopError(f"{name} must have the shape {tuple(tensor.shape)}, got {got}")
+    for name, part in parts.items():
+        check_state(part, tensors, _join(name, ""))
     for name, part in parts.items():
         part.load_state_dict({key: tensors[_join(name, key)] for key in part.state_dict()})
 

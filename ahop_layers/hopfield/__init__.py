@@ -1,8 +1,7 @@
 """Hopfield layers with the interface of hopfield-layers, plain and adaptive."""
 
 from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
-from ahop_layers.hopfield.base import Hopfield
-from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
+from ahop_layers.hopfield.layers import Hopfield, HopfieldLayer, HopfieldPooling
 
 __all__ = [
     "AdaptiveHopfield",

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.hopfield.base import Hopfield, HopfieldInterface
 from ahop_layers.hopfield.core import Retrieval
-from ahop_layers.hopfield.layers import HopfieldLayer, HopfieldPooling
+from ahop_layers.hopfield.layers import Hopfield, HopfieldInterface, HopfieldLayer, HopfieldPooling
 from ahop_layers.ops.reference import fold
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import (
+from ahop_layers.similarity.adaptive import (
     AdaptiveSimilarity,
     Associator,
     BlocksArgument,
@@ -156,9 +155,9 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
         """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
         core = self.association_core
         heads, dim = head_shape(core, self._input_size)
-        like = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
-        core.separation = options.make_separation(heads).to(like).train(self.training)
-        core.similarity = options.make_similarity(dim, heads).to(like).train(self.training)
+        own = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
+        core.separation = options.make_separation(heads).to(own).train(self.training)
+        core.similarity = options.make_similarity(dim, heads).to(own).train(self.training)
 
     def _associate(self, *args: Any, **keywords: Any) -> Retrieval:
         if self.association_core.static_execution and self.training and not torch.compiler.is_compiling():

@@ -13,7 +13,7 @@ from ahop_layers.association import Padded, Similarity, Steps, Stored, associate
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import Associator, reset
+from ahop_layers.similarity.adaptive import Associator, reset
 
 # The scaling of the scores, the number of update steps, and their convergence threshold.
 Settings = tuple[float | Tensor, Steps, float | Tensor]

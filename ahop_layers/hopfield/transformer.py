@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.hopfield.base import HopfieldInterface, Patterns, reads
-from ahop_layers.similarity import reset
+from ahop_layers.hopfield.layers import HopfieldInterface, Patterns, reads
+from ahop_layers.similarity.adaptive import reset
 
 
 def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: Tensor | None, causal: bool) -> Tensor:

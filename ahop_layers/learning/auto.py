@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.images import Learnable
 from ahop_layers.learning.solve import BASES, OPTIONAL, Learned
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.images import Learnable
 
 FIXED = ("dis",)
 """Further bases, which a fit uses alone if they are best."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import rows_at_once
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.widths import differences, quantiles
+from ahop_layers.similarity.widths import differences, quantiles
 
 CANDIDATES, RIGHT, RANDOM = 128, 8, 4
 """Number of candidates of a query. At most one in RIGHT is right, and one in RANDOM of the others is random."""
@@ -98,11 +98,9 @@ def find_candidates(
 
 def _closeness(query: Tensor, patterns: Tensor, clips: Sequence[float]) -> Tensor:
     """Returns the largest of several standardized similarities, without missing values: ``(L, N)``."""
-    ones = query.new_zeros(1, query.shape[1])
-    ones[0, -1] = 1.0
-    scores = [query @ patterns.mT]
+    whole, scores = query.new_ones(1, 1), [query @ patterns.mT]  # one block: nothing is sorted
     scores += [
-        adaptive_similarity(query, patterns, ones, (name,), widths=ones.new_tensor([clip]))
+        adaptive_similarity(query, patterns, whole, (name,), widths=whole.new_tensor([clip]))
         for name, clip in (("l1", 1.0), *(("near", clip) for clip in clips))
     ]
     return reduce(torch.maximum, map(_standardized, scores))

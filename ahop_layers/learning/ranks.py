@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ahop_layers.images import Learnable
 from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import block_sums, pair_values
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.images import Learnable
 
 Base = str | tuple[str, float]
 """A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""
@@ -172,10 +172,16 @@ def _part_features(
             rows.append(torch.cat(columns, -1))
         return torch.cat(rows)
     query, patterns, numbers = part.compared(query, patterns, resolution)  # once, not once for each pair
+    whole = query.new_ones(1, 1)
     for some, key in pairs(query, patterns, candidates, GATHERED):
         columns = []
         for name, width in zip(part.names, widths, strict=True):
-            values = pair_values(some[:, None], key, name, some.new_tensor(width)).squeeze(1)
+            own = query.new_tensor([width])
+            if edges == [1]:  # nothing is sorted, and all features are the score
+                values = score_pairs(some[:, None], key, whole, (name,), None, own, False).squeeze(1)[..., None]
+                columns.append(values @ pool.mT)
+                continue
+            values = pair_values(some[:, None], key, name, own[0]).squeeze(1)
             columns.append(-_sort_(-block_sums(values, edges[-1], numbers)) @ pool.mT)
         rows.append(torch.cat(columns, -1))
     return torch.cat(rows)

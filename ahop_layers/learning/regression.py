@@ -53,12 +53,9 @@ class Problem(NamedTuple):
         means[[sum(self.sizes[:base]) for base in range(len(self.sizes))]] = 1.0
         return means
 
-    def penalty(self, even: bool = False) -> Tensor:
-        """Returns the penalty of the weight of each feature ``(f,)``: the fewer queries, the larger.
-
-        If it is ``even``, means over all ranks are penalized as bins are: a score then rather depends on ranks.
-        """
-        means = self.means() * (not even)
+    def penalty(self) -> Tensor:
+        """Returns the penalty of the weight of each feature ``(f,)``: the fewer queries, the larger."""
+        means = self.means()
         return max(1.0, ENOUGH / len(self.offset)) * (MEAN_PENALTY * means + PENALTY * (1 - means))
 
     def objective(self, weight: Tensor, bounded: bool) -> tuple[Tensor, Tensor]:
@@ -171,14 +168,17 @@ def calibrated(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
     return weight / temperature, loss
 
 
-def solutions(problem: Problem, starts: Sequence[Tensor], even: bool = False) -> list[Tensor]:
-    """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone."""
+def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None = None) -> list[Tensor]:
+    """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone.
+
+    ``penalty (f,)`` is by default that of the problem.
+    """
     problem, deviation = problem.scaled()
     unit = deviation.masked_fill(deviation.isinf(), 0.0)
     scaled = [problem.means(), *(unit * start.to(unit) for start in starts)]
     some = problem.rows(slice(None, None, 4))
     first = min((calibrated(some, weight) for weight in scaled), key=lambda pair: pair[1])[0]
-    penalty = problem.penalty(even)
+    penalty = problem.penalty() if penalty is None else penalty
     likely = solve(problem, first, False, penalty)
     return [weight / deviation for weight in (solve(problem, likely, True, penalty), likely)]
 

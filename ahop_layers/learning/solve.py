@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from ahop_layers.images import ImageSimilarity, Learnable
 from ahop_layers.learning.candidates import CANDIDATES, Queries, find_candidates
 from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import BINS, Base, bin_edges, block_features, candidate_scores, features, pools
-from ahop_layers.learning.regression import Problem, solutions, trial_loss
+from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity import BaseArgument
-from ahop_layers.widths import differences, quantiles, units
+from ahop_layers.similarity.adaptive import BaseArgument
+from ahop_layers.similarity.images import ImageSimilarity, Learnable
+from ahop_layers.similarity.widths import differences, quantiles, units
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
 OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
@@ -39,6 +39,9 @@ CLIPS = (0.05, 0.2, 0.5)
 
 TRIAL, TRIAL_CANDIDATES, GAIN, UNITS_GAIN = 256, 96, 0.95, 0.8
 """Optional bases, and units of each dimension, must lower the loss of so many queries to these fractions."""
+
+IMAGE_BINS, ENOUGH_IMAGES = 12, 1024
+"""Number of rank bins of views of images, and of images for which penalties need not be larger."""
 
 AVAILABLE = ("L1", "trimmed L1", "Euclid", "dot product", "near")
 """Baselines that may be the result. The others are only reported: no kernel computes them."""
@@ -248,8 +251,9 @@ def solve_weights(
     queries = queries._replace(query=asked.query[queries.usable])
     fitted, rest = _held_out(queries, asked)
 
-    parts = similarity.parts()
-    edges = [bin_edges(entry.count(part.dim), both_ends=True) for part in parts for entry in part.blocks]
+    parts, images = similarity.parts(), isinstance(similarity, ImageSimilarity)
+    counts = [entry.count(part.dim) for part in parts for entry in part.blocks]
+    edges = [bin_edges(n, IMAGE_BINS) if images else bin_edges(n, both_ends=True) for n in counts]
     bases = [len(part.bases) for part in parts for _ in part.blocks]
     found = block_features(queries.query, patterns, queries.candidates, similarity, edges)
     sizes = [1 + len(ends) for ends, count in zip(edges, bases, strict=True) for _ in range(count)]
@@ -259,8 +263,10 @@ def solve_weights(
     unknown[:, : queries.right] = False
     offset = queries.offset.masked_fill(unknown, -torch.inf)
     problem = Problem(found.nan_to_num(0.0), offset, queries.right, sizes)
-    even = isinstance(similarity, ImageSimilarity)  # what is covered is not spread evenly over an image
-    solved, held = solutions(problem.rows(fitted), _starts(similarity, edges), even), problem.rows(rest)
+    penalty = None
+    if images:  # what is covered is not spread evenly over an image, and queries made of one image are alike
+        penalty = torch.full_like(found[0, 0], PENALTY * max(1.0, ENOUGH_IMAGES / len(patterns)))
+    solved, held = solutions(problem.rows(fitted), _starts(similarity, edges), penalty), problem.rows(rest)
 
     setting, bins = _setting(None, patterns, ("l1", "dot"), queries), bin_edges(similarity.dim)
     plain = setting.problem(rest, bins, learned=False)

@@ -43,8 +43,8 @@ def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
 
 def check_values(name: str, x: Tensor) -> None:
     """Raises unless a tensor is dense and has values."""
-    if x.is_meta or x.layout is not torch.strided:
-        raise AHopError(f"{name} must be a dense tensor with values, got {x.layout} on {x.device}")
+    if x.is_meta or x.is_quantized or x.layout is not torch.strided:
+        raise AHopError(f"{name} must be a dense tensor with values, got {x.dtype}, {x.layout} on {x.device}")
 
 
 def is_integer(x: Tensor) -> bool:

@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from ahop_layers.association import FIXED
 from ahop_layers.errors import AHopError
-from ahop_layers.images import ImageSimilarity
-from ahop_layers.learning.candidates import some_patterns
+from ahop_layers.learning.candidates import CANDIDATES, some_patterns
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.regression import minimize
 from ahop_layers.memory.arrays import as_given
@@ -27,11 +26,12 @@ from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
 from ahop_layers.memory.shards import Whole
 from ahop_layers.memory.storage import nested
 from ahop_layers.ops.reference import accumulation_dtype, pair_values
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.variants import Variant
 
-CALIBRATED = 1024
-"""Number of queries to which the confidence is fitted, and number of unknown ones whose confidence is kept."""
+CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
+"""Number of queries to which the confidence is fitted, as many unknown ones are kept; most values of patterns."""
 
 OCTAVES, TOLERANCE = (-4.0, 8.0), 0.01
 """Range of the factor in powers of two, relative to the deviation of scores, and the loss that a small one may cost."""
@@ -160,7 +160,7 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
     for it, unless it is the only one of its class.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
-    kept = some_patterns(stored.count, stored.dim, generator)
+    kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // stored.dim)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
         origin = torch.randint(len(kept), (CALIBRATED,), generator=generator, device=device)
@@ -252,7 +252,7 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
     That of a block is divided equally among its known dimensions. An unknown value adds 0.
     """
     similarity, d = scorer.similarity, rows.shape[1]
-    key = scorer.modulated(scorer.stored.sample(index))
+    key = scorer.modulated(scorer.stored.sample(index)).to(rows.dtype)
     query, key = rows[:, None], key[:, None]
     known = ~(query.isnan() | key.isnan()).squeeze(1)
     if similarity in FIXED.values():

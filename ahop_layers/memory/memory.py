@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers import files
-from ahop_layers.association import Similarity, change, dot_product, iterate
-from ahop_layers.energies import energy
+from ahop_layers.association import Similarity, change, dot_product, energy, iterate
 from ahop_layers.errors import (
     AHopError,
     check_callable,
@@ -28,7 +27,6 @@ from ahop_layers.errors import (
     describe,
     has_unknown,
 )
-from ahop_layers.images import ImageSimilarity
 from ahop_layers.learning import questions
 from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
 from ahop_layers.learning.candidates import some_patterns
@@ -46,11 +44,12 @@ from ahop_layers.memory.shortlist import Index
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity import AdaptiveSimilarity, Associator
-from ahop_layers.table import TableSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Associator, check_state
+from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.table import TableSimilarity
+from ahop_layers.similarity.widths import scale_of
 from ahop_layers.training import mean_loss, minimize
 from ahop_layers.variants import Variant
-from ahop_layers.widths import scale_of
 
 
 class AssociativeMemory(Associator):
@@ -135,7 +134,7 @@ class AssociativeMemory(Associator):
             raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
-        sample = stored.patterns if rows.is_floating_point() else stored.sample(stored.spread())
+        sample = rows if rows.dtype == stored.dtype else stored.sample(stored.spread())
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.modulation = modulation
         self.separation = Separation(separation) if isinstance(separation, str) else separation
@@ -171,7 +170,8 @@ class AssociativeMemory(Associator):
         own = {key: keywords.pop(key) for key in ("labels", "ids", "prior", "check", "beta") if key in keywords}
         if own.get("check", True) and keywords.get("table"):  # which depends on the range of the patterns
             has_unknown(patterns=rows)
-        sample = rows if rows.is_floating_point() else rows.to(torch.float32)
+        _, largest = storage.read_values("patterns", rows, check=False)
+        sample = rows.to(storage.scoring_dtype(rows.dtype, rows.shape[1], largest))
         return cls(patterns, **preset_arguments(name, sample, **keywords), **own)
 
     def __len__(self) -> int:
@@ -197,10 +197,10 @@ class AssociativeMemory(Associator):
         if shape != stored.shape or not (alone or len(rows) == len(stored.patterns)):
             expected = (len(stored.patterns), *stored.shape)
             raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
-        unknown = rows.is_floating_point() and has_unknown(patterns=rows)
+        unknown, largest = storage.read_values("patterns", rows)
         self.calibration = torch.zeros_like(self.calibration)
         ranks = Whole(len(rows)) if alone else stored.ranks
-        self._stored = replace(stored, patterns=rows, unknown=unknown, ranks=ranks)
+        self._stored = replace(stored, patterns=rows, unknown=unknown, largest=largest, ranks=ranks)
 
     @property
     def labels(self) -> Any:
@@ -238,7 +238,8 @@ class AssociativeMemory(Associator):
         Here and in the other methods, queries may have the shape of the patterns, such as ``(..., H, W)``, and are
         converted to their dtype. NumPy arrays are accepted, and the result is then a NumPy array. NaN in a query or a
         pattern is an unknown value, and a pair is scored by the values that both know: see
-        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf.
+        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf. Values whose squares would overflow
+        or underflow are scored in float32 or float64, which is then the dtype of the scores.
 
         >>> AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
@@ -441,7 +442,8 @@ class AssociativeMemory(Associator):
         asked = scorer.queries(x)
         size = max(1, BLOCK_SCORES // scorer.stored.count)
         states = torch.cat([self._update(scorer, chunk, steps) for chunk in torch.split(asked.rows, size)])
-        values = asked.result(states)
+        stored = scorer.stored
+        values = asked.result(states).to(stored.patterns.dtype if stored.patterns.is_floating_point() else stored.dtype)
         return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))))
 
     def _update(self, scorer: Scorer, rows: Tensor, steps: int) -> Tensor:
@@ -589,7 +591,9 @@ class AssociativeMemory(Associator):
         if isinstance(data, Variant):
             patterns, own = some(kept)
             data = data.bind(patterns)
-            asked = questions.draw(data, patterns, own, generator)
+            # Weights of several views need more queries.
+            count = questions.MOST_QUERIES if isinstance(similarity, ImageSimilarity) else questions.QUERIES
+            asked = questions.draw(data, patterns, own, generator, count)
         else:
             data, means = self._pairs(stored, data, by)
             asked = questions.given(data, by == "label", generator)
@@ -626,6 +630,7 @@ class AssociativeMemory(Associator):
             check_floating(query=query)
         query = as_tensor("query", query)
         check_same_device(query=query, patterns=stored.patterns)
+        query = query.to(torch.promote_types(query.dtype, stored.dtype))
         query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query
         stored.ranks.check_equal("data", query)
         means = None
@@ -826,9 +831,9 @@ class AssociativeMemory(Associator):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
-        before = self.beta, self.calibration, self.foreign
+        before, moved = (self.beta, self.calibration, self.foreign), self._stored.moved(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._stored = replace(self._stored.moved(fn), prior=self.prior)
+        self._stored = replace(moved, prior=self.prior)
         self.beta = before[0].to(self.beta.device, accumulation_dtype(self._stored.dtype))
         self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[1:])
         return self
@@ -863,14 +868,13 @@ class AssociativeMemory(Associator):
     ) -> None:
         """Takes what is stored, and the number of patterns, from the state dict."""
         before, beta, prior = self._stored, state_dict.get(prefix + "beta"), state_dict.get(prefix + "prior")
+        check_state(self, state_dict, prefix)
         given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
         for name in ("calibration", "foreign"):  # need not be there
             state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
         self._calibrated_for = math.inf
-        if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all() and beta.isfinite().all()):
+        if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all()):
             raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
-        if isinstance(prior, Tensor) and not prior.is_meta and not bool(prior.isfinite().all()):
-            raise AHopError(f"{prefix}prior must be finite, got NaN or infinity")
         if given["patterns"] is not None:
             stored = before.loaded(prefix, given, local_metadata.get("assign_to_params_buffers", False))
             if stored.unknown:

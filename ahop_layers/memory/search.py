@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.association import FIXED, Similarity, known_scores
-from ahop_layers.blocks import arrange
-from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe, has_unknown
-from ahop_layers.images import ImageSimilarity
+from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
-from ahop_layers.memory.storage import Stored
-from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.table import TableSimilarity
+from ahop_layers.memory.storage import Stored, read_values, scoring_dtype
+from ahop_layers.ops.operators import check_differentiable
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.blocks import arrange
+from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.table import TableSimilarity
 
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""
@@ -90,16 +91,22 @@ class Scorer(NamedTuple):
             rule = f"{name} must be (..., d){shape} with the d = {stored.dim} of the patterns"
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
+        check_differentiable(**{name: given, "patterns": stored.patterns})
         rows = given.reshape(-1, stored.dim).to(stored.dtype)
-        missing = not torch.compiler.is_compiling() and has_unknown(**{name: rows})
+        if torch.compiler.is_compiling():
+            return rows, batch, False
+        missing, largest = read_values(name, rows)
         if missing:
             self.check_missing(name)
+        if stored.ranks.alone and largest > stored.largest:  # the rows of all ranks have one dtype
+            rows = rows.to(scoring_dtype(stored.dtype, stored.dim, min(max(largest, 1.0), 1e100)))
         return rows, batch, missing
 
     def allows_missing(self) -> bool:
         """Returns whether the similarity can score pairs with missing values."""
         adaptive = isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity, TableSimilarity))
-        return self.modulation is None and (adaptive or self.similarity in FIXED.values())
+        allowed = adaptive or getattr(self.similarity, "allows_missing", False) or self.similarity in FIXED.values()
+        return self.modulation is None and allowed
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
@@ -183,12 +190,15 @@ class Scorer(NamedTuple):
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
+        key = key.to(query.dtype)
         if missing and self.similarity in FIXED.values():
             return known_scores(self.similarity, query, key)
         options: dict[str, Any] = {"missing": True} if missing else {}
         if arranged is not None:
-            options["arranged"] = arranged
-        return self.similarity(query, key, **options)
+            options["arranged"] = [None if copy is None else copy.to(query.dtype) for copy in arranged]
+        scores, patterns = self.similarity(query, key, **options), self.stored.patterns
+        in_units = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.units is not None
+        return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
     def _arranged(self) -> Sequence[Tensor | None] | None:
         """Returns copies of the patterns that are arranged by the blocks of the similarity, if it needs any."""

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
-from ahop_layers.images import ImageSimilarity, Learnable
 from ahop_layers.memory.arrays import top_k
-from ahop_layers.memory.storage import Stored
+from ahop_layers.memory.storage import Stored, scoring_dtype
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.table import AdaptiveTableSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.images import ImageSimilarity, Learnable
+from ahop_layers.similarity.table import AdaptiveTableSimilarity
 
 SAMPLE, SAMPLE_ELEMENTS = 256, 2**21
 """Number of patterns of the sample, and of elements of query-pattern pairs that are processed at once."""
@@ -101,7 +101,7 @@ def first_stage(linear: Linear, stored: Stored, m: int, center: Tensor | None) -
     slope, curvature = linear
     patterns, prior, norms = stored.patterns, stored.own_prior, None
     if curvature.any() and center is None and len(patterns) <= KEPT_NORMS:
-        norms = stored.keep("norms", lambda: _norms(patterns))
+        norms = stored.keep("norms", lambda: _norms(patterns, stored.dtype))
     copies = slope.dtype != patterns.dtype or center is not None  # a slope can overflow half precision
     size = max(1, FIRST_STAGE_SCORES // max(1, len(slope), patterns.shape[1] if copies else 0))
 
@@ -111,7 +111,7 @@ def first_stage(linear: Linear, stored: Stored, m: int, center: Tensor | None) -
             block = block if center is None else torch.where(block.isnan(), center, block)
             scores = (block @ slope[0])[None] if len(slope) == 1 else slope @ block.mT
             if curvature.any():
-                square = _norms(block) if norms is None else norms[start : start + size]
+                square = _norms(block, stored.dtype) if norms is None else norms[start : start + size]
                 scores = torch.addcmul(scores, curvature, square, value=-1)
             yield scores if prior is None else scores + prior[start : start + size]
 
@@ -130,12 +130,11 @@ def best_of_shortlist(first: Tensor, scores: Tensor, indices: Tensor, m: int) ->
     return scores, indices.gather(-1, order)
 
 
-def _norms(patterns: Tensor) -> Tensor:
-    """Returns the squared norms of patterns, which are read in blocks."""
-    size = max(1, FIRST_STAGE_SCORES // patterns.shape[1])
+def _norms(patterns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the squared norms of patterns, which are read in blocks, in the accumulation dtype of ``dtype``."""
+    size, wide = max(1, FIRST_STAGE_SCORES // patterns.shape[1]), accumulation_dtype(dtype)
     blocks = (block if block.is_floating_point() else block.float() for block in torch.split(patterns, size))
-    norms = [torch.linalg.vector_norm(block, dim=-1, dtype=accumulation_dtype(block.dtype)) for block in blocks]
-    return torch.cat(norms).square()
+    return torch.cat([torch.linalg.vector_norm(block, dim=-1, dtype=wide) for block in blocks]).square()
 
 
 class Index:
@@ -155,12 +154,15 @@ class Index:
             raise AHopError("build_index needs patterns created outside inference mode, got an inference tensor")
         if stored.unknown:
             raise AHopError("build_index needs patterns without unknown values, got NaN: shortlists work without it")
+        if scoring_dtype(torch.float32, stored.dim, stored.largest) != torch.float32:
+            rule = "build_index needs patterns with squares within the range of float32"
+            raise AHopError(f"{rule}, got values up to {stored.largest:.3g}: shortlists work without it")
         try:
             faiss = importlib.import_module("faiss")
         except ImportError as error:
             raise AHopError("build_index needs FAISS, got no installation: install ahop-layers[search]") from error
         self.patterns, self.version, self.metric = patterns, patterns._version, metric
-        self.radius = _norms(patterns[:: max(1, len(patterns) // SAMPLE)]).mean().sqrt()
+        self.radius = _norms(patterns[:: max(1, len(patterns) // SAMPLE)], stored.dtype).mean().sqrt()
         kind = faiss.METRIC_INNER_PRODUCT if metric == "dot" else faiss.METRIC_L2
         try:
             self.faiss = faiss.index_factory(patterns.shape[1], description, kind)

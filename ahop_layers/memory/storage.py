@@ -2,6 +2,7 @@
 
 import glob
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers import files
-from ahop_layers.errors import AHopError, describe, has_unknown
+from ahop_layers.errors import FINITE_BLOCK, AHopError, describe, has_unknown
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
 from ahop_layers.memory.shards import Whole
+from ahop_layers.ops.reference import accumulation_dtype
 
 STORED = ("patterns", "labels", "names", "ids")
 """Names of the tensors of a state dict that belong to the patterns."""
@@ -34,36 +36,36 @@ class Stored:
         patterns: ``(n, d)``, of this rank, floating-point or uint8.
         shape: the shape of a pattern as it was given, ``(d,)`` or that of an image.
         unknown: whether a pattern holds NaN.
+        largest: the largest absolute value of all patterns, of all ranks; 0 if it is not known.
         labels: the class of each pattern ``(n,)``, of this rank.
         names: the names of the classes, if they have any: a label is an index of them.
         ids: the name of each pattern, of all ranks.
         prior: a log-probability of each pattern ``(N,)``, of all ranks.
         ranks: the part of all patterns that this rank keeps.
         classes: the classes, with the class of each pattern of this rank.
+        dtype: the dtype in which patterns are scored, see :func:`scoring_dtype`.
     """
 
     patterns: Tensor
     shape: tuple[int, ...]
     unknown: bool
+    largest: float
     labels: Tensor | None
     names: tuple[str, ...] | None
     ids: Ids | None
     prior: nn.Parameter | None
     ranks: Whole
     classes: Classes | None = None
+    dtype: torch.dtype = field(init=False, repr=False)
     _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", scoring_dtype(self.patterns.dtype, self.dim, self.largest))
         if self.labels is not None and self.classes is None:
             object.__setattr__(self, "classes", classes_of(self.labels))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which patterns are scored."""
-        return self.patterns.dtype if self.patterns.is_floating_point() else torch.float32
 
     @property
     def dim(self) -> int:
@@ -138,7 +140,7 @@ class Stored:
 
     def product(self, weights: Tensor, known: bool = False) -> Tensor:
         """Sums the patterns of this rank, or which of their values are ``known``, with ``weights (..., n)``."""
-        if self.patterns.is_floating_point() and not self.unknown:
+        if self.patterns.dtype == self.dtype and not self.unknown:
             return weights @ self.patterns
         size, total = max(1, 2**21 // self.dim), weights.new_zeros(*weights.shape[:-1], self.dim)
         for start in range(0, len(self.patterns), size):
@@ -213,9 +215,9 @@ class Stored:
 
         labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
         prior = self._prior(lambda prior: torch.cat([prior, prior.mean().expand(int((~old).sum()))]))
-        unknown = self.unknown or added.unknown
+        values = {"unknown": self.unknown or added.unknown, "largest": max(self.largest, added.largest)}
         patterns = join(self.patterns, added.patterns)
-        return self._alone(patterns, labels, unknown=unknown, names=added.names, ids=ids, prior=prior), place
+        return self._alone(patterns, labels, names=added.names, ids=ids, prior=prior, **values), place
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what a state dict holds of the patterns."""
@@ -271,9 +273,45 @@ def make_stored(
         check_values("patterns with labels", patterns)
         called = name.replace("patterns", "labels")
         codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
-    unknown = check and patterns.is_floating_point() and has_unknown(**{name: patterns})
+    unknown, largest = read_values(name, patterns, check)
     ids = None if ids is None else as_ids(ids, len(patterns))
-    return Stored(patterns, shape, unknown, codes, names or None, ids, None, Whole(len(patterns)))
+    return Stored(patterns, shape, unknown, largest, codes, names or None, ids, None, Whole(len(patterns)))
+
+
+def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, float]:
+    """Returns whether ``patterns (N, d)`` hold NaN, and their largest absolute value; raises for infinity.
+
+    Reads them once. Without ``check``, it reads evenly spaced patterns of at most 2**21 values or so.
+    """
+    if patterns.is_meta or not patterns.is_floating_point() or not patterns.numel():
+        return False, 0.0
+    rows = patterns if check else patterns[:: max(1, patterns.numel() // FINITE_BLOCK)]
+    blocks = torch.split(rows, max(1, FINITE_BLOCK // rows.shape[1]))
+    largest = torch.stack([torch.stack(block.aminmax()) for block in blocks]).abs().max().item()
+    if math.isfinite(largest):
+        return False, largest
+    unknown = check and has_unknown(**{name: patterns})
+    return unknown, max(block.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for block in blocks)
+
+
+def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:
+    """Returns the first of ``dtype``, float32 and float64 that holds sums of squares of ``dim`` values up to largest.
+
+    Sums may neither overflow nor underflow, so that the scale of patterns does not matter. Patterns of an ordinary
+    scale are scored in their own dtype, and uint8 in float32. Raises if even float64 does not hold the sums.
+    """
+    if not dtype.is_floating_point:
+        return torch.float32
+    if largest > torch.finfo(dtype).max:
+        raise AHopError(f"patterns must be within the range of {dtype}, got values up to {largest:.3g}")
+    square = 2 * dim * largest * largest
+    for each in (dtype, accumulation_dtype(dtype), torch.float64):
+        limits = torch.finfo(each)
+        smallest = limits.tiny if each == torch.float16 else limits.tiny / limits.eps  # float16 is summed in float32
+        if not largest or smallest <= square <= limits.max:
+            return each
+    rule = "patterns must have squares within the range of float64"
+    raise AHopError(f"{rule}, got values up to {largest:.3g}: multiply them by a constant")
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:

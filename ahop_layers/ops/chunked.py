@@ -55,10 +55,10 @@ def score(
     ``(N, H, 1, 1, 1)``, are for this kernel and this case alone.
     """
     copies = 1 if not missing else MISSING_COPIES if constant is None else NORMALIZED_COPIES
-    wide = accumulation_dtype(query.dtype)
+    wide, products = accumulation_dtype(query.dtype), not missing and all(base == "dot" for base in bases)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
     with torch.autocast(query.device.type, enabled=False):  # which would multiply by the weights in half precision
-        for n, h, rows, columns in _tiles(query, key, weight.shape[-1], copies):
+        for n, h, rows, columns in _tiles(query, key, weight.shape[-1], copies, products):
             tile = query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases
             if missing:
                 own = None if constant is None else constant[n, h]
@@ -113,11 +113,15 @@ def score_backward(
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
 
 
-def _tiles(query: Tensor, key: Tensor, blocks: int, copies: int = 1) -> Iterator[tuple[slice, ...]]:
+def _tiles(
+    query: Tensor, key: Tensor, blocks: int, copies: int = 1, products: bool = False
+) -> Iterator[tuple[slice, ...]]:
     """Yields slices over (N, H, L, S), as large as the scratch memory allows, longest along the last axes."""
     (n, h, length, d), count = query.shape, key.shape[-2]
-    # Values, sorted values and two temporaries; the sort's int64 indices, and the same amount inside the sort.
-    pair_bytes = copies * (d * 4 * accumulation_dtype(query.dtype).itemsize + blocks * 16)
+    # Values, of blocks if all are products, sorted values and two temporaries; the sort's int64 indices, and the same
+    # amount inside the sort.
+    values = blocks if products else d
+    pair_bytes = copies * (values * 4 * accumulation_dtype(query.dtype).itemsize + blocks * 16)
     room = max(1, SCRATCH_BYTES // pair_bytes)
     axes = []
     for size in (count, length, h, n):

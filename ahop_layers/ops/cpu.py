@@ -22,7 +22,7 @@ from ahop_layers.ops import chunked
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype
 
-MAX_BLOCKS = 1024
+MAX_BLOCKS = 4096
 MAX_DIMENSIONS = 16384  # bounds the scratch memory, which grows with d
 BASE_CODES = {"dis": 0, "dot": 1, "l1": 2, "near": 3}
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

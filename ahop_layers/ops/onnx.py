@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import block_sums, fold, pair_values, weigh
+from ahop_layers.ops.reference import block_products, block_sums, fold, pair_values, weigh
 
 
 def is_onnx_export() -> bool:
@@ -38,7 +38,7 @@ def adaptive_similarity(
     scores = []
     for index, base in enumerate(bases):
         if base in ("dot", "dis") and n < d and blocks is None:
-            values = _block_products(query, key, n, base == "dis")
+            values = (block_products if base == "dot" else _block_distances)(query, key, n)
         else:
             width = None if widths is None else widths[index]
             values = block_sums(pair_values(query, key, base, width), n, blocks)
@@ -46,13 +46,9 @@ def adaptive_similarity(
     return torch.stack(scores).sum(0)
 
 
-def _block_products(query: Tensor, key: Tensor, n: int, distance: bool) -> Tensor:
-    """Dot products of n consecutive blocks, or their negative squared distances: ``(..., L, S, n)``."""
-    if distance:  # center first to avoid cancellation far from the origin
-        center = key.mean(-2, keepdim=True)
-        query, key = query - center, key - center
-    query, key = (torch.unflatten(each, -1, (n, -1)).transpose(-2, -3) for each in (query, key))
-    values = query @ key.mT
-    if distance:
-        values = 2 * values - query.square().sum(-1, keepdim=True) - key.square().sum(-1).unsqueeze(-2)
-    return values.movedim(-3, -1)
+def _block_distances(query: Tensor, key: Tensor, n: int) -> Tensor:
+    """Negative squared distances of n consecutive blocks: ``(..., L, S, n)``."""
+    center = key.mean(-2, keepdim=True)  # to avoid cancellation far from the origin
+    query, key = query - center, key - center
+    of_query, of_key = (torch.unflatten(each, -1, (n, -1)).square().sum(-1) for each in (query, key))
+    return 2 * block_products(query, key, n) - of_query.unsqueeze(-2) - of_key.unsqueeze(-3)

@@ -47,7 +47,8 @@ def adaptive_similarity(
 
     The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
     consecutive blocks of width d / n and then sorted. With n = d every dimension is sorted by itself. No tensor of size
-    L x S x d or L x S x n is formed, forward or backward, except on the reference path.
+    L x S x d or L x S x n is formed, forward or backward, except on the reference path. Scores are accumulated in
+    float32, for float64 in float64, and have the dtype of the inputs: beyond its range, they are infinite or 0.
 
     Args:
         query: ``(..., L, d)``.

@@ -123,6 +123,12 @@ def block_sums(values: Tensor, n: int, blocks: Tensor | None = None) -> Tensor:
     return values if values.shape[-1] == n else torch.unflatten(values, -1, (n, -1)).sum(-1)
 
 
+def block_products(query: Tensor, key: Tensor, n: int) -> Tensor:
+    """Dot products of n consecutive blocks of every pair, as matrix products: ``(..., L, S, n)``."""
+    query, key = (torch.unflatten(each, -1, (n, -1)).transpose(-2, -3) for each in (query, key))
+    return (query @ key.mT).movedim(-3, -1)
+
+
 def pair_values(query: Tensor, key: Tensor, base: str, width: Tensor | None = None) -> Tensor:
     """Similarities per dimension of every pair: ``(..., L, d), (..., S, d) -> (..., L, S, d)``."""
     return _values(query.unsqueeze(-2), key.unsqueeze(-3), base, width)
@@ -316,11 +322,13 @@ def folded_similarity(
     query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], widths: Tensor | None = None
 ) -> Tensor:
     """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
-    n = folded.shape[-1]
-    scores = [
-        weigh(sorted_similarities(query, key, base, n, width=_at(widths, index)), folded[..., index, :])
-        for index, base in enumerate(bases)
-    ]
+    n, scores = folded.shape[-1], []
+    for index, base in enumerate(bases):
+        if base == "dot" and n < query.shape[-1]:  # without the products of single dimensions
+            values = block_products(query, key, n).sort(dim=-1, descending=True).values
+        else:
+            values = sorted_similarities(query, key, base, n, width=_at(widths, index))
+        scores.append(weigh(values, folded[..., index, :]))
     return torch.stack(scores).sum(0)
 
 

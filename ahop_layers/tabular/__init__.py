@@ -7,6 +7,11 @@ except ImportError as error:
     raise ImportError(message) from error
 
 from ahop_layers.tabular.memory import AdaptiveMemoryClassifier, AdaptiveMemoryRegressor
-from ahop_layers.tabular.neighbors import AdaptiveNeighborsClassifier
+from ahop_layers.tabular.neighbors import AdaptiveNeighborsClassifier, AdaptiveNeighborsRegressor
 
-__all__ = ["AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor", "AdaptiveNeighborsClassifier"]
+__all__ = [
+    "AdaptiveMemoryClassifier",
+    "AdaptiveMemoryRegressor",
+    "AdaptiveNeighborsClassifier",
+    "AdaptiveNeighborsRegressor",
+]

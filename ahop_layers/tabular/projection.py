@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from ahop_layers.ops.reference import unfold
-from ahop_layers.similarity import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.tabular.columns import CATEGORY, RowEncoding
 from ahop_layers.tabular.rows import CHUNK, Examples, apply_in_chunks
 from ahop_layers.training import warmup_cosine

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, models_report, packed, pairs, search_costs, summary, vit, vit_report
+from benchmarks import kernels_report, models_report, packed, pairs, positioning, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -129,9 +129,9 @@ def of_robust(name: str, show: Show) -> str:
 
 ANSWERS = """\
 Each row shows a query, its clean image, and the stored image that each method answered, marked by whether its class is
-right. The network names only a class; the picture shows the first stored image of it. The last column shows which
-patches of the query agree with the answer of the adaptive memory, from red (correlation -1) to green (correlation
-1). `python -m benchmarks.search --picture LEVEL` draws these pictures, with `--rivals` for some of the methods."""
+right. The last column shows what each pixel adds to the score of the answer of the adaptive memory, from blue, for
+little, to yellow. `python -m benchmarks.search --picture LEVEL --rivals Euclid "trimmed L1" "sparse representation"`
+draws these pictures."""
 
 ANSWERED = {"faces_pixels": 0.8, "faces_occlusion": 0.5, "digits_pixels": 0.5, "digits_occlusion": 0.3}
 """Data set and kind of corruption -> level of the drawn queries."""
@@ -217,10 +217,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
     "robust-scale": lambda: of_robust("scale", robust_report.scale),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
-    "search": lambda: by_device("search", rows_of("search.csv"), search_report.accuracy_table),
+    "search": lambda: part("search", rows_of("search.csv"), search_report.accuracy_table),
     "ar": lambda: by_device("search --data ar --file AR_42_30.mat", rows_of("ar.csv"), ar.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
+    "positioning": lambda: by_device("positioning", rows_of("positioning.csv"), positioning.report),
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),
     "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names, "tests"),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),

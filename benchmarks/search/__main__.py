@@ -9,7 +9,8 @@ once for all levels of a kind of corruption, on corrupted copies of the stored i
 queries whose predicted class is right.
 
 The methods are the nearest stored image by Euclidean, cosine, L1 and trimmed L1 distance, sparse representation with an
-error term (Wright et al. 2009), a convolutional network, and an adaptive memory with footprints of several resolutions.
+error term (Wright et al. 2009), robust coding (Yang et al. 2013), a convolutional network, and a memory of images as it
+comes from the package: with all patches, with a fixed share of them, and with learned weights.
 
 AR, faces behind sunglasses and scarves, has protocols with published results: see benchmarks/search/ar.py.
 
@@ -28,7 +29,7 @@ from benchmarks.harness.rows import RESULTS, ResultTable
 from benchmarks.search import ar, report
 from benchmarks.search.data import LEVELS, SETS, available, load
 from benchmarks.search.measure import answers, choose_device, measure_missing, rows_of, wanted
-from benchmarks.search.ours import OURS
+from benchmarks.search.packaged import OWN
 from benchmarks.search.rivals import RIVALS
 
 
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measures the missing rows, prints the tables, and draws the curves and the answers."""
     options = parse(arguments)
     device = choose_device(options.device)
-    methods = [*options.rivals, OURS]
+    methods = [*options.rivals, *OWN]
     if options.data == ["ar"]:
         results = ResultTable(options.output.with_name("ar.csv"), device.type)
         print(ar.accuracy_table(ar.measure(options.file, device, results, ar.SEEDS, list(ar.METHODS))))
@@ -77,7 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     curves = picture_for(options.output, "search")
     print(f"plot: {report.draw_curves(rows, curves)}")
     for name, kind in itertools.product(sets, options.corruptions) if options.picture is not None else ():
-        shown = answers(name, kind, options.picture, methods, options.data_dir, device)
+        drawn = [method for method in methods if method != "not sorted"]
+        shown = answers(name, kind, options.picture, drawn, options.data_dir, device)
         print(f"picture: {report.draw_answers(shown, curves.with_name(f'{curves.stem}_{name}_{kind}.png'))}")
 
 

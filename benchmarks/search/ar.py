@@ -20,7 +20,7 @@ from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import Images
 from benchmarks.search.measure import seconds
 from benchmarks.search.packaged import OURS, OWN, untrained_shifted
-from benchmarks.search.rivals import RIVALS, Training, robust
+from benchmarks.search.rivals import RIVALS, Training
 
 PEOPLE, PHOTOS, SHAPE, COVERED = 100, 26, (42, 30), (0.0, 0.6)
 SEEDS = 5
@@ -57,9 +57,7 @@ PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
 """Results of Wright et al. (2009), Yang et al. (CVPR 2011) and Yang et al. (IEEE TIP 2013), in this protocol."""
 
 METHODS: dict[str, Training] = {
-    **{name: RIVALS[name] for name in ("L1", "trimmed L1", "sparse representation")},
-    "robust coding": robust,
-    "CNN": RIVALS["CNN"],
+    **{name: RIVALS[name] for name in ("L1", "trimmed L1", "sparse representation", "robust coding", "CNN")},
     **OWN,
     "fixed trimming, nine shifts": untrained_shifted,
 }

@@ -20,18 +20,15 @@ SETS = ("faces", *IDX)
 MAX_IMAGES = 2414
 """Largest number of images of a split, that of the faces. Of larger sets, each split uses a random subset."""
 
-LEVELS = {
-    "pixels": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-    "occlusion": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
-}
+LEVELS = {"pixels": (0.0, 0.3, 0.5, 0.7, 0.8), "occlusion": (0.1, 0.3, 0.5, 0.7)}
 """Kind of corruption -> fractions of the image that are corrupted in the queries."""
 
 TRAINING_LEVELS = (0.0, 0.9)
 """Range of the levels in the training queries, from which each query draws its own."""
 
 
-OFFSETS = {"contrasts": ((0, 1), (1, 0)), "diagonals": ((1, 1), (1, -1)), "distant": ((0, 2), (2, 0))}
-"""View -> distances in rows and columns of the two pixels of a contrast."""
+OFFSETS = ((0, 1), (1, 0))
+"""Distances in rows and columns of the two pixels of a contrast."""
 DARK = 0.02
 """Added to the brightness of two pixels before their difference is divided by it."""
 

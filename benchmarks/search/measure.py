@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, corruption, load, queries, split_halves
-from benchmarks.search.ours import OURS, AdaptiveClassifier, adaptive
+from benchmarks.search.packaged import OWN, MemoryClassifier
 from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
 
-METHODS: dict[str, Training] = {**RIVALS, OURS: adaptive}
+METHODS: dict[str, Training] = {**RIVALS, **OWN}
 
 
 def choose_device(name: str) -> torch.device:
@@ -43,12 +43,12 @@ class Trained(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Queries, what each method answered, and how the patches of query and answer of the adaptive memory agree."""
+    """Queries, what each method answered, and what each pixel adds to the score of the adaptive memory."""
 
     split: Split
     query: Tensor
     answers: dict[str, Answer]
-    agreement: Tensor | None
+    explained: Tensor | None
 
 
 def wanted(
@@ -138,10 +138,10 @@ def answers(
     spread = classes[torch.linspace(0, len(classes) - 1, min(count, len(classes))).long()]
     chosen = torch.stack([(split.asked.labels == label).nonzero()[0, 0] for label in spread])
     query = queries(split, kind, level, 0)[chosen]
-    found, agreement = {}, None
+    found, explained = {}, None
     for method in methods:
         classify = train(method, split, kind, 0)
         found[method] = classify(query)
-        if isinstance(classify, AdaptiveClassifier):
-            agreement = classify.agreement(query, found[method].index)
-    return Shown(split._replace(asked=split.asked.subset(chosen)), query, found, agreement)
+        if isinstance(classify, MemoryClassifier):
+            explained = classify.memory.explain(query, found[method].index)
+    return Shown(split._replace(asked=split.asked.subset(chosen)), query, found, explained)

@@ -24,11 +24,16 @@ class MemoryClassifier:
         images = stored.rows.unflatten(-1, stored.shape)
         similarity = ah.ImageSimilarity(height, width, shifts=shifts).to(images.device) if shifts else "auto"
         self.memory = ah.AssociativeMemory(images, similarity, labels=stored.labels)
+        self.classes, self.of_pattern = stored.labels.unique(return_inverse=True)
 
     @torch.no_grad()
     def __call__(self, query: Tensor) -> Answer:
-        """Answers queries ``(n, d)`` with the best class, and with the best stored image."""
-        return Answer(self.memory.classify(query), self.memory.recall(query))
+        """Answers queries ``(n, d)`` with the class that ``memory.classify`` returns, and its best stored image."""
+        logits = self.memory.beta * self.memory.scores(query)  # once, for the class and the image
+        members = [logits[:, self.of_pattern == index] for index in range(len(self.classes))]
+        best = torch.stack([each.logsumexp(-1) for each in members], -1).argmax(-1)
+        own = logits.masked_fill(self.of_pattern != best[:, None], -torch.inf)
+        return Answer(self.classes[best], own.argmax(-1))
 
 
 def learned(stored: Images, variant: Variant, seed: int) -> MemoryClassifier:

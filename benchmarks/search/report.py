@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, number, table
 from benchmarks.harness.rows import Row
 from benchmarks.search.measure import Shown
-from benchmarks.search.ours import OURS
+from benchmarks.search.packaged import OURS
 
 KINDS = {"pixels": "pixels replaced", "occlusion": "the area covered by a block of another image"}
 """Kind of corruption -> what a level is the fraction of."""
@@ -102,7 +102,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> Path:
 def draw_answers(shown: Shown, path: Path) -> Path:
     """Draws each query, its clean image, and the stored image that each method answered, marked as right or wrong.
 
-    The last column shows the correlation of each patch of the query with that of the answer of the adaptive memory.
+    The last column shows what each pixel adds to the score of the answer of the adaptive memory.
     """
     from examples.common.outputs import mark_answer  # imports matplotlib, which the tables do not need
 
@@ -116,7 +116,7 @@ def draw_answers(shown: Shown, path: Path) -> Path:
         ("clean image", split.asked.rows, None),
         *((name, split.stored.rows[given.index], given.label) for name, given in shown.answers.items()),
     ]
-    truth, extra = split.asked.labels, shown.agreement is not None
+    truth, extra = split.asked.labels, shown.explained is not None
     with drawing(path, (1.3 * (len(columns) + extra), 1.35 * len(truth) + 0.4)) as figure:
         axes = figure.subplots(len(truth), len(columns) + extra, squeeze=False)
         for place, (name, rows, labels) in enumerate(columns):
@@ -128,9 +128,10 @@ def draw_answers(shown: Shown, path: Path) -> Path:
                     axis.spines[:].set_visible(False)
                     continue
                 mark_answer(axis, bool(labels[line] == truth[line]))
-        if shown.agreement is not None:
-            axes[0, -1].set_title("patches\nthat agree", fontsize=9)
-            for axis, row in zip(axes[:, -1], shown.agreement, strict=True):
-                axis.imshow(image(row), cmap="RdYlGn", vmin=-1, vmax=1)
+        if shown.explained is not None:
+            axes[0, -1].set_title("pixels\nthat count", fontsize=9)
+            for axis, row in zip(axes[:, -1], shown.explained.flatten(1), strict=True):
+                low, high = row.quantile(row.new_tensor([0.02, 0.98])).tolist()  # few pixels may count for much more
+                axis.imshow(image(row), cmap="viridis", vmin=low, vmax=high)
                 axis.set_axis_off()
     return path

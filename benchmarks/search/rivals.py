@@ -71,9 +71,7 @@ def trimmed(stored: Images, variant: Variant, seed: int, queries: int = 512) -> 
 def trimmed_contrasts(stored: Images, variant: Variant, seed: int, queries: int = 512) -> Classifier:
     """The same for contrasts of neighboring pixels, which the adaptive memory compares as well."""
     side = stored.shape[0]
-    return _trimmed(
-        stored, variant, seed, queries, lambda rows: [contrasts(rows, side, each) for each in OFFSETS["contrasts"]]
-    )
+    return _trimmed(stored, variant, seed, queries, lambda rows: [contrasts(rows, side, each) for each in OFFSETS])
 
 
 def _trimmed(
@@ -178,6 +176,7 @@ class RobustCoding:
         steepness: how fast weights fall there.
         penalty: factor of the squared coefficients.
         steps: number of reweightings.
+        gradients: number of conjugate gradients after each of them.
         batch: number of queries that are solved at once.
     """
 
@@ -188,9 +187,11 @@ class RobustCoding:
         steepness: float = 8.0,
         penalty: float = 1e-3,
         steps: int = 15,
-        batch: int = 128,
+        gradients: int = 30,
+        batch: int = 512,
     ) -> None:
         self.stored, self.rows, self.batch = stored, functional.normalize(stored.rows), batch
+        self.gradients = gradients
         self.share, self.steepness, self.penalty, self.steps = share, steepness, penalty, steps
 
     def __call__(self, query: Tensor) -> Answer:
@@ -203,12 +204,23 @@ class RobustCoding:
         middle = square.quantile(self.share, dim=1, keepdim=True).clamp(min=1e-12)
         return torch.sigmoid(self.steepness * (1 - square / middle))
 
+    def _solve(self, x: Tensor, weight: Tensor, query: Tensor) -> Tensor:
+        """Minimizes the weighted squared residuals plus the penalty by conjugate gradients from ``x (n, N)``."""
+        residual = (weight * (query - x @ self.rows)) @ self.rows.mT - self.penalty * x
+        direction, size = residual, residual.square().sum(1, keepdim=True)
+        for _ in range(self.gradients):
+            image = (weight * (direction @ self.rows)) @ self.rows.mT + self.penalty * direction
+            step = size / (direction * image).sum(1, keepdim=True).clamp(min=1e-30)
+            x, residual = x + step * direction, residual - step * image
+            last, size = size, residual.square().sum(1, keepdim=True)
+            direction = residual + size / last.clamp(min=1e-30) * direction
+        return x
+
     def _classify(self, query: Tensor) -> Answer:
-        rows, ridge = self.rows, self.penalty * torch.eye(len(self.rows), device=query.device)
+        rows = self.rows
         x, weight = query.new_zeros(len(query), len(rows)), self._weights(query - rows.mean(0))
         for _ in range(self.steps):
-            weighted = rows * weight[:, None]
-            new = torch.linalg.solve(weighted @ rows.mT + ridge, (weighted @ query[..., None]))[..., 0]
+            new = self._solve(x, weight, query)
             x = x + 0.5 * (new - x) if x.any() else new
             weight = self._weights(query - x @ rows)
         classes = self.stored.labels.unique()
@@ -274,5 +286,6 @@ RIVALS: dict[str, Training] = {
     "trimmed L1": trimmed,
     "trimmed L1 of contrasts": trimmed_contrasts,
     "sparse representation": sparse,
+    "robust coding": robust,
     "CNN": convolutional,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.blocks import Blocks, resolutions
+from ahop_layers.similarity.blocks import Blocks, resolutions
 
 SHARPNESS = 12.0  # initial inverse temperature, for scores with a standard deviation of about 1
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ahop_layers as ah
-from ahop_layers.similarity import INITS
+from ahop_layers.similarity.adaptive import INITS
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "adaptive": ("lr", "last", "init", "debias", "shared", "blocks"),

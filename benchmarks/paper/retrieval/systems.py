@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.similarity import AdaptiveSimilarity
-from ahop_layers.table import TableSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.table import TableSimilarity
 from ahop_layers.variants import Mixed
 from benchmarks.harness.command import default_data_dir
 

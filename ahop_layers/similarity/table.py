@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity import AdaptiveSimilarity, BlocksArgument, Init, without_bias
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BlocksArgument, Init, without_bias
 
 
 class TableSimilarity(nn.Module):
@@ -44,6 +44,9 @@ class TableSimilarity(nn.Module):
         super().__init__()
         check_sizes(dim=dim)
         check_numbers("a positive number", key_range=key_range)
+        limits = torch.finfo(torch.float32)
+        if not limits.tiny <= float(key_range) <= limits.max:
+            raise AHopError(f"key_range must be within the range of float32, got {float(key_range):.3g}")
         if not isinstance(knots, Sequence) or len(knots) != 2 or not all(isinstance(n, int) and n >= 2 for n in knots):
             raise AHopError(f"knots must be two integers of at least 2, got {knots!r}")
         check_choice("init", init, ("zero", "dot"))
@@ -55,7 +58,7 @@ class TableSimilarity(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reset the table to ``init`` and the bias to zero."""
+        """Resets the table to ``init`` and the bias to zero."""
         if self.bias is not None:
             self.bias.zero_()
         rows, columns = (torch.linspace(-1, 1, count) for count in self.knots)
@@ -63,7 +66,7 @@ class TableSimilarity(nn.Module):
         self.table.copy_(products if self.init == "dot" else torch.zeros_like(products))
 
     def forward(self, query: Tensor, key: Tensor, missing: bool = False) -> Tensor:
-        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``.
+        """Scores ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``.
 
         If ``missing``, NaN is an unknown value: the score is ``d / m`` times the sum over the m of d dimensions that
         both know, and -inf if there is none.
@@ -85,7 +88,7 @@ class TableSimilarity(nn.Module):
 
 
 def _interpolation(values: Tensor, count: int, missing: bool) -> Tensor:
-    """Linear interpolation weights of values for ``count`` knots from -1 to 1: ``(..., d) -> (..., d, count)``.
+    """Returns linear interpolation weights of values for ``count`` knots from -1 to 1: ``(..., d) -> (..., d, count)``.
 
     If ``missing``, the weights of NaN are 0.
     """
@@ -129,7 +132,7 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
         self.table = TableSimilarity(dim, key_range, knots, init="zero")
 
     def reset_parameters(self) -> None:
-        """Reset the footprint weights to ``init``, and the table and the bias to zero."""
+        """Resets the footprint weights to ``init``, and the table and the bias to zero."""
         super().reset_parameters()
         if "table" in self._modules:  # the constructor of the base class calls this before the table exists
             self.table.reset_parameters()
@@ -137,6 +140,6 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
     def forward(
         self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
     ) -> Tensor:
-        """Score ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``; see :class:`AdaptiveSimilarity`."""
+        """Scores ``query (..., L, d)`` against ``key (..., S, d)``; see :class:`AdaptiveSimilarity`."""
         learned: Tensor = self.table(self.unbiased(query), key, missing)
         return super().forward(query, key, arranged, missing) + learned

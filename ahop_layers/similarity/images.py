@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.blocks import Blocks
 from ahop_layers.errors import AHopError, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity import AdaptiveSimilarity, BaseArgument
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
+from ahop_layers.similarity.blocks import Blocks
 
 PIXELS: tuple[BaseArgument, ...] = ("l1", ("near", 0.02), ("near", 0.1), ("near", 0.5))
 CONTRASTS: tuple[BaseArgument, ...] = (("near", 0.05), ("near", 0.2))

@@ -1,6 +1,6 @@
 """Similarities: AdaptiveSimilarity, how layers build one, and how to find those of a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ahop_layers.blocks import Blocks, arrange, known_constant, normalize, resolutions, restore, stored_norm
 from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
@@ -28,7 +27,8 @@ from ahop_layers.errors import (
 from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
 from ahop_layers.separation import Separation
-from ahop_layers.widths import differences, quantiles
+from ahop_layers.similarity.blocks import Blocks, arrange, known_constant, normalize, resolutions, restore, stored_norm
+from ahop_layers.similarity.widths import differences, quantiles
 
 INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well
 Init = str | Tensor | Sequence[Tensor]
@@ -242,9 +242,7 @@ class AdaptiveSimilarity(nn.Module):
             if numbers is not None and not numbers.is_meta:
                 blocks[index] = Blocks(numbers, entry.normalize)
                 _check_count(f"{prefix}blocks_{index}", blocks[index].count(self.dim), entry.count(self.dim))
-        for name, value in given.items():
-            if not value.is_meta and not value.isfinite().all():
-                raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
+        check_state(self, state_dict, prefix)
         units = given.get("units")
         self.units = None if units is None else torch.empty_like(units, device=next(self.parameters()).device)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -292,9 +290,7 @@ class AdaptiveSimilarity(nn.Module):
 
         The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
         """
-        self._check_rows(query, key)
-        query, key, _, _ = self._arranged(0, self.unbiased(query), key)
-        return query, key, self.footprint_weight()
+        return *self.compared(query, key)[:2], self.footprint_weight()
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
@@ -477,6 +473,20 @@ def _check_bases(bases: Sequence[BaseArgument]) -> tuple[BaseArgument, ...]:
 def _check_count(name: str, count: int, expected: int) -> None:
     if count != expected:
         raise AHopError(f"the state dict must have {expected} blocks, as the similarity, got {name} with {count}")
+
+
+def check_state(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises unless a state dict has finite numbers for all parameters of a module, and for its own buffers."""
+    for name, own in {**dict(module.named_parameters()), **module._buffers}.items():
+        given = state.get(prefix + name)
+        if not isinstance(given, Tensor) or is_lazy(given) or given.is_meta:
+            continue
+        if own is not None and not own.dtype.is_floating_point:
+            continue
+        if not given.is_floating_point():
+            raise AHopError(f"{prefix}{name} must have a floating-point dtype, got {given.dtype}")
+        if not given.isfinite().all():
+            raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
 
 
 def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,370 @@
+"""Nothing is silent: what is invalid raises AHopError and changes nothing, and results are right at any scale."""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ahop_layers as ah
+from ahop_layers import AHopError, AssociativeMemory, variants
+from ahop_layers.memory.presets import KernelModulation
+from ahop_layers.similarity.table import TableSimilarity
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+# Scales.
+
+SCALES = {
+    torch.float16: (255.0, 1e-4),
+    torch.bfloat16: (1e25,),
+    torch.float32: (1e-37, 1e-25, 1e19, 1e36),
+    torch.float64: (1e-140, 1e140),
+}
+MEMORIES = {
+    **{name: partial(AssociativeMemory, similarity=name) for name in ("auto", "dot", "dis", "l1", "adaptive")},
+    "images": lambda rows: AssociativeMemory(rows.reshape(-1, 6, 6)),
+    "blocks": partial(AssociativeMemory.preset, "A-Hop", init="uniform", blocks=ah.Blocks(4, normalize=True)),
+    "debiased": partial(AssociativeMemory.preset, "A-Hop", debias=True, blocks=torch.arange(36) % 5),
+}
+
+
+def scaled(dtype, scale):
+    rows = nn.functional.normalize(torch.rand(40, 36) - 0.5)
+    return ((scale * each.double()).to(dtype) for each in (rows, rows + 0.01 * torch.randn(40, 36)))
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(dtype, scale) for dtype in SCALES for scale in SCALES[dtype]], ids=str)
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_memory_finds_the_same_at_any_scale(name, dtype, scale):
+    patterns, query = scaled(dtype, scale)
+    memory = MEMORIES[name](patterns)
+    hits, found = memory.search(query, 2), memory.retrieve(query)
+    assert torch.equal(hits.indices[:, 0], torch.arange(40))
+    assert (hits.scores[:, 0] > hits.scores[:, 1]).all()
+    assert hits.confidence.isfinite().all()
+    assert found.isfinite().all()
+    assert found.dtype == dtype
+    if name in ("dot", "dis"):
+        assert torch.equal(memory.search(query, 2, shortlist=20).indices, hits.indices)
+
+
+@pytest.mark.parametrize("name", ["dot", "adaptive", "debiased"])
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_queries_of_another_scale_find_the_same(name, scale):
+    patterns, _ = scaled(torch.float32, 1.0)
+    hits = MEMORIES[name](patterns).search(scale * patterns)
+    assert torch.equal(hits.indices[:, 0], torch.arange(40))
+    assert hits.scores.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", SCALES)
+def test_scores_of_ordinary_patterns_have_their_dtype(dtype):
+    patterns, query = scaled(dtype, 1.0)
+    assert AssociativeMemory(patterns, "dis").scores(query).dtype == dtype
+
+
+def test_values_that_no_dtype_holds_are_refused():
+    memory, large = AssociativeMemory(torch.ones(2, 3)), torch.full((2, 3), 1e120, dtype=torch.float64)
+    wide = AssociativeMemory(large, "adaptive")
+    calls = {
+        "patterns must not be infinite": [
+            lambda: memory.add(large),
+            lambda: memory.load_state_dict(memory.state_dict() | {"patterns": large}),
+        ],
+        "patterns must be within the range of torch.float32, got": [wide.float],
+        "patterns must have squares within the range of float64, got": [
+            lambda: AssociativeMemory(large * large),
+            lambda: AssociativeMemory(1 / large / large),
+        ],
+        "key_range must be within the range of float32, got": [lambda: TableSimilarity(4, key_range=1e-100)],
+        "build_index needs patterns with squares": [AssociativeMemory(torch.full((2, 3), 1e30)).build_index],
+    }
+    for message, each in calls.items():
+        for call in each:
+            with pytest.raises(AHopError, match=message):
+                call()
+    assert wide.patterns.dtype == wide.similarity.w.dtype == torch.float64
+    assert len(memory) == 2
+
+
+# State dicts.
+
+
+def adapted(**options):
+    model = nn.Sequential(*(nn.MultiheadAttention(8, 2) for _ in range(2)))
+    ah.adapt_(model, **options)
+    return model
+
+
+def state_of(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def rewrite(path, **changes):
+    """Changes tensors of a file."""
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    safetensors.save_file(safetensors.load_file(path) | changes, path, metadata=metadata)
+
+
+NONSENSE = {
+    "beta": (torch.nan, 0.0, -1.0, torch.inf),
+    "prior": (torch.nan, -torch.inf),
+    "similarity.w": (torch.nan, torch.inf, 1, True),
+    "similarity.bias": (torch.nan, -torch.inf),
+    "modulation.phi": (torch.nan,),
+    "separation.alpha_logit": (torch.inf,),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NONSENSE for value in NONSENSE[name]])
+def test_a_memory_with_nonsense_is_not_loaded(name, value, tmp_path):
+    memory = AssociativeMemory.preset("A-Hop", torch.randn(4, 5), debias=True, prior=True)
+    memory.separation, memory.modulation = ah.separation.Separation("entmax"), KernelModulation(5)
+    before = state_of(memory)
+    wrong = torch.full(before[name].shape, value)
+    with pytest.raises(AHopError, match=f"{name} must"):
+        memory.load_state_dict(before | {name: wrong})
+    memory.save(tmp_path / "memory")
+    rewrite(tmp_path / "memory", **{name: wrong})
+    with pytest.raises(AHopError, match=f"{name} must"):
+        AssociativeMemory.load(tmp_path / "memory")
+    assert all(torch.equal(tensor, before[key]) for key, tensor in memory.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["1.similarity.w", "1.separation.alpha_logit"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1, True])
+def test_similarities_with_nonsense_are_not_loaded(name, value, tmp_path):
+    model = adapted(separation="entmax")
+    before = state_of(model)
+    ah.save_similarities(model, tmp_path / "a")
+    changed = {"0.similarity.w": before["0.similarity.w"] + 1, name: torch.full(before[name].shape, value)}
+    rewrite(tmp_path / "a", **changed)
+    with pytest.raises(AHopError, match=f"{name} must"):
+        ah.load_similarities(model, tmp_path / "a")
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [adapted, partial(AssociativeMemory.preset, "A-Hop", torch.ones(3, 8))])
+def test_other_bases_are_refused(make):
+    with pytest.raises(AHopError, match="the state dict must have the bases l1, got dis"):
+        make(bases=("l1",), init="l1").load_state_dict(make(bases=("dis",), init="dis").state_dict())
+
+
+# Files.
+
+NESTED = "[" * 100_000
+FILES = {  # all bytes, or the metadata, which has a text of JSON
+    "empty": lambda saved: b"",
+    "truncated": lambda saved: saved[:-40],
+    "truncated header": lambda saved: saved[:100],
+    "random": lambda saved: np.random.default_rng(0).bytes(1000),
+    "oversized header": lambda saved: (2**62).to_bytes(8, "little") + saved[8:],
+    "no metadata": None,
+    "no JSON": "{",
+    "a list": '[["version", 1]]',
+    "a number": "7",
+    "null": "null",
+    "numbers": '{"0.similarity": 5, "1.similarity": 6, "version": 1, "modules": 3}',
+    "lists": '{"0.similarity": [], "1.similarity": [[]], "version": 1, "modules": {"0": []}}',
+    "nested": NESTED,
+    "nested in it": '{"0.similarity": ' + NESTED,
+}
+
+
+def invalidate(path, kind, key):
+    """Makes a file invalid; ``key`` is the name of its metadata, None for a file of JSON."""
+    change = FILES[kind]
+    if callable(change):
+        path.write_bytes(change(path.read_bytes()))
+    elif key is None:
+        path.write_text(str(change))
+    else:
+        metadata = None if change is None else {key: change}
+        safetensors.save_file(safetensors.load_file(path), path, metadata=metadata)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_an_invalid_file_is_refused(kind, tmp_path):
+    model, memory, path = adapted(), AssociativeMemory(torch.rand(5, 4)), tmp_path / "file"
+    before = state_of(model)
+    ah.save_similarities(model, path)
+    invalidate(path, kind, "ahop_layers.similarities")
+    with pytest.raises(AHopError, match="must"):
+        ah.load_similarities(model, path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    memory.save(path)
+    invalidate(path, kind, "ahop_layers.memory")
+    with pytest.raises(AHopError, match="must"):
+        AssociativeMemory.load(path)
+    ah.save_adapted(model, tmp_path)
+    invalidate(tmp_path / "adapted.json", kind, None)
+    with pytest.raises(AHopError, match="folder must be one that save_adapted wrote"):
+        ah.load_adapted(tmp_path, adapted)
+
+
+@pytest.mark.parametrize("kind", ["missing", *(kind for kind in FILES if callable(FILES[kind]))])
+@pytest.mark.parametrize("name", ["similarities", "model"])
+def test_an_adapted_model_without_a_valid_file_is_refused(kind, name, tmp_path):
+    path = tmp_path / f"{name}.safetensors"
+    ah.save_adapted(adapted(), tmp_path)
+    path.unlink() if kind == "missing" else invalidate(path, kind, "")
+    with pytest.raises(AHopError, match="must be"):
+        ah.load_adapted(tmp_path, lambda: nn.Sequential(*(nn.MultiheadAttention(8, 2) for _ in range(2))))
+
+
+SAVES = {
+    "similarities": lambda path: ah.save_similarities(adapted(), path),
+    "memory": lambda path: AssociativeMemory(torch.rand(500, 40)).save(path),
+    "adapted": lambda path: ah.save_adapted(adapted(), path.parent),
+}
+
+
+@pytest.mark.parametrize("kind", ["full disk", "read-only folder", "missing folder", "folder"])
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_that_fails_leaves_the_old_file(name, kind, tmp_path):
+    """The disk is full for files of more than 512 bytes. Root may write into any folder except one of the kernel."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "folder" / ("model.safetensors" if name == "adapted" else "file")
+    path.parent.mkdir()
+    path.write_text("old")
+    given = {"missing folder": tmp_path / "none" / "file", "folder": path.parent}.get(kind, path)
+    if name == "adapted" and given is not path:
+        given = path / "model"  # a folder that cannot be made
+    if kind == "read-only folder":
+        path.parent.chmod(0o500)
+        given = path if os.geteuid() else Path("/proc/self/model")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512 if kind == "full disk" else limits[0], limits[1]))
+    try:
+        with pytest.raises(AHopError, match=r"^(path|folder) must be"):
+            SAVES[name](given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        path.parent.chmod(0o700)
+    assert path.read_text() == "old"
+    assert [*path.parent.iterdir()] == [path]
+
+
+# Arguments.
+
+ROWS = torch.rand(3, 4)
+ARRAYS = {
+    "object": np.array([[object()] * 4] * 3),
+    "bytes": np.array([[b"a"] * 4] * 3),
+    "structured": np.zeros((3, 4), [("a", "f4")]),
+    "datetime": np.zeros((3, 4), "M8[D]"),
+    "complex": np.zeros((3, 4), complex),
+    "sparse": torch.ones(3, 4).to_sparse(),
+    "CSR": torch.ones(3, 4).to_sparse_csr(),
+    "MKL-DNN": torch.ones(3, 4).to_mkldnn() if torch.backends.mkldnn.is_available() else "",
+    "quantized": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.quint8),
+    "nested": torch.nested.nested_tensor([torch.ones(4), torch.ones(3)]),
+    "jagged": torch.nested.nested_tensor([torch.ones(4), torch.ones(3)], layout=torch.jagged),
+    "text": "abc",
+    "none": [[None] * 4] * 3,
+}
+LABELS = {  # strings are labels
+    **{kind: array[:, 0] for kind, array in ARRAYS.items() if isinstance(array, np.ndarray)},
+    **{kind: ARRAYS[kind] for kind in ("CSR", "nested", "jagged", "text", "none")},
+    "longdouble": np.zeros(3, np.longdouble),
+    "sparse": torch.ones(3, dtype=torch.int64).to_sparse(),
+    "MKL-DNN": torch.ones(3).to_mkldnn() if torch.backends.mkldnn.is_available() else "",
+    "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "mixed": [1, "a", None],
+}
+
+
+@pytest.mark.parametrize("kind", [*ARRAYS, "string"])
+def test_patterns_and_queries_of_other_kinds_are_refused_by_name(kind):
+    given, memory = ARRAYS.get(kind, np.array([["a"] * 4] * 3)), AssociativeMemory(ROWS, "adaptive")
+    calls = {
+        "patterns": [lambda: AssociativeMemory(given), lambda: memory.add(given)],
+        "queries x": [lambda: memory.search(given), lambda: memory(given), lambda: memory.scores(given)],
+        "query|data|damage": [lambda: memory.fit((torch.arange(3), given))],
+    }
+    for name, each in calls.items():
+        for call in each:
+            with pytest.raises(AHopError, match=rf"^({name}) must"):
+                call()
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_and_ids_of_other_kinds_are_refused_by_name(kind):
+    memory = AssociativeMemory(ROWS, labels=[1, 2, 3], ids=[1, 2, 3])
+    for name, other in (("labels", "ids"), ("ids", "labels")):
+        for make in (partial(AssociativeMemory, ROWS), partial(memory.add, ROWS, **{other: [4, 5, 6]})):
+            with pytest.raises(AHopError, match=f"{name} must"):
+                make(**{name: LABELS[kind]})
+    assert len(memory) == 3
+
+
+@pytest.mark.parametrize("kind", [">f8", ">f4", ">f2", ">i4", ">u2", "longdouble", "f2", "u1", "?"])
+def test_numbers_of_other_kinds_are_converted(kind):
+    given = (4 * np.eye(4)).astype(kind)
+    memory = AssociativeMemory(given, "dot", labels=np.arange(4).astype(">i8"), ids=np.arange(4).astype(">u4"))
+    hits = memory.search(given)
+    assert hits.ids.tolist() == hits.labels.tolist() == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, True, np.bool_(True), 1.0, np.float64(1), "1", None])
+def test_a_seed_is_an_integer_of_64_bits(seed):
+    for make in (partial(variants.Biased, 0.5), partial(variants.Mixed, 0.5), AssociativeMemory(ROWS).fit):
+        with pytest.raises(AHopError, match="seed must be an integer of 64 bits"):
+            make(seed=seed)
+
+
+@pytest.mark.parametrize("name", ["Noisy", "Erased", "Missing", "Replaced", "Mixed", "Biased"])
+@pytest.mark.parametrize("make", [np.float32, np.float64, torch.tensor])
+def test_variants_accept_scalars_of_numpy(name, make):
+    damages = (getattr(variants, name)(level).bind(ROWS) for level in (0.5, make(0.5)))
+    first, second = (damage.corrupt(ROWS, torch.Generator().manual_seed(0)).nan_to_num(9.0) for damage in damages)
+    assert torch.equal(first, second)
+
+
+def test_tensors_of_inference_mode_are_refused_under_autograd_by_name():
+    with torch.inference_mode():
+        inference = ROWS.clone()
+    rows = ROWS.clone().requires_grad_()
+    calls = {
+        "patterns": lambda: AssociativeMemory(inference, "dot")(rows),
+        "query": lambda: AssociativeMemory(ROWS, "adaptive")(inference),
+        "key": lambda: ah.adaptive_similarity(rows, inference, torch.ones(2, 4)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(AHopError, match=rf"{name} must not be created in torch.inference_mode .* clone it"):
+            call()
+        with torch.no_grad():
+            assert call().isfinite().all()
+
+
+def test_a_memory_without_labels_has_no_classes():
+    assert hasattr(AssociativeMemory(ROWS), "classes")
+    assert AssociativeMemory(ROWS).classes is None
+
+
+def test_tables_name_the_extra_that_has_scikit_learn(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn" or ".tabular" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(
+        ImportError, match=r"needs scikit-learn, got no installation: pip install ahop-layers\[tabular\]"
+    ):
+        import ahop_layers.tabular  # noqa: F401
+
+
+def test_the_index_has_a_text_as_description_and_keeps_its_options():
+    memory = AssociativeMemory(torch.randn(300, 8), "dis")
+    for description in (5, b"Flat", ["Flat"], True):
+        with pytest.raises(AHopError, match="description must be a string, got"):
+            memory.build_index(description)
+    pytest.importorskip("faiss")
+    index = memory.build_index("HNSW16")
+    before = index.hnsw.efSearch
+    memory.search(torch.randn(2, 8), shortlist=250)
+    assert index.hnsw.efSearch == before
