@@ -143,7 +143,7 @@ class Plan:
         sizes = (
             heads * self.tiles * dims * ROWS if self.strips > self.span else 0,  # query_sums
             heads * self.tiles * ROWS * 2,  # statistics
-            heads * self.strips * warps * bases * n,  # weight_parts
+            heads * self.strips * warps * (bases * n + 1),  # weight_parts
             1 + heads * self.tiles,  # turns
         )
         self.scratch, self.places = sum(sizes), [4 * sum(sizes[:index]) for index in range(4)]
@@ -155,7 +155,7 @@ class Plan:
                 32 * warps,
                 own + self.chunk_tiles * tile,
             ),
-            "attend_weights": (self.heads * bases, 256, 4 * 256 + 32),
+            "attend_weights": (self.heads * bases, 256, 4 * 256 + 32 * (n + 1)),
         }
 
     def run(self, name: str, launch: tuple[int, int, int], arguments: bytes) -> None:

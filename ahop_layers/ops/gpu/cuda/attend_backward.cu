@@ -10,6 +10,7 @@
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
 constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
 constexpr int WARPS = THREADS / 32;
+constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of those of the scores
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
 // number of visitors, sums).
 constexpr int SECOND = ROWS * DIM_BYTES, NORMS = SECOND + ROWS * WIDTH_BYTES, OWN_BYTES = NORMS + ROWS * NORM_BYTES;
@@ -25,7 +26,7 @@ struct Backward {
     float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
     float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier blocks added, if there are several
     u32* turns;           // the number of blocks that started, then (N * H, tiles): that of blocks that added
-    float* weight_parts;  // (N * H, strips * WARPS, BASES, N)
+    float* weight_parts;  // (N * H, strips * WARPS, PARTS)
     float* weight_grad;   // (H, BASES, N)
     int batch, heads, group, length, count, strips, span, chunk_tiles;
     u32 threshold;
@@ -90,13 +91,14 @@ struct OwnKeys {
     u32 address;      // of the tile
     int first;        // index of the first key
     float factor;     // of the shares that dropout keeps
-    float exponents[BASES][N], weight_grad[BASES][N];
+    float exponents[BASES][N], weight_grad[BASES][N], score_grad;
     RankedWeights<N, Half> ranked[BASES];
     float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[4];
 
     DEVICE void set_weights(const float* weight) {
         float u[BASES][N];
         load_weights(u, weight);
+        score_grad = 0;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             ranked[i].set(u[i]);
@@ -116,16 +118,16 @@ struct OwnKeys {
         }
     }
 
-    // Stores the gradients of the weights, summed over the warp.
+    // Stores the gradients of the weights and of the scores, summed over the warp.
     DEVICE void store_weights(float* parts) {
+        const float all = sum_warp(score_grad);
+        if (lane.index == 0) parts[BASES * N] = all;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             const int place = BASES == 2 ? i ^ DIS_AT : i;
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                float total = weight_grad[i][j];
-#pragma unroll
-                for (int distance = 1; distance < 32; distance *= 2) total += shuffle_xor(total, distance);
+                const float total = sum_warp(weight_grad[i][j]);
                 if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * total : total;
             }
         }
@@ -174,6 +176,7 @@ struct OwnKeys {
                     kept[side] *= scale;
                 }
                 grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
+                score_grad += grads[side];
 #pragma unroll
                 for (int i = 0; i < BASES; ++i)
 #pragma unroll
@@ -399,7 +402,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                 for (int i = warp; i < count; i += WARPS)
                     store_queries(p, tiles + i * TILE_BYTES, n, h, start + i, mine, last, lane);
             }
-            own.store_weights(p.weight_parts + (((i64)index * p.strips + strip) * WARPS + warp) * BASES * N);
+            own.store_weights(p.weight_parts + (((i64)index * p.strips + strip) * WARPS + warp) * PARTS);
         }
         if (own.first >= p.count) continue;
         if (DIS) subtract_rows(own.key_grad, own.key_sums, own_tile, lane);
@@ -411,26 +414,76 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
     }
 }
 
+// Sorts the similarities of a random pair of a head; returns its share.
+DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES][N]) {
+    const u32 random = Pairs::mix(number);
+    const int n = number % p.batch, query = random % p.length, key = Pairs::mix(random) % p.count;
+    const u32* queries = (const u32*)(p.query.at(n, h) + query * p.query.row);
+    const u32* keys = (const u32*)(p.key.at(n, h / p.group) + key * p.key.row);
+#pragma unroll
+    for (int block = 0; block < N; ++block) {
+        float dot = 0, dis = 0;
+#pragma unroll
+        for (int i = block * SIZE / 2; i < (block + 1) * SIZE / 2; ++i) {
+            float a, b, c, d;
+            Half::unpack(queries[i], a, b);
+            Half::unpack(keys[i], c, d);
+            dot = fmaf(a, c, fmaf(b, d, dot));
+            dis = fmaf(a - c, a - c, fmaf(b - d, b - d, dis));
+        }
+        if (DIS) x[0][block] = -0.5f * dis;
+        if (DOT) x[DIS][block] = dot;
+    }
+    float u[BASES][N], score = 0;
+    load_weights(u, p.weight + h * p.weight_head);
+#pragma unroll
+    for (int i = 0; i < BASES; ++i) {
+        Sorter<N>::sort(x[i]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) score = fmaf(x[i][j], u[i][j] * LOG2_E, score);
+    }
+    const Pairs pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, 0};
+    const float log_sum = p.log_sum[((i64)n * p.heads + h) * p.length + query] * LOG2_E;
+    return exp2_approx(pairs.masked(score, query, key) - log_sum);
+}
+
 // Sums the parts of a head and base in a fixed order, and undoes the folding: the cumulative sum is its transpose.
+//
+// The gradients of a query's scores have the sum 0, except that its readout was rounded. So a constant may be subtracted
+// from the similarities of a rank: their mean, of some pairs, makes that error small.
 KERNEL void attend_weights(const Backward p) {
     SHARED_MEMORY(shared);
-    float* sums = (float*)shared;
-    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, threads = blockDim.x / N * N, each = p.strips * WARPS;
-    float total = 0;
-    if (threadIdx.x < threads) {
-        for (int i = threadIdx.x / N; i < p.batch * each; i += threads / N) {
-            const i64 part = ((i64)(i / each) * p.heads + h) * each + i % each;
-            total += p.weight_parts[(part * BASES + base) * N + threadIdx.x % N];
-        }
-        sums[threadIdx.x] = total;
+    float* const sums = (float*)shared;
+    float(*const samples)[N + 1] = (float(*)[N + 1])(sums + blockDim.x);  // of each warp
+    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, each = p.strips * WARPS, warp = threadIdx.x / 32;
+    const int threads = blockDim.x / (N + 1) * (N + 1), column = threadIdx.x % (N + 1);
+    const bool is_dis = DIS && (BASES == 1 || base == DIS_AT);
+    float total = 0, x[BASES][N];
+    for (int i = threadIdx.x / (N + 1); threadIdx.x < threads && i < p.batch * each; i += threads / (N + 1)) {
+        const i64 part = ((i64)(i / each) * p.heads + h) * each + i % each;
+        total += p.weight_parts[part * PARTS + (column < N ? base * N + column : BASES * N)];
+    }
+    sums[threadIdx.x] = total;
+    const float share = sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
+    if (threadIdx.x % 32 == 0) samples[warp][N] = shares;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        total = sum_warp(share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0);
+        if (threadIdx.x % 32 == 0) samples[warp][j] = total;
     }
     sync_block();
-    if (threadIdx.x >= N) return;
+    if (warp) return;
+    const int lane = threadIdx.x;
+    float sampled = 0;
     total = 0;
-    for (int i = threadIdx.x; i < threads; i += N) total += sums[i];
-    sums[threads + threadIdx.x] = total;
+    for (int i = lane; lane <= N && i < threads; i += N + 1) total += sums[i];
+    for (int i = 0; lane <= N && i < blockDim.x / 32; ++i) sampled += samples[i][lane];
     sync_warp();
+    if (lane <= N) sums[lane] = total, samples[0][lane] = sampled;
+    sync_warp();
+    if (lane >= N) return;
+    const float rest = samples[0][N] > 0 ? sums[N] / samples[0][N] : 0;
     total = 0;
-    for (int i = 0; i <= threadIdx.x; ++i) total += sums[threads + i];
-    p.weight_grad[(h * BASES + base) * N + threadIdx.x] = total;
+    for (int i = 0; i <= lane; ++i) total += sums[i] - rest * samples[0][i];
+    p.weight_grad[(h * BASES + base) * N + lane] = total;
 }

@@ -74,9 +74,7 @@ DEVICE int store_values(const Missing& p, float* values, int kind, const float* 
         values[place_of(block)] = counted ? total / ((float)counted / p.size) : INFINITE;
         known += counted > 0;
     }
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) known += (int)shuffle_xor((float)known, distance);
-    return known;
+    return sum_warp(known);
 }
 
 // The integral of the weights up to rank `r` of m, stretched to all n ranks.
@@ -133,8 +131,7 @@ KERNEL void __launch_bounds__(128) score_missing(const Missing p) {
             }
             total += weigh(p, values, shares ? kind : (int)DOT, rate, h * p.bases + base, known, lane);
         }
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) total += shuffle_xor(total, distance);
+        total = sum_warp(total);
         if (lane == 0) p.out[row * p.count + s] = known ? total : -INFINITE;
     }
 }

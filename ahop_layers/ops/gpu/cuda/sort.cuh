@@ -2,6 +2,13 @@
 #pragma once
 #include "device.cuh"
 
+// The sum over the lanes of a warp, in all of them.
+DEVICE float sum_warp(float x) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) x += shuffle_xor(x, distance);
+    return x;
+}
+
 constexpr int comparators(int size) {
     int count = 0;
     for (int run = 1; run < size; run *= 2)
