@@ -137,8 +137,15 @@ inline bool any_lane(bool x) {
 inline u32 add_atomically(u32* place, u32 x) { return (*place += x) - x; }
 inline u32 load_acquire(const u32* place) { return *place; }
 inline void store_release(u32* place, u32 x) { *place = x; }
-inline u32 load_acquire(u32 address) { return *(u32*)&emulator::shared.at(address); }
-inline void store_release(u32 address, u32 x) { *(u32*)&emulator::shared.at(address) = x, emulator::progress = true; }
+struct Barrier { unsigned short count, left; u32 phase; };
+inline Barrier& barrier_at(u32 address) { return *(Barrier*)&emulator::shared.at(address); }
+inline void barrier_init(u32 address, int count) { barrier_at(address) = {(unsigned short)count, (unsigned short)count, 0}; }
+inline void barrier_arrive(u32 address) {
+    Barrier& barrier = barrier_at(address);
+    if (--barrier.left == 0) barrier.left = barrier.count, ++barrier.phase;
+    emulator::progress = true;
+}
+inline bool barrier_passed(u32 address, u32 parity) { return barrier_at(address).phase % 2 != parity; }
 inline void rest() { emulator::pause(); }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : std::min(a, b); }

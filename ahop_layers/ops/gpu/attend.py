@@ -128,11 +128,12 @@ class Plan:
 
     def _plan_backward(self, bases: int, has_dis: bool) -> None:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
-        tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
+        tile = ROWS * (self.row + 8) + 512 * (dims // CHUNK + has_dis)
         room = min(self.limits.block, self.limits.multiprocessor - RESERVED) - 16
         warps, _ = occupancy(self.shape, False)
-        while warps > 1 and warps * ROWS * self.row + tile > room:
+        while warps > 1 and warps * ROWS * self.row + tile + 16 * warps > room:
             warps //= 2
+        tile += 16 * warps  # barriers
         self.key_warps, self.strips = warps, -(-self.count // (ROWS * warps))
         own = 16 + warps * ROWS * self.row
         fitting = max(1, min(self.tiles, (room + 16 - own) // tile))
@@ -155,7 +156,7 @@ class Plan:
                 32 * warps,
                 own + self.chunk_tiles * tile,
             ),
-            "attend_weights": (self.heads * bases, 256, 4 * 256 + 32 * (n + 1)),
+            "attend_weights": (self.heads * bases, 512, 4 * 512 + 64 * (n + 1)),
         }
 
     def run(self, name: str, launch: tuple[int, int, int], arguments: bytes) -> None:

@@ -11,10 +11,11 @@ constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 1
 constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of those of the scores
+constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
-// number of visitors, sums).
+// barriers, sums).
 constexpr int SECOND = ROWS * DIM_BYTES, NORMS = SECOND + ROWS * WIDTH_BYTES, OWN_BYTES = NORMS + ROWS * NORM_BYTES;
-constexpr int STATISTICS = OWN_BYTES, VISITS = STATISTICS + ROWS * 8, TILE_SUMS = VISITS + 16;
+constexpr int STATISTICS = OWN_BYTES, BARRIERS = STATISTICS + ROWS * 8, TILE_SUMS = BARRIERS + 8 * VISITS;
 constexpr int TILE_BYTES = TILE_SUMS + SUMS * SUM_BYTES;
 
 struct Backward {
@@ -200,7 +201,7 @@ struct OwnKeys {
     }
 
     // Adds the gradients of all pairs with a tile of 16 queries from `query` on, as its visitor `number`.
-    DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number) {
+    DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number, u32 use) {
         u32 shares[4], slopes[N][4], distances[N][4];
         {
             u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2], values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2];
@@ -234,7 +235,7 @@ struct OwnKeys {
         // All sums are loaded before the first one is stored: the compiler cannot know that they are different.
         char* const sums = tile + TILE_SUMS + 16 * lane.index;
         float query_sums[SUMS][4];
-        await_visits(tile_address, number);
+        await_visit(tile_address, number, use);
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) load_sum(query_sums[i], sums + i * SUM_BYTES);
 #pragma unroll
@@ -255,15 +256,15 @@ struct OwnKeys {
         end_visit(tile_address, number);
     }
 
-    // Waits until a tile had `number` visitors.
-    static DEVICE void await_visits(u32 tile_address, u32 number) {
-        while (load_acquire(tile_address + VISITS) != number) rest();
-        sync_warp();
+    // Waits until the visitor before this one has left. `use` counts how often tiles were loaded.
+    static DEVICE void await_visit(u32 tile_address, u32 number, u32 use) {
+        if (number == 0) return;
+        const u32 barrier = tile_address + BARRIERS + (number - 1) % VISITS * 8, parity = (number - 1) / VISITS + use;
+        while (!barrier_passed(barrier, parity % 2)) rest();
     }
 
-    DEVICE void end_visit(u32 tile_address, u32 number) {
-        sync_warp();
-        if (lane.index == 0) store_release(tile_address + VISITS, number + 1);
+    static DEVICE void end_visit(u32 tile_address, u32 number) {
+        barrier_arrive(tile_address + BARRIERS + number % VISITS * 8);
     }
 
     static DEVICE void turn(u32 (&turned)[4], const u32 (&matrix)[4]) {
@@ -309,7 +310,6 @@ DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first,
     copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
     const float2* from = p.statistics + ((i64)n * p.heads + h) * tiles_of(p.length) * ROWS + first;
     if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
-    if (lane.index == 0) *(u32*)(tile + VISITS) = 0;
 #pragma unroll
     for (int i = 0; i < SUMS; ++i)
         *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
@@ -342,6 +342,8 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
 
     // Blocks work in the order in which they start: one that waits for its turn waits for blocks that run.
     if (threadIdx.x == 0) *(u32*)shared = add_atomically(p.turns, 1);
+    for (int i = threadIdx.x; i < p.chunk_tiles * VISITS; i += THREADS)
+        barrier_init(shared_address(tiles + i / VISITS * TILE_BYTES) + BARRIERS + i % VISITS * 8, 32);
     sync_block();
     const int number = *(const u32*)shared, blocks = (p.strips + p.span - 1) / p.span;  // of a head
     const int mine = number % blocks, n = number / blocks / key_heads, key_head = number / blocks % key_heads;
@@ -351,6 +353,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
     own.own = own_tile;
     own.address = shared_address(own_tile);
     own.factor = p.factor;
+    u32 use = 0;
     for (int strip = mine * p.span; strip < end_strip; ++strip) {
         const int active = min(WARPS, tiles_of(p.count) - strip * WARPS);  // warps that have keys
         own.first = (strip * WARPS + warp) * ROWS;
@@ -390,13 +393,14 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                     const int order = before + (warp <= i ? most - warp : most + active - warp);
                     char* const tile = tiles + i * TILE_BYTES;
                     if (CAUSAL && query + ROWS <= own.first) {
-                        OwnKeys::await_visits(shared_address(tile), order);
-                        own.end_visit(shared_address(tile), order);
+                        OwnKeys::await_visit(shared_address(tile), order, use);
+                        OwnKeys::end_visit(shared_address(tile), order);
                     } else {
-                        own.add_tile(query, tile, shared_address(tile), order);
+                        own.add_tile(query, tile, shared_address(tile), order, use);
                     }
                 }
                 if (strip + 1 < end_strip) continue;
+                ++use;
                 sync_block();
                 const int last = CAUSAL ? min(blocks - 1, (end - 1) / (p.span * WARPS * ROWS)) : blocks - 1;
                 for (int i = warp; i < count; i += WARPS)

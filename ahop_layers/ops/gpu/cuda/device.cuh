@@ -105,15 +105,21 @@ DEVICE void store_release(u32* place, u32 x) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(x) : "memory");
 }
 
-// The same in shared memory, for the warps of a block.
-DEVICE u32 load_acquire(u32 address) {
-    u32 r;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
-    return r;
+// A barrier of 8 bytes in shared memory: `count` threads arrive, then it passes to the next phase.
+DEVICE void barrier_init(u32 address, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(address), "r"(count) : "memory");
 }
 
-DEVICE void store_release(u32 address, u32 x) {
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" :: "r"(address), "r"(x) : "memory");
+DEVICE void barrier_arrive(u32 address) {
+    asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" :: "r"(address) : "memory");
+}
+
+// Whether the latest phase with this parity is complete; the writes before its arrivals are visible then.
+DEVICE bool barrier_passed(u32 address, u32 parity) {
+    u32 r;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(r) : "r"(address), "r"(parity) : "memory");
+    return r;
 }
 
 DEVICE void rest() { __nanosleep(40); }
