@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -208,3 +209,9 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 9))
     monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"binary")
     assert nvrtc.compiled("attend.cu", {}, "sm_90a") == b"binary"
+
+
+def test_the_compiler_does_not_trace_the_search_for_nvrtc(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_runs", lambda device: find_spec("torch") is not None)
+    compiled = torch.compile(lambda x: x + nvrtc.runs(x.device), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)) == 1

@@ -139,14 +139,17 @@ inline u32 load_acquire(const u32* place) { return *place; }
 inline void store_release(u32* place, u32 x) { *place = x; }
 struct Barrier { unsigned short count, left; u32 phase; };
 inline Barrier& barrier_at(u32 address) { return *(Barrier*)&emulator::shared.at(address); }
-inline void barrier_init(u32 address, int count) { barrier_at(address) = {(unsigned short)count, (unsigned short)count, 0}; }
+inline void barrier_init(u32 address, unsigned short count) { barrier_at(address) = {count, count, 0}; }
+inline void barrier_reset(u32 address, unsigned short count) { barrier_init(address, count); }
 inline void barrier_arrive(u32 address) {
     Barrier& barrier = barrier_at(address);
     if (--barrier.left == 0) barrier.left = barrier.count, ++barrier.phase;
     emulator::progress = true;
 }
-inline bool barrier_passed(u32 address, u32 parity) { return barrier_at(address).phase % 2 != parity; }
-inline void rest() { emulator::pause(); }
+inline bool barrier_passed(u32 address, u32 parity) {
+    if (barrier_at(address).phase % 2 == parity) emulator::pause();
+    return barrier_at(address).phase % 2 != parity;
+}
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : std::min(a, b); }
 inline float exp2_approx(float x) { return std::exp2(x); }

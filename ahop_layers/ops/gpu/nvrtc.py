@@ -169,20 +169,18 @@ def architecture(index: int) -> str:
     return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(known)}"
 
 
+# The compiler cannot trace a search for libraries.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs(device: torch.device) -> bool:
     """Returns whether the device is an NVIDIA GPU with all instructions of the kernels, and they can be compiled."""
-    if torch.compiler.is_compiling():  # the compiler traces the function behind a cache, with a warning
-        return _has_instructions(device)
     return _runs(device)
 
 
-def _has_instructions(device: torch.device) -> bool:
+@lru_cache(maxsize=None)
+def _runs(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or unavailable() is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-_runs = lru_cache(maxsize=None)(_has_instructions)
 
 
 class Kernel:

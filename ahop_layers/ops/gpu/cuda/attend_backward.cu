@@ -201,7 +201,7 @@ struct OwnKeys {
     }
 
     // Adds the gradients of all pairs with a tile of 16 queries from `query` on, as its visitor `number`.
-    DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number, u32 use) {
+    DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number) {
         u32 shares[4], slopes[N][4], distances[N][4];
         {
             u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2], values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2];
@@ -235,7 +235,7 @@ struct OwnKeys {
         // All sums are loaded before the first one is stored: the compiler cannot know that they are different.
         char* const sums = tile + TILE_SUMS + 16 * lane.index;
         float query_sums[SUMS][4];
-        await_visit(tile_address, number, use);
+        await_visit(tile_address, number);
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) load_sum(query_sums[i], sums + i * SUM_BYTES);
 #pragma unroll
@@ -256,11 +256,11 @@ struct OwnKeys {
         end_visit(tile_address, number);
     }
 
-    // Waits until the visitor before this one has left. `use` counts how often tiles were loaded.
-    static DEVICE void await_visit(u32 tile_address, u32 number, u32 use) {
+    // Waits until the visitor before this one has left.
+    static DEVICE void await_visit(u32 tile_address, u32 number) {
         if (number == 0) return;
-        const u32 barrier = tile_address + BARRIERS + (number - 1) % VISITS * 8, parity = (number - 1) / VISITS + use;
-        while (!barrier_passed(barrier, parity % 2)) rest();
+        const u32 barrier = tile_address + BARRIERS + (number - 1) % VISITS * 8;
+        while (!barrier_passed(barrier, (number - 1) / VISITS % 2)) {}
     }
 
     static DEVICE void end_visit(u32 tile_address, u32 number) {
@@ -310,6 +310,7 @@ DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first,
     copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
     const float2* from = p.statistics + ((i64)n * p.heads + h) * tiles_of(p.length) * ROWS + first;
     if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
+    if (lane.index < VISITS) barrier_reset(address + BARRIERS + 8 * lane.index, 32);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i)
         *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
@@ -353,7 +354,6 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
     own.own = own_tile;
     own.address = shared_address(own_tile);
     own.factor = p.factor;
-    u32 use = 0;
     for (int strip = mine * p.span; strip < end_strip; ++strip) {
         const int active = min(WARPS, tiles_of(p.count) - strip * WARPS);  // warps that have keys
         own.first = (strip * WARPS + warp) * ROWS;
@@ -393,14 +393,13 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                     const int order = before + (warp <= i ? most - warp : most + active - warp);
                     char* const tile = tiles + i * TILE_BYTES;
                     if (CAUSAL && query + ROWS <= own.first) {
-                        OwnKeys::await_visit(shared_address(tile), order, use);
+                        OwnKeys::await_visit(shared_address(tile), order);
                         OwnKeys::end_visit(shared_address(tile), order);
                     } else {
-                        own.add_tile(query, tile, shared_address(tile), order, use);
+                        own.add_tile(query, tile, shared_address(tile), order);
                     }
                 }
                 if (strip + 1 < end_strip) continue;
-                ++use;
                 sync_block();
                 const int last = CAUSAL ? min(blocks - 1, (end - 1) / (p.span * WARPS * ROWS)) : blocks - 1;
                 for (int i = warp; i < count; i += WARPS)
@@ -453,8 +452,8 @@ DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES]
 
 // Sums the parts of a head and base in a fixed order, and undoes the folding: the cumulative sum is its transpose.
 //
-// The gradients of a query's scores have the sum 0, except that its readout was rounded. So a constant may be subtracted
-// from the similarities of a rank: their mean, of some pairs, makes that error small.
+// The gradients of a query's scores have the sum 0, except that its readout was rounded. So a constant may be
+// subtracted from the similarities of a rank: their mean, of some pairs, makes that error small.
 KERNEL void attend_weights(const Backward p) {
     SHARED_MEMORY(shared);
     float* const sums = (float*)shared;

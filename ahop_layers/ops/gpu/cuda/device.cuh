@@ -110,19 +110,28 @@ DEVICE void barrier_init(u32 address, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(address), "r"(count) : "memory");
 }
 
+DEVICE void barrier_reset(u32 address, int count) {
+    asm volatile("mbarrier.inval.shared.b64 [%0];" :: "r"(address) : "memory");
+    barrier_init(address, count);
+}
+
 DEVICE void barrier_arrive(u32 address) {
     asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" :: "r"(address) : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
+#define BARRIER_WAIT "mbarrier.try_wait.parity.shared.b64"  // sleeps for a while
+#else
+#define BARRIER_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+
 // Whether the latest phase with this parity is complete; the writes before its arrivals are visible then.
 DEVICE bool barrier_passed(u32 address, u32 parity) {
     u32 r;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+    asm volatile("{.reg .pred p; " BARRIER_WAIT " p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                  : "=r"(r) : "r"(address), "r"(parity) : "memory");
     return r;
 }
-
-DEVICE void rest() { __nanosleep(40); }
 
 // Products of 16 x 4 by 4 x 8 float32 numbers, of which the upper 19 bits count, added to `c`.
 DEVICE void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[2], u32 b) {
