@@ -32,7 +32,7 @@ QUOTED = {
         "\n| small ViT": "images-corrupted",
     },
     "docs/index.md": {"# ": "search"},
-    "docs/benchmarks-search.md": {"## Disguised faces": "ar", "## Real images": "search"},
+    "docs/benchmarks-search.md": {"## Real images": "search", "## Disguised faces": "ar"},
     "docs/when-does-it-help.md": {
         "## Where it helps": "retrieval mixtures ablations robust-ablation",
         "### Bags": "bags bags-corrupted",

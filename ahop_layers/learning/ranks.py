@@ -182,7 +182,12 @@ def _part_features(
                 columns.append(values @ pool.mT)
                 continue
             values = pair_values(some[:, None], key, name, own[0]).squeeze(1)
-            columns.append(-_sort_(-block_sums(values, edges[-1], numbers)) @ pool.mT)
+            if numbers is None:  # a matrix product is faster than short sums
+                values = values.unflatten(-1, (edges[-1], -1))
+                values = values @ values.new_ones(values.shape[-1])
+            else:
+                values = block_sums(values, edges[-1], numbers)
+            columns.append(-_sort_(values.neg_()) @ pool.mT)
         rows.append(torch.cat(columns, -1))
     return torch.cat(rows)
 
@@ -209,7 +214,8 @@ def pairs(query: Tensor, patterns: Tensor, candidates: Tensor, least: int = 0) -
     elements = candidates.shape[1] * patterns.shape[1]
     step = max(rows_at_once(query, elements), least // max(1, elements))
     for part, places in zip(torch.split(query, step), torch.split(candidates, step), strict=True):
-        yield part, patterns[places]
+        key = patterns.index_select(0, places.flatten())  # faster than patterns[places]
+        yield part, key.unflatten(0, places.shape)
 
 
 def _pooled(values: Tensor, known: Tensor | None, pool: Tensor, edges: list[int]) -> Tensor:

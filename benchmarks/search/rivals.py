@@ -38,7 +38,7 @@ KEPT = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Fractions of the pixels that a trimmed distance may keep."""
 
 SHARES, PENALTIES = (0.1, 0.2, 0.3, 0.5, 0.6, 0.8), (1e-3, 1e-2, 0.1, 1.0)
-"""Parameters that robust coding may have. Its authors take 0.5 to 0.8, by the data set, and 0.001."""
+"""Parameters that robust coding may have."""
 
 
 def nearest(stored: Images, distance: Callable[[Tensor, Tensor], Tensor]) -> Classifier:
@@ -234,8 +234,13 @@ class RobustCoding:
         return Answer(classes[best], x.masked_fill(~members[best], -torch.inf).argmax(-1))
 
 
-def robust(stored: Images, variant: Variant, seed: int, queries: int = 256) -> Classifier:
-    """Robust regularized coding of a query by stored images.
+def robust(stored: Images, variant: Variant, seed: int) -> Classifier:
+    """Robust regularized coding of a query by stored images, with fixed parameters."""
+    return RobustCoding(stored, share=0.6, penalty=1e-3)
+
+
+def robust_tuned(stored: Images, variant: Variant, seed: int, queries: int = 256) -> Classifier:
+    """The same with parameters that are chosen.
 
     Share and penalty are those with which one half of the stored images recognizes corrupted images of the other half.
     """
@@ -302,5 +307,6 @@ RIVALS: dict[str, Training] = {
     "trimmed L1 of contrasts": trimmed_contrasts,
     "sparse representation": sparse,
     "robust coding": robust,
+    "robust coding, tuned": robust_tuned,
     "CNN": convolutional,
 }
