@@ -318,18 +318,3 @@ def test_a_mask_with_a_gradient_is_refused():
     mask = torch.zeros(1, 1, L, S, requires_grad=True)
     with pytest.raises(ah.AHopError, match="mask must not require a gradient"):
         attend(q, k, v, w, BASES, mask)
-
-
-def test_softmax_of_a_slice_and_heads_that_share_keys():
-    scores = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
-    weights, log_sums = sliced.softmax(scores, torch.float32, masked=True)
-    assert weights.tolist() == [[0.5, 0.5], [0.0, 0.0]]
-    torch.testing.assert_close(log_sums, torch.tensor([2.0, torch.inf]).log())
-    assert sliced.per_query_head(torch.arange(2).reshape(1, 2, 1, 1), 6).flatten().tolist() == [0, 0, 0, 1, 1, 1]
-
-
-def test_the_dot_product_with_grouped_queries_is_that_of_torch():
-    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
-    output = attend(query, key, key, torch.eye(8)[-1:] * 8**-0.5, ("dot",))
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)

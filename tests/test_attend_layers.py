@@ -279,16 +279,6 @@ def test_an_override_of_the_score_is_called(calls):
     assert not calls
 
 
-def test_association_maps(calls):
-    x = torch.randn(N, L, 16)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2).eval()
-    ah.adapt_(model)
-    assert [each.shape for each in ah.association_maps(model, x).values()] == [(N, 2, L, L)] * 2
-    assert not calls
-    model(x)
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_with_dropout(use_reentrant, calls):
     layer, x = attention(dropout=0.4), torch.randn(N, L, 16, requires_grad=True)

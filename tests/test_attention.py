@@ -96,18 +96,6 @@ def test_causal_with_and_without_its_mask():
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-def test_the_output_of_a_fully_masked_query_is_zero():
-    _, ours = pair()
-    query, key, value = inputs()
-    ignored = torch.zeros(N, S, dtype=torch.bool)
-    ignored[1] = True
-    output, weights = ours(query, key, value, key_padding_mask=ignored)
-    assert (weights[1] == 0).all()
-    torch.testing.assert_close(output[:, 1], ours.out_proj.bias.expand(L, E))
-    output.sum().backward()
-    assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_in_an_encoder_layer(training):
     """The encoder layer calls the adaptive attention in eval mode too, instead of taking its fast path."""

@@ -421,20 +421,3 @@ def test_errors(name):
     call, message = ERRORS[name]
     with pytest.raises(ah.AHopError, match=message):
         call()
-
-
-def test_what_a_similarity_says_about_its_resolutions_and_bases():
-    one, two = ah.AdaptiveSimilarity(6), ah.AdaptiveSimilarity(6, blocks=[2, torch.tensor([0, 1, 0, 1, 0, 1])])
-    assert one.parameter_names() == [("w", "beta")]
-    assert two.parameter_names() == [("w_0", "beta_0"), ("w_1", "beta_1")]
-    assert (one.is_single(), two.is_single()) == (True, False)
-    consecutive, gather = two.gathers()
-    assert consecutive is None
-    assert gather.tolist() == [0, 2, 4, 1, 3, 5]
-    assert ah.AdaptiveSimilarity(4, bases=("l1", ("near", 0.1)), init="l1").base_names() == ["l1", "near 0.1"]
-
-
-def test_prepared_rows_have_the_scores_of_the_similarity():
-    similarity = ah.AdaptiveSimilarity(4, blocks=torch.tensor([0, 1, 0, 1]), init="uniform")
-    rows = torch.randn(2, 4), torch.randn(3, 4)
-    torch.testing.assert_close(ah.adaptive_similarity(*similarity.prepared(*rows)), similarity(*rows))

@@ -13,7 +13,6 @@ import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu, reference
 from ahop_layers.ops.backend import choose_kernel
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.operators import has_hooks, is_plain_call
 from tests.new_tensors import peak_memory
 from tests.samples import problem
 
@@ -339,12 +338,3 @@ def test_scores_in_the_dtype_of_the_query(backend, dtype):
     assert all(map(torch.equal, *results))
     if backend == "auto":
         torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", backend, False))
-
-
-def test_plain_calls_and_hooks_are_recognized():
-    assert is_plain_call(torch.ones(2))
-    assert not is_plain_call(torch.ones(2, device="meta"))
-    layer = torch.nn.Identity()
-    assert not has_hooks(layer)
-    layer.register_forward_hook(print)
-    assert has_hooks(layer)
