@@ -158,27 +158,3 @@ def test_a_forced_kernel_that_does_not_serve_raises(monkeypatch):
     monkeypatch.setattr(cpu, "serves", lambda query, bases, blocks, missing: blocks == query.shape[-1])
     with pytest.raises(ah.AHopError, match=r"backend='cpu' does not support .* with d = 12, 4 blocks and bases"):
         ah.adaptive_similarity(*problem(), backend="cpu")
-
-
-q, k, w = torch.randn(2, 12), torch.randn(3, 12), torch.randn(2, 4)
-ERRORS = {
-    "footprint": (lambda: ah.footprint(q, k, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
-    "list": (lambda: ah.footprint(q, k, blocks=[2, 4]), r"blocks must be an integer of at least 1, got \[2, 4\]"),
-    "gap": (lambda: ah.footprint(q, k, blocks=2 * torch.arange(12)), "from 0 to n - 1, got the numbers 0, 2"),
-    "weight": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 5)), r"n one of 1, 2, 3, 4, 6, 12, .* got \(2, 5\)"),
-    "other n": (lambda: ah.adaptive_similarity(q, k, w, blocks=6), r"blocks must be the n of weight .* 6 blocks and"),
-    "other tensor": (
-        lambda: ah.adaptive_similarity(q, k, w, blocks=torch.arange(12)), r"the n of weight .* 12 blocks and \(2, 4\)"
-    ),
-    "tensor on a kernel": (
-        lambda: ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12), backend="chunked"),
-        "a tensor of blocks runs on the reference path only, got backend='chunked'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
-    call, message = ERRORS[name]
-    with pytest.raises(ah.AHopError, match=message):
-        call()
