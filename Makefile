@@ -12,7 +12,7 @@ TESTS = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n auto --dist workst
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# without the notice about MkDocs 2
 
 .PHONY: help demo test test-all test-fast test-models soak lint docs docs-serve pages bench sanitize test-hflayers test-oldest \
-	test-nightly clean
+	test-nightly test-cuda clean
 
 help:
 	@echo "make demo           run the demo: prints a table, writes figures to out/"
@@ -25,6 +25,7 @@ help:
 	@echo "make docs-serve     serve the site with live reload"
 	@echo "make pages          regenerate tables and plots of the site from benchmarks/results/"
 	@echo "make bench          benchmark the kernels on this machine; rows go to benchmarks/results/"
+	@echo "make test-cuda      run the CUDA kernels on the CPU, and compile them with NVRTC (no GPU needed)"
 	@echo "make sanitize       run the CPU kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-hflayers  run the suite with the original hopfield-layers installed (HFLAYERS=path uses a checkout)"
 	@echo "make test-oldest    run the suite with the oldest supported releases (Python 3.10 to 3.12)"
@@ -103,6 +104,12 @@ test-fast: $(READY)
 	@echo "==> fast tests of the core"
 	$(TESTS) -m "not slow and not gpu" tests
 
+# Without a GPU: the CUDA kernels run on the CPU, and NVRTC compiles them.
+test-cuda: $(READY)
+	@echo "==> CUDA kernels"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/nvrtc nvidia-cuda-nvrtc-cu12
+	PYTHONPATH=$(VENV)/nvrtc $(BIN)/python -m pytest tests/test_cuda.py
+
 # The rows go to a folder of their own. "python -m tests.models" replaces those of the documentation.
 test-models: $(READY)
 	@echo "==> models of other libraries"
@@ -114,7 +121,7 @@ test-models: $(READY)
 
 soak: $(READY)
 	@echo "==> $(MINUTES) minutes of random checks"
-	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+	PYTHONMALLOC=malloc $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 docs: $(DOCS)
 	@echo "==> building the site"

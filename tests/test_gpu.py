@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops.gpu import attend_backward, attend_kernels, mma, mma_kernels, plan, ptx_backward, ptx_kernels
+from ahop_layers.ops import chunked
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.gpu.attend_pairs import Rules
+from ahop_layers.ops.gpu import mma, mma_kernels, plan, ptx_backward, ptx_kernels
 from ahop_layers.ops.gpu.ptx import choose_layout
 from ahop_layers.ops.reference import fold, folded_similarity
 from tests.gaps import separated_grad
@@ -107,6 +107,19 @@ def test_near(d, n, bases, dtype, poisoned_memory):
     exact = folded_similarity(*(tensor.double() for tensor in (query, key, weight)), bases, widths.double())
     error = (gpu.score(query, key, weight, bases, widths=widths).double() - exact).norm()
     assert error <= 2 * (theirs.double() - exact).norm() + 4 * torch.finfo(dtype).eps * exact.norm()
+
+
+@on_gpu
+@two_dtypes
+@pytest.mark.parametrize(("d", "n"), [(7, 7), (100, 100), (1024, 1024), (3000, 3000), (96, 24)])
+def test_unknown_values(d, n, dtype, poisoned_memory):
+    bases, widths = ("l1", "near", "dot", "near"), torch.tensor([1.0, 0.3, 1.0, 2.0], device="cuda")
+    query, key, weight = problem(2, 3, 17, 37, d, len(bases), dtype, n)
+    query[torch.rand(query.shape, device="cuda") < 0.2] = key[0, 0, 3] = torch.nan
+    assert gpu.serves(query, bases, n, missing=True)
+    scores = gpu.score(query, key, weight, bases, widths=widths, missing=True)
+    exact = chunked.score(query.double(), key.double(), weight.double(), bases, None, widths.double(), missing=True)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @on_gpu
@@ -430,10 +443,6 @@ def test_ptx_assembles(d, n, dtype, tmp_path):
     if dtype != "f32" and mma.serves(n, d // n, BOTH):
         bodies[mma_kernels.score(n, d // n, BOTH, dtype, 4)] = mma_kernels.SCORE_CONSTRAINTS
         bodies[mma_kernels.score_backward(n, d // n, BOTH, dtype, 4)] = ptx_backward.BACKWARD_CONSTRAINTS
-        for rules in (Rules(), Rules("u8", True, True)):
-            sizes = (n, d // n, d, BOTH, dtype, 4, rules)
-            bodies[attend_kernels.attend(*sizes)] = attend_kernels.ATTEND_CONSTRAINTS
-            bodies[attend_backward.attend_backward(*sizes)] = attend_backward.ATTEND_BACKWARD_CONSTRAINTS
     for body, constraints in bodies.items():
         for index, kind in reversed(list(enumerate(constraints.split(",")))):
             body = body.replace(f"${index}", f"operand{index}_{kind[-1]}")

@@ -158,3 +158,25 @@ def test_rectangles_have_their_share_and_cover_with_values_of_the_patterns():
     shapes = {(int(each[0].any(1).sum()), int(each[0].any(0).sum())) for each in changed}
     assert len(shapes) > 5
     assert ah.variants.Covered(0.0, 20, 16, 3).corrupt(origin).equal(origin)
+
+
+def test_the_views_of_stored_images_are_kept_until_they_change(monkeypatch):
+    images, query = torch.rand(20, 8, 8), torch.rand(3, 64)
+    memory = ah.AssociativeMemory(images)
+
+    def views():
+        return memory._scorer()._arranged()
+
+    scores, kept = memory.scores(query), views()
+    assert all(
+        torch.equal(own, view) for own, view in zip(kept, memory.similarity.views(images.flatten(1)), strict=True)
+    )
+    assert views() is kept
+    torch.testing.assert_close(scores, memory.similarity(query, images.flatten(1)))
+    memory.similarity.dark.mul_(2)
+    assert views() is not kept
+    torch.testing.assert_close(memory.scores(query), memory.similarity(query, images.flatten(1)))
+    memory.add(torch.rand(1, 8, 8))
+    assert {len(view) for view in views()} == {21}
+    monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 1000)
+    assert views() is None

@@ -46,6 +46,7 @@ def test_every_module_and_everything_to_run_the_tests_is_packaged(listed):
     wanted = """
         LICENSE README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md Makefile pyproject.toml setup.py constraints.txt
         ahop_layers/py.typed ahop_layers/ops/footprint.c ahop_layers/ops/footprint_impl.h tests/test_release.py
+        ahop_layers/ops/gpu/cuda/attend.cu ahop_layers/ops/gpu/cuda/device.cuh tests/warp_emulator.h
         tests/data/hflayers.pt examples/demo.py .github/workflows/tests.yml benchmarks/kernels.py docs/mathematics.md
         docs/pictures/footprint.svg docs/notebooks/vit.ipynb
     """.split()  # noqa: SIM905 - reads better than quotes

@@ -14,7 +14,6 @@ from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first
 from ahop_layers.memory.storage import Stored, read_values, scoring_dtype
 from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.blocks import arrange
 from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.similarity.table import TableSimilarity
 
@@ -201,23 +200,23 @@ class Scorer(NamedTuple):
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
     def _arranged(self) -> Sequence[Tensor | None] | None:
-        """Returns copies of the patterns that are arranged by the blocks of the similarity, if it needs any."""
+        """Returns copies of the patterns as the similarity arranges them, if it needs any."""
         stored, similarity = self.stored, self.similarity
-        if not isinstance(similarity, AdaptiveSimilarity) or self.modulation is not None:
+        if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or self.modulation is not None:
             return None
-        gathers = similarity.gathers()
-        elements = len(stored.patterns) * sum(len(gather) for gather in gathers if gather is not None)
+        sources = similarity.sources()
+        elements = len(stored.patterns) * sum(source.shape[-1] for source in sources if source.ndim)
         if not 0 < elements <= KEPT_ELEMENTS or torch.compiler.is_compiling():
             return None
-        if stored.patterns.requires_grad or stored.patterns.is_inference():  # no gradient; no version counter
-            return None
+        if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
+            return None  # no gradient; no version counter
 
-        def copies() -> tuple[Any, list[Tensor | None]]:
-            rows = stored.block(0, stored.count)
-            return gathers, [None if gather is None else arrange(rows, gather) for gather in gathers]
+        def copies() -> tuple[Any, Sequence[Tensor | None]]:
+            return sources, similarity.arrange(stored.block(0, stored.count))
 
         found: Sequence[Tensor | None]
-        _, found = stored.keep(f"arranged {[id(gather) for gather in gathers]}", copies)  # the ids stay in use
+        versions = [(id(source), source._version) for source in sources]  # the ids stay in use
+        _, found = stored.keep(f"arranged {versions}", copies)
         return found
 
     def _block_size(self, queries: int) -> int:

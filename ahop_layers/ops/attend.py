@@ -74,13 +74,49 @@ def attend(
     query, key, value = autocast(query, key, value)
     if mask is not None and mask.is_floating_point():
         mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False
-    n = _batch(query, key, value)
-    query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
-    weight = weight.to(accumulation_dtype(query.dtype)).expand(query.shape[1], -1, -1)
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        n = _batch(query, key, value)
+        query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
+    weight = weight.to(accumulation_dtype(query.dtype))
+    if weight.ndim == 2 or weight.shape[0] != query.shape[1]:
+        weight = weight.expand(query.shape[1], -1, -1)
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
+    call = AttentionCall(query, key, value, weight, mask, seed, tuple(bases), causal, float(dropout))
+    if backend == "auto" and query.is_cuda and _is_plain(call) and fused.serves(call):
+        apply: Any = _Attend.apply
+        return apply(*call)
     options = ",".join(bases), causal, float(dropout), backend
-    return torch.ops.ahop.attend.default(query, key, value, weight, mask, seed, *options)[0]
+    return torch.ops.ahop.attend.default(*call[:6], *options)[0]
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    return operators.is_plain_call(*call[:4], *(each for each in call[4:6] if each is not None))
+
+
+class _Attend(torch.autograd.Function):
+    """Fused attention and its gradient without the dispatcher, see :func:`operators.is_plain_call`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Computes the readout."""
+        call = AttentionCall(*inputs)
+        if not fused.is_planned(call):  # a call of the same shapes, dtypes and options was validated
+            _checked(*inputs[:6], ",".join(call.bases), *inputs[7:], "auto")
+        out, log_sum = fused.forward(call)
+        _save(ctx, inputs, (out, log_sum))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Computes the gradients; a second derivative is refused by the operator."""
+        if torch.is_grad_enabled():
+            ctx.options = (",".join(ctx.options[0]), *ctx.options[1:], "auto")
+            return _differentiate(ctx, grad, None)
+        *tensors, out, log_sum = ctx.saved_tensors  # read once: under checkpointing, a second read raises
+        return operators.needed_grads(
+            ctx, fused.backward, 4, (AttentionCall(*tensors, *ctx.options), grad, out, log_sum)
+        )
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,6 +212,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
         raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.options = inputs[6:]
+
+
+def _save_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, inputs, output)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -187,7 +227,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _OPTIONS = "str bases, bool causal, float dropout, str backend"
 _SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, _fake_attend, _differentiate, _save)
+register("attend", _SCHEMA, _attend, _fake_attend, _differentiate, _save_both)
 _SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

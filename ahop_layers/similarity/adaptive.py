@@ -253,6 +253,14 @@ class AdaptiveSimilarity(nn.Module):
         """Returns the index of each resolution that arranges its blocks, or None where they are consecutive."""
         return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
 
+    def sources(self) -> list[Tensor]:
+        """Returns the tensors by which :meth:`arrange` makes copies of keys; none if no copy is needed."""
+        return [gather for gather in self.gathers() if gather is not None]
+
+    def arrange(self, key: Tensor) -> list[Tensor | None]:
+        """Returns the keys as each resolution arranges them, or None where its blocks are consecutive."""
+        return [None if gather is None else arrange(key, gather) for gather in self.gathers()]
+
     def forward(
         self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
     ) -> Tensor:
@@ -260,8 +268,8 @@ class AdaptiveSimilarity(nn.Module):
 
         Args:
             query, key: floating-point tensors whose batch dimensions broadcast.
-            arranged: the keys of each resolution, arranged by :meth:`gathers`, so that keys that do not change need not
-                be arranged in each call; None arranges them.
+            arranged: what :meth:`arrange` returned for the keys, so that keys that do not change need not be arranged
+                in each call; None arranges them.
             missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN. Blocks are
                 then normalized by the values that both sides know. A pair without a known block in one of the
                 resolutions has the score -inf.

@@ -130,6 +130,14 @@ class ImageSimilarity(nn.Module):
         parts: list[Any] = [self.pixels, self.contrasts, *self.patches]
         return [part for part in parts if part is not None]
 
+    def sources(self) -> list[Tensor]:
+        """Returns the tensors by which :meth:`arrange` makes the views of images: an index for each, and the scale."""
+        return [*self._indices(), self.dark]
+
+    def arrange(self, key: Tensor) -> list[Tensor]:
+        """Returns the views of keys, which a memory keeps."""
+        return self.views(key)
+
     def _indices(self) -> list[Tensor]:
         names = ["pixels", *(["contrasts"] if self.contrasts is not None else [])]
         return [getattr(self, f"_index_{name}") for name in (*names, *(f"patches_{size}" for size in self.sizes))]
@@ -165,12 +173,15 @@ class ImageSimilarity(nn.Module):
                 total = total.index_add(-1, places, share / len(index))
         return total
 
-    def forward(self, query: Tensor, key: Tensor, missing: bool = False) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, arranged: Sequence[Tensor] | None = None, missing: bool = False
+    ) -> Tensor:
         """Computes the scores ``(..., L, S)`` of images ``query (..., L, d)`` and ``key (..., S, d)``.
 
-        NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf.
+        NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf. ``arranged``
+        are the :meth:`views` of the keys, if they are known already.
         """
-        keys, size = self.views(key), range(-self.shifts, self.shifts + 1)
+        keys, size = self.views(key) if arranged is None else arranged, range(-self.shifts, self.shifts + 1)
         scores = [self._score(self._shifted(query, *offset), keys, missing) for offset in product(size, size)]
         return reduce(torch.maximum, scores)
 

@@ -57,7 +57,7 @@ PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
 """Results of Wright et al. (2009), Yang et al. (CVPR 2011) and Yang et al. (IEEE TIP 2013), in this protocol."""
 
 METHODS: dict[str, Training] = {
-    **{name: RIVALS[name] for name in ("L1", "trimmed L1", "sparse representation", "robust coding", "CNN")},
+    **{name: RIVALS[name] for name in RIVALS if name not in ("Euclid", "cosine", "trimmed L1 of contrasts")},
     **OWN,
     "fixed trimming, nine shifts": untrained_shifted,
 }

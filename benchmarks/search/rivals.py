@@ -4,6 +4,7 @@ Each is trained once on the stored images, with queries of all levels of one kin
 then answers every query with a class and a stored image.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ PAIRS = 2**25
 
 KEPT = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Fractions of the pixels that a trimmed distance may keep."""
+
+SHARES, PENALTIES = (0.1, 0.2, 0.3, 0.5, 0.6, 0.8), (1e-3, 1e-2, 0.1, 1.0)
+"""Parameters that robust coding may have."""
 
 
 def nearest(stored: Images, distance: Callable[[Tensor, Tensor], Tensor]) -> Classifier:
@@ -173,8 +177,8 @@ class RobustCoding:
     Args:
         stored: the stored images.
         share: the quantile of the squared residuals at which the weight of a pixel is 1/2.
-        steepness: how fast weights fall there.
         penalty: factor of the squared coefficients.
+        steepness: how fast weights fall there.
         steps: number of reweightings.
         gradients: number of conjugate gradients after each of them.
         batch: number of queries that are solved at once.
@@ -183,9 +187,9 @@ class RobustCoding:
     def __init__(
         self,
         stored: Images,
-        share: float = 0.6,
+        share: float,
+        penalty: float,
         steepness: float = 8.0,
-        penalty: float = 1e-3,
         steps: int = 15,
         gradients: int = 30,
         batch: int = 512,
@@ -231,8 +235,24 @@ class RobustCoding:
 
 
 def robust(stored: Images, variant: Variant, seed: int) -> Classifier:
-    """Robust regularized coding of a query by stored images."""
-    return RobustCoding(stored)
+    """Robust regularized coding of a query by stored images, with fixed parameters."""
+    return RobustCoding(stored, share=0.6, penalty=1e-3)
+
+
+def robust_tuned(stored: Images, variant: Variant, seed: int, queries: int = 256) -> Classifier:
+    """The same with parameters that are chosen.
+
+    Share and penalty are those with which one half of the stored images recognizes corrupted images of the other half.
+    """
+    generator = torch.Generator(stored.rows.device).manual_seed(seed)
+    order = torch.randperm(len(stored.rows), generator=generator, device=stored.rows.device)
+    known, asked = (stored.subset(half) for half in order.tensor_split(2))
+    index, query = variant.sample(asked.rows, queries, generator)
+
+    def accuracy(setting: tuple[float, float]) -> float:
+        return (RobustCoding(known, *setting)(query).label == asked.labels[index]).double().mean().item()
+
+    return RobustCoding(stored, *max(itertools.product(SHARES, PENALTIES), key=accuracy))
 
 
 def network(n_classes: int, width: int) -> nn.Sequential:
@@ -287,5 +307,6 @@ RIVALS: dict[str, Training] = {
     "trimmed L1 of contrasts": trimmed_contrasts,
     "sparse representation": sparse,
     "robust coding": robust,
+    "robust coding, tuned": robust_tuned,
     "CNN": convolutional,
 }

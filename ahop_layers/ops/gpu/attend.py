@@ -1,7 +1,8 @@
-"""Host code of fused attention: blocks of half-precision queries and keys on tensor cores."""
+"""Host code of fused attention: blocks of half-precision queries and keys on tensor cores, in CUDA C++."""
 
 from collections.abc import Sequence
 from functools import lru_cache
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
@@ -9,23 +10,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.ops.dropout import scale, threshold
-from ahop_layers.ops.gpu import attend_kernels, mma
-from ahop_layers.ops.gpu.attend_backward import ADD_FLOATS, ATTEND_BACKWARD_CONSTRAINTS, STORE_FLOATS, STORE_HALVES
-from ahop_layers.ops.gpu.attend_backward import attend_backward as backward_body
-from ahop_layers.ops.gpu.attend_pairs import Rules
-from ahop_layers.ops.gpu.launch import aligned, attention_kernels, launches_compiled_kernels, on_device
-from ahop_layers.ops.gpu.mma import ROWS
-from ahop_layers.ops.gpu.mma_gradients import TileExchange
-from ahop_layers.ops.gpu.plan import PTX_NAMES, SHARED_BYTES, runs_ptx
+from ahop_layers.ops.gpu import nvrtc
 from ahop_layers.ops.protocols import AttentionCall
 
-MASK_NAMES = {torch.bool: "u8", **PTX_NAMES}
+ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
+MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
+MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+KEYS, AREAS = 32, 3  # of the forward kernel: keys of a tile, and groups of tiles in shared memory
+RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
+MOST_PLANS = 4096
 
-STATISTICS_ROWS = 64
-"""Queries of a program of the kernel that prepares the backward pass."""
-
-MOST_STRIPS = 2
-"""Partial sums of query gradients, each as large as these, that one launch of the backward pass may write."""
+FORWARD = Struct("<25q5iIf4x")
+BACKWARD = Struct("<46q8iIf")
 
 
 class Shape(NamedTuple):
@@ -36,223 +32,286 @@ class Shape(NamedTuple):
     width: int
 
 
+class Limits(NamedTuple):
+    """What a device has: its index, bytes of shared memory of a block and a multiprocessor, and multiprocessors."""
+
+    device: int
+    block: int
+    multiprocessor: int
+    multiprocessors: int
+
+
+class Rows(NamedTuple):
+    """A tensor ``(N, H, L, d)`` with rows of adjacent numbers, and its address and strides in bytes."""
+
+    tensor: Tensor
+    place: tuple[int, int, int, int]
+
+
 def kernel_shape(n: int, size: int, width: int) -> Shape:
     """Returns the padded sizes: blocks of 8, 16, 32... dimensions, and values with a multiple of 8."""
-    size = max(mma.CHUNK, 1 << (size - 1).bit_length())
-    size = 2 * size if n * size == mma.CHUNK else size  # one chunk alone is not served
-    return Shape(n, size, -(-width // mma.CHUNK) * mma.CHUNK)
+    size = max(CHUNK, 1 << (size - 1).bit_length())
+    size = 2 * size if n * size == CHUNK else size  # one matrix alone is not supported
+    return Shape(n, size, -(-width // CHUNK) * CHUNK)
 
 
 def serves(call: AttentionCall) -> bool:
     """Returns whether the kernels support a call."""
     query, _, value, weight, mask, *_ = call
-    if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype or not runs_ptx(query.device):
+    if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype or not nvrtc.runs(query.device):
         return False
-    if 0 in (*query.shape, *value.shape):
+    if 0 in (*query.shape, *value.shape) or not set(call.bases) <= {"dis", "dot"}:
         return False
-    shape = kernel_shape(weight.shape[-1], query.shape[-1] // weight.shape[-1], value.shape[-1])
-    known = mask is None or mask.dtype in MASK_NAMES
-    return known and mma.serves(shape.n, shape.size, call.bases) and shape.width <= mma.MAX_DIMENSIONS
+    n, size, width = kernel_shape(weight.shape[-1], query.shape[-1] // weight.shape[-1], value.shape[-1])
+    known = mask is None or mask.dtype in MASKS
+    return known and n <= MAX_BLOCKS and n * size <= MAX_DIMENSIONS and width <= MAX_DIMENSIONS
+
+
+def occupancy(shape: Shape, forward: bool) -> tuple[int, int]:
+    """Returns the most warps in a block, and blocks on a multiprocessor, for which the registers suffice."""
+    if not forward or shape.n * shape.size > 64 or shape.width > 64:
+        return 8, 1
+    return (8, 2) if shape.n <= 4 else (4, 3)
+
+
+@lru_cache(maxsize=None)
+def _kernel(name: str, index: int, constants: tuple[tuple[str, int], ...], warps: int, blocks: int) -> nvrtc.Kernel:
+    source = "attend.cu" if name == "attend_forward" else "attend_backward.cu"
+    return nvrtc.Kernel(source, name, {**dict(constants), "threads": 32 * warps, "blocks_per_sm": blocks}, index)
 
 
 class Plan:
-    """A kernel with its compile-time constants. Triton specializes it on nothing else, so a device compiles it once."""
-
-    def __init__(self, kernel: Any, warps: int, constants: dict[str, Any]) -> None:
-        self.kernel, self.warps, self.constants = kernel, warps, constants
-        self._values = [constants[name] for name in kernel.arg_names if name in constants]
-        self._compiled: dict[torch.device, Any] = {}
-
-    def launch(self, programs: int, *args: Any) -> None:
-        """Runs the kernel on the device of the first argument."""
-        device = args[0].device
-        with on_device(args[0]):
-            if device in self._compiled:  # Triton's own search for the compiled kernel takes longer than the launch
-                self._compiled[device][(programs, 1, 1)](*args, *self._values)
-                return
-            compiled = self.kernel[(programs,)](*args, **self.constants)
-            if launches_compiled_kernels():
-                self._compiled[device] = compiled
-
-
-@lru_cache(maxsize=None)
-def forward_plan(shape: Shape, bases: tuple[str, ...], dtype: torch.dtype, rules: Rules, warps: int = 4) -> Plan:
-    """Returns the plan of the forward pass."""
-    n, size, width = shape
-    tile, values = mma.tile_bytes(n, n * size), mma.tile_bytes(0, width)
-    while (warps + 1) * tile + values > SHARED_BYTES:
-        warps //= 2
-    body = attend_kernels.attend(n, size, width, bases, PTX_NAMES[dtype], warps, rules)
-    return Plan(attention_kernels().attend_mma, warps, _constants(body, attend_kernels.ATTEND_CONSTRAINTS, warps))
-
-
-@lru_cache(maxsize=None)
-def backward_plan(shape: Shape, bases: tuple[str, ...], dtype: torch.dtype, rules: Rules, warps: int = 4) -> Plan:
-    """Returns the plan of the backward pass."""
-    n, size, width = shape
-    d = n * size
-    tiles = mma.tile_bytes(n, d) + mma.tile_bytes(0, width)
-    while (warps + 1) * tiles + TileExchange.bytes(d, warps) > SHARED_BYTES:
-        warps //= 2
-    body = backward_body(n, size, width, bases, PTX_NAMES[dtype], warps, rules)
-    constants = _constants(body, ATTEND_BACKWARD_CONSTRAINTS, warps)
-    constants |= {"DIM": d, "WIDTH": width, "WEIGHTS": len(bases) * n}
-    return Plan(attention_kernels().attend_backward_mma, warps, constants)
-
-
-@lru_cache(maxsize=None)
-def _statistics_plan(width: int, dtype: torch.dtype) -> Plan:  # a dtype has a compiled kernel of its own
-    most = max(16, 1 << (width - 1).bit_length())
-    constants = {"ROWS": STATISTICS_ROWS, "WIDTH": most, "FILLED": most == width}
-    return Plan(attention_kernels().attend_statistics, 4, constants)
-
-
-def _constants(body: str, constraints: str, warps: int) -> dict[str, Any]:
-    return {"BODY": body, "CONSTRAINTS": constraints, "ROWS": ROWS * warps, "WARPS": warps, "num_warps": warps}
-
-
-class Arguments:
-    """The arguments of a call as the kernels take them: rows padded to the shape of the kernel, and aligned."""
+    """All that depends on shapes, dtypes and options of a call alone: kernels, their launches, and scratch memory."""
 
     def __init__(self, call: AttentionCall) -> None:
-        query, key, value, weight, mask, seed, bases, causal, dropout = call
-        n, d = weight.shape[-1], query.shape[-1]
-        self.shape = kernel_shape(n, d // n, value.shape[-1])
-        self.query, self.key = (_rows(x, self.shape.size, n) for x in (query, key))
-        self.value = _rows(value, self.shape.width, 1)
-        weight = weight.contiguous()
-        self.weight = weight.clone() if weight.data_ptr() % 16 else weight
-        self.rules = Rules(None if mask is None else MASK_NAMES[mask.dtype], causal, dropout > 0)
-        self.bases, self.dtype = tuple(bases), query.dtype
-        (self.batch, self.heads, self.length, _), self.count = query.shape, key.shape[-2]
-        self.group = self.heads // key.shape[1]
-        self.mask, self.mask_strides = self.query, [0] * 4
-        if mask is not None:
-            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-            self.mask = mask.expand(self.batch, self.heads, self.length, self.count)
-            self.mask_strides = [mask.element_size() * stride for stride in self.mask.stride()]
-        self.seed = self.query if seed is None else seed
-        self.threshold, self.factor = threshold(dropout), scale(dropout)
+        query, key, value, weight, mask, _, bases, causal, dropout = call
+        n, d, width = weight.shape[-1], query.shape[-1], value.shape[-1]
+        self.shape = shape = kernel_shape(n, d // n, width)
+        self.is_padded = n * shape.size > d, shape.width > width
+        self.device, self.limits = query.device, _limits(query.device)
+        self.kernels: dict[str, nvrtc.Kernel] = {}
+        (self.batch, self.heads, self.length, _), (_, key_heads, self.count, _) = query.shape, key.shape
+        self.group, self.dropout = self.heads // key_heads, (threshold(dropout), scale(dropout))
+        has_dis = "dis" in bases
+        self.constants = {
+            "blocks": n,
+            "size": shape.size,
+            "width": shape.width,
+            "dot": "dot" in bases,
+            "dis": has_dis,
+            "dis_at": bases.index("dis") if has_dis else 0,
+            "bf16": query.dtype == torch.bfloat16,
+            "mask": MASKS[None if mask is None else mask.dtype],
+            "causal": causal,
+            "dropout": dropout > 0,
+        }
+        dim_bytes, width_bytes = _row_bytes(n * shape.size), _row_bytes(shape.width)
+        norm_bytes = 16 * n if has_dis else 0
+        self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
+        self.tiles = -(-self.length // ROWS)
+        self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes))
+        self._plan_backward(len(bases), has_dis)
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that both passes read."""
-        return self.query, self.key, self.value, self.weight, self.mask, self.seed
+    def _plan_forward(self, own: int) -> None:
+        most, blocks = occupancy(self.shape, True)
+        groups = room = 0
+        # Small groups of keys, then fewer blocks on a multiprocessor, where shared memory is too small.
+        for tiles, shared_by in ((2 if blocks == 2 else 1, blocks), (1, blocks), (1, 1)):
+            self.constants["tiles"], groups = tiles, AREAS * tiles * KEYS * self.row
+            room = min(self.limits.block, self.limits.multiprocessor // shared_by - RESERVED)
+            if room >= groups + most * own:
+                break
+        most = max(1, min(most, (room - groups) // own, self.tiles))
+        self.warps = _even_warps(self.tiles, most, self.batch * self.heads, self.limits.multiprocessors)
+        self.blocks = -(-self.tiles // self.warps)
+        self.shared = groups + self.warps * own
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """The strides of query, key and value."""
-        return (*self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3])
+    def _plan_backward(self, bases: int, has_dis: bool) -> None:
+        n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
+        tile = ROWS * (self.row + 8) + 512 * (dims // CHUNK + has_dis)
+        room = min(self.limits.block, self.limits.multiprocessor - RESERVED) - 16
+        warps, _ = occupancy(self.shape, False)
+        while warps > 1 and warps * ROWS * self.row + tile + 16 * warps > room:
+            warps //= 2
+        tile += 16 * warps  # barriers
+        self.key_warps, self.strips = warps, -(-self.count // (ROWS * warps))
+        own = 16 + warps * ROWS * self.row
+        fitting = max(1, min(self.tiles, (room + 16 - own) // tile))
+        self.chunk_tiles = -(-self.tiles // -(-self.tiles // fitting))  # chunks of about equal length
+        # One block has all keys of a head if its queries fit, and there are enough heads.
+        alone = self.chunk_tiles == self.tiles and self.group == 1 and heads >= self.limits.multiprocessors
+        self.span = self.strips if alone else 1
+        sizes = (
+            heads * self.tiles * dims * ROWS if self.strips > self.span else 0,  # query_sums
+            heads * self.tiles * ROWS * 2,  # statistics
+            heads * self.strips * warps * (bases * n + 1),  # weight_parts
+            1 + heads * self.tiles,  # turns
+        )
+        self.scratch, self.places = sum(sizes), [4 * sum(sizes[:index]) for index in range(4)]
+        lanes = min(16, 1 << (self.shape.width // CHUNK - 1).bit_length())
+        self.launches = {
+            "attend_statistics": (-(-heads * self.tiles * ROWS * lanes // 256), 256, 0),
+            "attend_backward": (
+                heads // self.group * -(-self.strips // self.span),
+                32 * warps,
+                own + self.chunk_tiles * tile,
+            ),
+            "attend_weights": (self.heads * bases, 512, 4 * 512 + 64 * (n + 1)),
+        }
+
+    def run(self, name: str, launch: tuple[int, int, int], arguments: bytes) -> None:
+        """Runs a kernel on the current stream of the device."""
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            sizes = occupancy(self.shape, True) if name == "attend_forward" else (self.key_warps, 1)
+            kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(self.constants.items()), *sizes)
+        nvrtc.run(kernel, self.device, *launch, arguments)
+
+    def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> Rows:
+        """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
+        if is_padded:
+            blocks = torch.unflatten(tensor, -1, (n, -1))
+            tensor = functional.pad(blocks, (0, size - blocks.shape[-1])).flatten(-2)
+        batch, head, row, column = tensor.stride()
+        place = tensor.data_ptr()
+        if column != 1 or (place | 2 * batch | 2 * head | 2 * row) % 16:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            return self.rows(tensor, size, n, False)
+        return Rows(tensor, (place, 2 * batch, 2 * head, 2 * row))
+
+    def inputs(self, call: AttentionCall) -> tuple[Rows, Rows, Rows]:
+        """Returns query, key and value as the kernels take them."""
+        n, size, _ = self.shape
+        padded = self.is_padded[0]
+        return self.rows(call.query, size, n, padded), self.rows(call.key, size, n, padded), self.values(call.value)
+
+    def values(self, tensor: Tensor) -> Rows:
+        """Returns values, or a readout or its gradient, as the kernels take them."""
+        return self.rows(tensor, self.shape.width, 1, self.is_padded[1])
+
+    def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Computes the readout and the log-sum-exp."""
+        query, key, value = self.inputs(call)
+        weight = _adjacent(call.weight)
+        results, log_sum = call._replace(value=value.tensor).empty_results()
+        out = self.rows(results, 0, 1, False)
+        arguments = FORWARD.pack(
+            *query.place, *key.place, *value.place, *out.place, *self.mask(call), weight.stride(0), weight.data_ptr(),
+            _address(call.seed), log_sum.data_ptr(),
+            self.heads, self.group, self.length, self.count, self.blocks, *self.dropout,
+        )  # fmt: skip
+        self.run("attend_forward", (self.batch * self.heads * self.blocks, 32 * self.warps, self.shared), arguments)
+        if self.is_padded[1]:
+            results = call.empty_results()[0].copy_(results[..., : call.value.shape[-1]])
+        return results, log_sum
+
+    def backward(
+        self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Computes the gradients."""
+        inputs, weight, log_sum = self.inputs(call), _adjacent(call.weight), log_sum.contiguous()
+        upstream, readout = self.values(grad), self.values(out)
+        grads = [torch.empty(x.tensor.shape, dtype=out.dtype, device=self.device) for x in inputs]
+        weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+        scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device)
+        sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
+        *mask, mask_key = self.mask(call)
+        arguments = BACKWARD.pack(
+            *(number for x in (*inputs, upstream) for number in x.place), *mask,
+            *(number for x in grads for number in self.rows(x, 0, 1, False).place), *readout.place,
+            mask_key, weight.stride(0), weight.data_ptr(), _address(call.seed), log_sum.data_ptr(), statistics, sums,
+            turns, parts, weight_grad.data_ptr(),
+            self.batch, self.heads, self.group, self.length, self.count, self.strips, self.span, self.chunk_tiles,
+            *self.dropout,
+        )  # fmt: skip
+        for name, launch in self.launches.items():
+            if need[3] or name != "attend_weights":
+                self.run(name, launch, arguments)
+        if self.is_padded[0]:
+            grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
+        if self.is_padded[1]:
+            grads[2] = _unpadded(grads[2], 1, call.value.shape[-1])
+        query, key, value, weights = (
+            x if wanted else x.new_empty(0) for x, wanted in zip((*grads, weight_grad), need, strict=True)
+        )
+        return query, key, value, weights
+
+    def mask(self, call: AttentionCall) -> list[int]:
+        """Returns the address of the mask and its strides in bytes."""
+        if call.mask is None:
+            return [0] * 5
+        full, size = call.mask.expand(self.batch, self.heads, self.length, self.count), call.mask.element_size()
+        return [full.data_ptr(), *(size * stride for stride in full.stride())]
+
+
+def _row_bytes(d: int) -> int:
+    """Returns the bytes of a row in shared memory, as in ``tiles.cuh``."""
+    return 16 * (-(-d // 32) * 4 + 1)
+
+
+def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
+    """Returns the number of warps of a block, about ``most``, that leaves the fewest warps idle.
+
+    It is smaller where the blocks of all heads would leave multiprocessors idle.
+    """
+    while most > 1 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
+        most = -(-most // 2)
+    return min(range(most - most // 4, most + 1), key=lambda warps: (-(-tiles // warps) * warps, -warps))
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def _signature(call: AttentionCall) -> tuple[Any, ...]:
+    query, key, value, weight, mask, seed, bases, causal, dropout = call
+    kind = None if mask is None else (mask.shape, mask.dtype)
+    tensors = ((each.shape, each.dtype, each.device) for each in (query, key, value, weight))
+    return *tensors, kind, seed is None, bases, causal, dropout
+
+
+def is_planned(call: AttentionCall) -> bool:
+    """Returns whether a call with the same shapes, dtypes and options was planned."""
+    return _signature(call) in _plans
+
+
+def plan(call: AttentionCall) -> Plan:
+    """Returns the plan of a call from a cache."""
+    signature = _signature(call)
+    found = _plans.get(signature)
+    if found is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        found = _plans[signature] = Plan(call)
+    return found
 
 
 def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Computes the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``."""
-    args = Arguments(call)
-    plan = forward_plan(args.shape, args.bases, args.dtype, args.rules)
-    out, log_sum = call._replace(query=args.query, value=args.value).empty_results()
-    tiles = -(-args.length // (ROWS * plan.warps))
-    plan.launch(
-        args.batch * args.heads * tiles,
-        *args.inputs, out, log_sum, *args.strides, *out.stride()[:3], *args.mask_strides, args.weight.stride(0),
-        args.heads, args.group, args.length, args.count, tiles, args.threshold, args.factor,
-    )  # fmt: skip
-    if args.shape.width > call.value.shape[-1]:
-        out = call.empty_results()[0].copy_(out[..., : call.value.shape[-1]])
-    return out, log_sum
+    return plan(call).forward(call)
 
 
 def backward(
     call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-    query, key, value, weight, *_ = call
-    args = Arguments(call)
-    shape, heads, count = args.shape, args.batch * args.heads, args.count
-    grad = _rows(grad.to(query.dtype), shape.width, 1)
-    padded = -(-args.length // ROWS) * ROWS
-    statistics = _statistics(grad, out, log_sum.contiguous(), padded)
-    plan = backward_plan(shape, args.bases, args.dtype, args.rules)
-    tiles = -(-count // (ROWS * plan.warps))
-    span = _even_span(tiles, heads, _programs(query.device, plan.warps))
-    strips = -(-tiles // span)
-    chunks = 1 if strips <= MOST_STRIPS else min(strips, padded // ROWS)
-    step = -(-padded // (chunks * ROWS)) * ROWS
-    kind = torch.float32 if chunks > 1 else query.dtype
-    key_grad, value_grad = (
-        torch.empty(args.batch, args.heads, count, each, dtype=kind, device=query.device)
-        for each in (shape.n * shape.size, shape.width)
-    )
-    outputs = [each.view(torch.uint8) for each in (key_grad, value_grad)]
-    query_grad = torch.empty(args.query.shape, dtype=query.dtype, device=query.device)
-    weight_grads = []
-    for start in range(0, args.length, step):
-        rows = min(step, args.length - start)
-        make = torch.zeros if call.causal else torch.empty
-        part = make(strips, args.batch, args.heads, rows, args.query.shape[-1], device=query.device)
-        weights = torch.empty(args.batch, args.heads, strips * plan.warps, *weight.shape[1:], device=query.device)
-        mode = STORE_HALVES if chunks == 1 else ADD_FLOATS if start else STORE_FLOATS
-        plan.launch(
-            heads * strips,
-            *args.inputs, grad, statistics, part, *outputs, weights, *args.strides, *grad.stride()[:3],
-            *args.mask_strides, args.weight.stride(0), args.heads, args.group, count, start, rows, padded, strips,
-            span, tiles, mode, kind.itemsize, args.threshold, args.factor,
-        )  # fmt: skip
-        query_grad[:, :, start : start + rows] = part[0] if strips == 1 else part.sum(0)
-        weight_grads.append(weights.sum((0, 2)))
-    if args.group > 1:
-        key_grad, value_grad = (
-            torch.unflatten(x, 1, (-1, args.group)).sum(2, dtype=torch.float32) for x in (key_grad, value_grad)
-        )
-    n = weight.shape[-1]
-    return (
-        _unpadded(query_grad, n, query.shape[-1]) if need[0] else query.new_empty(0),
-        _unpadded(key_grad.to(key.dtype), n, key.shape[-1]) if need[1] else key.new_empty(0),
-        _unpadded(value_grad.to(value.dtype), 1, value.shape[-1]) if need[2] else value.new_empty(0),
-        # The kernel computes the gradient of folded weights; the cumulative sum is the transpose of fold.
-        sum(weight_grads[1:], weight_grads[0]).cumsum(-1) if need[3] else weight.new_empty(0),
-    )
+    return plan(call).backward(call, grad, out, log_sum, need)
 
 
-def _statistics(grad: Tensor, out: Tensor, log_sum: Tensor, padded: int) -> Tensor:
-    """Returns the two numbers per query that the backward body reads, ``(N, H, padded, 2)``."""
-    batch, heads, length, width = out.shape
-    out = aligned(out, 16)
-    statistics = torch.empty(batch, heads, padded, 2, device=out.device)
-    _statistics_plan(width, out.dtype).launch(
-        batch * heads * -(-padded // STATISTICS_ROWS),
-        out, grad, log_sum, statistics, *out.stride()[:3], *grad.stride()[:3], heads, length, padded, width,
-    )  # fmt: skip
-    return statistics
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-def _rows(tensor: Tensor, size: int, n: int) -> Tensor:
-    """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
-    given = tensor.shape[-1] // n
-    if given < size:
-        tensor = functional.pad(torch.unflatten(tensor, -1, (n, given)), (0, size - given)).flatten(-2)
-    return aligned(tensor, 16)
+def _adjacent(weight: Tensor) -> Tensor:
+    """Returns weights ``(H, n_bases, n)`` whose last two dimensions are contiguous."""
+    return weight if weight.stride()[1:] == (weight.shape[-1], 1) else weight.contiguous()
 
 
 def _unpadded(grad: Tensor, n: int, d: int) -> Tensor:
-    """Removes the padding of :func:`_rows`; the result is contiguous."""
-    return grad if grad.shape[-1] == d else torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2).contiguous()
+    """Removes the padding of :meth:`Plan.rows`; the result is contiguous."""
+    return torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2).contiguous()
 
 
 @lru_cache(maxsize=None)
-def _programs(device: torch.device, warps: int) -> int:
-    """Returns how many programs of the backward pass run at a time: their registers allow eight warps."""
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 8 // warps)
-
-
-@lru_cache(maxsize=4096)
-def _even_span(tiles: int, heads: int, programs: int) -> int:
-    """Returns the number of tiles of keys per program that fills the last wave of programs best.
-
-    A span of all tiles needs no partial sums, so others must save a tenth of the time.
-    """
-
-    def time(span: int) -> float:
-        return -(-(heads * -(-tiles // span)) // programs) * span
-
-    best = min(range(1, tiles + 1), key=lambda span: (time(span), -span))
-    return best if time(best) < 0.9 * time(tiles) else tiles
+def _limits(device: torch.device) -> Limits:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Limits(index, *nvrtc.shared_limits(index), torch.cuda.get_device_properties(index).multi_processor_count)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ahop_layers.ops import chunked, sliced
 from ahop_layers.ops.chunked import SCRATCH_BYTES, Need
-from ahop_layers.ops.gpu import ptx_backward
+from ahop_layers.ops.gpu import missing as unknown
+from ahop_layers.ops.gpu import nvrtc, ptx_backward
 from ahop_layers.ops.gpu.plan import PTX_NAMES, Plan, backward_plan, runs_ptx, score_plan
 from ahop_layers.ops.gpu.ptx import WARP
 
@@ -42,13 +43,19 @@ def detail() -> str:
     """Returns one line on how this kernel runs here."""
     if not torch.cuda.is_available():
         return "Triton's interpreter"
-    body = "PTX" if runs_ptx(torch.device("cuda")) else "portable"
-    return f"{torch.cuda.get_device_name()}, {body} kernels" + (", not tested on ROCm" if torch.version.hip else "")
+    name = torch.cuda.get_device_name()
+    if not runs_ptx(torch.device("cuda")):
+        return f"{name}, portable kernels" + (", not tested on ROCm" if torch.version.hip else "")
+    reason = nvrtc.unavailable()
+    attention = f"attention is not fused: {reason}" if reason else f"CUDA C++ kernels in {nvrtc.cache_directory()}"
+    return f"{name}, PTX kernels, {attention}"
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
     """Returns whether this kernel supports the tensor, implements the bases and can hold the blocks."""
-    if missing or len(bases) > MAX_BASES:
+    if missing:
+        return len(bases) <= MAX_BASES and unknown.serves(query, bases, blocks)
+    if len(bases) > MAX_BASES:
         return False
     device = "cpu" if _interpreted() else "cuda"
     largest = MAX_DIMENSIONS if blocks == query.shape[-1] else 2 * MAX_DIMENSIONS
@@ -66,6 +73,8 @@ def score(
     missing: bool = False,
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``, by default float32."""
+    if missing:
+        return unknown.score(query, key, weight, bases, widths).to(dtype or torch.float32)
     out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=dtype or torch.float32, device=query.device)
     if out.numel() == 0:
         return out
@@ -121,8 +130,8 @@ def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, T
         return sliced.softmax(scores, dtype, masked)
     weights, log_sum = torch.empty_like(scores, dtype=dtype), scores.new_empty(scores.shape[:-1])
     rows = 4
-    with on_device(scores):
-        attention_kernels().softmax_rows[(-(-log_sum.numel() // rows),)](
+    with _on_device(scores):
+        _softmax_kernel()[(-(-log_sum.numel() // rows),)](
             scores, weights, log_sum, log_sum.numel(), scores.shape[-1], ROWS=rows, BLOCK=256
         )
     return weights, log_sum
@@ -199,7 +208,7 @@ def _launch_score(query: Tensor, key: Tensor, weight: Tensor, out: Tensor, plan:
         sizes = [tiles] if "BODY" in plan.constants else [tiles, n_blocks, d // n_blocks]
     warps = programs * plan.constants["num_warps"]
     rows = _rows_per_program(length, warps, query.device, plan)
-    with on_device(query):
+    with _on_device(query):
         plan.kernel[(programs, -(-length // rows))](
             query, key, weight, out, *strides, heads, length, count, rows, *sizes, **plan.constants
         )
@@ -265,7 +274,7 @@ def _launch_backward_block(
     )
     strides = (*grad.stride(), *query.stride()[:3], *key.stride()[:3], weight.stride(0))
     sizes = [] if "BODY" in plan.constants else [weight.shape[-1], d // weight.shape[-1]]
-    with on_device(query):
+    with _on_device(query):
         plan.kernel[(programs, chunks)](
             grad,
             query,
@@ -321,22 +330,13 @@ def _filled(count: int, tile: int) -> float:
 
 
 @lru_cache(maxsize=None)
-def attention_kernels() -> Any:
-    """Returns the module of the Triton kernels for attention."""
-    from ahop_layers.ops.gpu import triton_attend
+def _softmax_kernel() -> Any:
+    from ahop_layers.ops.gpu.triton_softmax import softmax_rows
 
-    return triton_attend
-
-
-@lru_cache(maxsize=None)
-def launches_compiled_kernels() -> bool:
-    """Returns whether the kernel that Triton returns from a launch takes all arguments in order for further ones."""
-    import triton
-
-    return not _interpreted() and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    return softmax_rows
 
 
-def on_device(tensor: Tensor) -> Any:
+def _on_device(tensor: Tensor) -> Any:
     """Makes the tensor's device the current device, on which Triton launches kernels."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 

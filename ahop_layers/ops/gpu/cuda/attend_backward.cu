@@ -1,0 +1,492 @@
+// Fused attention, backward, in three kernels: a sum per query, all gradients, and the sum of the weights' gradients.
+//
+// A warp owns 16 keys and values and keeps their gradients in registers; those of all warps of a block are a strip. A
+// block streams chunks of queries. Its warps work on different tiles of a chunk, and add to the gradient of a tile in
+// shared memory in a fixed order. A block has one strip, or all of a head if its queries are a single chunk. Blocks
+// with other strips of the same head add to the gradient of a tile in turns. Each similarity is sorted once: the sorted
+// values give the score, and their order the derivatives.
+#include "tiles.cuh"
+
+constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
+constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
+constexpr int WARPS = THREADS / 32;
+constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of those of the scores
+constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
+// Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
+// barriers, sums).
+constexpr int SECOND = ROWS * DIM_BYTES, NORMS = SECOND + ROWS * WIDTH_BYTES, OWN_BYTES = NORMS + ROWS * NORM_BYTES;
+constexpr int STATISTICS = OWN_BYTES, BARRIERS = STATISTICS + ROWS * 8, TILE_SUMS = BARRIERS + 8 * VISITS;
+constexpr int TILE_BYTES = TILE_SUMS + SUMS * SUM_BYTES;
+
+struct Backward {
+    Tensor query, key, value, grad, mask, query_grad, key_grad, value_grad, out;
+    i64 mask_key, weight_head;  // further strides, of the weights in numbers
+    const float* weight;
+    const u32* seed;
+    const float* log_sum;
+    float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
+    float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier blocks added, if there are several
+    u32* turns;           // the number of blocks that started, then (N * H, tiles): that of blocks that added
+    float* weight_parts;  // (N * H, strips * WARPS, PARTS)
+    float* weight_grad;   // (H, BASES, N)
+    int batch, heads, group, length, count, strips, span, chunk_tiles;
+    u32 threshold;
+    float factor;
+};
+
+DEVICE int tiles_of(int length) { return (length + ROWS - 1) / ROWS; }
+
+KERNEL void attend_statistics(const Backward p) {
+    constexpr int LANES = WIDTH_CHUNKS > 8 ? 16 : WIDTH_CHUNKS > 4 ? 8 : WIDTH_CHUNKS > 2 ? 4 : WIDTH_CHUNKS;
+    const int padded = tiles_of(p.length) * ROWS, member = threadIdx.x % LANES;
+    const i64 place = (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.turns = 0;
+    const bool exists = place < (i64)p.batch * p.heads * padded;
+    const int index = exists ? place / padded : 0, row = exists ? place % padded : 0;
+    float total = 0;
+    if (exists && row < p.length && member < WIDTH_CHUNKS) {
+        const i64 n = index / p.heads, h = index % p.heads;
+        const uint4 a = *(const uint4*)(p.out.at(n, h) + row * p.out.row + 16 * member);
+        const uint4 b = *(const uint4*)(p.grad.at(n, h) + row * p.grad.row + 16 * member);
+        const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float w, x, y, z;
+            Half::unpack(left[i], w, x);
+            Half::unpack(right[i], y, z);
+            total = fmaf(w, y, fmaf(x, z, total));
+        }
+    }
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
+    if (!exists || member) return;
+    const float log_sum = row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG2_E : INFINITE;
+    p.statistics[place] = make_float2(log_sum, total);
+    if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
+}
+
+// Subtracts rows times the sums of their derivatives, which the difference in `dis` contributes.
+DEVICE void subtract_rows(float (&chunks)[CHUNKS][4], const float (&sums)[4], const char* rows, Lane lane) {
+#pragma unroll
+    for (int block = 0; block < N; ++block) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float factor = shuffle(sums[2 * row + block % 2], lane.index / 4 * 4 + block / 2);
+#pragma unroll
+            for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk) {
+                float low, high;
+                const char* place = rows + (lane.row + 8 * row) * DIM_BYTES + 16 * chunk + 2 * lane.column;
+                Half::unpack(*(const u32*)place, low, high);
+                chunks[chunk][2 * row] -= factor * low;
+                chunks[chunk][2 * row + 1] -= factor * high;
+            }
+        }
+    }
+}
+
+// What a warp keeps: its keys and values, their gradients and those of the weights.
+struct OwnKeys {
+    Lane lane;
+    Pairs pairs;
+    const char* own;  // the tile in shared memory
+    u32 address;      // of the tile
+    int first;        // index of the first key
+    float factor;     // of the shares that dropout keeps
+    float exponents[BASES][N], weight_grad[BASES][N], score_grad;
+    RankedWeights<N, Half> ranked[BASES];
+    float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[4];
+
+    DEVICE void set_weights(const float* weight) {
+        float u[BASES][N];
+        load_weights(u, weight);
+        score_grad = 0;
+#pragma unroll
+        for (int i = 0; i < BASES; ++i) {
+            ranked[i].set(u[i]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) exponents[i][j] = u[i][j] * LOG2_E, weight_grad[i][j] = 0;
+        }
+    }
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            key_sums[i] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) key_grad[chunk][i] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < WIDTH_CHUNKS; ++chunk) value_grad[chunk][i] = 0;
+        }
+    }
+
+    // Stores the gradients of the weights and of the scores, summed over the warp.
+    DEVICE void store_weights(float* parts) {
+        const float all = sum_warp(score_grad);
+        if (lane.index == 0) parts[BASES * N] = all;
+#pragma unroll
+        for (int i = 0; i < BASES; ++i) {
+            const int place = BASES == 2 ? i ^ DIS_AT : i;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float total = sum_warp(weight_grad[i][j]);
+                if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * total : total;
+            }
+        }
+    }
+
+    // Sorts the similarities of 8 queries from `query` on. Sets the shares and the derivatives of all blocks, and of
+    // `dis` alone, as columns `half` of left factors, with keys as rows.
+    DEVICE void differentiate(int half, int query, const char* tile, u32 tile_address,
+                              const u32 (&keys)[CHUNKS + CHUNKS % 2][2], const u32 (&norms)[N][2],
+                              const u32 (&values)[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2], u32 (&shares)[4],
+                              u32 (&slopes)[N][4], u32 (&distances)[N][4]) {
+        Similarities similarities;
+        similarities.compute(keys, tile_address + 8 * half * DIM_BYTES + lane.quad<DIM>(), norms,
+                             tile + NORMS + 128 * half + 16 * lane.row + 2 * lane.column, ROWS);
+        float products[4] = {};
+        u32 streamed[(WIDTH + 31) / 32 * 4];
+        load_streamed<WIDTH>(streamed, tile_address + SECOND + 8 * half * WIDTH_BYTES + lane.quad<WIDTH>());
+        multiply_rows<0, WIDTH_CHUNKS>(products, values, streamed);
+        const float4 at_columns = *(const float4*)(tile + STATISTICS + 64 * half + 8 * lane.column);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const int key = first + lane.row + 8 * row;
+            u32 weights[2][BASES][RankedWeights<N, Half>::WORDS];
+            float grads[2], kept[2];
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                float x[BASES][N], score = 0;
+                similarities.of_pair(2 * row + side, x);
+#pragma unroll
+                for (int i = 0; i < BASES; ++i) {
+                    ranked[i].sort(x[i], weights[side][i]);
+#pragma unroll
+                    for (int j = 0; j < N; ++j) score = fmaf(x[i][j], exponents[i][j], score);
+                }
+                const int column = query + lane.column + side;
+                score = pairs.masked(score, column, key);
+                float share = exp2_approx(score - (side ? at_columns.z : at_columns.x));
+                share = key < pairs.count ? share : 0;
+                float share_grad = products[2 * row + side];
+                kept[side] = share;
+                if (DROPOUT) {
+                    u32 words[2];
+                    pairs.query_words(column, words);
+                    const float scale = pairs.keeps(words, key) ? factor : 0;
+                    share_grad *= scale;
+                    kept[side] *= scale;
+                }
+                grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
+                score_grad += grads[side];
+#pragma unroll
+                for (int i = 0; i < BASES; ++i)
+#pragma unroll
+                    for (int j = 0; j < N; ++j) weight_grad[i][j] = fmaf(grads[side], x[i][j], weight_grad[i][j]);
+            }
+            const int place = 2 * half + row;
+            const u32 both = Half::pack(grads[0], grads[1]);
+            shares[place] = Half::pack(kept[0], kept[1]);
+#pragma unroll
+            for (int block = 0; block < N; ++block) {
+                u32 slope = MINUS_ZEROS;
+#pragma unroll
+                for (int i = 0; i < BASES; ++i) {
+                    const u32 first = weights[0][i][block / 2], second = weights[1][i][block / 2];
+                    slope = Half::fma(select_bytes(first, second, block % 2 ? 0x7632 : 0x5410), both, slope);
+                    if (DIS && i == 0) distances[block][place] = slope;
+                }
+                slopes[block][place] = slope;
+            }
+        }
+    }
+
+    // Adds the gradients of all pairs with a tile of 16 queries from `query` on, as its visitor `number`.
+    DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number) {
+        u32 shares[4], slopes[N][4], distances[N][4];
+        {
+            u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2], values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2];
+            load_own<DIM>(keys, address + lane.pair<DIM>());
+            load_own_norms(norms, own + NORMS, lane);
+            load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                differentiate(half, query + 8 * half, tile, tile_address, keys, norms, values, shares, slopes,
+                              distances);
+        }
+        multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[4] { return shares; },
+                                tile_address + SECOND + lane.pair<WIDTH>());
+        multiply_columns<DIM>(key_grad, [&](int chunk) -> const u32(&)[4] { return slopes[chunk * 8 / SIZE]; },
+                              tile_address + lane.pair<DIM>());
+        if (DIS) {
+#pragma unroll
+            for (int block = 0; block < N; ++block) {
+                const u32 ones = lane.row == block ? Half::ONES : 0;  // a column of ones
+                Half::multiply(key_sums, distances[block], ones, ones);
+            }
+        }
+        u32 own_columns[CHUNKS + CHUNKS % 2][2];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+            u32 r[4];
+            load_transposed(r, address + lane.pair<DIM>() + 16 * chunk);
+            own_columns[chunk][0] = r[0], own_columns[chunk][1] = r[1];
+            own_columns[chunk + 1][0] = r[2], own_columns[chunk + 1][1] = r[3];
+        }
+        // All sums are loaded before the first one is stored: the compiler cannot know that they are different.
+        char* const sums = tile + TILE_SUMS + 16 * lane.index;
+        float query_sums[SUMS][4];
+        await_visit(tile_address, number);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) load_sum(query_sums[i], sums + i * SUM_BYTES);
+#pragma unroll
+        for (int block = 0; block < N; ++block) {
+            u32 turned[4];
+            if (DIS) {
+                const u32 ones = lane.row == block ? Half::ONES : 0;
+                turn(turned, distances[block]);
+                Half::multiply(query_sums[SUMS - 1], turned, ones, ones);
+            }
+            if (DOT) turn(turned, slopes[block]);
+#pragma unroll
+            for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk)
+                Half::multiply(query_sums[chunk], turned, own_columns[chunk][0], own_columns[chunk][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) store_sum(sums + i * SUM_BYTES, query_sums[i]);
+        end_visit(tile_address, number);
+    }
+
+    // Waits until the visitor before this one has left.
+    static DEVICE void await_visit(u32 tile_address, u32 number) {
+        if (number == 0) return;
+        const u32 barrier = tile_address + BARRIERS + (number - 1) % VISITS * 8;
+        while (!barrier_passed(barrier, (number - 1) / VISITS % 2)) {}
+    }
+
+    static DEVICE void end_visit(u32 tile_address, u32 number) {
+        barrier_arrive(tile_address + BARRIERS + number % VISITS * 8);
+    }
+
+    static DEVICE void turn(u32 (&turned)[4], const u32 (&matrix)[4]) {
+        turned[0] = transpose(matrix[0]), turned[1] = transpose(matrix[2]);
+        turned[2] = transpose(matrix[1]), turned[3] = transpose(matrix[3]);
+    }
+
+    static DEVICE void load_sum(float (&r)[4], const char* place) {
+        const float4 x = *(const float4*)place;
+        r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
+    }
+
+    static DEVICE void store_sum(char* place, const float (&r)[4]) {
+        *(float4*)place = make_float4(r[0], r[1], r[2], r[3]);
+    }
+};
+
+// Adds the gradient of a tile of queries to that of earlier blocks. Returns whether this block is the last one.
+DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u32 mine, u32 last, Lane lane) {
+    if (mine) {
+        if (lane.index == 0)
+            while (load_acquire(turn) != mine) {}
+        sync_warp();
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const float4 x = place[32 * chunk + lane.index];
+            chunks[chunk][0] += x.x, chunks[chunk][1] += x.y, chunks[chunk][2] += x.z, chunks[chunk][3] += x.w;
+        }
+    }
+    if (mine == last) return true;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+        OwnKeys::store_sum((char*)(place + 32 * chunk + lane.index), chunks[chunk]);
+    sync_warp();
+    if (lane.index == 0) store_release(turn, mine + 1);
+    return false;
+}
+
+// Starts copying a tile of queries from `first` on, with what belongs to it.
+DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first, Lane lane) {
+    const u32 address = shared_address(tile);
+    copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
+    copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+    const float2* from = p.statistics + ((i64)n * p.heads + h) * tiles_of(p.length) * ROWS + first;
+    if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
+    if (lane.index < VISITS) barrier_reset(address + BARRIERS + 8 * lane.index, 32);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i)
+        *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
+}
+
+// Stores the gradient of a tile of queries, or adds it to what other blocks still add to.
+DEVICE void store_queries(const Backward& p, char* tile, int n, int h, int number, int mine, int last, Lane lane) {
+    const char* const sums = tile + TILE_SUMS + 16 * lane.index;
+    float query_grad[CHUNKS][4];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) OwnKeys::load_sum(query_grad[i], sums + i * SUM_BYTES);
+    if (DIS) {
+        float all[4];
+        OwnKeys::load_sum(all, sums + CHUNKS * SUM_BYTES);
+        subtract_rows(query_grad, all, tile, lane);
+    }
+    const int first = number * ROWS;
+    const i64 place = ((i64)n * p.heads + h) * tiles_of(p.length) + number;
+    if (add_in_turn(query_grad, p.query_sums + place * CHUNKS * 32, p.turns + 1 + place, mine, last, lane))
+        store_rows<DIM>(query_grad, 1, 1, tile, p.query_grad.at(n, h) + first * p.query_grad.row, p.query_grad.row,
+                        p.length - first, lane);
+    sync_warp();
+}
+
+KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Backward p) {
+    SHARED_MEMORY(shared);
+    const int warp = threadIdx.x / 32, query_tiles = tiles_of(p.length), key_heads = p.heads / p.group;
+    char* const own_tile = shared + 16 + warp * OWN_BYTES;
+    char* const tiles = shared + 16 + WARPS * OWN_BYTES;
+
+    // Blocks work in the order in which they start: one that waits for its turn waits for blocks that run.
+    if (threadIdx.x == 0) *(u32*)shared = add_atomically(p.turns, 1);
+    for (int i = threadIdx.x; i < p.chunk_tiles * VISITS; i += THREADS)
+        barrier_init(shared_address(tiles + i / VISITS * TILE_BYTES) + BARRIERS + i % VISITS * 8, 32);
+    sync_block();
+    const int number = *(const u32*)shared, blocks = (p.strips + p.span - 1) / p.span;  // of a head
+    const int mine = number % blocks, n = number / blocks / key_heads, key_head = number / blocks % key_heads;
+    const int end_strip = min(p.strips, (mine + 1) * p.span);
+    OwnKeys own;
+    const Lane lane = own.lane;
+    own.own = own_tile;
+    own.address = shared_address(own_tile);
+    own.factor = p.factor;
+    for (int strip = mine * p.span; strip < end_strip; ++strip) {
+        const int active = min(WARPS, tiles_of(p.count) - strip * WARPS);  // warps that have keys
+        own.first = (strip * WARPS + warp) * ROWS;
+        sync_warp();
+        const char *keys = p.key.at(n, key_head), *values = p.value.at(n, key_head);
+        copy_rows<DIM>(own.address, keys, p.key.row, own.first, ROWS, p.count, lane.index, 32);
+        copy_rows<WIDTH>(own.address + SECOND, values, p.value.row, own.first, ROWS, p.count, lane.index, 32);
+        copies_commit();
+        copies_wait<0>();
+        sync_warp();
+        store_norms<true>(own_tile + NORMS, own_tile, lane.index);
+        own.clear();
+        for (int h = key_head * p.group; h < (key_head + 1) * p.group; ++h) {
+            const int index = n * p.heads + h;
+            own.set_weights(p.weight + h * p.weight_head);
+            own.pairs = Pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, p.threshold};
+            own.pairs.seed(p.seed, index);
+            for (int start = 0; start < query_tiles; start += p.chunk_tiles) {
+                const int count = min(p.chunk_tiles, query_tiles - start), end = (start + count) * ROWS;
+                if (CAUSAL && end <= mine * p.span * WARPS * ROWS) continue;  // these queries do not see the keys
+                if (strip == mine * p.span) {
+                    for (int i = warp; i < count; i += WARPS)
+                        copy_queries(p, tiles + i * TILE_BYTES, n, h, (start + i) * ROWS, lane);
+                    copies_commit();
+                    copies_wait<0>();
+                    sync_warp();
+                    for (int i = warp; i < count; i += WARPS)
+                        store_norms<false>(tiles + i * TILE_BYTES + NORMS, tiles + i * TILE_BYTES, lane.index);
+                    sync_block();
+                }
+                // A warp starts with the tile of its number. At tile i come first the warps up to i, the largest first.
+                const int steps = max(count, active), before = (strip - mine * p.span) * WARPS;
+                for (int step = 0; step < steps && warp < active; ++step) {
+                    const int i = warp + step < steps ? warp + step : warp + step - steps, query = (start + i) * ROWS;
+                    if (i >= count) continue;
+                    const int most = min(i, active - 1);
+                    const int order = before + (warp <= i ? most - warp : most + active - warp);
+                    char* const tile = tiles + i * TILE_BYTES;
+                    if (CAUSAL && query + ROWS <= own.first) {
+                        OwnKeys::await_visit(shared_address(tile), order);
+                        OwnKeys::end_visit(shared_address(tile), order);
+                    } else {
+                        own.add_tile(query, tile, shared_address(tile), order);
+                    }
+                }
+                if (strip + 1 < end_strip) continue;
+                sync_block();
+                const int last = CAUSAL ? min(blocks - 1, (end - 1) / (p.span * WARPS * ROWS)) : blocks - 1;
+                for (int i = warp; i < count; i += WARPS)
+                    store_queries(p, tiles + i * TILE_BYTES, n, h, start + i, mine, last, lane);
+            }
+            own.store_weights(p.weight_parts + (((i64)index * p.strips + strip) * WARPS + warp) * PARTS);
+        }
+        if (own.first >= p.count) continue;
+        if (DIS) subtract_rows(own.key_grad, own.key_sums, own_tile, lane);
+        char* const key_grad = p.key_grad.at(n, key_head) + own.first * p.key_grad.row;
+        char* const value_grad = p.value_grad.at(n, key_head) + own.first * p.value_grad.row;
+        const int left = p.count - own.first;
+        store_rows<DIM>(own.key_grad, 1, 1, own_tile, key_grad, p.key_grad.row, left, lane);
+        store_rows<WIDTH>(own.value_grad, 1, 1, own_tile + SECOND, value_grad, p.value_grad.row, left, lane);
+    }
+}
+
+// Sorts the similarities of a random pair of a head; returns its share.
+DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES][N]) {
+    const u32 random = Pairs::mix(number);
+    const int n = number % p.batch, query = random % p.length, key = Pairs::mix(random) % p.count;
+    const u32* queries = (const u32*)(p.query.at(n, h) + query * p.query.row);
+    const u32* keys = (const u32*)(p.key.at(n, h / p.group) + key * p.key.row);
+#pragma unroll
+    for (int block = 0; block < N; ++block) {
+        float dot = 0, dis = 0;
+#pragma unroll
+        for (int i = block * SIZE / 2; i < (block + 1) * SIZE / 2; ++i) {
+            float a, b, c, d;
+            Half::unpack(queries[i], a, b);
+            Half::unpack(keys[i], c, d);
+            dot = fmaf(a, c, fmaf(b, d, dot));
+            dis = fmaf(a - c, a - c, fmaf(b - d, b - d, dis));
+        }
+        if (DIS) x[0][block] = -0.5f * dis;
+        if (DOT) x[DIS][block] = dot;
+    }
+    float u[BASES][N], score = 0;
+    load_weights(u, p.weight + h * p.weight_head);
+#pragma unroll
+    for (int i = 0; i < BASES; ++i) {
+        Sorter<N>::sort(x[i]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) score = fmaf(x[i][j], u[i][j] * LOG2_E, score);
+    }
+    const Pairs pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, 0};
+    const float log_sum = p.log_sum[((i64)n * p.heads + h) * p.length + query] * LOG2_E;
+    return exp2_approx(pairs.masked(score, query, key) - log_sum);
+}
+
+// Sums the parts of a head and base in a fixed order, and undoes the folding: the cumulative sum is its transpose.
+//
+// The gradients of a query's scores have the sum 0, except that its readout was rounded. So a constant may be
+// subtracted from the similarities of a rank: their mean, of some pairs, makes that error small.
+KERNEL void attend_weights(const Backward p) {
+    SHARED_MEMORY(shared);
+    float* const sums = (float*)shared;
+    float(*const samples)[N + 1] = (float(*)[N + 1])(sums + blockDim.x);  // of each warp
+    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, each = p.strips * WARPS, warp = threadIdx.x / 32;
+    const int threads = blockDim.x / (N + 1) * (N + 1), column = threadIdx.x % (N + 1);
+    const bool is_dis = DIS && (BASES == 1 || base == DIS_AT);
+    float total = 0, x[BASES][N];
+    for (int i = threadIdx.x / (N + 1); threadIdx.x < threads && i < p.batch * each; i += threads / (N + 1)) {
+        const i64 part = ((i64)(i / each) * p.heads + h) * each + i % each;
+        total += p.weight_parts[part * PARTS + (column < N ? base * N + column : BASES * N)];
+    }
+    sums[threadIdx.x] = total;
+    const float share = sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
+    if (threadIdx.x % 32 == 0) samples[warp][N] = shares;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        total = sum_warp(share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0);
+        if (threadIdx.x % 32 == 0) samples[warp][j] = total;
+    }
+    sync_block();
+    if (warp) return;
+    const int lane = threadIdx.x;
+    float sampled = 0;
+    total = 0;
+    for (int i = lane; lane <= N && i < threads; i += N + 1) total += sums[i];
+    for (int i = 0; lane <= N && i < blockDim.x / 32; ++i) sampled += samples[i][lane];
+    sync_warp();
+    if (lane <= N) sums[lane] = total, samples[0][lane] = sampled;
+    sync_warp();
+    if (lane >= N) return;
+    const float rest = samples[0][N] > 0 ? sums[N] / samples[0][N] : 0;
+    total = 0;
+    for (int i = 0; i <= lane; ++i) total += sums[i] - rest * samples[0][i];
+    p.weight_grad[(h * BASES + base) * N + lane] = total;
+}

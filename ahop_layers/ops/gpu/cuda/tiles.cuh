@@ -1,0 +1,269 @@
+// Tiles of 16 rows in shared memory, the similarities of their blocks, and which pairs of rows count.
+//
+// A warp owns a tile of 16 rows and streams tiles of the other side. Products of matrices leave the similarities of 16
+// own rows and 8 streamed rows in the registers of the warp. A lane has four pairs: own rows `lane / 4` and 8 more,
+// with streamed rows `2 * (lane % 4)` and 1 more. `dis` is computed as half of it, q k - q^2 / 2 - k^2 / 2: the norms
+// are a further product, of (q^2, 1) and (1, k^2) in two parts of 11 bits each.
+//
+#pragma once
+#include "sort.cuh"
+
+// The command line of the compiler sets the constants of a call.
+constexpr int N = AHOP_BLOCKS, SIZE = AHOP_SIZE;             // blocks, and dimensions of a block
+constexpr int WIDTH = AHOP_WIDTH;                            // dimensions of a value
+constexpr bool DOT = AHOP_DOT, DIS = AHOP_DIS;               // bases
+constexpr int DIS_AT = AHOP_DIS_AT;                          // index of `dis` among two bases
+constexpr bool BF16 = AHOP_BF16;                             // or float16
+constexpr int MASK = AHOP_MASK;                              // see below
+constexpr bool CAUSAL = AHOP_CAUSAL, DROPOUT = AHOP_DROPOUT;
+constexpr int THREADS = AHOP_THREADS, BLOCKS_PER_SM = AHOP_BLOCKS_PER_SM;  // at most, and at least
+
+constexpr int ROWS = 16, DIM = N * SIZE, BASES = DOT + DIS, CHUNKS = DIM / 8, WIDTH_CHUNKS = WIDTH / 8;
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+enum { NO_MASK, BLOCKED, ADDED_FLOAT, ADDED_HALF, ADDED_BFLOAT };
+
+template <bool B> struct HalfOf { typedef Float16 Type; };
+template <> struct HalfOf<true> { typedef BFloat16 Type; };
+typedef HalfOf<BF16>::Type Half;
+
+// A tensor (N, H, L, d), with strides in bytes.
+struct Tensor {
+    char* data;
+    i64 batch, head, row;
+    DEVICE char* at(i64 n, i64 h) const { return data + n * batch + h * head; }
+};
+
+// Bytes of a row in shared memory: an odd number of 16, so that matrices of 8 rows touch all banks once. Matrices are
+// loaded by four, so a row has room for a multiple of four.
+constexpr int row_bytes(int d) { return 16 * ((d + 31) / 32 * 4 + 1); }
+constexpr int DIM_BYTES = row_bytes(DIM), WIDTH_BYTES = row_bytes(WIDTH);
+constexpr int NORM_BYTES = DIS ? 16 * N : 0;  // of a row: four numbers per block
+
+// Starts copying rows [first, first + rows) to shared memory; those from `count` on are zeros and not read.
+template <int D>
+DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int rows, int count, int thread,
+                      int threads) {
+    constexpr int UNITS = D / 8;
+    if (32 % UNITS == 0) {  // a thread copies one column
+        const int step = threads / UNITS;
+        int row = thread / UNITS;
+        const char* from = data + (first + row) * stride + 16 * (thread % UNITS);
+        address += row * row_bytes(D) + 16 * (thread % UNITS);
+        for (; row < rows; row += step, from += step * stride, address += step * row_bytes(D))
+            copy_async(address, from, first + row < count);
+    } else {
+        for (int i = thread; i < rows * UNITS; i += threads) {
+            const int row = i / UNITS, unit = i % UNITS;
+            const char* from = data + (first + row) * stride + 16 * unit;
+            copy_async(address + row * row_bytes(D) + 16 * unit, from, first + row < count);
+        }
+    }
+}
+
+// Stores half of the negative squared norm of block `item / rows` of row `item % rows`, as four numbers at 16 * item:
+// (x, x', 1, 1) for own rows, (1, 1, x, x') for streamed ones, with x the upper bits and x' the rest.
+template <bool OWN>
+DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
+    const uint4* units = (const uint4*)(data + item % rows * DIM_BYTES + item / rows * 2 * SIZE);
+    float total = 0;
+#pragma unroll
+    for (int unit = 0; unit < SIZE / 8; ++unit) {
+        const uint4 four = units[unit];
+        const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float low, high;
+            Half::unpack(words[j], low, high);
+            total = fmaf(low, low, fmaf(high, high, total));
+        }
+    }
+    total *= -0.5f;
+    const float upper = bits_float(float_bits(total) & 0xffffe000), rest = total - upper;
+    *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, rest, 1, 1) : make_float4(1, 1, upper, rest);
+}
+
+// Stores the norms of a tile of 16 rows, by one warp.
+template <bool OWN>
+DEVICE void store_norms(char* norms, const char* data, int lane) {
+    for (int item = lane; DIS && item < ROWS * N; item += 32) store_norm<OWN>(norms, data, ROWS, item);
+}
+
+// The place of a lane in the matrices of a warp.
+struct Lane {
+    int index = threadIdx.x % 32, row = index / 4, column = 2 * (index % 4);
+    // Addresses for load_matrices: two chunks of 16 rows, or four chunks of 8 rows.
+    template <int D> DEVICE u32 pair() const { return index % 16 * row_bytes(D) + index / 16 * 16; }
+    template <int D> DEVICE u32 quad() const { return index % 8 * row_bytes(D) + index / 8 * 16; }
+};
+
+// Loads 16 rows as left factors, two registers for a chunk of 8 dimensions.
+template <int D>
+DEVICE void load_own(u32 (&own)[D / 8 + D / 8 % 2][2], u32 address) {
+#pragma unroll
+    for (int chunk = 0; chunk < D / 8; chunk += 2) {
+        u32 r[4];
+        load_matrices(r, address + 16 * chunk);
+        own[chunk][0] = r[0], own[chunk][1] = r[1], own[chunk + 1][0] = r[2], own[chunk + 1][1] = r[3];
+    }
+}
+
+// Loads the norms of the own rows of a lane.
+DEVICE void load_own_norms(u32 (&norms)[N][2], const char* place, Lane lane) {
+    const u32* words = (const u32*)place + 4 * lane.row + lane.column / 2;
+#pragma unroll
+    for (int block = 0; block < N; ++block) {
+        norms[block][0] = DIS ? words[4 * ROWS * block] : 0;
+        norms[block][1] = DIS ? words[4 * ROWS * block + 32] : 0;
+    }
+}
+
+// Adds products of 16 own rows and 8 streamed rows over chunks [from, from + count), of which `streamed` has registers.
+template <int FROM, int COUNT, int OWN, int STREAMED>
+DEVICE void multiply_rows(float (&c)[4], const u32 (&own)[OWN][2], const u32 (&streamed)[STREAMED]) {
+    if (COUNT == 1) {
+        Half::multiply(c, own[FROM][0], own[FROM][1], streamed[FROM]);
+        return;
+    }
+#pragma unroll
+    for (int i = FROM; i + 1 < FROM + COUNT; i += 2) {
+        const u32 a[4] = {own[i][0], own[i][1], own[i + 1][0], own[i + 1][1]};
+        Half::multiply(c, a, streamed[i], streamed[i + 1]);
+    }
+    if (COUNT % 2) Half::multiply(c, own[FROM + COUNT - 1][0], own[FROM + COUNT - 1][1], streamed[FROM + COUNT - 1]);
+}
+
+template <int D>
+DEVICE void load_streamed(u32 (&streamed)[(D + 31) / 32 * 4], u32 address) {
+#pragma unroll
+    for (int chunk = 0; chunk < D / 8; chunk += 4) {
+        u32 r[4];
+        load_matrices(r, address + 16 * chunk);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) streamed[chunk + i] = r[i];
+    }
+}
+
+// Adds the products of 16 x 16 numbers, `left(chunk)`, and 16 rows of D numbers to chunks of 8 columns.
+template <int D, class Left>
+DEVICE void multiply_columns(float (&c)[D / 8][4], Left left, u32 address) {
+#pragma unroll
+    for (int chunk = 0; chunk < D / 8; chunk += 2) {
+        const int next = chunk + 1 < D / 8 ? chunk + 1 : chunk;
+        u32 r[4];
+        load_transposed(r, address + 16 * chunk);
+        Half::multiply(c[chunk], left(chunk), r[0], r[1]);
+        if (next > chunk) Half::multiply(c[next], left(next), r[2], r[3]);
+    }
+}
+
+// The similarities of 16 own rows and 8 streamed rows: of each base and block, four pairs.
+struct Similarities {
+    float dot[N][4], dis[N][4];
+
+    template <int B>
+    DEVICE void block(const u32 (&own)[CHUNKS + CHUNKS % 2][2], const u32 (&streamed)[(DIM + 31) / 32 * 4],
+                      const u32 (&own_norms)[N][2], const char* streamed_norms, int rows) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dot[B][i] = 0;
+        multiply_rows<B * (SIZE / 8), SIZE / 8>(dot[B], own, streamed);
+        if (DIS) multiply_tf32(dis[B], dot[B], own_norms[B], *(const u32*)(streamed_norms + 16 * B * rows));
+        if constexpr (B + 1 < N) block<B + 1>(own, streamed, own_norms, streamed_norms, rows);
+    }
+
+    // `address` and `streamed_norms` are those of this lane, for the first of 8 among `rows` streamed rows.
+    DEVICE void compute(const u32 (&own)[CHUNKS + CHUNKS % 2][2], u32 address, const u32 (&own_norms)[N][2],
+                        const char* streamed_norms, int rows) {
+        u32 streamed[(DIM + 31) / 32 * 4];
+        load_streamed<DIM>(streamed, address);
+        block<0>(own, streamed, own_norms, streamed_norms, rows);
+    }
+
+    DEVICE void of_pair(int pair, float (&x)[BASES][N]) const {
+#pragma unroll
+        for (int block = 0; block < N; ++block) {
+            if (DIS) x[0][block] = dis[block][pair];
+            if (DOT) x[DIS][block] = dot[block][pair];
+        }
+    }
+};
+
+// Loads the weights (bases, N) of a head and folds them: weight . cumsum(sorted) == folded . sorted. `dis` comes first
+// here, at index DIS_AT in memory, and its weights are doubled.
+DEVICE void load_weights(float (&u)[BASES][N], const float* weight) {
+#pragma unroll
+    for (int base = 0; base < BASES; ++base) {
+        const int place = BASES == 2 ? base ^ DIS_AT : base;
+        float total = 0;
+#pragma unroll
+        for (int i = N - 1; i >= 0; --i) {
+            total += weight[place * N + i];
+            u[base][i] = DIS && base == 0 ? 2 * total : total;
+        }
+    }
+}
+
+// Which pairs a query counts: a mask, the causal order and dropout.
+struct Pairs {
+    const char* mask;  // of this head
+    i64 mask_query, mask_key;
+    int length, count;
+    u32 start, high, threshold;
+
+    DEVICE void seed(const u32* words, u32 head) {
+        if (DROPOUT) start = mix(words[0] ^ mix(head)), high = words[1];
+    }
+
+    // A score as an exponent of 2 with the mask added; -inf if the pair is blocked.
+    DEVICE float masked(float score, int query, int key) const {
+        if (MASK != NO_MASK && query < length && key < count) {
+            const char* place = mask + query * mask_query + key * mask_key;
+            if (MASK == BLOCKED) score = *place ? -INFINITE : score;
+            if (MASK == ADDED_FLOAT) score = fmaf(*(const float*)place, LOG2_E, score);
+            if (MASK == ADDED_HALF || MASK == ADDED_BFLOAT) {
+                float low, high;
+                const u32 word = *(const unsigned short*)place;
+                MASK == ADDED_HALF ? Float16::unpack(word, low, high) : BFloat16::unpack(word, low, high);
+                score = fmaf(low, LOG2_E, score);
+            }
+        }
+        return CAUSAL && key > query ? -INFINITE : score;
+    }
+
+    // Whether dropout keeps a pair: the hash of ops/dropout.py. A query has two words.
+    DEVICE void query_words(int query, u32 (&words)[2]) const {
+        words[0] = mix(start + query * 0x9e3779b9u);
+        words[1] = mix(words[0] ^ high);
+    }
+
+    DEVICE bool keeps(const u32 (&words)[2], int key) const {
+        u32 x = words[0] + key * 0x85ebca6bu;
+        x = (x ^ (x >> 16)) * 0x7feb352du;
+        x = ((x ^ (x >> 15)) ^ words[1]) * 0x846ca68bu;
+        return (x ^ (x >> 16)) >= threshold;
+    }
+
+    static DEVICE u32 mix(u32 x) {
+        x = (x ^ (x >> 16)) * 0x7feb352du;
+        x = (x ^ (x >> 15)) * 0x846ca68bu;
+        return x ^ (x >> 16);
+    }
+};
+
+// Stores 16 rows of half-precision numbers: matrices in registers go through shared memory, where rows are adjacent.
+template <int D>
+DEVICE void store_rows(const float (&chunks)[D / 8][4], float first, float second, char* scratch, char* out, i64 stride,
+                       int rows, Lane lane) {
+    sync_warp();
+#pragma unroll
+    for (int chunk = 0; chunk < D / 8; ++chunk) {
+        char* place = scratch + lane.row * row_bytes(D) + 16 * chunk + 2 * lane.column;
+        *(u32*)place = Half::pack(chunks[chunk][0] * first, chunks[chunk][1] * first);
+        *(u32*)(place + 8 * row_bytes(D)) = Half::pack(chunks[chunk][2] * second, chunks[chunk][3] * second);
+    }
+    sync_warp();
+    for (int i = lane.index; i < ROWS * (D / 8); i += 32) {
+        const int row = i / (D / 8), unit = i % (D / 8);
+        const uint4* from = (const uint4*)(scratch + row * row_bytes(D) + 16 * unit);
+        if (row < rows) *(uint4*)(out + row * stride + 16 * unit) = *from;
+    }
+}

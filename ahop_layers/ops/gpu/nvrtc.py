@@ -1,0 +1,227 @@
+"""CUDA C++ kernels: compiled by NVRTC at first use, kept on disk, and launched through the CUDA driver.
+
+torch's CUDA wheels bring NVRTC, and the driver is there with a GPU, so ctypes is all it takes. ``AHOP_CACHE_DIR`` is
+the directory of compiled kernels, by default ``~/.cache/ahop_layers``.
+"""
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ahop_layers.errors import AHopError
+
+SOURCES = Path(__file__).parent / "cuda"
+# Attributes of shared memory: the most that a function may use, and that of a block and of a multiprocessor.
+_OF_FUNCTION, _OF_BLOCK, _OF_MULTIPROCESSOR = 8, 97, 81
+_NO_CONTEXT = 201
+
+
+def unavailable() -> str | None:
+    """Returns the reason why CUDA C++ kernels cannot be compiled here, or None if they can."""
+    return "torch is built without CUDA" if torch.version.cuda is None else library_error()
+
+
+@lru_cache(maxsize=None)
+def library_error() -> str | None:
+    """Returns why NVRTC cannot be loaded, or None if it can."""
+    try:
+        _nvrtc()
+    except OSError as error:
+        return f"NVRTC was not found: {error}"
+    return None
+
+
+def version() -> tuple[int, int]:
+    """Returns the version of NVRTC."""
+    numbers = c_int(), c_int()
+    _nvrtc().nvrtcVersion(byref(numbers[0]), byref(numbers[1]))
+    return numbers[0].value, numbers[1].value
+
+
+def cache_directory() -> Path:
+    """Returns the directory of compiled kernels."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("AHOP_CACHE_DIR") or Path(home) / "ahop_layers")
+
+
+@lru_cache(maxsize=None)
+def _nvrtc() -> Any:
+    """Loads NVRTC: that of torch's wheels, or that of the system."""
+    name = f"libnvrtc.so.{(torch.version.cuda or '12').split('.')[0]}"
+    places = (find_spec("nvidia") or torch.__spec__).submodule_search_locations or []
+    found = [path for place in places for path in sorted(Path(place).glob(f"*/lib/{name}"))]
+    return ctypes.CDLL(str(found[0]) if found else name)
+
+
+def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
+    """Compiles a file of :data:`SOURCES` for an architecture such as ``"sm_90a"``; returns the binary.
+
+    A constant ``name`` is the macro ``AHOP_NAME``. Raises AHopError with the compiler's log.
+    """
+    nvrtc = _nvrtc()
+    headers = sorted(SOURCES.glob("*.cuh"))
+    texts, names = ((c_char_p * len(headers))(*each) for each in _contents(headers))
+    program = c_void_p()
+    nvrtc.nvrtcCreateProgram(
+        byref(program), (SOURCES / source).read_bytes(), source.encode(), len(headers), texts, names
+    )
+    # A virtual architecture such as compute_90 gives PTX, which the driver compiles.
+    kind = "CUBIN" if architecture.startswith("sm_") else "PTX"
+    flags = [f"-arch={architecture}", "-std=c++17", "-default-device", "-diag-suppress=128"]
+    flags += [f"-DAHOP_{name.upper()}={int(value)}" for name, value in constants.items()]
+    options = (c_char_p * len(flags))(*(flag.encode() for flag in flags))
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(flags), options):
+            log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+            raise AHopError(f"{source} does not compile for {architecture} with {dict(constants)}:\n{log}")
+        return _read(getattr(nvrtc, f"nvrtcGet{kind}Size"), getattr(nvrtc, f"nvrtcGet{kind}"), program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+def _contents(paths: list[Path]) -> tuple[list[bytes], list[bytes]]:
+    return [path.read_bytes() for path in paths], [path.name.encode() for path in paths]
+
+
+def _read(size: Any, content: Any, program: c_void_p) -> bytes:
+    length = c_size_t()
+    size(program, byref(length))
+    buffer = ctypes.create_string_buffer(length.value)
+    content(program, buffer)
+    return buffer.raw
+
+
+def compiled(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
+    """Returns the binary of :func:`compile_source` from the cache, or compiles it.
+
+    A file of the cache starts with the hash of the rest. It is written under another name and renamed, so a process
+    that reads while another one writes sees all of a file or none.
+    """
+    parts = [version(), architecture, source, sorted(constants.items())]
+    texts = [path.read_bytes() for path in sorted((*SOURCES.glob("*.cuh"), SOURCES / source))]
+    key = hashlib.sha256(repr(parts).encode() + b"".join(texts)).hexdigest()
+    path = cache_directory() / f"{Path(source).stem}-{key[:32]}.bin"
+    try:
+        digest, content = (data := path.read_bytes())[:32], data[32:]
+        if hashlib.sha256(content).digest() == digest:
+            return content
+    except OSError:
+        pass
+    content = compile_source(source, constants, architecture)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+        os.replace(file.name, path)
+    except OSError:  # a home that cannot be written: every process compiles
+        pass
+    return content
+
+
+@lru_cache(maxsize=None)
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuLaunchKernel.argtypes = [c_void_p, *[ctypes.c_uint] * 7, c_void_p, c_void_p, c_void_p]
+    return driver
+
+
+def _check(status: int, action: str) -> None:
+    if status:
+        text = c_char_p()
+        _driver().cuGetErrorString(status, byref(text))
+        raise AHopError(f"CUDA could not {action}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def _enter_context(index: int) -> None:
+    """Makes the context of torch, the primary one of a device, that of the current thread."""
+    context = c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(byref(context), index), "get the context of the device")
+    _check(_driver().cuCtxSetCurrent(context), "set the context of the device")
+
+
+@lru_cache(maxsize=None)
+def shared_limits(index: int) -> tuple[int, int]:
+    """Returns the bytes of shared memory that a block may use on a device, and those of a multiprocessor."""
+    values = c_int(), c_int()
+    for value, attribute in zip(values, (_OF_BLOCK, _OF_MULTIPROCESSOR), strict=True):
+        _check(_driver().cuDeviceGetAttribute(byref(value), attribute, index), "read an attribute of the device")
+    return values[0].value, values[1].value
+
+
+@lru_cache(maxsize=None)
+def architecture(index: int) -> str:
+    """Returns the architecture to compile for: that of the device, or the newest one that this NVRTC knows."""
+    major, minor = torch.cuda.get_device_capability(index)
+    nvrtc, count = _nvrtc(), c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(byref(count))
+    known = (c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    number = 10 * major + minor
+    return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(known)}"
+
+
+# The compiler cannot trace a search for libraries.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def runs(device: torch.device) -> bool:
+    """Returns whether the device is an NVIDIA GPU with all instructions of the kernels, and they can be compiled."""
+    return _runs(device)
+
+
+@lru_cache(maxsize=None)
+def _runs(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or unavailable() is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class Kernel:
+    """A function of a compiled source file on one device."""
+
+    def __init__(self, source: str, name: str, constants: Mapping[str, int], index: int) -> None:
+        self.name, self.index, driver = name, index, _driver()
+        self._launch = driver.cuLaunchKernel
+        self.function = c_void_p()
+        with torch.cuda.device(index):
+            _enter_context(index)
+            module = _module(source, tuple(sorted(constants.items())), index)
+            _check(driver.cuModuleGetFunction(byref(self.function), module, name.encode()), f"find the kernel {name}")
+            most = shared_limits(index)[0]
+            _check(driver.cuFuncSetAttribute(self.function, _OF_FUNCTION, most), f"give {name} {most} bytes")
+
+    def launch(self, blocks: int, threads: int, shared: int, arguments: bytes, stream: int) -> None:
+        """Runs the kernel, whose only parameter is a structure, on a stream of the current device."""
+        places = (c_char_p * 1)(arguments)  # an array of addresses, one for each parameter
+        status = self._launch(self.function, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
+        if status == _NO_CONTEXT:  # a new thread, such as one of autograd
+            _enter_context(self.index)
+            status = self._launch(self.function, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
+        if status:
+            _check(status, f"launch {self.name} with {blocks} blocks of {threads} threads and {shared} bytes")
+
+
+@lru_cache(maxsize=None)
+def _module(source: str, constants: tuple[tuple[str, int], ...], index: int) -> c_void_p:
+    module = c_void_p()
+    image = compiled(source, dict(constants), architecture(index))
+    _check(_driver().cuModuleLoadData(byref(module), image), f"load {source}")
+    return module
+
+
+def run(kernel: Kernel, device: torch.device, blocks: int, threads: int, shared: int, arguments: bytes) -> None:
+    """Runs a kernel on the current stream of a device."""
+    if device.type != "cuda":  # tests run kernels on the CPU
+        kernel.launch(blocks, threads, shared, arguments, 0)
+    elif device.index == torch.cuda.current_device():
+        kernel.launch(blocks, threads, shared, arguments, torch.cuda.current_stream(device).cuda_stream)
+    else:
+        with torch.cuda.device(device):
+            kernel.launch(blocks, threads, shared, arguments, torch.cuda.current_stream(device).cuda_stream)

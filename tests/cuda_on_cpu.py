@@ -1,0 +1,47 @@
+"""Runs the CUDA C++ kernels on a CPU: g++ compiles them with ``warp_emulator.h``."""
+
+import ctypes
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from ahop_layers.ops.gpu import nvrtc
+
+KERNELS = {
+    "attend.cu": {"attend_forward": "Forward"},
+    "attend_backward.cu": dict.fromkeys(("attend_statistics", "attend_backward", "attend_weights"), "Backward"),
+    "missing.cu": {"score_missing": "Missing"},
+}
+LAUNCH = """
+extern "C" void launch_{name}(const {parameter}* p, int blocks, int threads, int bytes) {{
+    emulator::launch(blocks, threads, bytes, [=] {{ {name}(*p); }});
+}}
+"""
+
+
+class EmulatedKernel:
+    """Has the interface of :class:`ahop_layers.ops.gpu.nvrtc.Kernel`."""
+
+    def __init__(self, source, name, constants, index):
+        self.function = getattr(_library(source, tuple(constants.items())), f"launch_{name}")
+
+    def launch(self, blocks, threads, shared, arguments, stream):
+        self.function(arguments, blocks, threads, shared)
+
+
+@lru_cache(maxsize=None)
+def _library(source, constants):
+    code = f'#include "{source}"\n'
+    code += "".join(LAUNCH.format(name=name, parameter=parameter) for name, parameter in KERNELS[source].items())
+    return compile_for_cpu(code, dict(constants))
+
+
+def compile_for_cpu(code, constants):
+    """Compiles CUDA C++ as C++ and loads the library."""
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{nvrtc.SOURCES}", f"-I{Path(__file__).parent}"]
+    flags += [f"-DAHOP_{name.upper()}={int(value)}" for name, value in constants.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "kernels.so"
+        subprocess.run(["g++", *flags, "-x", "c++", "-", "-o", library], input=code, text=True, check=True)
+        return ctypes.CDLL(str(library))

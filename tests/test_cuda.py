@@ -1,0 +1,217 @@
+"""The CUDA C++ kernels without a GPU: g++ runs them on the CPU, and NVRTC compiles them for all architectures."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import product
+
+import pytest
+import torch
+
+import ahop_layers as ah
+from ahop_layers.association import Mask
+from ahop_layers.errors import AHopError
+from ahop_layers.ops.dropout import kept, scale
+from ahop_layers.ops.gpu import attend, missing, nvrtc
+from ahop_layers.ops.protocols import AttentionCall
+from ahop_layers.ops.reference import missing_similarity
+from tests.cuda_on_cpu import EmulatedKernel, compile_for_cpu
+
+BOTH = ("dis", "dot")
+NAMES = ("out", "query", "key", "value", "weight")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_nvrtc = pytest.mark.skipif(nvrtc.library_error() is not None, reason=f"needs NVRTC: {nvrtc.library_error()}")
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Runs fused attention on the CPU, with a number of bytes of shared memory."""
+
+    def set_bytes(block):
+        monkeypatch.setattr(attend, "_limits", lambda device: attend.Limits(0, block, 2 * block, 3))
+
+    monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
+    monkeypatch.setattr(attend, "_plans", {})
+    attend._kernel.cache_clear()
+    set_bytes(100_000)
+    yield set_bytes
+    attend._kernel.cache_clear()
+
+
+CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
+    "both bases": ((1, 2, 2, 20, 40, 64, 64, 4), {}),
+    "strips in turns": ((1, 2, 1, 40, 140, 32, 32, 4), {"causal": True, "mask": torch.bool, "bytes": 40_000}),
+    "strips of a block": ((2, 2, 2, 20, 140, 16, 20, 1), {"mask": torch.float32}),
+    "eight blocks": ((1, 1, 1, 20, 33, 64, 24, 8), {"dtype": torch.float16, "dropout": 0.3, "causal": True}),
+    "dot alone": ((1, 1, 1, 17, 20, 40, 16, 2), {"bases": ("dot",), "mask": torch.bfloat16}),
+    "dis alone": ((2, 1, 1, 33, 20, 24, 16, 3), {"bases": ("dis",), "dtype": torch.float16, "mask": torch.float16}),
+    "two orders": ((1, 1, 1, 1, 1, 64, 64, 2), {"bases": ("dot", "dis")}),
+}
+
+
+def make_mask(dtype, n, length, count):
+    if dtype != torch.bool:
+        return None if dtype is None else torch.randn(n, 1, length, count).to(dtype)
+    mask = torch.rand(n, 1, length, count) < 0.3
+    mask[..., 3, :] = True
+    return mask
+
+
+def by_pytorch(call, grad, dtype):
+    """The readout and all gradients by separate operations in a dtype."""
+    inputs = [x.to(dtype).requires_grad_() for x in call[:4]]
+    group = call.query.shape[1] // call.key.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in inputs[1:3])
+    scores = ah.adaptive_similarity(inputs[0], keys, inputs[3], call.bases, backend="reference")
+    blocked = call.mask if call.mask is not None and call.mask.dtype == torch.bool else None
+    weights = ah.Separation()(Mask(blocked, None if blocked is not None else call.mask, call.causal).apply(scores))
+    if call.dropout:
+        heads, rows, columns = (torch.arange(size) for size in (scores.shape[:2].numel(), *scores.shape[2:]))
+        weights = weights * kept(call.seed, heads, rows, columns, call.dropout).view_as(scores) * scale(call.dropout)
+    out = weights @ values
+    return out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+def test_fused_attention_on_the_cpu(shape, options, emulated):
+    """The error against float64 is at most twice that of plain PyTorch in the same dtype, plus rounding."""
+    (n, heads, key_heads, length, count, d, width, blocks), dtype = shape, options.get("dtype", torch.bfloat16)
+    bases, dropout = options.get("bases", BOTH), options.get("dropout", 0.0)
+    emulated(options.get("bytes", 100_000))
+    sizes = (n, heads, length, d), (n, key_heads, count, d), (n, key_heads, count, width), (n, heads, length, width)
+    *inputs, grad = (torch.randn(size).to(dtype) for size in sizes)
+    weight = torch.randn(heads, len(bases), blocks) / d
+    mask, seed = make_mask(options.get("mask"), n, length, count), torch.tensor([-(2**62) - 5]) if dropout else None
+    call = AttentionCall(*inputs, weight, mask, seed, bases, options.get("causal", False), dropout)
+
+    def by_kernel():
+        out, log_sum = attend.forward(call)
+        return out, *attend.backward(call, grad, out, log_sum, (True,) * 4)
+
+    ours, again = by_kernel(), by_kernel()
+    theirs, exact = (by_pytorch(call, grad, kind) for kind in (dtype, torch.float64))
+    for name, a, b, c, d in zip(NAMES, ours, theirs, exact, again, strict=True):
+        error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 4 * torch.finfo(dtype).eps * c.norm()
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+        assert torch.equal(a, d), f"{name} is not deterministic"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("d", "n", "bases"), [(40, 40, ("l1", "near", "dot", "near", "dis")), (96, 24, ("near", "dis"))]
+)
+def test_scores_of_unknown_values_on_the_cpu(d, n, bases, monkeypatch):
+    monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
+    missing._kernel.cache_clear()
+    query, key = torch.randn(1, 2, 3, d), torch.randn(1, 2, 5, d)
+    query[0, 0, 1, : d // 2] = key[0, 1, 2, ::3] = key[0, 0, 3] = torch.nan
+    weight, widths = torch.randn(2, len(bases), n) / n, torch.linspace(0.3, 2, len(bases))
+    found = missing.score(query, key, weight, bases, widths)
+    exact = missing_similarity(*(x.double() for x in (query, key, weight)), bases, None, widths.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert (found == -torch.inf).sum() == 3
+    missing._kernel.cache_clear()
+
+
+SORT = """
+#include "sort.cuh"
+extern "C" void run(int n, float* x, const float* u, unsigned* weights, float* sum) {
+    emulator::launch(1, 1, 0, [=] { SIZES });
+}
+"""
+OF_SIZE = """
+    if (n == N) {
+        float values[N], factors[N];
+        RankedWeights<N, BFloat16> ranked;
+        unsigned words[RankedWeights<N, BFloat16>::WORDS];
+        for (int i = 0; i < N; ++i) values[i] = x[i], factors[i] = u[i];
+        ranked.set(factors);
+        Sorter<N>::halve(factors);
+        *sum = Sorter<N>::weighted_sum(values, factors, 0);
+        for (int i = 0; i < N; ++i) values[i] = x[i];
+        ranked.sort(values, words);
+        for (int i = 0; i < N; ++i) x[i] = values[i], weights[i] = words[i / 2] >> 16 * (i % 2) & 0xffff;
+    }
+"""
+
+
+@needs_compiler
+def test_sorting_networks_and_weights_by_rank():
+    """By the 0-1 principle, a network that sorts all sequences of zeros and ones sorts every input."""
+    sizes = range(1, 9)
+    library = compile_for_cpu(SORT.replace("SIZES", "".join(OF_SIZE.replace("N", str(n)) for n in sizes)), {})
+    for n in sizes:
+        cases = [*product((0.0, 1.0), repeat=n), *torch.randn(20, n).tolist()]
+        for case in cases:
+            x, u = torch.tensor(case), torch.arange(1.0, n + 1)
+            values, weights, total = x.clone(), torch.zeros(n, dtype=torch.int32), torch.zeros(1)
+            library.run(n, *(nvrtc.c_void_p(each.data_ptr()) for each in (values, u, weights, total)))
+            torch.testing.assert_close(values, x.sort(descending=True).values, rtol=1e-5, atol=1e-30)
+            torch.testing.assert_close(total, (x.sort(descending=True).values @ u)[None])
+            found = (weights << 16).view(torch.float32)
+            assert sorted(found.tolist()) == u.tolist()  # a permutation, which orders the values
+            torch.testing.assert_close(x[found.argsort()], x.sort(descending=True).values)
+
+
+def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
+    return {
+        "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "bf16": bf16,
+        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "blocks_per_sm": 1, "tiles": 2,
+    }  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("source", ["attend.cu", "attend_backward.cu", "missing.cu"])
+def test_kernels_compile(source, architecture):
+    of_attention = constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3)
+    for kind in of_attention if source != "missing.cu" else ({"values": 1}, {"values": 32}):
+        assert len(nvrtc.compile_source(source, kind, architecture)) > 1000
+
+
+@needs_nvrtc
+def test_compile_errors_show_the_log():
+    with pytest.raises(AHopError, match=r"attend.cu does not compile for sm_90a with .*\n.*AHOP_BLOCKS"):
+        nvrtc.compile_source("attend.cu", {}, "sm_90a")
+
+
+def test_the_cache_survives_damage_and_processes_that_write_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("AHOP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 9))
+    compiled = []
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *args: compiled.append(args) or b"binary")
+    key = "attend.cu", {"size": 16}, "sm_90a"
+    assert [nvrtc.compiled(*key) for _ in range(2)] == [b"binary"] * 2
+    assert len(compiled) == 1
+    (file,) = nvrtc.cache_directory().iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert nvrtc.compiled(*key) == b"binary"
+    assert len(compiled) == 2
+    assert nvrtc.compiled("attend.cu", {"size": 8}, "sm_90a") == b"binary"
+    assert len(list(nvrtc.cache_directory().iterdir())) == 2
+    code = (
+        "from ahop_layers.ops.gpu import nvrtc\n"
+        "nvrtc.version, nvrtc.compile_source = lambda: (12, 9), lambda *args: bytes(10**6)\n"
+        "assert all(nvrtc.compiled('attend.cu', {'size': size}, 'sm_80') == bytes(10**6) for size in range(30))\n"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [run.wait() for run in runs] == [0] * 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AHOP_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 9))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"binary")
+    assert nvrtc.compiled("attend.cu", {}, "sm_90a") == b"binary"
+
+
+def test_the_compiler_does_not_trace_the_search_for_nvrtc(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_runs", lambda device: find_spec("torch") is not None)
+    compiled = torch.compile(lambda x: x + nvrtc.runs(x.device), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)) == 1
