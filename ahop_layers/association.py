@@ -18,7 +18,7 @@ from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.attend import attend, autocast, is_large, prefers_attend
 from ahop_layers.ops.onnx import is_onnx_export
-from ahop_layers.ops.operators import has_hooks, is_mapped, is_transformed
+from ahop_layers.ops.operators import has_hooks, is_transformed
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.ops.sliced import per_query_head
@@ -288,7 +288,7 @@ def _attend(
     query: Tensor, stored: Padded, similarity: AdaptiveSimilarity, scaling: float | Tensor, dropout: float
 ) -> Tensor | None:
     """Computes the readout with ``ahop::attend``, or returns None where separate operations are preferable."""
-    if (dropout and is_mapped()) or not _fits_attend(query, stored, similarity):
+    if not _fits_attend(query, stored, similarity):
         return None
     if not (query.is_cuda or is_large(query, stored.key)):  # nothing else is prepared in vain
         return None

@@ -223,13 +223,9 @@ def check_bags(instances: Any, bag_sizes: Any) -> tuple[Tensor, list[int] | Tens
     The sizes are a list, or under compilation a tensor whose values are checked when the graph runs.
     """
     check_floating(instances=instances)
-    if instances.is_nested:
-        if bag_sizes is not None:
-            raise AHopError("bag_sizes must be None for a nested tensor, which has sizes of its own, got bag_sizes")
-        bags = instances.unbind()
-        return torch.cat(bags), [len(bag) for bag in bags]
-    if instances.ndim != 2:
-        raise AHopError(f"instances must be (total, input_size) or a nested tensor, got {describe(instances)}")
+    if instances.is_nested or instances.ndim != 2:
+        got = "a nested tensor" if instances.is_nested else describe(instances)
+        raise AHopError(f"instances must be (total, input_size), those of all bags concatenated, got {got}")
     if torch.compiler.is_compiling() and isinstance(bag_sizes, (Tensor, list, tuple)):
         bag_sizes = torch.as_tensor(bag_sizes)
         if bag_sizes.ndim != 1 or bag_sizes.is_floating_point() or bag_sizes.dtype == torch.bool:

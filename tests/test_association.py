@@ -26,15 +26,6 @@ def test_equals_attention_with_both_masks():
     torch.testing.assert_close(weights.sum(-1), torch.ones(N, H, L))
 
 
-def test_an_adaptive_similarity_initially_equals_the_dot_product():
-    query, key, value = tensors()
-    similarity = AdaptiveSimilarity(D, H)
-    adaptive = associate(query, Padded(key, value), score=similarity, separation=Separation(), scaling=0.3, steps=2)
-    plain = associate(query, Padded(key, value), separation=Separation(), scaling=0.3, steps=2)
-    for ours, theirs in zip(adaptive, plain, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_float64_gradients_through_steps_and_masks():
     query, key, value = (x[:1, :1].detach().requires_grad_() for x in tensors(torch.double))
     blocked = torch.zeros(1, 1, L, S, dtype=torch.bool)
@@ -104,18 +95,6 @@ def test_a_fully_masked_query_reads_zeros(masked_by, separation):
     assert not (output[0] if masked_by == "padding" else output[:, :, 0]).any()
     output.square().sum().backward()
     assert all(x.grad.isfinite().all() for x in (query, key, value, *similarity.parameters()))
-
-
-@pytest.mark.parametrize("dtypes", [(torch.bool, torch.bool), (torch.float, torch.float), (torch.float, torch.bool)])
-def test_two_masks_are_combined(dtypes):
-    chosen = torch.rand(N, S) < 0.3, torch.rand(N * H, L, S) < 0.3
-    masks = [
-        m if t is torch.bool else torch.zeros(m.shape).masked_fill(m, -9.0) for m, t in zip(chosen, dtypes, strict=True)
-    ]
-    expected = torch.zeros(N, H, L, S)
-    for mask in (masks[0][:, None, None], masks[1].view(N, H, L, S)):
-        expected = expected.masked_fill(mask, -torch.inf) if mask.dtype is torch.bool else expected + mask
-    assert torch.equal(combine_masks(*masks, (N, H, L, S)).apply(torch.zeros(N, H, L, S)), expected)
 
 
 def test_wrong_masks_raise():

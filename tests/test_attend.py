@@ -265,32 +265,6 @@ def test_double_backward_is_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize(("mapped", "dropout"), [("all", 0.4), ("query", 0.0), ("weight", 0.4), ("mask", 0.0)])
-def test_vmap_of_the_operator(mapped, dropout):
-    names = ("query", "key", "value", "weight", "mask")
-    singles = [*problem(key_heads=2, grad=False), torch.randn(N, 1, L, S, dtype=torch.float64)]
-    axes = tuple(0 if mapped in ("all", name) else None for name in names)
-    tensors = [
-        single if axis is None else torch.randn(3, *single.shape, dtype=torch.float64)
-        for single, axis in zip(singles, axes, strict=True)
-    ]
-    seed = torch.tensor([3]) if dropout else None
-
-    def call(*tensors):
-        return torch.ops.ahop.attend(*tensors, seed, "dis,dot", False, dropout, "auto")
-
-    def backward(*tensors):
-        results = call(*tensors)
-        options = (seed, *results, "dis,dot", False, dropout, "auto", [True, False, True, True])
-        grads = torch.ops.ahop.attend_backward(torch.ones_like(results[0]), *tensors, *options)
-        return grads[0], grads[2], grads[3]
-
-    for function in (call, backward):
-        each = [function(*(t if a is None else t[i] for t, a in zip(tensors, axes, strict=True))) for i in range(3)]
-        expected = [torch.stack(parts) for parts in zip(*each, strict=True)]
-        torch.testing.assert_close(list(torch.vmap(function, in_dims=axes)(*tensors)), expected)
-
-
 q, k, v, w = (tensor.detach() for tensor in problem(dtype=torch.float32))
 BAD_CALLS = {  # changed arguments and the error message
     "dimensions": ({"query": q[0]}, r"query and key and value must be \(N, H, L, d\) .* got query \(4, 7, 8\)"),
@@ -344,18 +318,3 @@ def test_a_mask_with_a_gradient_is_refused():
     mask = torch.zeros(1, 1, L, S, requires_grad=True)
     with pytest.raises(ah.AHopError, match="mask must not require a gradient"):
         attend(q, k, v, w, BASES, mask)
-
-
-def test_softmax_of_a_slice_and_heads_that_share_keys():
-    scores = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
-    weights, log_sums = sliced.softmax(scores, torch.float32, masked=True)
-    assert weights.tolist() == [[0.5, 0.5], [0.0, 0.0]]
-    torch.testing.assert_close(log_sums, torch.tensor([2.0, torch.inf]).log())
-    assert sliced.per_query_head(torch.arange(2).reshape(1, 2, 1, 1), 6).flatten().tolist() == [0, 0, 0, 1, 1, 1]
-
-
-def test_the_dot_product_with_grouped_queries_is_that_of_torch():
-    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
-    output = attend(query, key, key, torch.eye(8)[-1:] * 8**-0.5, ("dot",))
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)

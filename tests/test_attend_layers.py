@@ -279,16 +279,6 @@ def test_an_override_of_the_score_is_called(calls):
     assert not calls
 
 
-def test_association_maps(calls):
-    x = torch.randn(N, L, 16)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), num_layers=2).eval()
-    ah.adapt_(model)
-    assert [each.shape for each in ah.association_maps(model, x).values()] == [(N, 2, L, L)] * 2
-    assert not calls
-    model(x)
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_with_dropout(use_reentrant, calls):
     layer, x = attention(dropout=0.4), torch.randn(N, L, 16, requires_grad=True)
@@ -372,20 +362,14 @@ def test_torch_func(calls):
         return torch.func.functional_call(layer, parameters, (x, x, x), {"need_weights": need_weights})[0].sum()
 
     torch.testing.assert_close(torch.vmap(output)(x), torch.stack([output(each, True) for each in x]))
-    assert len(calls) == 1
     found, expected = (torch.func.grad(loss)(parameters, x[0], need) for need in (False, True))
     torch.testing.assert_close(found, expected)
     samples = torch.vmap(torch.func.grad(loss), in_dims=(None, 0, None))(parameters, x, False)
     torch.testing.assert_close(samples["similarity.w"][0], found["similarity.w"])
     _, tangent = torch.func.jvp(output, (x[0],), (x[1],))
     assert tangent.shape == x[0].shape
-    assert len(calls) == 1
-
-
-def test_vmap_with_dropout_is_separate_operations(calls):
-    layer, x = attention(dropout=0.5), torch.randn(3, N, L, 16)
-    output = torch.vmap(lambda x: layer(x, x, x, need_weights=False)[0], randomness="different")(x)
-    assert output.shape == x.shape
+    layer.dropout = 0.5
+    assert torch.vmap(output, randomness="different")(x).shape == x.shape
     assert not calls
 
 

@@ -63,14 +63,6 @@ def test_blocks_of_static_patterns_are_those_of_a_pattern():
     assert layer(torch.randn(2, 5, 12)).shape == (2, 5, 12)
 
 
-@pytest.mark.parametrize(("blocks", "table"), [(4, True), (NUMBERS, False), ([None, 2], True)], ids=str)
-def test_a_memory_starts_as_the_dot_product(blocks, table):
-    patterns, query = torch.randn(20, 8), torch.randn(5, 8)
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=blocks, table=table)
-    torch.testing.assert_close(memory.scores(query), query @ patterns.T, rtol=1e-5, atol=1e-5)
-    assert memory.fit(ah.variants.Noisy(0.5), epochs=3, batch=16, progress=False).isfinite().all()
-
-
 def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(monkeypatch):
     patterns, query = torch.randn(40, 8) * torch.linspace(0.1, 10, 40)[:, None], torch.randn(5, 8)
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))

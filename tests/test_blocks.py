@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.reference import BASES as FORMULAS
-from ahop_layers.ops.reference import fold, folded_similarity, sorted_similarities
-from ahop_layers.similarity.blocks import Blocks
+from ahop_layers.ops.reference import fold, sorted_similarities
 from tests import samples
 
 BASES = ("dis", "dot", "l1")
@@ -51,13 +50,6 @@ def test_as_many_blocks_as_dimensions_is_the_plain_footprint_bit_by_bit(base):
     assert torch.equal(ah.footprint(query, key, base, 12), plain)
     assert torch.equal(ah.footprint(query, key, base, torch.arange(12)), plain)
     assert torch.equal(ah.footprint(query, key, base), plain)
-
-
-@pytest.mark.parametrize("n", [1, 4, 12])
-def test_folded_weights_equal_the_cumulative_sum(n):
-    query, key, weight = problem(n=n)
-    paper = ah.adaptive_similarity(query, key, weight, backend="reference")
-    torch.testing.assert_close(folded_similarity(query, key, fold(weight), ("dis", "dot")), paper)
 
 
 def test_masked_lemma_for_masks_that_are_unions_of_blocks():
@@ -161,55 +153,8 @@ def test_every_element_is_written(poisoned_memory):
     assert all(each.isfinite().all() for each in (scores, *grads))
 
 
-def test_a_registered_base_sums_over_blocks():
-    ah.register_base("agreement_of_blocks", lambda query, key: torch.exp(-((query - key) ** 2)))
-    query, key, weight = problem(2, bases=1)
-    values = per_block(query, key, "agreement_of_blocks", consecutive(4, 12))
-    expected = values.sort(-1, descending=True).values.cumsum(-1) @ weight[0]
-    torch.testing.assert_close(ah.adaptive_similarity(query, key, weight, ("agreement_of_blocks",)), expected)
-
-
 def test_a_forced_kernel_that_does_not_serve_raises(monkeypatch):
     monkeypatch.setattr(cpu, "unavailable", lambda: None)
     monkeypatch.setattr(cpu, "serves", lambda query, bases, blocks, missing: blocks == query.shape[-1])
     with pytest.raises(ah.AHopError, match=r"backend='cpu' does not support .* with d = 12, 4 blocks and bases"):
         ah.adaptive_similarity(*problem(), backend="cpu")
-
-
-q, k, w = torch.randn(2, 12), torch.randn(3, 12), torch.randn(2, 4)
-ERRORS = {
-    "footprint": (lambda: ah.footprint(q, k, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
-    "list": (lambda: ah.footprint(q, k, blocks=[2, 4]), r"blocks must be an integer of at least 1, got \[2, 4\]"),
-    "gap": (lambda: ah.footprint(q, k, blocks=2 * torch.arange(12)), "from 0 to n - 1, got the numbers 0, 2"),
-    "weight": (lambda: ah.adaptive_similarity(q, k, torch.ones(2, 5)), r"n one of 1, 2, 3, 4, 6, 12, .* got \(2, 5\)"),
-    "other n": (lambda: ah.adaptive_similarity(q, k, w, blocks=6), r"blocks must be the n of weight .* 6 blocks and"),
-    "other tensor": (
-        lambda: ah.adaptive_similarity(q, k, w, blocks=torch.arange(12)), r"the n of weight .* 12 blocks and \(2, 4\)"
-    ),
-    "tensor on a kernel": (
-        lambda: ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12), backend="chunked"),
-        "a tensor of blocks runs on the reference path only, got backend='chunked'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
-    call, message = ERRORS[name]
-    with pytest.raises(ah.AHopError, match=message):
-        call()
-
-
-def test_the_number_of_blocks_may_be_repeated():
-    expected = ah.adaptive_similarity(q, k, w)
-    assert torch.equal(ah.adaptive_similarity(q, k, w, blocks=4), expected)
-    torch.testing.assert_close(ah.adaptive_similarity(q, k, w, blocks=consecutive(4, 12)), expected)
-
-
-def test_blocks_count_number_and_name_dimensions():
-    assert [Blocks(each).count(6) for each in (None, 3, ah.patches(2, 3, 2))] == [6, 3, 2]
-    assert Blocks(2).numbers(6).tolist() == [0, 0, 0, 1, 1, 1]
-    assert [Blocks(4).short(), Blocks(4, normalize=True).short()] == ["4", "Blocks(4, normalize=True)"]
-    assert Blocks(torch.tensor([0, 1, 0, 1])).gather().tolist() == [0, 2, 1, 3]
-    assert Blocks(torch.tensor([1, 0, 1])).gather().tolist() == [1, 3, 0, 2]  # the smaller block is padded
-    assert Blocks(2).gather() is Blocks(torch.tensor([0, 0, 1, 1])).gather() is None

@@ -75,15 +75,6 @@ def test_properties_matrices_and_a_lookup_layer_inside():
     assert both.get_association_matrix_cross((x[:, :2], x, x[:, :2])).shape == (3, 4, 6, 2)
 
 
-def test_bad_arguments_raise():
-    with pytest.raises(ah.AHopError, match="activation must name a function of torch, got 'nope'"):
-        HopfieldEncoderLayer(ah.AdaptiveHopfield(16), activation="nope")
-    with pytest.raises(ah.AHopError, match=r"hopfield_association must be a Hopfield layer .*got Linear"):
-        HopfieldEncoderLayer(nn.Linear(2, 2))
-    with pytest.raises(ah.AHopError, match="is_causal=True describes a mask, got no mask"):
-        HopfieldEncoderLayer(ah.AdaptiveHopfield(16))(torch.randn(1, 2, 16), is_causal=True)
-
-
 def test_adapt_finds_the_layers_inside():
     model, x = encoder(hopfield.Hopfield).eval(), torch.randn(3, 6, 16)
     before = model(x)

@@ -86,14 +86,6 @@ def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
     assert torch.equal(ah.adaptive_similarity(query, key, weight, **options), expected)
 
 
-def test_bad_widths_are_named():
-    query, key, weight = torch.randn(2, 4), torch.randn(3, 4), torch.randn(2, 4)
-    with pytest.raises(ah.AHopError, match=r"widths must be \(n_bases,\) = \(2,\)"):
-        ah.adaptive_similarity(query, key, weight, ("l1", "near"), widths=torch.ones(3))
-    with pytest.raises(ah.AHopError, match="each base may appear once"):
-        ah.adaptive_similarity(query, key, weight, ("l1", "l1"))
-
-
 NEAR = ("l1", ("near", 0.1), ("near", 0.5))
 
 
@@ -135,22 +127,6 @@ def test_units_divide_the_dimensions():
     expected = similarity(query / units, key / units)
     similarity.units = units
     torch.testing.assert_close(similarity(query, key), expected)
-
-
-@pytest.mark.parametrize(
-    ("bases", "message"),
-    [
-        ((("near", 0.0),), "above 0 and at most 1"),
-        ((("near", 2),), "above 0 and at most 1"),
-        ((("l1", 0.5),), "base that saturates"),
-        ((("near", 0.5), ("near", 0.5)), "once"),
-        ((("near", 0.5, 1),), "bases must be names"),
-        (3, "tuple or list"),
-    ],
-)
-def test_bad_bases_are_named(bases, message):
-    with pytest.raises(ah.AHopError, match=message):
-        ah.AdaptiveSimilarity(4, bases=bases, init="uniform")
 
 
 def test_near_never_sees_padding():

@@ -11,7 +11,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.neighbors import KNeighborsRegressor
 
 import ahop_layers as ah
-from ahop_layers.tabular import AdaptiveNeighborsClassifier, AdaptiveNeighborsRegressor, distance_fit
+from ahop_layers.tabular import AdaptiveNeighborsClassifier, AdaptiveNeighborsRegressor, distances
 
 pytestmark = pytest.mark.slow
 
@@ -241,7 +241,7 @@ def test_the_chosen_distance_is_about_the_best(positioned, fingerprints):
     errors = {
         name: mean_error(clone(positioned).set_params(similarity=name).fit(signal[:300], place[:300]), signal[300:],
                          place[300:])
-        for name in distance_fit.PLAIN
+        for name in distances.PLAIN
     }  # fmt: skip
     assert mean_error(positioned, signal[300:], place[300:]) < 1.05 * min(errors.values())
     assert max(errors.values()) > 1.2 * min(errors.values())  # the choice matters
@@ -275,7 +275,7 @@ def test_tables_with_features_in_other_units_are_standardized():
     rows, target = load_diabetes(return_X_y=True)
     rows = rows * np.logspace(-3, 3, 10)
     model = AdaptiveNeighborsRegressor(15, random_state=0).fit(rows[::2], target[::2])
-    assert set(model.errors_) == {"standardized L1", "standardized Euclid", *distance_fit.LEARNED}
+    assert set(model.errors_) == {"standardized L1", "standardized Euclid", *distances.LEARNED}
     assert model.score(rows[1::2], target[1::2]) > 0.35
     rows[np.random.default_rng(0).random(rows.shape) < 0.2] = np.nan
     model = AdaptiveNeighborsRegressor(15, random_state=0).fit(rows[::2], target[::2])
@@ -284,10 +284,10 @@ def test_tables_with_features_in_other_units_are_standardized():
 
 def test_equal_places_do_not_answer_each_other():
     rows, places = torch.rand(40, 3), torch.arange(20.0).repeat_interleave(2)[:, None].expand(-1, 2)
-    asked = distance_fit.ask(rows, places, 2, 40, 40)
+    asked = distances.ask(rows, places, 2, 40, 40)
     assert asked.blocked.sum(1).tolist() == [2] * 40
-    assert distance_fit.ask(rows, places[:, :1], 2, 40, 40).blocked.sum(1).tolist() == [1] * 40
-    assert len(distance_fit.ask(rows, torch.zeros(40, 2), 1, 40, 40).query) == 0
+    assert distances.ask(rows, places[:, :1], 2, 40, 40).blocked.sum(1).tolist() == [1] * 40
+    assert len(distances.ask(rows, torch.zeros(40, 2), 1, 40, 40).query) == 0
 
 
 def test_a_regressor_of_few_rows_takes_a_plain_distance(fingerprints):

@@ -13,7 +13,6 @@ import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu, reference
 from ahop_layers.ops.backend import choose_kernel
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.operators import has_hooks, is_plain_call
 from tests.new_tensors import peak_memory
 from tests.samples import problem
 
@@ -163,12 +162,12 @@ def test_vmap(in_dims):
     assert mapped(*empty).shape == (0, 5, 7)
 
 
-def test_vmap_of_the_backward():
-    grads = torch.randn(4, 2, 3, 5, 7, dtype=torch.float64)
-    arguments = (*problem(2, heads=3), "dis,dot", "auto", [True, True, True])
-    got = torch.func.vmap(lambda grad: torch.ops.ahop.score_backward(grad, *arguments))(grads)
-    expected = [torch.ops.ahop.score_backward(grad, *arguments) for grad in grads]
-    torch.testing.assert_close(list(got), [torch.stack(each) for each in zip(*expected, strict=True)])
+def test_a_batch_of_gradients():
+    inputs = problem(2, grad=True)
+    scores, grads = ah.adaptive_similarity(*inputs), torch.randn(3, 2, 5, 7, dtype=torch.float64)
+    each = [torch.autograd.grad(scores, inputs, grad, retain_graph=True) for grad in grads]
+    got = torch.autograd.grad(scores, inputs, grads, is_grads_batched=True)
+    torch.testing.assert_close(got, tuple(map(torch.stack, zip(*each, strict=True))))
 
 
 def test_forward_mode_and_torch_func():
@@ -339,12 +338,3 @@ def test_scores_in_the_dtype_of_the_query(backend, dtype):
     assert all(map(torch.equal, *results))
     if backend == "auto":
         torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", backend, False))
-
-
-def test_plain_calls_and_hooks_are_recognized():
-    assert is_plain_call(torch.ones(2))
-    assert not is_plain_call(torch.ones(2, device="meta"))
-    layer = torch.nn.Identity()
-    assert not has_hooks(layer)
-    layer.register_forward_hook(print)
-    assert has_hooks(layer)

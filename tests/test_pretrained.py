@@ -12,6 +12,7 @@ from frameworks import framework
 from torch import nn
 
 import ahop_layers as ah
+from tests.samples import perturb
 
 pytest.importorskip("safetensors", reason="safetensors is not installed: pip install '.[save]'")
 pytestmark = pytest.mark.slow
@@ -19,10 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def trained(model):
-    """Changes the similarities, as training would."""
-    with torch.no_grad():
-        for parameter in ah.similarity_parameters(model):
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    perturb(model)
     return model.eval()
 
 

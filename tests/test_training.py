@@ -52,12 +52,6 @@ def test_a_model_without_similarity_has_one_group_and_a_shared_similarity_is_in_
     torch.optim.SGD(ah.parameter_groups(layers, lr=0.1))  # refuses a parameter in two groups
 
 
-def test_only_modules_have_parameters():
-    for function in (ah.similarity_parameters, lambda model: ah.parameter_groups(model, lr=0.1)):
-        with pytest.raises(ah.AHopError, match="must be a module, got NoneType"):
-            function(None)
-
-
 def test_a_step_on_a_folded_weight_changes_one_rank_and_frozen_weights_are_not_reparametrized():
     similarity = ah.AdaptiveSimilarity(4, bases=("dot",))
     with folded_weights(similarity):

@@ -89,13 +89,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
             ``nn.MultiheadAttention``.
-        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`, whose defaults None means. Each head
-            has its own weights, and an integer number of blocks is that of one head.
-        separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
-            :class:`~ahop_layers.Separation`.
-        similarity: a module to use instead of an ``AdaptiveSimilarity``, or a factory ``f(dim, num_heads)`` that
-            returns one. It scores ``(N, H, L, d)`` against ``(N, H, S, d)``, and replaces ``bases``, ``init``,
-            ``debias`` and ``blocks``.
+        bases, init, debias, blocks, separation, similarity: see :class:`~ahop_layers.AdaptiveHopfield`.
 
     Shapes: query and output ``(N, L, embed_dim)``, key ``(N, S, kdim)``, value ``(N, S, vdim)``, weights ``(N, L, S)``,
     or ``(N, H, L, S)`` with ``average_attn_weights=False``. With ``batch_first=False``, the default, N is the second

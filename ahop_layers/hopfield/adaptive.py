@@ -225,7 +225,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
     __init__ = _constructor(HopfieldPooling)
 
     def pool_packed(
-        self, instances: Tensor, bag_sizes: Sequence[int] | Tensor | None = None, return_association: bool = False
+        self, instances: Tensor, bag_sizes: Sequence[int] | Tensor, return_association: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Pools packed bags. Memory grows with the number of instances, not with the size of the largest bag.
 
@@ -234,9 +234,8 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         a tensor: one graph then serves all sizes, without slices, and raises a RuntimeError if they are wrong.
 
         Args:
-            instances: ``(total, input_size)``, those of all N bags, or a nested tensor ``(N, bag, input_size)``.
-            bag_sizes: number of instances of each bag, possibly zero: integers in a sequence, array or tensor. None for
-                a nested tensor.
+            instances: ``(total, input_size)``, those of all N bags.
+            bag_sizes: number of instances of each bag, possibly zero: integers in a sequence, array or tensor.
             return_association: also return the weights of the instances.
 
         Returns:

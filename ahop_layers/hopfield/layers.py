@@ -126,10 +126,6 @@ class Hopfield(HopfieldInterface):
     Shapes: stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
     ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
     dimension. A batch of 1 broadcasts.
-
-    >>> layer = Hopfield(input_size=8, num_heads=2)
-    >>> layer((torch.randn(3, 5, 8), torch.randn(3, 4, 8), torch.randn(3, 5, 8))).shape
-    torch.Size([3, 4, 8])
     """
 
     # fmt: off
@@ -308,9 +304,6 @@ class HopfieldLayer(LearnedPatterns):
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
     dimension.
-
-    >>> HopfieldLayer(input_size=8, quantity=16)(torch.randn(3, 4, 8)).shape
-    torch.Size([3, 4, 8])
     """
 
     target_weights: nn.Parameter | None
@@ -359,9 +352,6 @@ class HopfieldPooling(LearnedPatterns):
     Shapes: input ``(N, S, input_size)``, or a pair of stored patterns and pattern projections of that shape; output
     ``(N, quantity * output_size)``. With ``batch_first=False`` the input is ``(S, N, input_size)`` and the output, as
     in hflayers, ``(quantity, N * output_size)``.
-
-    >>> HopfieldPooling(input_size=8, quantity=2)(torch.randn(3, 5, 8)).shape
-    torch.Size([3, 16])
     """
 
     # fmt: off

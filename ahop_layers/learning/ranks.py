@@ -183,7 +183,7 @@ def _part_features(
                 continue
             values = pair_values(some[:, None], key, name, own[0]).squeeze(1)
             if numbers is None:  # a matrix product is faster than short sums
-                values = values.unflatten(-1, (edges[-1], -1))
+                values = torch.unflatten(values, -1, (edges[-1], -1))
                 values = values @ values.new_ones(values.shape[-1])
             else:
                 values = block_sums(values, edges[-1], numbers)
@@ -215,7 +215,7 @@ def pairs(query: Tensor, patterns: Tensor, candidates: Tensor, least: int = 0) -
     step = max(rows_at_once(query, elements), least // max(1, elements))
     for part, places in zip(torch.split(query, step), torch.split(candidates, step), strict=True):
         key = patterns.index_select(0, places.flatten())  # faster than patterns[places]
-        yield part, key.unflatten(0, places.shape)
+        yield part, torch.unflatten(key, 0, places.shape)
 
 
 def _pooled(values: Tensor, known: Tensor | None, pool: Tensor, edges: list[int]) -> Tensor:

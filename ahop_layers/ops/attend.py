@@ -7,7 +7,6 @@ infinite.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,12 +32,12 @@ def prefers_attend(call: AttentionCall) -> bool:
     """Returns whether :func:`attend` is preferable to separate operations that keep all scores and weights.
 
     That is so where a fused kernel supports the call, for full footprints on a GPU, whose sort dominates the time, and
-    for large scores. vmap calls ``ahop::attend`` for each entry, and separate operations once for all.
+    for large scores.
     """
     if call.query.is_cuda and not _TRITON:
         return False
     fast = call.query.is_cuda and (call.weight.shape[-1] == call.query.shape[-1] or fused.serves(call))
-    return (fast and not operators.is_mapped()) or is_large(call.query, call.key)
+    return fast or is_large(call.query, call.key)
 
 
 def is_large(query: Tensor, key: Tensor) -> bool:
@@ -225,21 +224,10 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     return operators.needed_grads(ctx, torch.ops.ahop.attend_backward.default, 4, args)
 
 
-def _for_each(name: str, info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, ...]:
-    """Calls the operator ``ahop::name`` for each entry of the mapped axis: dropout depends on the index of a head."""
-    operator = getattr(torch.ops.ahop, name)
-    dims = [axis if isinstance(axis, int) else None for axis in in_dims]  # lists of options have lists
-    results = [
-        operator(*(arg if axis is None else arg.select(axis, index) for arg, axis in zip(args, dims, strict=True)))
-        for index in range(info.batch_size)
-    ]
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
-
-
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _OPTIONS = "str bases, bool causal, float dropout, str backend"
 _SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, _fake_attend, partial(_for_each, "attend"), _differentiate, _save_both)
+register("attend", _SCHEMA, _attend, _fake_attend, _differentiate, _save_both)
 _SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
-register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward, partial(_for_each, "attend_backward"))
+register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

@@ -6,7 +6,7 @@ weights and call a kernel. All private PyTorch functions that the package uses a
 ``ahop::attend`` shares with these operators.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
@@ -68,7 +68,7 @@ def adaptive_similarity(
 
     Returns:
         Scores ``(..., L, S)`` in the dtype of ``query``, accumulated in at least float32. Under autocast the scores are
-        float32. Forward-mode AD and ``torch.func.grad`` take the reference path.
+        float32. Forward-mode AD and ``torch.func`` take the reference path.
 
     With weight 1 on the last footprint entry and 0 elsewhere, the score is the base similarity itself:
 
@@ -126,7 +126,7 @@ def score_pairs(
             if not missing:
                 formula = onnx.adaptive_similarity if onnx.is_onnx_export() else reference.adaptive_similarity
                 scores = formula(query, key, weight, names, numbers, widths)
-            elif tracked or backend == "reference" or is_transformed() or is_mapped() or torch.compiler.is_compiling():
+            elif tracked or backend == "reference" or is_transformed() or torch.compiler.is_compiling():
                 scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
             else:
                 parts = _canonical(query, key, fold(weight), batch)
@@ -154,22 +154,14 @@ def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:
 
 
 def is_transformed() -> bool:
-    """Returns whether forward-mode AD or torch.func differentiates this call, or an ONNX exporter traces it.
+    """Returns whether forward-mode AD or torch.func transforms this call, or an ONNX exporter traces it.
 
-    Operators support reverse mode and vmap only. PyTorch has no public function for this. ``forward_ad.unpack_dual``
-    finds a tangent, but raises under vmap.
+    Operators support reverse mode only. PyTorch has no public function for this.
     """
-    if onnx.is_onnx_export() or (forward_ad._current_level >= 0 and not torch.compiler.is_compiling()):
-        return True
-    if not is_mapped():
-        return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
-
-
-def is_mapped() -> bool:
-    """Returns whether a transform of torch.func, such as vmap, is active."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling():
+        return onnx.is_onnx_export()
+    transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return transformed or onnx.is_onnx_export()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -341,15 +333,9 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
 
 
 def register(
-    name: str,
-    schema: str,
-    kernel: Any,
-    fake: Any,
-    mapped: Any,
-    backward: Any = _refuse_double_backward,
-    save: Any = None,
+    name: str, schema: str, kernel: Any, fake: Any, backward: Any = _refuse_double_backward, save: Any = None
 ) -> None:
-    """Registers the operator ``ahop::name``: its implementation, fake, vmap and autograd.
+    """Registers the operator ``ahop::name``: its implementation, fake and autograd.
 
     The decorator ``torch.library.custom_op`` would import the compiler at the first call, which takes seconds, and
     check the results of every call.
@@ -358,7 +344,6 @@ def register(
     torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(name, "default", kernel)
     torch.library.register_fake(name, fake)
-    torch.library.register_vmap(name, mapped)
     torch.library.register_autograd(name, backward, setup_context=save)
 
 
@@ -458,31 +443,8 @@ class _Score(torch.autograd.Function):
     backward = staticmethod(_differentiate_score)
 
 
-def _merge_heads(
-    batch: int, tensors: Sequence[Tensor], in_dims: Sequence[int | None], axes: Sequence[int]
-) -> Iterator[Tensor]:
-    """Merges the axis that vmap maps into the head axis of each tensor."""
-    for tensor, mapped, axis in zip(tensors, in_dims, axes, strict=True):
-        tensor = tensor.unsqueeze(axis) if mapped is None else tensor.movedim(mapped, axis)
-        yield tensor.expand(*tensor.shape[:axis], batch, *tensor.shape[axis + 1 :]).flatten(axis, axis + 1)
-
-
-def _map_score(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    merged = _merge_heads(info.batch_size, args[:3], in_dims[:3], (1, 1, 0))
-    sizes = info.batch_size, args[2].shape[1 if in_dims[2] == 0 else 0]
-    return torch.ops.ahop.score(*merged, *args[3:]).unflatten(1, sizes), 1
-
-
-def _map_score_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
-    merged = _merge_heads(info.batch_size, args[:4], in_dims[:4], (1, 1, 1, 0))
-    sizes = info.batch_size, args[3].shape[1 if in_dims[3] == 0 else 0]
-    results = zip(torch.ops.ahop.score_backward(*merged, *args[4:]), (1, 1, 0), args[6], strict=True)
-    split = [(grad.unflatten(axis, sizes), axis) if wanted else (grad, None) for grad, axis, wanted in results]
-    return tuple(zip(*split, strict=True))
-
-
 _INPUTS = "Tensor query, Tensor key, Tensor weight, str bases, str backend"
 _SCHEMA = f"({_INPUTS}, bool wide=True, Tensor? widths=None, bool missing=False) -> Tensor"
-register("score", _SCHEMA, _score, _fake_score, _map_score, _differentiate_score, _save_score)
+register("score", _SCHEMA, _score, _fake_score, _differentiate_score, _save_score)
 _SCHEMA = f"(Tensor grad, {_INPUTS}, bool[] need, Tensor? widths=None) -> (Tensor, Tensor, Tensor)"
-register("score_backward", _SCHEMA, _score_backward, _fake_score_backward, _map_score_backward)
+register("score_backward", _SCHEMA, _score_backward, _fake_score_backward)

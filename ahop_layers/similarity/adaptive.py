@@ -603,13 +603,8 @@ def _initial_values(module: nn.Module, device: torch.device | None) -> dict[str,
 class SimilarityOptions:
     """From what an adaptive layer makes its similarity and its separation.
 
-    Public functions and classes build it from their keywords. None, or False, means that an option is not given.
-
-    Attributes:
-        bases, init, debias, blocks: see :class:`AdaptiveSimilarity`, which has the defaults.
-        separation: the name of a separation, or a module. None means softmax.
-        similarity: a module to use instead of an :class:`AdaptiveSimilarity`, or a factory ``f(dim, num_heads)`` that
-            returns one.
+    Public functions and classes build it from their keywords; :class:`~ahop_layers.AdaptiveHopfield` explains them.
+    None, or False, means that an option is not given.
     """
 
     bases: Sequence[str] | None = None

@@ -17,8 +17,7 @@ from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops.reference import check_bases
 from ahop_layers.tabular.base import ClassPredictions, TabularEstimator, check_count
 from ahop_layers.tabular.columns import standardization
-from ahop_layers.tabular.distance_fit import LEARNED, PLAIN, choose
-from ahop_layers.tabular.distances import RowSimilarity
+from ahop_layers.tabular.distances import LEARNED, PLAIN, RowSimilarity, choose
 from ahop_layers.tabular.rows import Array
 from ahop_layers.variants import Mixed, Variant
 

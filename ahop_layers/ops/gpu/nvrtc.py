@@ -169,11 +169,13 @@ def architecture(index: int) -> str:
     return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(known)}"
 
 
-# The compiler cannot trace a search for libraries.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs(device: torch.device) -> bool:
     """Returns whether the device is an NVIDIA GPU with all instructions of the kernels, and they can be compiled."""
     return _runs(device)
+
+
+# The compiler cannot trace a search for libraries. torch.compiler.assume_constant_result would import the compiler.
+runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=None)
