@@ -120,7 +120,7 @@ class Plan:
         norm_bytes = 16 * n if has_dis else 0
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
-        self.score_bytes = (ROWS + 2 * KEYS) * (dim_bytes + norm_bytes)
+        self.score_bytes = 2 * ROWS * (dim_bytes + norm_bytes)
         self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes))
         self._plan_backward(len(bases), has_dis)
 
@@ -223,11 +223,11 @@ class Plan:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
-        upstream, readout = self.values(grad).place, self.values(out).place
+        upstream, readout = self.values(grad), self.values(out)
         grads = [torch.empty(x.tensor.shape, dtype=out.dtype, device=self.device) for x in inputs]
         places = [self.rows(x, 0, 1, False).place for x in grads]
         weight_grad = self._run_backward(
-            call, [*(x.place for x in inputs), upstream], [*places, readout], log_sum.data_ptr(), need[3]
+            call, [x.place for x in (*inputs, upstream)], [*places, readout.place], log_sum.data_ptr(), need[3]
         )
         if self.is_padded[0]:
             grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])

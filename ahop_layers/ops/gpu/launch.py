@@ -72,7 +72,8 @@ def score(
     if out.numel() == 0:
         return out
     widths = weight.new_ones(len(bases)) if widths is None else widths
-    kernel = cuda.score if cuda.serves(query, bases, weight.shape[-1]) else _portable_score
+    few = query.shape[:2].numel() * max(query.shape[-2], key.shape[-2]) < 2**31  # indices of 32 bits
+    kernel = cuda.score if few and cuda.serves(query, bases, weight.shape[-1]) else _portable_score
     kernel(query, key, weight, tuple(bases), out, widths)
     return out
 

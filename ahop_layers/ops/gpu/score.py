@@ -22,7 +22,7 @@ PAD_QUERY, PAD_KEY = -1e19, 1e18  # of padding blocks: less similar than all oth
 SHARED_BYTES = 48 * 2**10  # that a block may use without asking for more
 THREADS = 4 * WARP  # of the forward kernel
 
-SCORE = Struct("<16q5i4x")
+SCORE = Struct("<15q2I4i")
 BACKWARD = Struct("<18q8i")
 TILES = Struct("<15q6i")
 
@@ -68,8 +68,8 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], ou
     programs = -(-slots * plan.layout.lanes // THREADS)
     rows = division.rows_per_program(length, programs * plan.warps, query.device)
     arguments = SCORE.pack(
-        *_place(query)[:4], *_place(key)[:4], *_place(out), weight.data_ptr(), weight.stride(0), slots,
-        heads, length, count, rows, programs,
+        *_place(query)[:4], *_place(key)[:4], *_place(out), weight.data_ptr(), weight.stride(0), slots, programs,
+        heads, length, count, rows,
     )  # fmt: skip
     nvrtc.run(plan.kernel, query.device, programs * -(-length // rows), THREADS, 0, arguments)
 

@@ -67,10 +67,12 @@ DEVICE u32 funnel_left(u32 low, u32 high, u32 by) {
     return r;
 }
 
-// The same address, of which the compiler knows nothing: what is loaded from it takes no registers until then.
+// The same address in global memory, of which the compiler knows nothing else: what is loaded from it takes no
+// registers until then.
 DEVICE const char* loaded_again(const char* place) {
-    asm volatile("" : "+l"(place));
-    return place;
+    u64 address = __cvta_generic_to_global(place);
+    asm volatile("" : "+l"(address));
+    return (const char*)__cvta_global_to_generic(address);
 }
 
 // Four 8 x 8 matrices of 16-bit numbers; the lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.

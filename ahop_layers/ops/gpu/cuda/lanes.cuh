@@ -12,7 +12,6 @@ constexpr int LANES = GROUP * COPIES, PAIRS = 32 / LANES, READERS = GROUP / SPLI
 constexpr int HELD = CHUNK * SPLIT, PER_LANE = HELD * WIDTH, BLOCKS = GROUP * CHUNK, BLOCK_SIZE = WIDTH * PARTS;
 constexpr int DIMS = BLOCKS * BLOCK_SIZE, RUN_STEP = READERS * RUN * BLOCK_SIZE;
 constexpr int UNROLLED = N > 64 ? 1 : BASES;           // copies of a network: a long one has to fit in a cache
-constexpr int LEVELS = N > 64 ? 1 : 5;                 // copies of its merges
 constexpr bool KEEPS_ROWS = BLOCK_SIZE > 1 && N <= 64; // whether registers suffice for a row of all bases
 constexpr bool MAY_BE_FLAT = AHOP_MAY_BE_FLAT;         // whether constant weights are looked for
 
@@ -87,7 +86,7 @@ struct Lane {
 
     // Loads the dimensions of this lane.
     DEVICE void load(float (&x)[PER_LANE], const char* row) const {
-        row = (KEEPS_ROWS ? row : loaded_again(row)) + dimension * ITEM;
+        row = loaded_again(row) + dimension * ITEM;
 #pragma unroll
         for (int slot = 0; slot < PER_LANE; slot += STRETCH)
             load_floats<STRETCH, DTYPE>(x + slot, row + dimension_of(slot) * ITEM);
@@ -188,8 +187,9 @@ DEVICE void merge(T (&x)[CHUNK]) {
     }
 }
 
-// Sorts the values of a group in descending order; value j of its lane r has the rank r * CHUNK + j.
-template <class T>
+// Sorts the values of a group in descending order; value j of its lane r has the rank r * CHUNK + j. LEVELS is how many
+// of the merges are unrolled.
+template <int LEVELS, class T>
 DEVICE void sort_group(T (&x)[CHUNK], int lane) {
     order_network<0, CHUNK>(x);
 #pragma unroll LEVELS
@@ -215,9 +215,11 @@ DEVICE bool find_flat(float (&constants)[BASES], const float* weight, Lane lane)
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
         constants[base] = weight[base * BLOCKS];
+        u32 own[CHUNK];
+        if (MAY_BE_FLAT) load_words<CHUNK>(own, (const char*)(weight + base * BLOCKS + lane.position));
 #pragma unroll
         for (int i = 0; MAY_BE_FLAT && i < CHUNK; ++i)
-            flat &= lane.position + i >= N || weight[base * BLOCKS + lane.position + i] == constants[base];
+            flat &= lane.position + i >= N || bits_float(own[i]) == constants[base];
     }
     return MAY_BE_FLAT && !any_lane(!flat);
 }

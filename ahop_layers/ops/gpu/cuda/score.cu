@@ -8,8 +8,9 @@ struct Score {
     Tensor query, key, out;
     i64 out_key;          // further stride of `out`, in bytes
     const float* weight;  // (H, BASES, BLOCKS), folded; with `near` also (H, BASES, BLOCKS) of rates
-    i64 weight_head, slots;
-    int heads, length, count, rows, programs;
+    i64 weight_head;
+    u32 slots, programs;
+    int heads, length, count, rows;
 };
 
 // Bases of single dimensions that have the order of the absolute differences share one sort, the first one.
@@ -50,6 +51,8 @@ constexpr int kinds_of_sorts() {
     return all;
 }
 
+constexpr int kind_of_sort(int sort) { return kinds_of_sorts() >> 2 * sort & 3; }
+
 // Values of two keys in half precision.
 struct Two {
     u32 x;
@@ -71,10 +74,15 @@ struct OneKey {
 
     DEVICE void load(const char* first, const char*, Lane lane) { lane.load(key, first); }
 
-    DEVICE void compare(Value (&values)[CHUNK], int kind, const char* query, Lane lane) const {
-        float row[PER_LANE];
-        lane.load(row, query);
-        compute_similarities(values, kind, row, key, lane);
+    DEVICE void compare(Value (&values)[CHUNK], int kind, const char* query, const float (&kept)[PER_LANE],
+                        Lane lane) const {
+        if constexpr (KEEPS_ROWS) {
+            compute_similarities(values, kind, kept, key, lane);
+        } else {
+            float row[PER_LANE];
+            lane.load(row, query);
+            compute_similarities(values, kind, row, key, lane);
+        }
     }
 
     DEVICE void get(float (&column)[PER_LANE], int) const {
@@ -87,6 +95,7 @@ struct OneKey {
 
 struct TwoKeys {
     typedef Two Item;
+    static constexpr int WORDS = (PER_LANE + 1) / 2;
     u32 keys[PER_LANE];
 
     static DEVICE void load_row(u32* words, const char* row, Lane lane) {
@@ -97,15 +106,15 @@ struct TwoKeys {
     }
 
     DEVICE void load(const char* first, const char* second, Lane lane) {
-        u32 a[PER_LANE / 2], b[PER_LANE / 2];
+        u32 a[WORDS], b[WORDS];
         load_row(a, first, lane);
         load_row(b, second, lane);
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) keys[i] = select_bytes(a[i / 2], b[i / 2], i % 2 ? 0x7632 : 0x5410);
     }
 
-    DEVICE void compare(Two (&values)[CHUNK], int kind, const char* query, Lane lane) const {
-        u32 row[PER_LANE / 2];
+    DEVICE void compare(Two (&values)[CHUNK], int kind, const char* query, const float (&)[PER_LANE], Lane lane) const {
+        u32 row[WORDS];
         load_row(row, query, lane);
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
@@ -155,6 +164,14 @@ DEVICE void weigh(float (&scores)[KEYS], const Keys::Item (&values)[CHUNK], int 
     }
 }
 
+DEVICE void weigh_members(float (&scores)[KEYS], const Keys::Item (&values)[CHUNK], int sort, const float* weight,
+                          Lane lane) {
+#pragma unroll
+    for (int base = 0; base < BASES; ++base)
+        if (members_of_sorts() >> (8 * sort + base) & 1)
+            weigh(scores, values, base, kind_of_sort(sort) != kind_of(base), weight, lane);
+}
+
 // Adds the scores with constant weights.
 DEVICE void add_flat(float (&scores)[KEYS], const Keys& keys, const char* query, const float (&constants)[BASES],
                      Lane lane) {
@@ -182,11 +199,11 @@ DEVICE void add_flat(float (&scores)[KEYS], const Keys& keys, const char* query,
 
 KERNEL void __launch_bounds__(THREADS) score(const Score p) {
     const Lane lane;
-    const int per_head = (p.count + KEYS - 1) / KEYS;
-    const i64 number = (i64)(blockIdx.x % p.programs) * (THREADS / LANES) + threadIdx.x / LANES;
-    const i64 slot = min(number, p.slots - 1), head = slot / per_head;  // lanes past the end repeat the last key
+    const u32 per_head = (p.count + KEYS - 1) / KEYS;
+    const u32 number = blockIdx.x % p.programs * (THREADS / LANES) + threadIdx.x / LANES;
+    const u32 slot = min(number, p.slots - 1), head = slot / per_head;  // lanes past the end repeat the last key
     const int n = head / p.heads, h = head % p.heads, start = blockIdx.x / p.programs * p.rows;
-    const int key = slot % per_head * KEYS, other = min(key + 1, p.count - 1);
+    const int key = (slot - head * per_head) * KEYS, other = min(key + 1, p.count - 1);
     const bool exists = number < p.slots && lane.index % LANES == 0, stores[2] = {exists, exists && key + 1 < p.count};
     const float* weight = p.weight + h * p.weight_head;
     const char* query = p.query.at(n, h) + start * p.query.row;
@@ -197,19 +214,22 @@ KERNEL void __launch_bounds__(THREADS) score(const Score p) {
     Keys keys;
     keys.load(p.key.at(n, h) + key * p.key.row, p.key.at(n, h) + other * p.key.row, lane);
     for (int left = min(p.rows, p.length - start); left > 0; --left) {
-        float scores[KEYS] = {};
+        float scores[KEYS] = {}, kept[PER_LANE];
+        if (KEEPS_ROWS) lane.load(kept, query);
         if (MAY_BE_FLAT && flat) {
             add_flat(scores, keys, query, constants, lane);
         } else {
 #pragma unroll UNROLLED
             for (int sort = 0; sort < SORTS; ++sort) {
-                const int kind = kinds_of_sorts() >> 2 * sort & 3, members = members_of_sorts() >> 8 * sort & 255;
                 Keys::Item values[CHUNK];
-                keys.compare(values, kind, query, lane);
-                sort_group(values, lane.index);
+                // All sorts share one network if the loop is not unrolled, and `each` is constant anyway.
 #pragma unroll
-                for (int base = 0; base < BASES; ++base)
-                    if (members >> base & 1) weigh(scores, values, base, kind != kind_of(base), weight, lane);
+                for (int each = 0; each < SORTS; ++each)
+                    if (each == sort) keys.compare(values, kind_of_sort(each), query, kept, lane);
+                sort_group<UNROLLED == 1 ? 1 : 5>(values, lane.index);
+#pragma unroll
+                for (int each = 0; each < SORTS; ++each)
+                    if (each == sort) weigh_members(scores, values, each, weight, lane);
             }
         }
 #pragma unroll

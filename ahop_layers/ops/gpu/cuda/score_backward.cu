@@ -8,7 +8,7 @@
 
 constexpr int WARPS = AHOP_WARPS, THREADS = 32 * WARPS, KEYS = WARPS * PAIRS;
 constexpr bool TAGGED = AHOP_TAGGED;  // half precision: the place is in bits of a value that it does not use
-constexpr int TAG_BITS = 10, PLACES = CHUNK * 32;  // places of a base: slot * 32 + lane
+constexpr int TAG_BITS = 10, PLACES = CHUNK * 32;  // places of a base: slot * 32 + lane, or its member in a group
 
 struct ScoreBackward {
     Tensor grad, query, key;
@@ -26,8 +26,8 @@ struct Placed {
     float x;
     u32 place;
     DEVICE void set(float value) { x = value; }
-    DEVICE void set_place(int slot, Lane lane) { place = 32 * slot + lane.index; }
-    DEVICE void restore(Lane) {}
+    DEVICE void set_place(int slot, int member, int) { place = 32 * slot + member; }
+    DEVICE void restore(int) {}
     static DEVICE void order(Placed& a, Placed& b) {
         const bool swap = a.x < b.x;
         const Placed first = a;
@@ -47,14 +47,15 @@ struct Word {
     int x;
     u32 place;
     DEVICE void set(float value) { x = float_bits(value); }
-    DEVICE void set_place(int slot, Lane lane) {
-        x = (x & -(1 << TAG_BITS)) | (32 * slot + lane.member);
-        x ^= x >> 31 & 0x7fffffff;
+    // Negative numbers have the opposite order as integers. All similarities but `dot` are negative or 0.
+    DEVICE void flip(int kind) { x ^= kind == DOT ? x >> 31 & 0x7fffffff : 0x7fffffff; }
+    DEVICE void set_place(int slot, int member, int kind) {
+        x = (x & -(1 << TAG_BITS)) | (32 * slot + member);
+        flip(kind);
     }
-    DEVICE void restore(Lane lane) {
-        x ^= x >> 31 & 0x7fffffff;
-        place = (x & ((1 << TAG_BITS) - 1)) + lane.index - lane.member;
-        x = (x & -(1 << TAG_BITS)) | 1 << (TAG_BITS - 1);  // the middle of all values with these bits
+    DEVICE void restore(int kind) {
+        flip(kind);
+        place = x & ((1 << TAG_BITS) - 1);  // which remains in the value: half precision rounds by more
     }
     static DEVICE void order(Word& a, Word& b) {
         const int larger = max(a.x, b.x);
@@ -149,17 +150,29 @@ DEVICE void add_slopes(int kind, float slope, float query, float key, float& que
     }
 }
 
+// Writes the weights of sorted values to their places, and adds the values to the gradient of the weights.
+DEVICE void deliver(float* region, float (&weight_grad)[CHUNK], const u32 (&weights)[CHUNK], Item (&items)[CHUNK],
+                    float grad, int kind) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        items[i].restore(kind);
+        region[items[i].place] = bits_float(weights[i]);
+        weight_grad[i] = fmaf(grad, value_of(items[i]), weight_grad[i]);
+    }
+}
+
 KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
     SHARED_MEMORY(shared);
     const Lane lane;
     const int warp = threadIdx.x / 32, programs = p.all_heads * p.strips;
     const int program = blockIdx.x % programs, strip = program % p.strips, chunk = blockIdx.x / programs;
-    const i64 head = program / p.strips;
+    const int head = program / p.strips;
     const int n = head / p.heads, h = head % p.heads, start = chunk * p.rows, first_tile = strip * p.span;
     const int tiles = min(p.span, (p.count + KEYS - 1) / KEYS - first_tile), rows = min(p.rows, p.length - start);
     const float* weight = p.weight + h * p.weight_head;
     float* const ranked = (float*)shared + warp * BASES * PLACES;  // weights at the ranks of all blocks
-    float* const rows_grad = p.query_grad + ((strip * p.all_heads + head) * p.length + start) * DIMS;
+    float* const own_ranked = ranked + lane.index - lane.member;   // those of this group
+    float* const rows_grad = p.query_grad + ((i64)(strip * p.all_heads + head) * p.length + start) * DIMS;
     float constants[BASES], weight_grad[BASES][CHUNK] = {};
     const bool flat = find_flat(constants, weight, lane);
     const int kept = RowSums::first(lane.index);
@@ -179,8 +192,10 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
             float* const row_grad = rows_grad + (i64)row * DIMS + lane.dimension;
             float before[KEPT] = {};
 #pragma unroll
-            for (int i = 0; WARPS == 1 && tile && stores && i < KEPT; i += VECTOR)  // loaded early, added after the sort
+            for (int i = 0; WARPS == 1 && tile && stores && i < KEPT; i += VECTOR)  // early, to be added later
                 copy_floats<VECTOR>(before + i, row_grad + dimension_of(kept + i));
+            float queries[PER_LANE];
+            if (KEEPS_ROWS) lane.load(queries, query);
             if (MAY_BE_FLAT && flat) {
 #pragma unroll
                 for (int i = 0; i < BASES * CHUNK; ++i) ranked[32 * i + lane.index] = constants[i / CHUNK];
@@ -188,28 +203,27 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
 #pragma unroll UNROLLED
                 for (int base = 0; base < BASES; ++base) {
                     Item items[CHUNK];
-                    float values[PER_LANE];
-                    lane.load(values, query);
-                    compute_similarities(items, AHOP_KINDS >> 2 * base & 3, values, key, lane);
+                    // All bases share one network if the loop is not unrolled, and `each` is constant anyway.
 #pragma unroll
-                    for (int i = 0; i < CHUNK; ++i) items[i].set_place(i, lane);
-                    sort_group(items, lane.index);
+                    for (int each = 0; each < BASES; ++each) {
+                        if (each != base) continue;
+                        if constexpr (!KEEPS_ROWS) lane.load(queries, query);
+                        compute_similarities(items, kind_of(each), queries, key, lane);
+#pragma unroll
+                        for (int i = 0; i < CHUNK; ++i) items[i].set_place(i, lane.member, kind_of(each));
+                    }
+                    sort_group<5>(items, lane.index);
+                    float* const region = own_ranked + base * PLACES;
                     u32 factors[CHUNK];
                     load_words<CHUNK>(factors, loaded_again((const char*)(weight + base * BLOCKS + lane.position)));
 #pragma unroll
-                    for (int i = 0; i < CHUNK; ++i) {
-                        items[i].restore(lane);
-                        ranked[base * PLACES + items[i].place] = bits_float(factors[i]);
-#pragma unroll
-                        for (int each = 0; each < BASES; ++each)
-                            if (each == base)
-                                weight_grad[each][i] = fmaf(grad, value_of(items[i]), weight_grad[each][i]);
-                    }
+                    for (int each = 0; each < BASES; ++each)
+                        if (each == base) deliver(region, weight_grad[each], factors, items, grad, kind_of(each));
                 }
             }
             sync_warp();
-            float queries[PER_LANE], query_grad[PER_LANE] = {};
-            lane.load(queries, query);
+            float query_grad[PER_LANE] = {};
+            if (!KEEPS_ROWS) lane.load(queries, query);
 #pragma unroll
             for (int block = 0; block < HELD; ++block) {
                 const int owner = lane.index / SPLIT * SPLIT + block / CHUNK;  // the lane that sorted it
@@ -250,7 +264,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
                 turn ^= 1;  // the buffers take turns, so one barrier for each row is enough
             }
         }
-        float* const place = p.key_grad + ((chunk * p.all_heads + head) * p.count + own) * DIMS + lane.dimension;
+        float* const place = p.key_grad + ((i64)(chunk * p.all_heads + head) * p.count + own) * DIMS + lane.dimension;
         constexpr int UNIT = gcd(STRETCH, 4);
 #pragma unroll
         for (int i = 0; valid && i < PER_LANE; i += UNIT) copy_floats<UNIT>(place + dimension_of(i), key_grad + i);

@@ -1,7 +1,7 @@
 // Scores of a few wide blocks in half precision, on tensor cores: a warp owns 16 queries and streams keys.
 #include "tiles.cuh"
 
-constexpr int KEYS = 32, AREA_BYTES = KEYS * (DIM_BYTES + NORM_BYTES);  // keys in shared memory, one of two areas
+constexpr int AREA_BYTES = ROWS * (DIM_BYTES + NORM_BYTES);  // of one of two tiles of keys in shared memory
 
 struct TileScore {
     Tensor query, key, out;
@@ -16,11 +16,11 @@ KERNEL void __launch_bounds__(32) score_tiles(const TileScore p) {
     const int first = blockIdx.x % p.tiles * ROWS, begin = blockIdx.x / p.tiles % p.chunks * p.rows;
     const int head = blockIdx.x / p.tiles / p.chunks, n = head / p.heads, h = head % p.heads;
     const int end = min(p.count, begin + p.rows);
-    char *const own = shared + 2 * AREA_BYTES, *const own_norms = own + ROWS * DIM_BYTES;
+    char *const own = shared + AREA_BYTES, *const own_norms = own + ROWS * DIM_BYTES;  // until they are in registers
 
     auto copy_keys = [&](int start, int area) {
         if (start < end)
-            copy_rows<DIM>(shared_address(shared) + area * AREA_BYTES, p.key.at(n, h), p.key.row, start, KEYS, end,
+            copy_rows<DIM>(shared_address(shared) + area * AREA_BYTES, p.key.at(n, h), p.key.row, start, ROWS, end,
                            lane.index, 32);
         copies_commit();
     };
@@ -37,18 +37,19 @@ KERNEL void __launch_bounds__(32) score_tiles(const TileScore p) {
     u32 queries[CHUNKS + CHUNKS % 2][2], query_norms[N][2];
     load_own<DIM>(queries, shared_address(own) + lane.pair<DIM>());
     load_own_norms(query_norms, own_norms, lane);
-    for (int start = begin, area = 0; start < end; start += KEYS, area ^= 1) {
+    for (int start = begin, area = 0; start < end; start += ROWS, area ^= 1) {
         char* const keys = shared + area * AREA_BYTES;
+        char* const norms = keys + ROWS * DIM_BYTES;
         copies_wait<0>();
+        sync_warp();  // the copy is visible, and all reads of the other area are finished
+        copy_keys(start + ROWS, area ^ 1);
+        store_norms<false>(norms, keys, lane.index);
         sync_warp();
-        copy_keys(start + KEYS, area ^ 1);
-        for (int item = lane.index; DIS && item < KEYS * N; item += 32)
-            store_norm<false>(keys + KEYS * DIM_BYTES, keys, KEYS, item);
-        sync_warp();
-        for (int part = 0; part < KEYS / 8 && start + 8 * part < end; ++part) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
             Similarities similarities;
             similarities.compute(queries, shared_address(keys) + 8 * part * DIM_BYTES + lane.quad<DIM>(), query_norms,
-                                 keys + KEYS * DIM_BYTES + 128 * part + 16 * lane.row + 2 * lane.column, KEYS);
+                                 norms + 128 * part + 16 * lane.row + 2 * lane.column, ROWS);
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 float x[BASES][N], score = 0;
@@ -65,6 +66,5 @@ KERNEL void __launch_bounds__(32) score_tiles(const TileScore p) {
                 }
             }
         }
-        sync_warp();  // all reads finish before the next copy
     }
 }

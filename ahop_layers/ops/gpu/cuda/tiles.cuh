@@ -181,8 +181,8 @@ struct Similarities {
     }
 };
 
-// Loads the weights (bases, N) of a head and, for attention, folds them: weight . cumsum(sorted) == folded . sorted. `dis` comes first
-// here, at index DIS_AT in memory, and its weights are doubled.
+// Loads the weights (bases, N) of a head. Those of attention are folded: weight . cumsum(sorted) == folded . sorted.
+// `dis` comes first here, at index DIS_AT in memory, and its weights are doubled.
 DEVICE void load_weights(float (&u)[BASES][N], const float* weight) {
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
