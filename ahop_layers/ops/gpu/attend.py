@@ -17,6 +17,7 @@ ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS, AREAS = 32, 3  # of the forward kernel: keys of a tile, and groups of tiles in shared memory
+SCORE_WARPS = 4  # of a block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
 MOST_PLANS = 4096
 
@@ -120,7 +121,7 @@ class Plan:
         norm_bytes = 16 * n if has_dis else 0
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
-        self.score_bytes = 2 * ROWS * (dim_bytes + norm_bytes)
+        self.score_bytes = 2 * SCORE_WARPS * ROWS * (dim_bytes + norm_bytes)
         self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes))
         self._plan_backward(len(bases), has_dis)
 
@@ -176,7 +177,7 @@ class Plan:
         kernel = self.kernels.get(name)
         if kernel is None:
             sizes = occupancy(self.shape, True) if name == "attend_forward" else (self.key_warps, 1)
-            sizes = (1, 1) if name == "score_tiles" else sizes
+            sizes = (SCORE_WARPS, 1) if name == "score_tiles" else sizes
             kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(self.constants.items()), *sizes)
         nvrtc.run(kernel, self.device, *launch, arguments)
 

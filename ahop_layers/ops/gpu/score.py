@@ -145,14 +145,16 @@ def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, .
     plan = attend.plan(_tile_call(query, key, weight, bases, out), scores=True)
     weight = weight.contiguous()
     (n, heads, length, _), count = query.shape, key.shape[-2]
-    rows = division.rows_per_program(count, n * heads * plan.tiles, query.device, attend.ROWS)
+    blocks, keys_at_once = -(-plan.tiles // attend.SCORE_WARPS), attend.SCORE_WARPS * attend.ROWS
+    programs = n * heads * blocks
+    rows = division.rows_per_program(count, programs * attend.SCORE_WARPS, query.device, keys_at_once)
     chunks = -(-count // rows)
     queries, keys = plan.rows(query, 0, 1, False), plan.rows(key, 0, 1, False)
     arguments = TILES.pack(
         *queries.place, *keys.place, *_place(out), weight.stride(0), weight.data_ptr(),
-        heads, length, count, rows, plan.tiles, chunks,
+        heads, length, count, rows, blocks, chunks,
     )  # fmt: skip
-    plan.run("score_tiles", (n * heads * plan.tiles * chunks, WARP, plan.score_bytes), arguments)
+    plan.run("score_tiles", (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes), arguments)
 
 
 @lru_cache(maxsize=None)

@@ -76,10 +76,10 @@ DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
     *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, rest, 1, 1) : make_float4(1, 1, upper, rest);
 }
 
-// Stores the norms of a tile of 16 rows, by one warp.
+// Stores the norms of rows, by default those of a tile by one warp.
 template <bool OWN>
-DEVICE void store_norms(char* norms, const char* data, int lane) {
-    for (int item = lane; DIS && item < ROWS * N; item += 32) store_norm<OWN>(norms, data, ROWS, item);
+DEVICE void store_norms(char* norms, const char* data, int thread, int threads = 32, int rows = ROWS) {
+    for (int item = thread; DIS && item < rows * N; item += threads) store_norm<OWN>(norms, data, rows, item);
 }
 
 // The place of a lane in the matrices of a warp.
@@ -101,13 +101,14 @@ DEVICE void load_own(u32 (&own)[D / 8 + D / 8 % 2][2], u32 address) {
     }
 }
 
-// Loads the norms of the own rows of a lane.
+// Loads the norms of the own rows of a lane, which are 16 of several.
+template <int SEVERAL = ROWS>
 DEVICE void load_own_norms(u32 (&norms)[N][2], const char* place, Lane lane) {
     const u32* words = (const u32*)place + 4 * lane.row + lane.column / 2;
 #pragma unroll
     for (int block = 0; block < N; ++block) {
-        norms[block][0] = DIS ? words[4 * ROWS * block] : 0;
-        norms[block][1] = DIS ? words[4 * ROWS * block + 32] : 0;
+        norms[block][0] = DIS ? words[4 * SEVERAL * block] : 0;
+        norms[block][1] = DIS ? words[4 * SEVERAL * block + 32] : 0;
     }
 }
 
