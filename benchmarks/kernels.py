@@ -35,7 +35,7 @@ from torch import Tensor
 import ahop_layers as ah
 from ahop_layers.hopfield import Hopfield
 from ahop_layers.ops import reference
-from ahop_layers.ops.gpu.networks import sorting_network
+from ahop_layers.ops.gpu.layout import comparators
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable
@@ -257,7 +257,7 @@ def limit_milliseconds(case: Case) -> float:
     query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"]
     clock = 1e6 * float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0])
     pairs = case.n * case.heads * case.length * case.count
-    operations = 2 * len(sorting_network(case.blocks or case.d).comparators) * len(BASES) * pairs
+    operations = 2 * comparators(case.blocks or case.d) * len(BASES) * pairs
     return 1e3 * operations / (64 * properties.multi_processor_count * clock)
 
 

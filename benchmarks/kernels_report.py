@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ahop_layers.ops.gpu.networks import sorting_network
+from ahop_layers.ops.gpu.layout import comparators
 from benchmarks.harness.report import GRAY, bold_best, drawing, group, number, table
 from benchmarks.harness.rows import Row
 
@@ -54,7 +54,7 @@ def of_blocks(rows: Sequence[Row]) -> str:
         full = [measured.get((size, label)) for label in PASSES]
         ratios = [None if None in (mine, whole) else whole / mine for mine, whole in zip(times, full, strict=True)]
         cells = ["" if value is None else number(value) for value in (*times, *ratios)]
-        body.append([size, n, len(sorting_network(n).comparators), *cells])
+        body.append([size, n, comparators(n), *cells])
     labels = [f"{label}, {unit}" for unit in ("ms", "speedup over full footprints") for label in PASSES]
     return table(["queries x keys", "n", "comparators", *labels], body)
 

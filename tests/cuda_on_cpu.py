@@ -12,6 +12,9 @@ KERNELS = {
     "attend.cu": {"attend_forward": "Forward"},
     "attend_backward.cu": dict.fromkeys(("attend_statistics", "attend_backward", "attend_weights"), "Backward"),
     "missing.cu": {"score_missing": "Missing"},
+    "score.cu": {"score": "Score"},
+    "score_backward.cu": {"score_backward": "ScoreBackward"},
+    "score_tiles.cu": {"score_tiles": "TileScore"},
 }
 LAUNCH = """
 extern "C" void launch_{name}(const {parameter}* p, int blocks, int threads, int bytes) {{

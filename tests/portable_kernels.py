@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ahop_layers.ops.gpu import division
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.reference import folded_similarity
 
@@ -19,8 +20,8 @@ CASES = {
 
 @pytest.mark.parametrize(("shape", "bases"), CASES.values(), ids=CASES)
 def test_portable_kernels(shape, bases, monkeypatch):
-    monkeypatch.setattr(gpu, "_slots", lambda device: 1)
-    monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", 1)  # several tiles of keys per program
+    monkeypatch.setattr(division, "slots", lambda device: 1)
+    monkeypatch.setattr(division, "PROGRAMS_PER_SLOT", 1)  # several tiles of keys per program
     n, h, length, count, d, blocks = shape
     query, key, weight = torch.randn(n, h, length, d), torch.randn(n, h, count, d), torch.randn(h, len(bases), blocks)
     assert gpu.serves(query, bases, blocks)

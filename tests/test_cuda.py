@@ -13,10 +13,13 @@ import ahop_layers as ah
 from ahop_layers.association import Mask
 from ahop_layers.errors import AHopError
 from ahop_layers.ops.dropout import kept, scale
-from ahop_layers.ops.gpu import attend, missing, nvrtc
+from ahop_layers.ops.gpu import attend, division, missing, nvrtc, score
+from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.gpu.layout import choose_layout
 from ahop_layers.ops.protocols import AttentionCall
-from ahop_layers.ops.reference import missing_similarity
+from ahop_layers.ops.reference import folded_similarity, missing_similarity
 from tests.cuda_on_cpu import EmulatedKernel, compile_for_cpu
+from tests.test_gpu import check_against_reference, results
 
 BOTH = ("dis", "dot")
 NAMES = ("out", "query", "key", "value", "weight")
@@ -26,17 +29,22 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.library_error() is not None, reason=f"nee
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Runs fused attention on the CPU, with a number of bytes of shared memory."""
+    """Runs the kernels on the CPU, with a number of bytes of shared memory."""
 
     def set_bytes(block):
         monkeypatch.setattr(attend, "_limits", lambda device: attend.Limits(0, block, 2 * block, 3))
 
     monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
+    monkeypatch.setattr(nvrtc, "runs", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attend, "_plans", {})
-    attend._kernel.cache_clear()
+    caches = attend._kernel, missing._kernel, score._score_plan, score._backward_plan
+    for cache in caches:
+        cache.cache_clear()
     set_bytes(100_000)
     yield set_bytes
-    attend._kernel.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
@@ -104,9 +112,7 @@ def test_fused_attention_on_the_cpu(shape, options, emulated):
 @pytest.mark.parametrize(
     ("d", "n", "bases"), [(40, 40, ("l1", "near", "dot", "near", "dis")), (96, 24, ("near", "dis"))]
 )
-def test_scores_of_unknown_values_on_the_cpu(d, n, bases, monkeypatch):
-    monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
-    missing._kernel.cache_clear()
+def test_scores_of_unknown_values_on_the_cpu(d, n, bases, emulated):
     query, key = torch.randn(1, 2, 3, d), torch.randn(1, 2, 5, d)
     query[0, 0, 1, : d // 2] = key[0, 1, 2, ::3] = key[0, 0, 3] = torch.nan
     weight, widths = torch.randn(2, len(bases), n) / n, torch.linspace(0.3, 2, len(bases))
@@ -114,7 +120,60 @@ def test_scores_of_unknown_values_on_the_cpu(d, n, bases, monkeypatch):
     exact = missing_similarity(*(x.double() for x in (query, key, weight)), bases, None, widths.double())
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     assert (found == -torch.inf).sum() == 3
-    missing._kernel.cache_clear()
+
+
+SCORES = {  # d and blocks, dtype, bases
+    "one dimension": (1, 1, torch.bfloat16, BOTH),
+    "a lane per pair": (7, 7, torch.float32, ("dot", "l1", "dis")),
+    "pairs of keys": (64, 64, torch.bfloat16, BOTH),
+    "two lanes": (100, 100, torch.float32, BOTH),
+    "padding that float16 cannot hold": (101, 101, torch.float16, BOTH),
+    "merges in a loop": (300, 300, torch.bfloat16, BOTH),
+    "blocks in a lane": (48, 12, torch.float16, ("l1", "dot")),
+    "shared blocks": (256, 16, torch.float32, BOTH),
+    "four warps": (1024, 64, torch.bfloat16, BOTH),
+    "copies": (1024, 4, torch.float32, BOTH),
+    "padded copies": (1026, 513, torch.float32, ("dis",)),
+    "tensor cores": (64, 4, torch.bfloat16, BOTH),
+    "tensor cores, eight blocks": (64, 8, torch.float16, ("dot", "dis")),
+    "tensor cores, one block": (32, 1, torch.bfloat16, ("dot",)),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "n", "dtype", "bases"), SCORES.values(), ids=SCORES)
+def test_scores_and_gradients_on_the_cpu(d, n, dtype, bases, emulated, monkeypatch):
+    monkeypatch.setattr(division, "slots", lambda device: 1)
+    monkeypatch.setattr(division, "PROGRAMS_PER_SLOT", 3)  # several tiles of keys per program
+    query, key = torch.randn(1, 2, 5, d).to(dtype), torch.randn(1, 2, 19, d).to(dtype)
+    check_against_reference(query, key, torch.randn(2, len(bases), n) / d, bases)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
+    """Few keys of many queries change places, half precision is rounded once, and NaN stays in its row."""
+    query, key = torch.randn(2, 9, 1, 24).transpose(1, 2), torch.randn(2, 1, 3, 48)[..., ::2]
+    weight = torch.randn(1, 2, 1).expand(1, 2, 24)
+    grad = torch.randn(2, 1, 9, 3)
+    scores, *grads = results(query, key, weight, grad)
+    frozen = gpu.score_backward(grad, query, key, weight, BOTH, (True, True, False))
+    torch.testing.assert_close(frozen[:2], tuple(grads[:2]))  # the sort is skipped
+    assert torch.equal(gpu.score(query, key, weight, BOTH, torch.bfloat16), scores.bfloat16())
+    query[0, 0, 1, 5] = torch.nan
+    assert torch.equal(gpu.score(query, key, weight, BOTH).isnan().any(-1), query.isnan().any(-1))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_scores_of_near_on_the_cpu(emulated):
+    query, key, bases = torch.randn(1, 1, 3, 40), torch.randn(1, 1, 35, 40), ("l1", "near", "dot", "near", "dis")
+    weight, widths = torch.randn(1, 5, 40) / 40, torch.linspace(0.3, 2, 5)
+    exact = folded_similarity(*(x.double() for x in (query, key, weight)), bases, widths.double())
+    torch.testing.assert_close(
+        gpu.score(query, key, weight, bases, widths=widths).double(), exact, rtol=1e-5, atol=1e-6
+    )
 
 
 SORT = """
@@ -160,17 +219,37 @@ def test_sorting_networks_and_weights_by_rank():
 def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
     return {
         "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "bf16": bf16,
-        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "blocks_per_sm": 1, "tiles": 2,
+        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "blocks_per_sm": 1, "tiles": 2, "scores": 0,
     }  # fmt: skip
+
+
+def lane_constants(d, n, bases, dtype, **further):
+    layout = choose_layout(n, d // n, alone=32, shared=32)
+    return score._constants(layout, n, bases, dtype, torch.float32, True) | further
+
+
+COMPILED = {
+    "missing.cu": [{"values": 1}, {"values": 32}],
+    "score.cu": [
+        lane_constants(64, 64, ("l1", "near", "near"), torch.float16, packed=1),
+        lane_constants(1024, 64, BOTH, torch.bfloat16, packed=0),
+    ],
+    "score_backward.cu": [
+        lane_constants(64, 64, BOTH, torch.float16, warps=1, tagged=1),
+        lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0),
+    ],
+    "score_tiles.cu": [constants(4, 16, 8, mask=2) | {"scores": 1}],
+    "attend.cu": [constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3)],
+}
+COMPILED["attend_backward.cu"] = COMPILED["attend.cu"] + COMPILED["score_tiles.cu"]
 
 
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
-@pytest.mark.parametrize("source", ["attend.cu", "attend_backward.cu", "missing.cu"])
+@pytest.mark.parametrize("source", COMPILED)
 def test_kernels_compile(source, architecture):
-    of_attention = constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3)
-    for kind in of_attention if source != "missing.cu" else ({"values": 1}, {"values": 32}):
+    for kind in COMPILED[source]:
         assert len(nvrtc.compile_source(source, kind, architecture)) > 1000
 
 

@@ -1,4 +1,4 @@
-"""The GPU kernels. Without a GPU: the portable ones in Triton's interpreter, and the PTX in its assembler."""
+"""The GPU kernels; without a GPU, the portable ones in Triton's interpreter. test_cuda.py runs the others on a CPU."""
 
 import os
 import subprocess
@@ -11,9 +11,9 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked
+from ahop_layers.ops.gpu import division, nvrtc
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.gpu import mma, mma_kernels, plan, ptx_backward, ptx_kernels
-from ahop_layers.ops.gpu.ptx import choose_layout
+from ahop_layers.ops.gpu.layout import choose_layout
 from ahop_layers.ops.reference import fold, folded_similarity
 from tests.gaps import separated_grad
 
@@ -152,8 +152,8 @@ def test_blocks_far_from_the_origin(n, dtype, poisoned_memory):
 @pytest.mark.parametrize(("n", "programs"), [(64, 3), (8, 1), (4, 1)])
 @every_dtype
 def test_several_tiles_per_program(n, programs, dtype, monkeypatch, poisoned_memory):
-    monkeypatch.setattr(gpu, "_slots", lambda device: 1)
-    monkeypatch.setattr(gpu, "PROGRAMS_PER_SLOT", programs)
+    monkeypatch.setattr(division, "slots", lambda device: 1)
+    monkeypatch.setattr(division, "PROGRAMS_PER_SLOT", programs)
     check_against_reference(*problem(1, 2, 37, 203, 64, dtype=dtype, blocks=n))
 
 
@@ -178,14 +178,8 @@ def test_constant_weights(d, n, dtype, kind, poisoned_memory):
 
 @pytest.fixture
 def portable(monkeypatch):
-    """Replaces the PTX bodies by portable ones."""
-    plans = (plan.score_plan, plan.backward_plan)
-    monkeypatch.setattr(plan, "runs_ptx", lambda device: False)
-    for each in plans:
-        each.cache_clear()
-    yield
-    for each in plans:
-        each.cache_clear()
+    """Replaces the CUDA C++ kernels by portable ones."""
+    monkeypatch.setattr(nvrtc, "runs", lambda device: False)
 
 
 @on_gpu
@@ -198,7 +192,7 @@ def test_portable_kernels_on_the_gpu(d, n, portable, poisoned_memory):
 def test_blocks_of_bounded_scratch_give_equal_gradients(monkeypatch):
     case = *problem(3, 2, 65, 70, 64), torch.randn(3, 2, 65, 70, device="cuda")
     whole = results(*case)
-    monkeypatch.setattr(gpu, "SCRATCH_BYTES", 40_000)
+    monkeypatch.setattr(division, "SCRATCH_BYTES", 40_000)
     torch.testing.assert_close(results(*case), whole)
 
 
@@ -280,10 +274,10 @@ def test_public_function_autocast_compile_and_float64():
 @on_gpu
 @pytest.mark.parametrize(("d", "n"), [(7, 7), (64, 64), (64, 8), (64, 16), (257, 257)])
 @half_dtypes
-@pytest.mark.parametrize("body", ["ptx", "portable"])
-def test_scores_and_gradients_in_half_precision(d, n, dtype, body, request):
+@pytest.mark.parametrize("kernels", ["cuda", "portable"])
+def test_scores_and_gradients_in_half_precision(d, n, dtype, kernels, request):
     """Scores are rounded to the dtype of the query as they are stored, and gradients are read in it."""
-    if body == "portable":
+    if kernels == "portable":
         request.getfixturevalue("portable")
     case = problem(2, 2, 33, 37, d, dtype=dtype, blocks=n)
     grad = torch.randn(2, 2, 33, 37, device="cuda").to(dtype)
@@ -350,20 +344,17 @@ def test_few_kernels_are_compiled(tmp_path):
     """One forward and one backward kernel serve all shapes with the same d and dtype."""
     code = """
 import torch
-from ahop_layers.ops.gpu import launch as gpu, triton_kernels
+from ahop_layers.ops.gpu import launch as gpu
 for n, h, length, count in ((1, 1, 5, 7), (2, 3, 65, 65), (1, 1, 1, 1000), (1, 1, 1000, 1), (16, 1, 16, 16)):
     query, key = torch.randn(n, h, length, 64, device="cuda"), torch.randn(n, h, count, 64, device="cuda")
     weight, grad = torch.randn(h, 2, 64, device="cuda"), torch.randn(n, h, length, count, device="cuda")
     gpu.score(query, key, weight, ("dis", "dot"))
     gpu.score_backward(grad, query, key, weight, ("dis", "dot"), (True, True, True))
     gpu.score_backward(grad.mT.contiguous().mT, query, key, weight, ("dis", "dot"), (True, False, True))
-kernels = (triton_kernels.score_ptx, triton_kernels.score_backward_ptx)
-print(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()))
 """
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == 2
+    environment = {**os.environ, "AHOP_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["score", "score_backward"]
 
 
 def release(module):
@@ -402,54 +393,7 @@ def test_contiguous_rows_at_an_odd_address_are_moved():
     """The tensor is contiguous, but a load of four words from it would fault."""
     rows = torch.arange(65.0)[1:].view(1, 1, 4, 16)
     assert rows.is_contiguous()
-    moved = gpu.aligned(rows, 16)
+    moved = division.aligned(rows, 16)
     assert moved.data_ptr() % 16 == 0
     assert torch.equal(moved, rows)
-    assert gpu.aligned(moved, 16) is moved
-
-
-PTX_CASES = [
-    *((d, d, "f32") for d in (1, 7, 64, 200)),
-    *((d, d, dtype) for d in (7, 64, 200) for dtype in ("f16", "bf16")),
-    *((d, n, "f32") for d, n in ((64, 8), (1024, 64), (1023, 3))),
-    (64, 16, "bf16"),
-    (64, 8, "bf16"),
-    (48, 3, "f16"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("d", "n", "dtype"),
-    [pytest.param(*case, marks=[] if case in PTX_CASES[3::10] else pytest.mark.full) for case in PTX_CASES],
-)
-def test_ptx_assembles(d, n, dtype, tmp_path):
-    """The assembler of Triton accepts every body for Hopper; this needs no GPU."""
-    nvidia = pytest.importorskip("triton.backends.nvidia", reason="Triton is not installed")
-    assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
-    if not os.path.exists(assembler):
-        pytest.skip("this build of Triton ships no ptxas")
-    half = n == d and dtype != "f32"
-    forward, backward = (choose_layout(n, d // n, alone=x, shared=y) for x, y in ((96, 64), (32, 32)))
-    bodies = {
-        ptx_kernels.score(forward, n, bases, dtype, half and forward.chunk % 2 == 0): ptx_kernels.SCORE_CONSTRAINTS
-        for bases in ((BOTH, ("l1", "near", "near")) if n == d else (BOTH,))
-    }
-    bodies |= {
-        ptx_backward.score_backward(
-            backward, n, ("l1", "dot"), dtype, 2, half, True
-        ): ptx_backward.BACKWARD_CONSTRAINTS,
-    }
-    if dtype != "f32" and mma.serves(n, d // n, BOTH):
-        bodies[mma_kernels.score(n, d // n, BOTH, dtype, 4)] = mma_kernels.SCORE_CONSTRAINTS
-        bodies[mma_kernels.score_backward(n, d // n, BOTH, dtype, 4)] = ptx_backward.BACKWARD_CONSTRAINTS
-    for body, constraints in bodies.items():
-        for index, kind in reversed(list(enumerate(constraints.split(",")))):
-            body = body.replace(f"${index}", f"operand{index}_{kind[-1]}")
-        operands = [f"operand{index}_{kind[-1]}" for index, kind in enumerate(constraints.split(","))]
-        declared = "".join(f".reg .b{64 if operand.endswith('l') else 32} {operand};" for operand in operands)
-        source = tmp_path / "kernel.ptx"
-        source.write_text(f".version 8.0\n.target sm_90\n.address_size 64\n.entry kernel() {{{declared}{body} ret;}}")
-        command = [assembler, "-arch=sm_90", str(source), "-o", str(tmp_path / "kernel.cubin")]
-        run = subprocess.run(command, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
+    assert division.aligned(moved, 16) is moved

@@ -10,7 +10,7 @@ import ahop_layers as ah
 from ahop_layers import __main__ as command
 from ahop_layers.ops import chunked
 from ahop_layers.ops.backend import choose_kernel
-from ahop_layers.ops.gpu import attend, launch, plan
+from ahop_layers.ops.gpu import attend, launch, nvrtc, score
 from ahop_layers.ops.protocols import AttentionCall
 
 
@@ -58,20 +58,16 @@ def test_apple_gpus_run_plain_pytorch_and_say_so(monkeypatch):
     assert command._device("chunked") == "mps"
 
 
-def test_rocm_never_gets_ptx(monkeypatch):
+def test_rocm_never_gets_kernels_of_cuda(monkeypatch):
     """torch calls the devices of ROCm cuda, too."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    assert not plan._has_instructions(device)
-    monkeypatch.setattr(plan, "_runs_ptx", plan._has_instructions)
+    monkeypatch.setattr(nvrtc, "_runs", nvrtc._runs.__wrapped__)
+    assert not nvrtc.runs(device)
     assert launch.detail() == "AMD, portable kernels, not tested on ROCm"
     tensor = SimpleNamespace(device=device, dtype=torch.float16, shape=(1, 1, 16, 32))
     assert not attend.serves(AttentionCall(tensor, tensor, tensor, tensor, bases=("dis", "dot")))
-    pytest.importorskip("triton", reason="the portable kernels need Triton, which is not installed")
-    sizes = device, torch.float16, 32, 4, ("dis", "dot")
-    forward = plan.score_plan.__wrapped__(*sizes, torch.float16)
-    backward = plan.backward_plan.__wrapped__(*sizes, False, torch.float16)
-    assert all("BODY" not in each.constants for each in (forward, backward))  # which would be PTX
+    assert not score.serves(tensor, ("dis", "dot"), 4)

@@ -23,6 +23,7 @@ using std::min;
 
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -155,6 +156,8 @@ inline float min_nan(float a, float b) { return a != a || b != b ? NAN : std::mi
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 
+inline const char* loaded_again(const char* place) { return place; }
+
 inline u32 select_bytes(u32 low, u32 high, u32 selector) {
     const u64 both = (u64)high << 32 | low;
     u32 r = 0;
@@ -260,6 +263,15 @@ struct HalfType {
         unpack(a, x[0], x[1]), unpack(b, y[0], y[1]), unpack(c, z[0], z[1]);
         return pack(std::fma(x[0], y[0], z[0]), std::fma(x[1], y[1], z[1]));
     }
+    static u32 of_both(u32 a, u32 b, float (*function)(float, float)) {
+        float x[2], y[2];
+        unpack(a, x[0], x[1]), unpack(b, y[0], y[1]);
+        return pack(function(x[0], y[0]), function(x[1], y[1]));
+    }
+    static u32 mul(u32 a, u32 b) { return of_both(a, b, [](float x, float y) { return x * y; }); }
+    static u32 sub(u32 a, u32 b) { return of_both(a, b, [](float x, float y) { return x - y; }); }
+    static u32 max_nan(u32 a, u32 b) { return of_both(a, b, ::max_nan); }
+    static u32 min_nan(u32 a, u32 b) { return of_both(a, b, ::min_nan); }
     static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         const u32 b[2] = {b0, b1};
         multiply_any<16, 2>(c, c, a, b, Type::to_float);

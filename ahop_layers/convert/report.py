@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ahop_layers.ops.gpu.networks import sorting_network
+from ahop_layers.ops.gpu.layout import comparators
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, LazyAdaptiveSimilarity
 
 
@@ -65,11 +65,7 @@ def count_comparisons(similarities: Iterable[nn.Module]) -> tuple[int, int | Non
         if isinstance(part, AdaptiveSimilarity) and not isinstance(part, LazyAdaptiveSimilarity):
             copies = len(part.bases) * (part.num_heads or 1)
             for n in (entry.count(part.dim) for entry in part.blocks):
-                total += copies * _comparators(n)
-                fewer += copies * _comparators(4 if n == part.dim else n)
+                total += copies * comparators(n)
+                fewer += copies * comparators(4 if n == part.dim else n)
                 full += [n] if n == part.dim else []
     return total, fewer if full and all(n > 4 and n % 4 == 0 for n in full) else None
-
-
-def _comparators(n: int) -> int:
-    return len(sorting_network(n).comparators)

@@ -17,9 +17,11 @@ ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS, AREAS = 32, 3  # of the forward kernel: keys of a tile, and groups of tiles in shared memory
+SCORE_WARPS = 4  # of a block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
 MOST_PLANS = 4096
 
+SOURCES = {"attend_forward": "attend.cu", "score_tiles": "score_tiles.cu"}
 FORWARD = Struct("<25q5iIf4x")
 BACKWARD = Struct("<46q8iIf")
 
@@ -41,11 +43,17 @@ class Limits(NamedTuple):
     multiprocessors: int
 
 
+Place = tuple[int, int, int, int]
+"""The address of a tensor ``(N, H, L, d)`` and its strides in bytes, without that of adjacent numbers."""
+
+NOWHERE: Place = (0, 0, 0, 0)
+
+
 class Rows(NamedTuple):
-    """A tensor ``(N, H, L, d)`` with rows of adjacent numbers, and its address and strides in bytes."""
+    """A tensor ``(N, H, L, d)`` with rows of adjacent numbers, and its place."""
 
     tensor: Tensor
-    place: tuple[int, int, int, int]
+    place: Place
 
 
 def kernel_shape(n: int, size: int, width: int) -> Shape:
@@ -76,14 +84,17 @@ def occupancy(shape: Shape, forward: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=None)
 def _kernel(name: str, index: int, constants: tuple[tuple[str, int], ...], warps: int, blocks: int) -> nvrtc.Kernel:
-    source = "attend.cu" if name == "attend_forward" else "attend_backward.cu"
+    source = SOURCES.get(name, "attend_backward.cu")
     return nvrtc.Kernel(source, name, {**dict(constants), "threads": 32 * warps, "blocks_per_sm": blocks}, index)
 
 
 class Plan:
-    """All that depends on shapes, dtypes and options of a call alone: kernels, their launches, and scratch memory."""
+    """All that depends on shapes, dtypes and options of a call alone: kernels, their launches, and scratch memory.
 
-    def __init__(self, call: AttentionCall) -> None:
+    With ``scores``, the kernels score without attention: the mask stands for the scores or their gradient.
+    """
+
+    def __init__(self, call: AttentionCall, scores: bool = False) -> None:
         query, key, value, weight, mask, _, bases, causal, dropout = call
         n, d, width = weight.shape[-1], query.shape[-1], value.shape[-1]
         self.shape = shape = kernel_shape(n, d // n, width)
@@ -104,11 +115,13 @@ class Plan:
             "mask": MASKS[None if mask is None else mask.dtype],
             "causal": causal,
             "dropout": dropout > 0,
+            "scores": scores,
         }
         dim_bytes, width_bytes = _row_bytes(n * shape.size), _row_bytes(shape.width)
         norm_bytes = 16 * n if has_dis else 0
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
+        self.score_bytes = 2 * SCORE_WARPS * ROWS * (dim_bytes + norm_bytes)
         self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes))
         self._plan_backward(len(bases), has_dis)
 
@@ -164,6 +177,7 @@ class Plan:
         kernel = self.kernels.get(name)
         if kernel is None:
             sizes = occupancy(self.shape, True) if name == "attend_forward" else (self.key_warps, 1)
+            sizes = (SCORE_WARPS, 1) if name == "score_tiles" else sizes
             kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(self.constants.items()), *sizes)
         nvrtc.run(kernel, self.device, *launch, arguments)
 
@@ -209,24 +223,13 @@ class Plan:
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients."""
-        inputs, weight, log_sum = self.inputs(call), _adjacent(call.weight), log_sum.contiguous()
+        inputs, log_sum = self.inputs(call), log_sum.contiguous()
         upstream, readout = self.values(grad), self.values(out)
         grads = [torch.empty(x.tensor.shape, dtype=out.dtype, device=self.device) for x in inputs]
-        weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
-        scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device)
-        sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
-        *mask, mask_key = self.mask(call)
-        arguments = BACKWARD.pack(
-            *(number for x in (*inputs, upstream) for number in x.place), *mask,
-            *(number for x in grads for number in self.rows(x, 0, 1, False).place), *readout.place,
-            mask_key, weight.stride(0), weight.data_ptr(), _address(call.seed), log_sum.data_ptr(), statistics, sums,
-            turns, parts, weight_grad.data_ptr(),
-            self.batch, self.heads, self.group, self.length, self.count, self.strips, self.span, self.chunk_tiles,
-            *self.dropout,
-        )  # fmt: skip
-        for name, launch in self.launches.items():
-            if need[3] or name != "attend_weights":
-                self.run(name, launch, arguments)
+        places = [self.rows(x, 0, 1, False).place for x in grads]
+        weight_grad = self._run_backward(
+            call, [x.place for x in (*inputs, upstream)], [*places, readout.place], log_sum.data_ptr(), need[3]
+        )
         if self.is_padded[0]:
             grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
         if self.is_padded[1]:
@@ -235,6 +238,39 @@ class Plan:
             x if wanted else x.new_empty(0) for x, wanted in zip((*grads, weight_grad), need, strict=True)
         )
         return query, key, value, weights
+
+    def score_gradients(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the gradients of query, key and folded weights; the mask is the gradient of the scores."""
+        query, key = self.rows(call.query, 0, 1, False), self.rows(call.key, 0, 1, False)
+        grads = [torch.empty(x.tensor.shape, dtype=x.tensor.dtype, device=self.device) for x in (query, key)]
+        places = [self.rows(x, 0, 1, False).place for x in grads]
+        inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*places, NOWHERE, NOWHERE]
+        return grads[0], grads[1], self._run_backward(call, inputs, outputs, 0, True)
+
+    def _run_backward(
+        self, call: AttentionCall, inputs: Sequence[Place], outputs: Sequence[Place], log_sum: int, need_weights: bool
+    ) -> Tensor:
+        """Runs the kernels; inputs are query, key, value and gradient, outputs three gradients and the readout.
+
+        Returns the gradient of the weights.
+        """
+        weight = _adjacent(call.weight)
+        weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+        scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device)
+        sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
+        *mask, mask_key = self.mask(call)
+        arguments = BACKWARD.pack(
+            *(number for place in inputs for number in place), *mask,
+            *(number for place in outputs for number in place),
+            mask_key, weight.stride(0), weight.data_ptr(), _address(call.seed), log_sum, statistics, sums,
+            turns, parts, weight_grad.data_ptr(),
+            self.batch, self.heads, self.group, self.length, self.count, self.strips, self.span, self.chunk_tiles,
+            *self.dropout,
+        )  # fmt: skip
+        for name, launch in self.launches.items():
+            if need_weights or name != "attend_weights":
+                self.run(name, launch, arguments)
+        return weight_grad
 
     def mask(self, call: AttentionCall) -> list[int]:
         """Returns the address of the mask and its strides in bytes."""
@@ -274,14 +310,14 @@ def is_planned(call: AttentionCall) -> bool:
     return _signature(call) in _plans
 
 
-def plan(call: AttentionCall) -> Plan:
+def plan(call: AttentionCall, scores: bool = False) -> Plan:
     """Returns the plan of a call from a cache."""
-    signature = _signature(call)
+    signature = (*_signature(call), "scores") if scores else _signature(call)
     found = _plans.get(signature)
     if found is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        found = _plans[signature] = Plan(call)
+        found = _plans[signature] = Plan(call, scores)
     return found
 
 
@@ -295,6 +331,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
     return plan(call).backward(call, grad, out, log_sum, need)
+
+
+def score_gradients(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of scores without attention; the mask of the call is the gradient of the scores."""
+    return plan(call, scores=True).score_gradients(call)
 
 
 def _address(tensor: Tensor | None) -> int:

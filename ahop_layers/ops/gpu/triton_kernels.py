@@ -1,4 +1,4 @@
-"""The Triton kernels: two that run a PTX body on NVIDIA GPUs, and two portable ones for all devices of Triton.
+"""The portable kernels, for all devices of Triton.
 
 ``launch.py`` imports this file when a kernel runs for the first time. Strides count elements. A program owns a tile of
 keys and loops over ``rows`` queries. It writes each partial sum to its own address, so results do not depend on the
@@ -8,7 +8,7 @@ order in which programs run.
 import triton
 import triton.language as tl
 
-NAMES = "qn qh ql kn kh ks wh on oh ol os gn gh gl gs heads length count rows span tiles total blocks size".split()  # noqa: SIM905
+NAMES = "qn qh ql kn kh ks wh on oh ol os gn gh gl gs heads length count rows span tiles blocks size".split()  # noqa: SIM905
 # No argument is specialized on its value or alignment, so one compiled kernel serves all shapes.
 shape_free = triton.jit(
     do_not_specialize=NAMES,
@@ -23,162 +23,6 @@ shape_free = triton.jit(
         "weight_grad",
     ],
 )
-
-
-@triton.jit
-def _thread(threads: tl.constexpr):
-    """Returns the thread index that holds each element: PTX shuffles address threads, not elements."""
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x;", "=r,r", [tl.arange(0, threads)], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _lane(
-    lane, GROUP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
-    COPIES: tl.constexpr, RUN: tl.constexpr, STRETCH: tl.constexpr,
-):  # fmt: skip
-    """Returns the first sorted position and the first dimension of a lane; ``ptx.Layout`` explains the constants."""
-    member = lane % GROUP
-    part = lane // GROUP * SPLIT + member % SPLIT
-    return member * CHUNK, member // SPLIT * (RUN * WIDTH * SPLIT * COPIES) + part * STRETCH
-
-
-@shape_free
-def score_ptx(
-    query, key, weight, out,
-    qn: tl.int64, qh: tl.int64, ql: tl.int64, kn: tl.int64, kh: tl.int64, ks: tl.int64, wh: tl.int64,
-    on: tl.int64, oh: tl.int64, ol: tl.int64, os: tl.int64,
-    heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, total: tl.int64,
-    BODY: tl.constexpr, CONSTRAINTS: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, COPIES: tl.constexpr,
-    RUN: tl.constexpr, STRETCH: tl.constexpr, PACK: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """Runs the PTX forward body. Lanes index the concatenated keys of all heads, so short heads leave no lane idle."""
-    LANES: tl.constexpr = GROUP * COPIES
-    thread = _thread(THREADS)
-    slot = tl.program_id(0).to(tl.int64) * (THREADS // LANES) + thread // LANES
-    position, part = _lane(thread % LANES, GROUP, CHUNK, WIDTH, SPLIT, COPIES, RUN, STRETCH)
-    first = (slot < total) & (thread % LANES == 0)
-    slot = tl.minimum(slot, total - 1)
-    per_head = (count + PACK - 1) // PACK
-    s = slot % per_head * PACK
-    n = slot // per_head // heads
-    h = slot // per_head % heads
-    other = tl.minimum(s + 1, count - 1)
-    start = tl.program_id(1).to(tl.int64) * rows
-    key_head = key + n * kn + h * kh + part
-    query_row = query + n * qn + h * qh + start * ql + part
-    out_row = out + n * on + h * oh + start * ol
-    item: tl.constexpr = query.dtype.element_ty.primitive_bitwidth // 8
-    tl.inline_asm_elementwise(
-        BODY,
-        CONSTRAINTS,
-        [
-            (key_head + s * ks).to(tl.int64),
-            (key_head + other * ks).to(tl.int64),
-            query_row.to(tl.int64),
-            ql * item,
-            (weight + h * wh + position).to(tl.int64),
-            (out_row + s * os).to(tl.int64),
-            (out_row + other * os).to(tl.int64),
-            ol * (out.dtype.element_ty.primitive_bitwidth // 8),
-            tl.minimum(rows, length - start).to(tl.int32),
-            first.to(tl.int32),
-            (first & (s + 1 < count)).to(tl.int32),
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@shape_free
-def score_backward_ptx(
-    grad, query, key, weight, query_grad, key_grad, weight_grad,
-    gn: tl.int64, gh: tl.int64, gl: tl.int64, gs: tl.int64,
-    qn: tl.int64, qh: tl.int64, ql: tl.int64, kn: tl.int64, kh: tl.int64, ks: tl.int64, wh: tl.int64,
-    heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, span: tl.int64,
-    BODY: tl.constexpr, CONSTRAINTS: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, COPIES: tl.constexpr,
-    RUN: tl.constexpr, STRETCH: tl.constexpr, BASES: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Runs the PTX backward body. A program processes ``span`` tiles of keys."""
-    LANES: tl.constexpr = GROUP * COPIES
-    DIMS: tl.constexpr = LANES * CHUNK * SPLIT * WIDTH
-    thread = _thread(32 * WARPS)
-    position, part = _lane(thread % LANES, GROUP, CHUNK, WIDTH, SPLIT, COPIES, RUN, STRETCH)
-    tiles = tl.cdiv(count, KEYS)
-    strips = tl.cdiv(tiles, span)
-    strip = tl.program_id(0) % strips
-    head = (tl.program_id(0) // strips).to(tl.int64)
-    n, h = head // heads, head % heads
-    all_heads = tl.num_programs(0) // strips
-    chunk = tl.program_id(1).to(tl.int64)
-    start = chunk * rows
-    item: tl.constexpr = query.dtype.element_ty.primitive_bitwidth // 8
-    program = (strip * tl.num_programs(1) + chunk) * all_heads + head
-    tl.inline_asm_elementwise(
-        BODY,
-        CONSTRAINTS,
-        [
-            (key + n * kn + h * kh + part).to(tl.int64),
-            ks * item,
-            (query + n * qn + h * qh + start * ql + part).to(tl.int64),
-            ql * item,
-            (weight + h * wh + position).to(tl.int64),
-            (grad + n * gn + h * gh + start * gl).to(tl.int64),
-            gl * (grad.dtype.element_ty.primitive_bitwidth // 8),
-            gs * (grad.dtype.element_ty.primitive_bitwidth // 8),
-            (key_grad + (chunk * all_heads + head) * count * DIMS).to(tl.int64),
-            (query_grad + ((strip * all_heads + head) * length + start) * DIMS).to(tl.int64),
-            (weight_grad + (program * WARPS + thread // 32) * (BASES * GROUP * CHUNK)).to(tl.int64),
-            (strip * span * KEYS).to(tl.int64),
-            count,
-            tl.minimum(rows, length - start).to(tl.int32),
-            tl.minimum(span, tiles - strip * span).to(tl.int32),
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@shape_free
-def score_mma(
-    query, key, weight, out,
-    qn: tl.int64, qh: tl.int64, ql: tl.int64, kn: tl.int64, kh: tl.int64, ks: tl.int64, wh: tl.int64,
-    on: tl.int64, oh: tl.int64, ol: tl.int64, os: tl.int64,
-    heads: tl.int64, length: tl.int64, count: tl.int64, rows: tl.int64, tiles: tl.int64,
-    BODY: tl.constexpr, CONSTRAINTS: tl.constexpr, KEYS: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Runs the forward body for tensor cores. A program processes KEYS keys and ``rows`` queries."""
-    thread = _thread(32 * WARPS)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    n, h = head // heads, head % heads
-    first = (tl.program_id(0) % tiles * KEYS).to(tl.int32)
-    start = tl.program_id(1).to(tl.int64) * rows
-    item: tl.constexpr = query.dtype.element_ty.primitive_bitwidth // 8
-    tl.inline_asm_elementwise(
-        BODY,
-        CONSTRAINTS,
-        [
-            (key + n * kn + h * kh).to(tl.int64) + 0 * thread.to(tl.int64),
-            ks * item,
-            (query + n * qn + h * qh + start * ql).to(tl.int64),
-            ql * item,
-            (weight + h * wh).to(tl.int64),
-            (out + n * on + h * oh + start * ol).to(tl.int64),
-            os * (out.dtype.element_ty.primitive_bitwidth // 8),
-            ol * (out.dtype.element_ty.primitive_bitwidth // 8),
-            count,
-            first,
-            tl.minimum(rows, length - start).to(tl.int32),
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

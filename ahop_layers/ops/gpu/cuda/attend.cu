@@ -66,8 +66,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     };
     auto prepare_group = [&](int start, int area) {
         char* data = shared + area * AREA_BYTES;
-        for (int item = threadIdx.x; DIS && start < last && item < GROUP_KEYS * N; item += blockDim.x)
-            store_norm<false>(data + NORMS, data, GROUP_KEYS, item);
+        if (start < last) store_norms<false>(data + NORMS, data, threadIdx.x, blockDim.x, GROUP_KEYS);
     };
 
     copy_rows<DIM>(shared_address(own), p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);

@@ -1,4 +1,5 @@
 // Fused attention, backward, in three kernels: a sum per query, all gradients, and the sum of the weights' gradients.
+// With SCORES, the same without attention: the gradients of the scores are given, in place of the mask.
 //
 // A warp owns 16 keys and values and keeps their gradients in registers; those of all warps of a block are a strip. A
 // block streams chunks of queries. Its warps work on different tiles of a chunk, and add to the gradient of a tile in
@@ -44,7 +45,7 @@ KERNEL void attend_statistics(const Backward p) {
     const bool exists = place < (i64)p.batch * p.heads * padded;
     const int index = exists ? place / padded : 0, row = exists ? place % padded : 0;
     float total = 0;
-    if (exists && row < p.length && member < WIDTH_CHUNKS) {
+    if (!SCORES && exists && row < p.length && member < WIDTH_CHUNKS) {
         const i64 n = index / p.heads, h = index % p.heads;
         const uint4 a = *(const uint4*)(p.out.at(n, h) + row * p.out.row + 16 * member);
         const uint4 b = *(const uint4*)(p.grad.at(n, h) + row * p.grad.row + 16 * member);
@@ -60,7 +61,7 @@ KERNEL void attend_statistics(const Backward p) {
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
     if (!exists || member) return;
-    const float log_sum = row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG2_E : INFINITE;
+    const float log_sum = !SCORES && row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG2_E : INFINITE;
     p.statistics[place] = make_float2(log_sum, total);
     if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
 }
@@ -144,9 +145,11 @@ struct OwnKeys {
         similarities.compute(keys, tile_address + 8 * half * DIM_BYTES + lane.quad<DIM>(), norms,
                              tile + NORMS + 128 * half + 16 * lane.row + 2 * lane.column, ROWS);
         float products[4] = {};
-        u32 streamed[(WIDTH + 31) / 32 * 4];
-        load_streamed<WIDTH>(streamed, tile_address + SECOND + 8 * half * WIDTH_BYTES + lane.quad<WIDTH>());
-        multiply_rows<0, WIDTH_CHUNKS>(products, values, streamed);
+        if (!SCORES) {
+            u32 streamed[(WIDTH + 31) / 32 * 4];
+            load_streamed<WIDTH>(streamed, tile_address + SECOND + 8 * half * WIDTH_BYTES + lane.quad<WIDTH>());
+            multiply_rows<0, WIDTH_CHUNKS>(products, values, streamed);
+        }
         const float4 at_columns = *(const float4*)(tile + STATISTICS + 64 * half + 8 * lane.column);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -164,20 +167,24 @@ struct OwnKeys {
                     for (int j = 0; j < N; ++j) score = fmaf(x[i][j], exponents[i][j], score);
                 }
                 const int column = query + lane.column + side;
-                score = pairs.masked(score, column, key);
-                float share = exp2_approx(score - (side ? at_columns.z : at_columns.x));
-                share = key < pairs.count ? share : 0;
-                float share_grad = products[2 * row + side];
-                kept[side] = share;
-                if (DROPOUT) {
-                    u32 words[2];
-                    pairs.query_words(column, words);
-                    const float scale = pairs.keeps(words, key) ? factor : 0;
-                    share_grad *= scale;
-                    kept[side] *= scale;
+                if (SCORES) {
+                    grads[side] = pairs.number(column, key);
+                } else {
+                    score = pairs.masked(score, column, key);
+                    float share = exp2_approx(score - (side ? at_columns.z : at_columns.x));
+                    share = key < pairs.count ? share : 0;
+                    float share_grad = products[2 * row + side];
+                    kept[side] = share;
+                    if (DROPOUT) {
+                        u32 words[2];
+                        pairs.query_words(column, words);
+                        const float scale = pairs.keeps(words, key) ? factor : 0;
+                        share_grad *= scale;
+                        kept[side] *= scale;
+                    }
+                    grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
+                    score_grad += grads[side];
                 }
-                grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
-                score_grad += grads[side];
 #pragma unroll
                 for (int i = 0; i < BASES; ++i)
 #pragma unroll
@@ -185,7 +192,7 @@ struct OwnKeys {
             }
             const int place = 2 * half + row;
             const u32 both = Half::pack(grads[0], grads[1]);
-            shares[place] = Half::pack(kept[0], kept[1]);
+            if (!SCORES) shares[place] = Half::pack(kept[0], kept[1]);
 #pragma unroll
             for (int block = 0; block < N; ++block) {
                 u32 slope = MINUS_ZEROS;
@@ -207,14 +214,15 @@ struct OwnKeys {
             u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2], values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2];
             load_own<DIM>(keys, address + lane.pair<DIM>());
             load_own_norms(norms, own + NORMS, lane);
-            load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
+            if (!SCORES) load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 differentiate(half, query + 8 * half, tile, tile_address, keys, norms, values, shares, slopes,
                               distances);
         }
-        multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[4] { return shares; },
-                                tile_address + SECOND + lane.pair<WIDTH>());
+        if (!SCORES)
+            multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[4] { return shares; },
+                                    tile_address + SECOND + lane.pair<WIDTH>());
         multiply_columns<DIM>(key_grad, [&](int chunk) -> const u32(&)[4] { return slopes[chunk * 8 / SIZE]; },
                               tile_address + lane.pair<DIM>());
         if (DIS) {
@@ -307,7 +315,8 @@ DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u3
 DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first, Lane lane) {
     const u32 address = shared_address(tile);
     copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
-    copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+    if (!SCORES)
+        copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
     const float2* from = p.statistics + ((i64)n * p.heads + h) * tiles_of(p.length) * ROWS + first;
     if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
     if (lane.index < VISITS) barrier_reset(address + BARRIERS + 8 * lane.index, 32);
@@ -360,7 +369,8 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
         sync_warp();
         const char *keys = p.key.at(n, key_head), *values = p.value.at(n, key_head);
         copy_rows<DIM>(own.address, keys, p.key.row, own.first, ROWS, p.count, lane.index, 32);
-        copy_rows<WIDTH>(own.address + SECOND, values, p.value.row, own.first, ROWS, p.count, lane.index, 32);
+        if (!SCORES)
+            copy_rows<WIDTH>(own.address + SECOND, values, p.value.row, own.first, ROWS, p.count, lane.index, 32);
         copies_commit();
         copies_wait<0>();
         sync_warp();
@@ -413,7 +423,8 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
         char* const value_grad = p.value_grad.at(n, key_head) + own.first * p.value_grad.row;
         const int left = p.count - own.first;
         store_rows<DIM>(own.key_grad, 1, 1, own_tile, key_grad, p.key_grad.row, left, lane);
-        store_rows<WIDTH>(own.value_grad, 1, 1, own_tile + SECOND, value_grad, p.value_grad.row, left, lane);
+        if (!SCORES)
+            store_rows<WIDTH>(own.value_grad, 1, 1, own_tile + SECOND, value_grad, p.value_grad.row, left, lane);
     }
 }
 
@@ -467,10 +478,10 @@ KERNEL void attend_weights(const Backward p) {
         total += p.weight_parts[part * PARTS + (column < N ? base * N + column : BASES * N)];
     }
     sums[threadIdx.x] = total;
-    const float share = sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
+    const float share = SCORES ? 0 : sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
     if (threadIdx.x % 32 == 0) samples[warp][N] = shares;
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
+    for (int j = 0; !SCORES && j < N; ++j) {
         total = sum_warp(share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0);
         if (threadIdx.x % 32 == 0) samples[warp][j] = total;
     }
@@ -486,7 +497,7 @@ KERNEL void attend_weights(const Backward p) {
     sync_warp();
     if (lane >= N) return;
     const float rest = samples[0][N] > 0 ? sums[N] / samples[0][N] : 0;
-    total = 0;
-    for (int i = 0; i <= lane; ++i) total += sums[i] - rest * samples[0][i];
+    total = SCORES ? sums[lane] : 0;
+    for (int i = 0; !SCORES && i <= lane; ++i) total += sums[i] - rest * samples[0][i];
     p.weight_grad[(h * BASES + base) * N + lane] = total;
 }

@@ -67,6 +67,14 @@ DEVICE u32 funnel_left(u32 low, u32 high, u32 by) {
     return r;
 }
 
+// The same address in global memory, of which the compiler knows nothing else: what is loaded from it takes no
+// registers until then.
+DEVICE const char* loaded_again(const char* place) {
+    u64 address = __cvta_generic_to_global(place);
+    asm volatile("" : "+l"(address));
+    return (const char*)__cvta_global_to_generic(address);
+}
+
 // Four 8 x 8 matrices of 16-bit numbers; the lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.
 DEVICE void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -144,9 +152,20 @@ DEVICE void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[2],
     asm("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, " A ", " B ", " \
         "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : __VA_ARGS__)
 
+#define HALF_PAIRS(NAME, INSTRUCTION) \
+    static DEVICE u32 NAME(u32 a, u32 b) { \
+        u32 r; \
+        asm(INSTRUCTION " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); \
+        return r; \
+    }
+
 // bfloat16, of which two are in a word.
 struct BFloat16 {
     static constexpr u32 ONES = 0x3f803f80;
+    HALF_PAIRS(mul, "mul.rn.bf16x2")
+    HALF_PAIRS(sub, "sub.rn.bf16x2")
+    HALF_PAIRS(max_nan, "max.NaN.bf16x2")
+    HALF_PAIRS(min_nan, "min.NaN.bf16x2")
 
     static DEVICE void unpack(u32 word, float& low, float& high) {
         low = bits_float(word << 16);
@@ -180,6 +199,10 @@ struct BFloat16 {
 // float16, with the same functions.
 struct Float16 {
     static constexpr u32 ONES = 0x3c003c00;
+    HALF_PAIRS(mul, "mul.rn.f16x2")
+    HALF_PAIRS(sub, "sub.rn.f16x2")
+    HALF_PAIRS(max_nan, "max.NaN.f16x2")
+    HALF_PAIRS(min_nan, "min.NaN.f16x2")
 
     static DEVICE void unpack(u32 word, float& low, float& high) {
         asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"

@@ -3,7 +3,6 @@
 
 constexpr int V = AHOP_VALUES;  // a power of two
 constexpr int KEYS = 32;        // of a thread block
-constexpr float LOG2_E = 1.4426950408889634f;
 enum { DIS, DOT, L1, NEAR };
 
 struct Missing {

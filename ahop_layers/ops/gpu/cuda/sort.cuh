@@ -1,13 +1,6 @@
 // Sorting networks, weighted sums of sorted values, and weights by rank. Values are sorted in descending order.
 #pragma once
-#include "device.cuh"
-
-// The sum over the lanes of a warp, in all of them.
-DEVICE float sum_warp(float x) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) x += shuffle_xor(x, distance);
-    return x;
-}
+#include "common.cuh"
 
 constexpr int comparators(int size) {
     int count = 0;

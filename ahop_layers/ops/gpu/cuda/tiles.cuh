@@ -16,22 +16,16 @@ constexpr int DIS_AT = AHOP_DIS_AT;                          // index of `dis` a
 constexpr bool BF16 = AHOP_BF16;                             // or float16
 constexpr int MASK = AHOP_MASK;                              // see below
 constexpr bool CAUSAL = AHOP_CAUSAL, DROPOUT = AHOP_DROPOUT;
+constexpr bool SCORES = AHOP_SCORES;                         // scores alone, without attention; weights are folded
+constexpr bool HALF_SCORES = SCORES && MASK != 2;            // whether they are not float32
 constexpr int THREADS = AHOP_THREADS, BLOCKS_PER_SM = AHOP_BLOCKS_PER_SM;  // at most, and at least
 
 constexpr int ROWS = 16, DIM = N * SIZE, BASES = DOT + DIS, CHUNKS = DIM / 8, WIDTH_CHUNKS = WIDTH / 8;
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 enum { NO_MASK, BLOCKED, ADDED_FLOAT, ADDED_HALF, ADDED_BFLOAT };
 
 template <bool B> struct HalfOf { typedef Float16 Type; };
 template <> struct HalfOf<true> { typedef BFloat16 Type; };
 typedef HalfOf<BF16>::Type Half;
-
-// A tensor (N, H, L, d), with strides in bytes.
-struct Tensor {
-    char* data;
-    i64 batch, head, row;
-    DEVICE char* at(i64 n, i64 h) const { return data + n * batch + h * head; }
-};
 
 // Bytes of a row in shared memory: an odd number of 16, so that matrices of 8 rows touch all banks once. Matrices are
 // loaded by four, so a row has room for a multiple of four.
@@ -82,10 +76,10 @@ DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
     *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, rest, 1, 1) : make_float4(1, 1, upper, rest);
 }
 
-// Stores the norms of a tile of 16 rows, by one warp.
+// Stores the norms of rows, by default those of a tile by one warp.
 template <bool OWN>
-DEVICE void store_norms(char* norms, const char* data, int lane) {
-    for (int item = lane; DIS && item < ROWS * N; item += 32) store_norm<OWN>(norms, data, ROWS, item);
+DEVICE void store_norms(char* norms, const char* data, int thread, int threads = 32, int rows = ROWS) {
+    for (int item = thread; DIS && item < rows * N; item += threads) store_norm<OWN>(norms, data, rows, item);
 }
 
 // The place of a lane in the matrices of a warp.
@@ -107,13 +101,14 @@ DEVICE void load_own(u32 (&own)[D / 8 + D / 8 % 2][2], u32 address) {
     }
 }
 
-// Loads the norms of the own rows of a lane.
+// Loads the norms of the own rows of a lane, which are 16 of several.
+template <int SEVERAL = ROWS>
 DEVICE void load_own_norms(u32 (&norms)[N][2], const char* place, Lane lane) {
     const u32* words = (const u32*)place + 4 * lane.row + lane.column / 2;
 #pragma unroll
     for (int block = 0; block < N; ++block) {
-        norms[block][0] = DIS ? words[4 * ROWS * block] : 0;
-        norms[block][1] = DIS ? words[4 * ROWS * block + 32] : 0;
+        norms[block][0] = DIS ? words[4 * SEVERAL * block] : 0;
+        norms[block][1] = DIS ? words[4 * SEVERAL * block + 32] : 0;
     }
 }
 
@@ -187,8 +182,8 @@ struct Similarities {
     }
 };
 
-// Loads the weights (bases, N) of a head and folds them: weight . cumsum(sorted) == folded . sorted. `dis` comes first
-// here, at index DIS_AT in memory, and its weights are doubled.
+// Loads the weights (bases, N) of a head. Those of attention are folded: weight . cumsum(sorted) == folded . sorted.
+// `dis` comes first here, at index DIS_AT in memory, and its weights are doubled.
 DEVICE void load_weights(float (&u)[BASES][N], const float* weight) {
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
@@ -196,7 +191,7 @@ DEVICE void load_weights(float (&u)[BASES][N], const float* weight) {
         float total = 0;
 #pragma unroll
         for (int i = N - 1; i >= 0; --i) {
-            total += weight[place * N + i];
+            total = weight[place * N + i] + (SCORES ? 0 : total);
             u[base][i] = DIS && base == 0 ? 2 * total : total;
         }
     }
@@ -213,19 +208,22 @@ struct Pairs {
         if (DROPOUT) start = mix(words[0] ^ mix(head)), high = words[1];
     }
 
+    // The number of a pair in the mask, or 0.
+    DEVICE float number(int query, int key) const {
+        if (query >= length || key >= count) return 0;
+        const char* place = mask + query * mask_query + key * mask_key;
+        if (MASK == BLOCKED) return *place;
+        if (MASK == ADDED_FLOAT) return *(const float*)place;
+        float low, high;
+        const u32 word = *(const unsigned short*)place;
+        MASK == ADDED_HALF ? Float16::unpack(word, low, high) : BFloat16::unpack(word, low, high);
+        return low;
+    }
+
     // A score as an exponent of 2 with the mask added; -inf if the pair is blocked.
     DEVICE float masked(float score, int query, int key) const {
-        if (MASK != NO_MASK && query < length && key < count) {
-            const char* place = mask + query * mask_query + key * mask_key;
-            if (MASK == BLOCKED) score = *place ? -INFINITE : score;
-            if (MASK == ADDED_FLOAT) score = fmaf(*(const float*)place, LOG2_E, score);
-            if (MASK == ADDED_HALF || MASK == ADDED_BFLOAT) {
-                float low, high;
-                const u32 word = *(const unsigned short*)place;
-                MASK == ADDED_HALF ? Float16::unpack(word, low, high) : BFloat16::unpack(word, low, high);
-                score = fmaf(low, LOG2_E, score);
-            }
-        }
+        if (MASK == BLOCKED && number(query, key) != 0) return -INFINITE;
+        if (MASK > BLOCKED) score = fmaf(number(query, key), LOG2_E, score);
         return CAUSAL && key > query ? -INFINITE : score;
     }
 

@@ -1,0 +1,19 @@
+// What several kernels share.
+#pragma once
+#include "device.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// A tensor (N, H, L, d), with strides in bytes.
+struct Tensor {
+    char* data;
+    i64 batch, head, row;
+    DEVICE char* at(i64 n, i64 h) const { return data + n * batch + h * head; }
+};
+
+// The sum over the lanes of a warp, in all of them.
+DEVICE float sum_warp(float x) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) x += shuffle_xor(x, distance);
+    return x;
+}

@@ -1,0 +1,245 @@
+// Scores of queries and keys: a group of lanes keeps a key in registers, or two, and compares it with queries in turn.
+#include "lanes.cuh"
+
+constexpr bool PACKED = AHOP_PACKED;  // two keys at a time in half precision, for blocks of one dimension
+constexpr int KEYS = PACKED ? 2 : 1, THREADS = 128;
+
+struct Score {
+    Tensor query, key, out;
+    i64 out_key;          // further stride of `out`, in bytes
+    const float* weight;  // (H, BASES, BLOCKS), folded; with `near` also (H, BASES, BLOCKS) of rates
+    i64 weight_head;
+    u32 slots, programs;
+    int heads, length, count, rows;
+};
+
+// Bases of single dimensions that have the order of the absolute differences share one sort, the first one.
+constexpr int shared_bases() {
+    int shared = 0, count = 0;
+    bool has_near = false;
+    for (int base = 0; base < BASES; ++base) {
+        if (kind_of(base) == DOT) continue;
+        shared |= 1 << base;
+        ++count;
+        has_near |= kind_of(base) == NEAR;
+    }
+    return BLOCK_SIZE == 1 && (count > 1 || has_near || (count && PACKED)) ? shared : 0;
+}
+constexpr int SHARED = shared_bases();
+
+constexpr int count_sorts() {
+    int count = SHARED != 0;
+    for (int base = 0; base < BASES; ++base) count += !(SHARED >> base & 1);
+    return count;
+}
+constexpr int SORTS = count_sorts();
+
+// The bases that use a sort, a bit each, in bytes.
+constexpr u64 members_of_sorts() {
+    u64 all = SHARED;
+    int sort = SHARED != 0;
+    for (int base = 0; base < BASES; ++base)
+        if (!(SHARED >> base & 1)) all |= (u64)1 << (8 * sort++ + base);
+    return all;
+}
+
+// What a sort orders, two bits each.
+constexpr int kinds_of_sorts() {
+    int all = SHARED ? L1 : 0, sort = SHARED != 0;
+    for (int base = 0; base < BASES; ++base)
+        if (!(SHARED >> base & 1)) all |= kind_of(base) << 2 * sort++;
+    return all;
+}
+
+constexpr int kind_of_sort(int sort) { return kinds_of_sorts() >> 2 * sort & 3; }
+
+// Values of two keys in half precision.
+struct Two {
+    u32 x;
+    static DEVICE void order(Two& a, Two& b) {
+        const u32 larger = Half::max_nan(a.x, b.x);
+        b.x = Half::min_nan(a.x, b.x);
+        a.x = larger;
+    }
+    DEVICE Two of_lanes(Two sent, int distance, bool upper) const {
+        const u32 other = float_bits(shuffle_xor(bits_float(sent.x), distance));
+        return {upper ? Half::min_nan(x, other) : Half::max_nan(x, other)};
+    }
+};
+
+// The keys of a lane, and their similarities to a query.
+struct OneKey {
+    typedef Value Item;
+    float key[PER_LANE];
+
+    DEVICE void load(const char* first, const char*, Lane lane) { lane.load(key, first); }
+
+    DEVICE void compare(Value (&values)[CHUNK], int kind, const char* query, const float (&kept)[PER_LANE],
+                        Lane lane) const {
+        if constexpr (KEEPS_ROWS) {
+            compute_similarities(values, kind, kept, key, lane);
+        } else {
+            float row[PER_LANE];
+            lane.load(row, query);
+            compute_similarities(values, kind, row, key, lane);
+        }
+    }
+
+    DEVICE void get(float (&column)[PER_LANE], int) const {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) column[i] = key[i];
+    }
+
+    static DEVICE float value(Value value, int) { return value.x; }
+};
+
+struct TwoKeys {
+    typedef Two Item;
+    static constexpr int WORDS = (PER_LANE + 1) / 2;
+    u32 keys[PER_LANE];
+
+    static DEVICE void load_row(u32* words, const char* row, Lane lane) {
+        row = loaded_again(row) + lane.dimension * ITEM;
+#pragma unroll
+        for (int slot = 0; slot < PER_LANE; slot += STRETCH)
+            load_words<STRETCH / 2>(words + slot / 2, row + dimension_of(slot) * ITEM);
+    }
+
+    DEVICE void load(const char* first, const char* second, Lane lane) {
+        u32 a[WORDS], b[WORDS];
+        load_row(a, first, lane);
+        load_row(b, second, lane);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) keys[i] = select_bytes(a[i / 2], b[i / 2], i % 2 ? 0x7632 : 0x5410);
+    }
+
+    DEVICE void compare(Two (&values)[CHUNK], int kind, const char* query, const float (&)[PER_LANE], Lane lane) const {
+        u32 row[WORDS];
+        load_row(row, query, lane);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const u32 x = select_bytes(row[i / 2], row[i / 2], i % 2 ? 0x3232 : 0x1010);
+            values[i].x = kind == DOT ? Half::mul(x, keys[i]) : Half::sub(x, keys[i]) | 0x80008000;  // -|x|
+        }
+    }
+
+    DEVICE void get(float (&column)[PER_LANE], int which) const {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            float low, high;
+            Half::unpack(keys[i], low, high);
+            column[i] = which ? high : low;
+        }
+    }
+
+    static DEVICE float value(Two value, int which) {
+        float low, high;
+        Half::unpack(value.x, low, high);
+        return which ? high : low;
+    }
+};
+
+template <bool> struct KeysOf { typedef OneKey Type; };
+template <> struct KeysOf<true> { typedef TwoKeys Type; };
+typedef KeysOf<PACKED>::Type Keys;
+
+// Adds the weighted sum of sorted values of a base; absolute differences are changed to the values of the base.
+DEVICE void weigh(float (&scores)[KEYS], const Keys::Item (&values)[CHUNK], int base, bool changed,
+                  const float* weight, Lane lane) {
+    const float* place = weight + base * BLOCKS + lane.position;
+    const float rate = kind_of(base) == NEAR ? place[BASES * BLOCKS] : 0;
+    u32 factors[CHUNK];
+    load_words<CHUNK>(factors, loaded_again((const char*)place));
+#pragma unroll
+    for (int which = 0; which < KEYS; ++which) {
+        float sums[2] = {};
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            float x = Keys::value(values[i], which);
+            if (kind_of(base) == DIS && changed) x *= -x;
+            if (kind_of(base) == NEAR) x = exp2_approx(-x * rate);
+            sums[i % 2] = fmaf(x, bits_float(factors[i]), sums[i % 2]);
+        }
+        scores[which] += sums[0] + sums[1];
+    }
+}
+
+DEVICE void weigh_members(float (&scores)[KEYS], const Keys::Item (&values)[CHUNK], int sort, const float* weight,
+                          Lane lane) {
+#pragma unroll
+    for (int base = 0; base < BASES; ++base)
+        if (members_of_sorts() >> (8 * sort + base) & 1)
+            weigh(scores, values, base, kind_of_sort(sort) != kind_of(base), weight, lane);
+}
+
+// Adds the scores with constant weights.
+DEVICE void add_flat(float (&scores)[KEYS], const Keys& keys, const char* query, const float (&constants)[BASES],
+                     Lane lane) {
+    float row[PER_LANE], column[PER_LANE];
+    lane.load(row, query);
+#pragma unroll
+    for (int which = 0; which < KEYS; ++which) {
+        keys.get(column, which);
+#pragma unroll
+        for (int base = 0; base < BASES; ++base) {
+            float sums[4] = {};
+#pragma unroll
+            for (int slot = 0; slot < PER_LANE; ++slot) {
+                const bool padding = lane.is_padding(slot);
+                sums[slot % 4] = add_similarity(kind_of(base), padding ? 0 : row[slot], padding ? 0 : column[slot],
+                                                sums[slot % 4]);
+            }
+            scores[which] = fmaf((sums[0] + sums[1]) + (sums[2] + sums[3]), constants[base], scores[which]);
+        }
+#pragma unroll
+        for (int distance = GROUP; distance < LANES; distance *= 2)
+            scores[which] += shuffle_xor(scores[which], distance);
+    }
+}
+
+KERNEL void __launch_bounds__(THREADS) score(const Score p) {
+    const Lane lane;
+    const u32 per_head = (p.count + KEYS - 1) / KEYS;
+    const u32 number = blockIdx.x % p.programs * (THREADS / LANES) + threadIdx.x / LANES;
+    const u32 slot = min(number, p.slots - 1), head = slot / per_head;  // lanes past the end repeat the last key
+    const int n = head / p.heads, h = head % p.heads, start = blockIdx.x / p.programs * p.rows;
+    const int key = (slot - head * per_head) * KEYS, other = min(key + 1, p.count - 1);
+    const bool exists = number < p.slots && lane.index % LANES == 0, stores[2] = {exists, exists && key + 1 < p.count};
+    const float* weight = p.weight + h * p.weight_head;
+    const char* query = p.query.at(n, h) + start * p.query.row;
+    char* out = p.out.at(n, h) + start * p.out.row;
+    char* places[2] = {out + key * p.out_key, out + other * p.out_key};
+    float constants[BASES];
+    const bool flat = find_flat(constants, weight, lane);
+    Keys keys;
+    keys.load(p.key.at(n, h) + key * p.key.row, p.key.at(n, h) + other * p.key.row, lane);
+    for (int left = min(p.rows, p.length - start); left > 0; --left) {
+        float scores[KEYS] = {}, kept[PER_LANE];
+        if (KEEPS_ROWS) lane.load(kept, query);
+        if (MAY_BE_FLAT && flat) {
+            add_flat(scores, keys, query, constants, lane);
+        } else {
+#pragma unroll UNROLLED
+            for (int sort = 0; sort < SORTS; ++sort) {
+                Keys::Item values[CHUNK];
+                // All sorts share one network if the loop is not unrolled, and `each` is constant anyway.
+#pragma unroll
+                for (int each = 0; each < SORTS; ++each)
+                    if (each == sort) keys.compare(values, kind_of_sort(each), query, kept, lane);
+                sort_group<UNROLLED == 1 ? 1 : 5>(values, lane.index);
+#pragma unroll
+                for (int each = 0; each < SORTS; ++each)
+                    if (each == sort) weigh_members(scores, values, each, weight, lane);
+            }
+        }
+#pragma unroll
+        for (int which = 0; which < KEYS; ++which) {
+#pragma unroll
+            for (int distance = 1; distance < GROUP; distance *= 2)
+                scores[which] += shuffle_xor(scores[which], distance);
+            if (stores[which]) store_float<SCORE_DTYPE>(places[which], scores[which]);
+            places[which] += p.out.row;
+        }
+        query += p.query.row;
+    }
+}
