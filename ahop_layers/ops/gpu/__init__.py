@@ -1,1 +1,1 @@
-"""Triton and PTX kernels for GPUs, and the host code that launches them."""
+"""CUDA C++ and Triton kernels for GPUs, and the host code that launches them."""
