@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 IMPORT = r"^(?:import|from) (\w+)[\w.]*(?: import .*| as \w+|)$"
 NAME = f"ahop_layers-{ah.__version__}"
 MODULES = {str(path.relative_to(ROOT)) for path in (ROOT / "ahop_layers").rglob("*.py")}
+SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "ahop_layers").rglob("*.cu*")}  # compiled at first use
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_a_wheel_from_the_sdist_runs_its_kernel_elsewhere(tmp_path):
     assert wheel.name == f"{NAME}-py3-none-{here}.whl"
     names = zipfile.ZipFile(wheel).namelist()
     kernel = {f"ahop_layers/{name}" for name in ("py.typed", "ops/_footprint.so", "ops/_footprint.json")}
-    assert {name for name in names if not name.startswith(f"{NAME}.dist-info/")} == MODULES | kernel
+    assert {name for name in names if not name.startswith(f"{NAME}.dist-info/")} == MODULES | SOURCES | kernel
     assert f"{NAME}.dist-info/licenses/LICENSE" in names
 
     site = tmp_path / "installed"
