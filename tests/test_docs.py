@@ -32,7 +32,11 @@ QUOTED = {
         "\n| small ViT": "images-corrupted",
     },
     "docs/index.md": {"# ": "search"},
-    "docs/benchmarks-search.md": {"## Real images": "search", "## Disguised faces": "ar"},
+    "docs/benchmarks-search.md": {
+        "## Real images": "search",
+        "## Disguised faces": "ar",
+        "## A memory inside a network": "lookup-faces search",
+    },
     "docs/when-does-it-help.md": {
         "## Where it helps": "retrieval mixtures ablations robust-ablation",
         "### Bags": "bags bags-corrupted",
