@@ -23,6 +23,7 @@ from tests.test_gpu import check_against_reference, results
 
 BOTH = ("dis", "dot")
 NAMES = ("out", "query", "key", "value", "weight")
+QUICK = {"both bases", "strips in turns", "one dimension", "pairs of keys", "four warps", "tensor cores"}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 needs_nvrtc = pytest.mark.skipif(nvrtc.library_error() is not None, reason=f"needs NVRTC: {nvrtc.library_error()}")
 
@@ -58,6 +59,12 @@ CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
 }
 
 
+def quick(cases):
+    """Parameters of which only the QUICK ones are in ``make test``."""
+    marks = {name: () if name in QUICK else pytest.mark.full for name in cases}
+    return [pytest.param(*case, id=name, marks=marks[name]) for name, case in cases.items()]
+
+
 def make_mask(dtype, n, length, count):
     if dtype != torch.bool:
         return None if dtype is None else torch.randn(n, 1, length, count).to(dtype)
@@ -83,7 +90,7 @@ def by_pytorch(call, grad, dtype):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("shape", "options"), quick(CASES))
 def test_fused_attention_on_the_cpu(shape, options, emulated):
     """The error against float64 is at most twice that of plain PyTorch in the same dtype, plus rounding."""
     (n, heads, key_heads, length, count, d, width, blocks), dtype = shape, options.get("dtype", torch.bfloat16)
@@ -142,7 +149,7 @@ SCORES = {  # d and blocks, dtype, bases
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "n", "dtype", "bases"), SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize(("d", "n", "dtype", "bases"), quick(SCORES))
 def test_scores_and_gradients_on_the_cpu(d, n, dtype, bases, emulated, monkeypatch):
     monkeypatch.setattr(division, "slots", lambda device: 1)
     monkeypatch.setattr(division, "PROGRAMS_PER_SLOT", 3)  # several tiles of keys per program

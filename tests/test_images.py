@@ -117,7 +117,7 @@ def test_covered_parts_add_less_to_a_score_than_others(images):
     assert (explained[:, :5].mean((1, 2)) < explained[:, 7:].mean((1, 2))).all()
 
 
-def test_unknown_pixels_take_no_part(images):
+def test_unknown_pixels_take_no_part(images, small_fit):
     rows = images[0]
     memory = ah.AssociativeMemory(rows)
     query = rows.clone()
