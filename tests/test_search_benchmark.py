@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
@@ -140,10 +141,10 @@ def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
     torch.testing.assert_close(data.contrasts(image.flatten(1), 5, offset), expected)
 
 
-@pytest.mark.parametrize("name", ["robust coding", "robust coding, tuned"])
-def test_robust_coding_finds_the_class_of_a_covered_image(name, images):
+@pytest.mark.parametrize("train", [rivals.robust, partial(rivals.robust_tuned, queries=16)], ids=["fixed", "tuned"])
+def test_robust_coding_finds_the_class_of_a_covered_image(train, images):
     split = data.split_halves(images, 0)
-    classify = rivals.RIVALS[name](split.stored, data.corruption("occlusion", (0.0, 0.6), split.stored), 0)
+    classify = train(split.stored, data.corruption("occlusion", (0.0, 0.6), split.stored), 0)
     answer = classify(data.queries(split, "occlusion", 0.2, 0))
     assert (answer.label == split.asked.labels).float().mean() > 0.9
     assert torch.equal(split.stored.labels[answer.index], answer.label)
