@@ -51,28 +51,30 @@ $(DOCS): pyproject.toml constraints.txt Makefile
 	$(PIP) --group docs
 	touch $@
 
+# Installs the package with extras $(1), and $(2). The kernel is compiled while pip installs everything else, which takes
+# as long; setup.py then finds it built.
+define install
+$(PIP) "pip>=25.1" "setuptools>=77"
+$(BIN)/python -c "import tomllib; \
+	project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	extras = [project['optional-dependencies'][name] for name in '$(1)'.split()]; \
+	print(*project['dependencies'], *sum(extras, []), sep='\n')" > $(VENV)/requirements.txt
+$(BIN)/python setup.py -q build_ext --inplace & $(PIP) -r $(VENV)/requirements.txt $(2) && wait
+$(PIP) --no-build-isolation --no-deps -e .
+endef
+
 # What the examples need. The tests add their own tools to the same environment.
 $(EXAMPLES): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
-	@echo "==> setting up $(VENV) for the examples"
+	@echo "==> setting up $(VENV) for the examples (first run: two minutes)"
 	$(call venv,$(VENV))
-	$(PIP) "setuptools>=77"
-	$(PIP) --no-build-isolation -e ".[examples]"
+	$(call install,examples)
 	touch $@
 
-REQUIREMENTS = import tomllib; \
-	project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	extras = [project['optional-dependencies'][name] for name in ('examples', 'tabular', 'dev')]; \
-	print(*project['dependencies'], *sum(extras, []), sep='\n')
-
-# The kernel is compiled while pip installs everything else; setup.py then finds it built. Compiling takes a minute.
 # All cores compile Python modules, one of them would if pip did.
 $(READY): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) for the tests (first run: a few minutes)"
 	$(call venv,$(VENV))
-	$(PIP) "pip>=25.1" "setuptools>=77"
-	$(BIN)/python -c "$(REQUIREMENTS)" > $(VENV)/requirements.txt
-	$(BIN)/python setup.py -q build_ext --inplace & $(PIP) --group docs -r $(VENV)/requirements.txt transformers && wait
-	$(PIP) --no-build-isolation -e ".[examples,tabular,dev]"
+	$(call install,examples tabular dev,--group docs transformers)
 	$(call frameworks,$(VENV))
 	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/vit
 	touch $(DOCS) $(EXAMPLES) $@
