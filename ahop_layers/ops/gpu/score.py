@@ -19,7 +19,7 @@ KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MIN_FLAT = 9  # from this number of blocks on, the sort is skipped where the weights make the order irrelevant
 PAD_QUERY, PAD_KEY = -1e19, 1e18  # of padding blocks: less similar than all others in every base, so they sort last
-SHARED_BYTES = 48 * 2**10  # that a block may use without asking for more
+SHARED_BYTES = 99 * 2**10  # that a block may use on every GPU of compute capability 8.0 or newer
 THREADS = 4 * WARP  # of the forward kernel
 
 SCORE = Struct("<15q2I4i")
@@ -195,8 +195,8 @@ def _backward_plan(
         rows = 2 * warps * 4 * layout.dims if warps > 1 else 0
         return warps * len(bases) * layout.chunk * 4 * WARP + rows
 
-    # With wide rows and little to sort, adding up gradients takes most of the time: warps share it.
-    most = 4 if n < d and layout.pairs <= 4 else 1
+    # Wide rows have few keys in a warp: warps that add up their gradients of a query leave fewer partial sums.
+    most = 4 if layout.pairs <= (8 if n == d else 4) else 1
     warps = next(each for each in (4, 2, 1) if each == 1 or (each <= most and shared_bytes(each) <= SHARED_BYTES))
     tagged = n == d and dtype != torch.float32
     constants = {**_constants(layout, n, bases, dtype, grad, flat), "tagged": tagged, "warps": warps}

@@ -8,6 +8,8 @@
 
 constexpr int WARPS = AHOP_WARPS, THREADS = 32 * WARPS, KEYS = WARPS * PAIRS;
 constexpr bool TAGGED = AHOP_TAGGED;  // half precision: the place is in bits of a value that it does not use
+// A value with its place takes twice the instructions, so less of the code is unrolled.
+constexpr int NETWORKS = N > 48 && !TAGGED ? 1 : UNROLLED, LEVELS = GROUP >= 16 && !TAGGED ? 1 : 5;
 constexpr int TAG_BITS = 10, PLACES = CHUNK * 32;  // places of a base: slot * 32 + lane, or its member in a group
 
 struct ScoreBackward {
@@ -200,7 +202,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
 #pragma unroll
                 for (int i = 0; i < BASES * CHUNK; ++i) ranked[32 * i + lane.index] = constants[i / CHUNK];
             } else {
-#pragma unroll UNROLLED
+#pragma unroll NETWORKS
                 for (int base = 0; base < BASES; ++base) {
                     Item items[CHUNK];
                     // All bases share one network if the loop is not unrolled, and `each` is constant anyway.
@@ -212,7 +214,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
 #pragma unroll
                         for (int i = 0; i < CHUNK; ++i) items[i].set_place(i, lane.member, kind_of(each));
                     }
-                    sort_group<5>(items, lane.index);
+                    sort_group<LEVELS>(items, lane.index);
                     float* const region = own_ranked + base * PLACES;
                     u32 factors[CHUNK];
                     load_words<CHUNK>(factors, loaded_again((const char*)(weight + base * BLOCKS + lane.position)));
