@@ -5,7 +5,7 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.learning import questions
-from ahop_layers.learning.ranks import bin_edges, block_features, pools
+from ahop_layers.learning.ranks import bin_edges, block_features, features, pools
 from ahop_layers.learning.regression import Problem
 
 pytestmark = pytest.mark.usefixtures("small_fit")
@@ -202,3 +202,15 @@ def test_both_kinds_of_the_default_damage_are_in_every_split_of_the_queries():
     missing = query.isnan().any(-1).float()
     assert 0.3 < missing[::2].mean() < 0.6
     assert 0.3 < missing[1::2].mean() < 0.6
+
+
+def test_unknown_values_of_queries_give_the_features_of_unknown_values_of_pairs():
+    """Pools for each query, if all patterns are complete, and the stretch of each pair otherwise."""
+    query, patterns = torch.randn(6, 9), torch.randn(5, 9)
+    query[torch.rand(query.shape) < 0.5] = torch.nan
+    query[0] = torch.nan
+    candidates, bases, edges = torch.randint(5, (6, 4)), ("l1", ("near", 0.1), "dot"), [1, 3, 9]
+    gaps = torch.cat([patterns, torch.full((1, 9), torch.nan)])  # a pattern that is no candidate
+    found, expected = (features(query, keys, candidates, bases, [1.0, 0.5, 1.0], edges) for keys in (patterns, gaps))
+    torch.testing.assert_close(found, expected)
+    assert (found[0] == 0).all()

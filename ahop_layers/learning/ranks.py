@@ -56,6 +56,20 @@ def pools(edges: list[int]) -> Tensor:
     return rows / rows.sum(-1, keepdim=True)
 
 
+def stretched_pools(known: Tensor, edges: list[int]) -> Tensor:
+    """Returns :func:`pools` for the first ``known (l,)`` of n ranks, stretched to n ranks: ``(l, 1 + bins, n)``.
+
+    >>> torch.tensor([4.0, 2.0, 6.0, 0.0]) @ stretched_pools(torch.tensor([3]), [2, 4]).mT
+    tensor([[4.0000, 3.3333, 4.6667]])
+    """
+    last = torch.tensor(edges, device=known.device)
+    ends = torch.cat([last[-1:], last]) * (known[:, None] / last[-1])  # of the first `known` ranks
+    starts = pad(ends[:, 1:-1], (2, 0))
+    rank = torch.arange(edges[-1], device=known.device)
+    share = (ends[..., None].clamp(max=rank + 1) - starts[..., None].clamp(min=rank)).clamp(min=0)
+    return share / share.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
 def sorted_similarities(
     query: Tensor, key: Tensor, bases: Sequence[Base], widths: Sequence[float]
 ) -> tuple[Iterator[Tensor], Tensor | None]:
@@ -119,10 +133,14 @@ def features(
 
     ``(L, d), (N, d), (L, C) -> (L, C, f)``; the features of the first base are the first.
     """
-    rows, pool = [], pools(edges).to(query)
+    rows, pool, complete = [], pools(edges).to(query), not patterns.isnan().any()
     for part, key in pairs(query, patterns, candidates):
         values, known = sorted_similarities(part[:, None], key, bases, widths)
-        rows.append(torch.cat([_pooled(x, known, pool, edges) for x in values], -1))
+        if known is not None and complete:  # the same number for all candidates of a query
+            own = stretched_pools(known[:, 0], edges).to(query).mT
+            rows.append(torch.cat([x.nan_to_num(0.0) @ own for x in values], -1))
+        else:
+            rows.append(torch.cat([_pooled(x, known, pool, edges) for x in values], -1))
     return torch.cat(rows)
 
 
