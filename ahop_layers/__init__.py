@@ -5,10 +5,9 @@ from types import ModuleType
 
 from ahop_layers import variants as variants
 from ahop_layers.attention import Adaptive, AdaptiveAttention
-from ahop_layers.convert.adapt import adapt_, revert_
+from ahop_layers.convert.adapt import Report, adapt_, revert_
 from ahop_layers.convert.maps import association_maps
 from ahop_layers.convert.registry import register_converter
-from ahop_layers.convert.report import Report
 from ahop_layers.convert.saved import load_adapted, load_similarities, save_adapted, save_similarities
 from ahop_layers.errors import AHopError
 from ahop_layers.hflayers import install_as_hflayers
