@@ -48,7 +48,6 @@ class AdaptiveMemory(TabularEstimator):
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
         tags.input_tags.string = True
         tags.input_tags.categorical = True
         return tags
@@ -85,12 +84,8 @@ class AdaptiveMemory(TabularEstimator):
         if self._categories.codes and np.ndim(X) == 2:
             # Checks names and number of the features before their categories are looked up.
             validate_data(self, X, skip_check_array=True, reset=False)
-        rows = self._read(X, self._categories, reset=False)
+        rows = self._validated(self._categories.encode(X), reset=False)
         return self._apply(function, rows, max(1, 2**20 // len(self.cases_)))
-
-    def _read(self, X: ArrayLike, categories: Categories, **options: Any) -> Any:
-        """Validates rows ``(n, features)``, with codes in place of categories, and targets if given."""
-        return validate_data(self, categories.encode(X), dtype=np.float64, ensure_all_finite="allow-nan", **options)
 
     def _train(self, examples: Examples, categories: Categories) -> None:
         """Chooses the cases and fits the network. Sets no attribute before that has succeeded."""
@@ -178,7 +173,7 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryClassifier":
         """Fits to rows ``X (n, features)``, labels ``y (n,)`` and ``sample_weight (n,)``."""
         categories = Categories(X)
-        features, labels = self._read(X, categories, y=y)
+        features, labels = self._validated(categories.encode(X), y=y)
         check_classification_targets(labels)
         examples = merge_rows(features, np.unique(labels, return_inverse=True)[1], sample_weight)
         # Rows of weight zero are dropped by now, so that a label that only they have is not a class.
@@ -221,7 +216,7 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryRegressor":
         """Fits to rows ``X (n, features)``, targets ``y (n,)`` and ``sample_weight (n,)``."""
         categories = Categories(X)
-        features, target = self._read(X, categories, y=y, y_numeric=True)
+        features, target = self._validated(categories.encode(X), y=y, y_numeric=True)
         examples = merge_rows(features, target, sample_weight)
         mean, scale = self._moments(examples)
         self._train(examples._replace(target=((examples.target - mean) / scale)[:, None]), categories)
