@@ -29,7 +29,7 @@ from ahop_layers.errors import (
 )
 from ahop_layers.ops import chunked, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
-from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold
+from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
 
 
 def adaptive_similarity(
@@ -124,8 +124,10 @@ def score_pairs(
         with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
             query, key, weight = (each.to(wide) for each in (query, key, weight))
             if not missing:
-                formula = onnx.adaptive_similarity if onnx.is_onnx_export() else reference.adaptive_similarity
-                scores = formula(query, key, weight, names, numbers, widths)
+                if onnx.is_onnx_export():  # whose exporters know matrix products and TopK
+                    scores = folded_similarity(query, key, fold(weight), names, widths, numbers, ("dot", "dis"))
+                else:
+                    scores = reference.adaptive_similarity(query, key, weight, names, numbers, widths)
             elif tracked or backend == "reference" or is_transformed() or torch.compiler.is_compiling():
                 scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
             else:

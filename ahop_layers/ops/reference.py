@@ -319,17 +319,36 @@ def unfold(folded: Tensor) -> Tensor:
 
 
 def folded_similarity(
-    query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], widths: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    folded: Tensor,
+    bases: Sequence[str],
+    widths: Tensor | None = None,
+    blocks: Tensor | None = None,
+    products: Sequence[str] = ("dot",),
 ) -> Tensor:
-    """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
+    """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum.
+
+    Consecutive blocks of the bases ``products``, ``"dot"`` or ``"dis"``, are matrix products, which need no tensor of
+    size L x S x d.
+    """
     n, scores = folded.shape[-1], []
     for index, base in enumerate(bases):
-        if base == "dot" and n < query.shape[-1]:  # without the products of single dimensions
-            values = block_products(query, key, n).sort(dim=-1, descending=True).values
+        if base in products and n < query.shape[-1] and blocks is None:
+            multiply = block_products if base == "dot" else _block_distances
+            values = multiply(query, key, n).sort(dim=-1, descending=True).values
         else:
-            values = sorted_similarities(query, key, base, n, width=_at(widths, index))
+            values = sorted_similarities(query, key, base, n, blocks, _at(widths, index))
         scores.append(weigh(values, folded[..., index, :]))
     return torch.stack(scores).sum(0)
+
+
+def _block_distances(query: Tensor, key: Tensor, n: int) -> Tensor:
+    """Negative squared distances of n consecutive blocks: ``(..., L, S, n)``."""
+    center = key.mean(-2, keepdim=True)  # to avoid cancellation far from the origin
+    query, key = query - center, key - center
+    of_query, of_key = (torch.unflatten(each, -1, (n, -1)).square().sum(-1) for each in (query, key))
+    return 2 * block_products(query, key, n) - of_query.unsqueeze(-2) - of_key.unsqueeze(-3)
 
 
 def weigh(features: Tensor, weight: Tensor) -> Tensor:
