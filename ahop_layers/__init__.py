@@ -25,37 +25,12 @@ from ahop_layers.training import parameter_groups
 __version__ = "0.1.0"
 
 __all__ = [
-    "AHopError",
-    "Adaptive",
-    "AdaptiveAttention",
-    "AdaptiveHopfield",
-    "AdaptiveHopfieldLayer",
-    "AdaptiveHopfieldPooling",
-    "AdaptiveSimilarity",
-    "AssociativeMemory",
-    "Blocks",
-    "ImageSimilarity",
-    "Report",
-    "Separation",
-    "adapt_",
-    "adaptive_similarity",
-    "association_maps",
-    "backends",
-    "footprint",
-    "hflayers_state_dict",
-    "install_as_hflayers",
-    "load_adapted",
-    "load_similarities",
-    "parameter_groups",
-    "patches",
-    "register_base",
-    "register_converter",
-    "revert_",
-    "save_adapted",
-    "save_similarities",
-    "similarity_parameters",
-    "variants",
-]
+    "AHopError", "Adaptive", "AdaptiveAttention", "AdaptiveHopfield", "AdaptiveHopfieldLayer",
+    "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "ImageSimilarity", "Report",
+    "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "footprint", "hflayers_state_dict",
+    "install_as_hflayers", "load_adapted", "load_similarities", "parameter_groups", "patches", "register_base",
+    "register_converter", "revert_", "save_adapted", "save_similarities", "similarity_parameters", "variants",
+]  # fmt: skip
 
 _ON_DEMAND = ("metric_learning", "plots", "tabular", "torchmil")
 
