@@ -203,7 +203,7 @@ def load_adapted(
     model = cls(**keywords) if build is None else build(folder, **keywords)
     if build is None:
         _load_weights(model, Path(folder))
-    copies, parts = find_copies(model, None, None), dict(model.named_modules())
+    copies, parts = find_copies(model), dict(model.named_modules())
     dtype_source = next((p for p in model.parameters() if p.is_floating_point()), None)
     for name, entry in modules.items():
         with naming(name):
