@@ -70,15 +70,11 @@ class CLIPAttention(Adaptive):
         query, key, value = (
             rearrange(getattr(self, name)(hidden_states), "n l (h d) -> n h l d", h=heads) for name in self.projections
         )
-        drop = getattr(self, self.drop)
+        mask = attend_mask(sum(given[1:], given[0]) if given else None, is_causal and not given)
+        drop, wanted = getattr(self, self.drop), bool(output_attentions) or self._weights_requested()
+        drop = drop.p if isinstance(drop, nn.Dropout) else drop
         output, weights = self.associate(
-            query,
-            key,
-            value,
-            scaling=dim**-0.5,
-            mask=attend_mask(sum(given[1:], given[0]) if given else None, is_causal and not given),
-            dropout=drop.p if isinstance(drop, nn.Dropout) else drop,
-            need_weights=bool(output_attentions) or self._weights_requested(),
+            query, key, value, scaling=dim**-0.5, mask=mask, dropout=drop, need_weights=wanted
         )
         return output if self.out is None else getattr(self, self.out)(output), weights
 

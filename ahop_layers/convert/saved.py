@@ -202,7 +202,14 @@ def load_adapted(
     build = getattr(cls, "from_pretrained", None)
     model = cls(**keywords) if build is None else build(folder, **keywords)
     if build is None:
-        _load_weights(model, Path(folder))
+        import safetensors
+        from safetensors.torch import load_model
+
+        path = str(Path(folder) / WEIGHTS)
+        try:
+            load_model(model, path)
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+            raise AHopError(f"{path!r} must be the weights of the model, got another file: {error}") from error
     copies, parts = find_copies(model), dict(model.named_modules())
     dtype_source = next((p for p in model.parameters() if p.is_floating_point()), None)
     for name, entry in modules.items():
@@ -235,18 +242,6 @@ def _read(folder: Path) -> dict[str, Any]:
     if not all(isinstance(entry, dict) and entry.keys() >= keys for entry in entries):
         raise AHopError(f"{rule}, got an {ADAPTED} without modules in {str(folder)!r}")
     return dict(modules)
-
-
-def _load_weights(model: nn.Module, folder: Path) -> None:
-    """Loads the weights of a model without ``from_pretrained``."""
-    import safetensors
-    from safetensors.torch import load_model
-
-    path = folder / WEIGHTS
-    try:
-        load_model(model, str(path))
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise AHopError(f"{str(path)!r} must be the weights of the model, got another file: {error}") from error
 
 
 def _how_adapted(module: Any) -> dict[str, Any]:

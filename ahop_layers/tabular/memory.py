@@ -218,7 +218,10 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
         categories = Categories(X)
         features, target = self._validated(categories.encode(X), y=y, y_numeric=True)
         examples = merge_rows(features, target, sample_weight)
-        mean, scale = self._moments(examples)
+        low, high = examples.target.aminmax()
+        mean, scale = moments(examples.target, examples.weight) if low < high else (low.item(), 1.0)
+        if not np.finfo(np.float64).tiny <= scale**2 < np.inf:  # standardized targets would be NaN or zero
+            raise AHopError(f"y must have a variance within the range of float64, got targets from {low:g} to {high:g}")
         self._train(examples._replace(target=((examples.target - mean) / scale)[:, None]), categories)
         self._mean, self._scale, self.case_targets_ = mean, scale, target[self.case_indices_]
         return self
@@ -227,14 +230,3 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
         """Returns the predicted target ``(n,)`` of rows ``X (n, features)``."""
         outputs = self._outputs(X)[:, 0]  # raises if the estimator is not fitted
         return self._mean + self._scale * outputs
-
-    @staticmethod
-    def _moments(examples: Examples) -> tuple[float, float]:
-        """Returns the mean and standard deviation of the targets; 1 in place of the deviation of a constant target."""
-        low, high = examples.target.aminmax()
-        if low == high:
-            return low.item(), 1.0
-        mean, deviation = moments(examples.target, examples.weight)
-        if not np.finfo(np.float64).tiny <= deviation**2 < np.inf:  # standardized targets would be NaN or zero
-            raise AHopError(f"y must have a variance within the range of float64, got targets from {low:g} to {high:g}")
-        return mean, deviation
