@@ -117,15 +117,9 @@ class Packed:
     """
 
     def __init__(
-        self,
-        instances: Tensor,
-        sizes: list[int] | Tensor,
-        key: Projection,
-        value: Projection,
-        *,
-        zero_association: bool = False,
-        keep_keys: bool = False,
-    ) -> None:
+        self, instances: Tensor, sizes: list[int] | Tensor, key: Projection, value: Projection, *,
+        zero_association: bool = False, keep_keys: bool = False,
+    ) -> None:  # fmt: skip
         total, device = instances.shape[0], instances.device
         self.bags = self.extended = Bags(sizes, device, total)
         self.project_key, self.project_value = key, value
