@@ -17,7 +17,11 @@ _Separate = Callable[..., Tensor]
 
 
 class Rows:
-    """The operations on rows of scores that a separation needs, here for rows along the last axis."""
+    """The operations on rows of scores that a separation needs, here for rows along the last axis.
+
+    >>> Rows().sum(torch.tensor([[1.0, 2.0]]))
+    tensor([[3.]])
+    """
 
     def sum(self, x: Tensor) -> Tensor:
         """Computes the sum of each row."""
