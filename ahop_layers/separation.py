@@ -183,21 +183,46 @@ def _straight_through(hard: Tensor, scores: Tensor, softmax: _Separate) -> Tenso
     return hard + (soft - soft.detach())
 
 
-def elementwise(scores: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function of each score alone, as in the first Hopfield networks: ``(..., S) -> (..., S)``.
-
-    >>> elementwise(torch.tensor([2.0, -1.0, -torch.inf]), lambda score: score**3)
-    tensor([ 8., -1.,  0.])
-    """
-    check_floating(scores=scores)
+def _elementwise(function: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
     blocked = scores == -torch.inf
     return function(scores.masked_fill(blocked, 0.0)).masked_fill(blocked, 0.0)
 
 
-_NORMALIZED: dict[str, _Separate] = {
-    "softmax": softmax, "sparsemax": sparsemax, "entmax15": entmax15, "argmax": argmax, "entmax": entmax
+@_zeros_for_masked_rows
+def identity(scores: Tensor) -> Tensor:
+    """The scores themselves, as in the first Hopfield networks: ``(..., S) -> (..., S)``.
+
+    >>> identity(torch.tensor([1.0, -torch.inf]))
+    tensor([1., 0.])
+    """
+    return _elementwise(lambda s: s, scores)
+
+
+@_zeros_for_masked_rows
+def polynomial(scores: Tensor, degree: int) -> Tensor:
+    """``score ** degree``, as in dense associative memories: ``(..., S) -> (..., S)``.
+
+    >>> polynomial(torch.tensor([2.0, -1.0]), 3)
+    tensor([ 8., -1.])
+    """
+    return _elementwise(lambda s: s**degree, scores)
+
+
+@_zeros_for_masked_rows
+def exponential(scores: Tensor) -> Tensor:
+    """``exp(score)`` without normalization: ``(..., S) -> (..., S)``.
+
+    >>> exponential(torch.tensor([0.0, -torch.inf]))
+    tensor([1., 0.])
+    """
+    return _elementwise(torch.exp, scores)
+
+
+_ELEMENTWISE: dict[str, _Separate] = {"identity": identity, "polynomial": polynomial, "exponential": exponential}
+_SEPARATE: dict[str, _Separate] = {
+    "softmax": softmax, "sparsemax": sparsemax, "entmax15": entmax15, "argmax": argmax, "entmax": entmax, **_ELEMENTWISE
 }  # fmt: skip
-SEPARATIONS = (*_NORMALIZED, "identity", "polynomial", "exponential")
+SEPARATIONS = tuple(_SEPARATE)
 
 
 class Separation(nn.Module):
@@ -246,12 +271,10 @@ class Separation(nn.Module):
             masked: False skips handling of fully masked rows.
             groups: reductions over groups along the first axis, such as :class:`ahop_layers.packed.Bags`.
         """
-        if self.name not in _NORMALIZED:
-            power = self.degree if self.name == "polynomial" else 1
-            return elementwise(scores, torch.exp if self.name == "exponential" else lambda score: score**power)
-        if groups is None:
-            alphas = () if self.alpha_logit is None else (self.alpha,)
-            return _NORMALIZED[self.name](scores, *alphas, masked=masked)
+        if groups is None or self.name in _ELEMENTWISE:
+            power = (self.degree,) if self.name == "polynomial" else ()
+            parameters = power if self.alpha_logit is None else (self.alpha,)
+            return _SEPARATE[self.name](scores, *parameters, masked=masked and groups is None)
         # The scores of a group are not an axis that could be sorted.
         if self.name == "softmax":
             return _softmax_within(groups, scores)
