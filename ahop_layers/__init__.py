@@ -5,10 +5,9 @@ from types import ModuleType
 
 from ahop_layers import variants as variants
 from ahop_layers.attention import Adaptive, AdaptiveAttention
-from ahop_layers.convert.adapt import adapt_, revert_
+from ahop_layers.convert.adapt import Report, adapt_, revert_
 from ahop_layers.convert.maps import association_maps
 from ahop_layers.convert.registry import register_converter
-from ahop_layers.convert.report import Report
 from ahop_layers.convert.saved import load_adapted, load_similarities, save_adapted, save_similarities
 from ahop_layers.errors import AHopError
 from ahop_layers.hflayers import install_as_hflayers
@@ -26,37 +25,12 @@ from ahop_layers.training import parameter_groups
 __version__ = "0.1.0"
 
 __all__ = [
-    "AHopError",
-    "Adaptive",
-    "AdaptiveAttention",
-    "AdaptiveHopfield",
-    "AdaptiveHopfieldLayer",
-    "AdaptiveHopfieldPooling",
-    "AdaptiveSimilarity",
-    "AssociativeMemory",
-    "Blocks",
-    "ImageSimilarity",
-    "Report",
-    "Separation",
-    "adapt_",
-    "adaptive_similarity",
-    "association_maps",
-    "backends",
-    "footprint",
-    "hflayers_state_dict",
-    "install_as_hflayers",
-    "load_adapted",
-    "load_similarities",
-    "parameter_groups",
-    "patches",
-    "register_base",
-    "register_converter",
-    "revert_",
-    "save_adapted",
-    "save_similarities",
-    "similarity_parameters",
-    "variants",
-]
+    "AHopError", "Adaptive", "AdaptiveAttention", "AdaptiveHopfield", "AdaptiveHopfieldLayer",
+    "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "ImageSimilarity", "Report",
+    "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "footprint", "hflayers_state_dict",
+    "install_as_hflayers", "load_adapted", "load_similarities", "parameter_groups", "patches", "register_base",
+    "register_converter", "revert_", "save_adapted", "save_similarities", "similarity_parameters", "variants",
+]  # fmt: skip
 
 _ON_DEMAND = ("metric_learning", "plots", "tabular", "torchmil")
 

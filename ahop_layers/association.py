@@ -224,17 +224,10 @@ class Padded:
 
 
 def associate(
-    query: Tensor,
-    stored: Stored,
-    *,
-    score: Similarity = dot_product,
-    separation: Separation,
-    scaling: float | Tensor = 1.0,
-    dropout: float = 0.0,
-    steps: Steps = 0,
-    eps: float | Tensor = 1e-4,
+    query: Tensor, stored: Stored, *, score: Similarity = dot_product, separation: Separation,
+    scaling: float | Tensor = 1.0, dropout: float = 0.0, steps: Steps = 0, eps: float | Tensor = 1e-4,
     need_weights: bool = True,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Associates queries with stored keys and reads the stored values.
 
     Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` of one resolution is
@@ -287,51 +280,39 @@ def _is_attention(score: Similarity, separation: Separation, steps: Steps) -> Ty
 def _attend(
     query: Tensor, stored: Padded, similarity: AdaptiveSimilarity, scaling: float | Tensor, dropout: float
 ) -> Tensor | None:
-    """Computes the readout with ``ahop::attend``, or returns None where separate operations are preferable."""
-    if not _fits_attend(query, stored, similarity):
+    """Computes the readout with ``ahop::attend``; None if it does not fit, or separate operations are preferable."""
+    key, value, mask = stored.key, stored.value, stored.mask or Mask()
+    if not query.ndim == key.ndim == value.ndim == 4 or value.shape[1] != key.shape[1]:
         return None
-    if not (query.is_cuda or is_large(query, stored.key)):  # nothing else is prepared in vain
+    batches, masks = (1, query.shape[0], key.shape[0], value.shape[0]), (mask.blocked, mask.added)
+    if any(part is not None and part.ndim == 4 and part.shape[0] not in batches for part in masks):
         return None
-    mask = stored.mask or Mask()
-    if mask.causal and mask.appended:
-        triangle = mask.triangle(query.shape[-2], stored.key.shape[-2], query.device)
-        mask = Mask(triangle).join(Mask(mask.blocked, mask.added))
     added = mask.added
+    if added is not None and ((added.requires_grad and torch.is_grad_enabled()) or not added.is_floating_point()):
+        return None  # the operator computes no gradient of a mask
+    if similarity.blocks[0].normalize and key.shape[1] not in (1, query.shape[1]):
+        return None  # norms are computed for each query head
+    if not (query.is_cuda or is_large(query, key)):  # nothing else is prepared in vain
+        return None
+    if mask.causal and mask.appended:
+        triangle = mask.triangle(query.shape[-2], key.shape[-2], query.device)
+        mask = Mask(triangle).join(Mask(mask.blocked, mask.added))
     if mask.blocked is not None:
         added = mask.blocked if added is None else torch.where(mask.blocked, -torch.inf, added)
     if added is not None:
         added = added[(None,) * (4 - added.ndim)]
-    query, key, weight = similarity.prepared(query, stored.key)
-    query, key, value = autocast(query, key, stored.value)
+    query, key, weight = similarity.prepared(query, key)
+    query, key, value = autocast(query, key, value)
     if not prefers_attend(AttentionCall(query, key, value, weight, added, bases=similarity.names)):
         return None
     weight = weight.to(accumulation_dtype(weight.dtype)) * scaling
     return attend(query, key, value, weight, similarity.names, added, mask.causal, dropout)
 
 
-def _fits_attend(query: Tensor, stored: Padded, similarity: AdaptiveSimilarity) -> bool:
-    """Returns whether ``ahop::attend`` takes these shapes, and computes a gradient for all that requires one."""
-    key, value, mask = stored.key, stored.value, stored.mask or Mask()
-    if not query.ndim == key.ndim == value.ndim == 4 or value.shape[1] != key.shape[1]:
-        return False
-    batches = (1, query.shape[0], key.shape[0], value.shape[0])
-    if any(part is not None and part.ndim == 4 and part.shape[0] not in batches for part in (mask.blocked, mask.added)):
-        return False
-    added = mask.added
-    if added is not None and ((added.requires_grad and torch.is_grad_enabled()) or not added.is_floating_point()):
-        return False
-    grouped = key.shape[1] not in (1, query.shape[1])
-    return not (grouped and similarity.blocks[0].normalize)  # norms are computed for each query head
-
-
 def iterate(
-    state: Tensor,
-    weigh: Callable[[Tensor], Tensor],
-    next_state: Callable[[Tensor], Tensor],
-    change: Callable[[Tensor, Tensor], Tensor],
-    steps: Steps,
-    eps: float | Tensor,
-) -> Tensor:
+    state: Tensor, weigh: Callable[[Tensor], Tensor], next_state: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor, Tensor], Tensor], steps: Steps, eps: float | Tensor,
+) -> Tensor:  # fmt: skip
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
     ``weigh`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and

@@ -1,7 +1,7 @@
 """The exception class of the package and the checks that raise it."""
 
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -62,9 +62,7 @@ def check_seed(**seeds: object) -> None:
 
 def check_probability(**values: object) -> None:
     """Raises unless every value is a number between 0 and 1."""
-    for name, value in values.items():
-        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
-            raise AHopError(f"{name} must be a number between 0 and 1, got {value!r}")
+    check_numbers("a number between 0 and 1", **values)
 
 
 def check_floating(**tensors: object) -> None:
@@ -92,11 +90,9 @@ def check_same_device(**tensors: Any) -> None:
         raise AHopError(f"all tensors must be on one device, got {got}")
 
 
-def check_pair(query: object, key: object) -> None:
+def check_pair(query: Tensor, key: Tensor) -> None:
     """Raises unless ``query (..., L, d)`` and ``key (..., S, d)`` have the same d and are on one device."""
     check_floating(query=query, key=key)
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):  # only narrows the types
-        return
     for name, tensor in (("query", query), ("key", key)):
         if tensor.ndim < 2:
             raise AHopError(f"{name} must have at least 2 dimensions (..., rows, d), got {describe(tensor)}")

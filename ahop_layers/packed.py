@@ -16,7 +16,7 @@ from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.separation import Separation
+from ahop_layers.separation import Rows, Separation
 
 # Computes keys or values ``(rows, H, d)`` of instances ``(rows, E)``.
 Projection = Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ class _Spread(torch.autograd.Function):
         return ctx.bags.sum(grad), None
 
 
-class Bags:
+class Bags(Rows):
     """Reductions and scores within packed bags of given ``sizes``, on the device of their instances.
 
     If the ``total`` of the sizes is given, the values of a tensor ``(N,)`` are not read, so that the code compiles.
@@ -117,15 +117,9 @@ class Packed:
     """
 
     def __init__(
-        self,
-        instances: Tensor,
-        sizes: list[int] | Tensor,
-        key: Projection,
-        value: Projection,
-        *,
-        zero_association: bool = False,
-        keep_keys: bool = False,
-    ) -> None:
+        self, instances: Tensor, sizes: list[int] | Tensor, key: Projection, value: Projection, *,
+        zero_association: bool = False, keep_keys: bool = False,
+    ) -> None:  # fmt: skip
         total, device = instances.shape[0], instances.device
         self.bags = self.extended = Bags(sizes, device, total)
         self.project_key, self.project_value = key, value

@@ -30,16 +30,9 @@ CYCLE = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), ":")
 
 
 def association_map(
-    weights: Tensor,
-    image: Tensor,
-    patches: tuple[int, int] | None = None,
-    *,
-    token: int = 0,
-    title: str = "",
-    vmax: float | None = None,
-    colorbar: bool = False,
-    ax: "Axes | None" = None,
-) -> "Figure":
+    weights: Tensor, image: Tensor, patches: tuple[int, int] | None = None, *, token: int = 0, title: str = "",
+    vmax: float | None = None, colorbar: bool = False, ax: "Axes | None" = None,
+) -> "Figure":  # fmt: skip
     """Plots the association weights of one token over the patches of an image.
 
     Args:
@@ -231,15 +224,9 @@ def footprint_steps(
 
 @torch.no_grad()
 def block_map(
-    similarity: AdaptiveSimilarity,
-    query: Tensor,
-    key: Tensor,
-    *,
-    base: str | None = None,
-    resolution: int = 0,
-    title: str = "",
-    ax: "Axes | None" = None,
-) -> "Figure":
+    similarity: AdaptiveSimilarity, query: Tensor, key: Tensor, *, base: str | None = None, resolution: int = 0,
+    title: str = "", ax: "Axes | None" = None,
+) -> "Figure":  # fmt: skip
     """Plots how similar the blocks of two images are: the more similar a block, the lighter.
 
     Args:

@@ -6,7 +6,6 @@ zeros with finite gradients. :class:`Separation` also works on rows that are gro
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,33 +16,27 @@ from ahop_layers.ops.reference import accumulation_dtype
 _Separate = Callable[..., Tensor]
 
 
-class _Rows(Protocol):
-    """Rows of scores, as the operations on them that a separation needs."""
+class Rows:
+    """The operations on rows of scores that a separation needs, here for rows along the last axis.
+
+    >>> Rows().sum(torch.tensor([[1.0, 2.0]]))
+    tensor([[3.]])
+    """
 
     def sum(self, x: Tensor) -> Tensor:
         """Computes the sum of each row."""
-
-    def amax(self, x: Tensor) -> Tensor:
-        """Computes the maximum of each row."""
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Repeats one value per row for each score of the row; broadcasting may do the same."""
-
-
-class _LastAxis:
-    """Rows along the last axis."""
-
-    def sum(self, x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True)
 
     def amax(self, x: Tensor) -> Tensor:
+        """Computes the maximum of each row."""
         return x.amax(-1, keepdim=True)
 
     def spread(self, x: Tensor) -> Tensor:
+        """Repeats one value per row for each score of the row; broadcasting may do the same."""
         return x
 
 
-_LAST_AXIS = _LastAxis()
+_LAST_AXIS = Rows()
 
 
 def _zeros_for_masked_rows(separate: _Separate) -> _Separate:
@@ -62,7 +55,7 @@ def _zeros_for_masked_rows(separate: _Separate) -> _Separate:
     return extended
 
 
-def _below_largest(scores: Tensor, scale: Tensor | float = 1.0, rows: _Rows = _LAST_AXIS) -> Tensor:
+def _below_largest(scores: Tensor, scale: Tensor | float = 1.0, rows: Rows = _LAST_AXIS) -> Tensor:
     """Subtracts the largest score of each row and multiplies by ``scale``, in the accumulation dtype.
 
     In the entmax family a score of -1 or less then has the weight zero, so the result is clamped to -2. The first clamp
@@ -83,7 +76,7 @@ def softmax(scores: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
-def _softmax_within(groups: _Rows, scores: Tensor) -> Tensor:
+def _softmax_within(groups: Rows, scores: Tensor) -> Tensor:
     wide = scores.to(accumulation_dtype(scores.dtype))
     powers = (wide - groups.spread(groups.amax(wide.detach()))).exp()
     return (powers / groups.spread(groups.sum(powers))).to(scores.dtype)
@@ -139,7 +132,7 @@ def entmax(scores: Tensor, alpha: Tensor) -> Tensor:
     return _entmax(scores, alpha, _LAST_AXIS)
 
 
-def _entmax(scores: Tensor, alpha: Tensor | float, rows: _Rows) -> Tensor:
+def _entmax(scores: Tensor, alpha: Tensor | float, rows: Rows) -> Tensor:
     """Computes entmax by bisection, which needs no sorted rows."""
     if isinstance(alpha, Tensor):
         alpha = alpha.to(accumulation_dtype(scores.dtype))
@@ -175,7 +168,7 @@ def argmax(scores: Tensor) -> Tensor:
     return _straight_through(hard, scores, partial(torch.softmax, dim=-1))
 
 
-def _argmax_within(groups: _Rows, scores: Tensor) -> Tensor:
+def _argmax_within(groups: Rows, scores: Tensor) -> Tensor:
     member = torch.arange(scores.shape[0], device=scores.device)[:, None, None]
     largest = scores == groups.spread(groups.amax(scores.detach()))
     first = groups.spread(groups.amax(torch.where(largest, -member, -scores.shape[0])))
@@ -225,15 +218,11 @@ def exponential(scores: Tensor) -> Tensor:
     return _elementwise(torch.exp, scores)
 
 
-_PLAIN: dict[str, _Separate] = {
-    "softmax": softmax,
-    "sparsemax": sparsemax,
-    "entmax15": entmax15,
-    "argmax": argmax,
-    "identity": identity,
-    "exponential": exponential,
-}
-SEPARATIONS = (*_PLAIN, "entmax", "polynomial")
+_ELEMENTWISE: dict[str, _Separate] = {"identity": identity, "polynomial": polynomial, "exponential": exponential}
+_SEPARATE: dict[str, _Separate] = {
+    "softmax": softmax, "sparsemax": sparsemax, "entmax15": entmax15, "argmax": argmax, "entmax": entmax, **_ELEMENTWISE
+}  # fmt: skip
+SEPARATIONS = tuple(_SEPARATE)
 
 
 class Separation(nn.Module):
@@ -274,7 +263,7 @@ class Separation(nn.Module):
         check_choice("separation", self.name, (*known, "entmax"))
         return known[self.name]
 
-    def forward(self, scores: Tensor, masked: bool = True, groups: _Rows | None = None) -> Tensor:
+    def forward(self, scores: Tensor, masked: bool = True, groups: Rows | None = None) -> Tensor:
         """Turns ``scores (..., [H,] L, S)`` into weights of the same shape.
 
         Args:
@@ -282,25 +271,18 @@ class Separation(nn.Module):
             masked: False skips handling of fully masked rows.
             groups: reductions over groups along the first axis, such as :class:`ahop_layers.packed.Bags`.
         """
-        if groups is not None:
-            return self._within(groups, scores)
-        if self.alpha_logit is not None:
-            return entmax(scores, self.alpha, masked=masked)
-        if self.name == "polynomial":
-            return polynomial(scores, self.degree, masked=masked)
-        return _PLAIN[self.name](scores, masked=masked)
-
-    def _within(self, groups: _Rows, scores: Tensor) -> Tensor:
-        """Separates each group by reductions alone: its scores are not an axis that could be sorted."""
+        if groups is None or self.name in _ELEMENTWISE:
+            power = (self.degree,) if self.name == "polynomial" else ()
+            parameters = power if self.alpha_logit is None else (self.alpha,)
+            return _SEPARATE[self.name](scores, *parameters, masked=masked and groups is None)
+        # The scores of a group are not an axis that could be sorted.
         if self.name == "softmax":
             return _softmax_within(groups, scores)
         if self.name == "argmax":
             return _argmax_within(groups, scores)
-        if self.name in ("sparsemax", "entmax15", "entmax"):
-            alpha = self.alpha
-            # (H, 1, 1) belongs to scores (..., H, L, S), and (H, 1) to (total, H, L).
-            return _entmax(scores, alpha.squeeze(-1) if isinstance(alpha, Tensor) and alpha.ndim else alpha, groups)
-        return self.forward(scores, masked=False)  # elementwise: the axis does not matter
+        alpha = self.alpha
+        # (H, 1, 1) belongs to scores (..., H, L, S), and (H, 1) to (total, H, L).
+        return _entmax(scores, alpha.squeeze(-1) if isinstance(alpha, Tensor) and alpha.ndim else alpha, groups)
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""

@@ -50,7 +50,15 @@ def parameter_groups(
     similarity = similarity_parameters(model)
     known = {id(parameter) for parameter in similarity}
     rest = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in known}
-    exempt = _exempt(model, rest) if weight_decay and hasattr(type(model), "no_weight_decay") else []
+    exempt: list[str] = []
+    if weight_decay and hasattr(type(model), "no_weight_decay"):
+        own: Any = model
+        patterns = own.no_weight_decay()
+        exempt = [
+            name
+            for name, parameter in rest.items()
+            if parameter.ndim <= 1 or name.endswith(".bias") or any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
     decayed = [parameter for name, parameter in rest.items() if name not in exempt]
     groups: list[dict[str, Any]] = [{"params": decayed, "lr": lr, "weight_decay": weight_decay}]
     if similarity:
@@ -58,16 +66,6 @@ def parameter_groups(
     if exempt:
         groups.append({"params": [rest[name] for name in exempt], "lr": lr, "weight_decay": 0.0})
     return groups
-
-
-def _exempt(model: Any, parameters: dict[str, nn.Parameter]) -> list[str]:
-    """Returns the names of those parameters that timm exempts from weight decay."""
-    patterns = model.no_weight_decay()
-    return [
-        name
-        for name, parameter in parameters.items()
-        if parameter.ndim <= 1 or name.endswith(".bias") or any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
 
 
 class _Folded(nn.Module):
@@ -168,15 +166,9 @@ class Batches(NamedTuple):
 
 
 def minimize(
-    module: nn.Module,
-    loss: Callable[[Any], Tensor],
-    batches: Batches,
-    lr: float,
-    progress: bool,
-    average: Callable[[Sequence[Tensor]], None],
-    units: Sequence[tuple[Tensor | None, float]] = (),
-    scale: float = 1.0,
-) -> tuple[Tensor, float, float]:
+    module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches, lr: float, progress: bool,
+    average: Callable[[Sequence[Tensor]], None], units: Sequence[tuple[Tensor | None, float]] = (), scale: float = 1.0,
+) -> tuple[Tensor, float, float]:  # fmt: skip
     """Trains the parameters of a module: one step of Adam per batch.
 
     The learning rate rises for a tenth of the steps, then falls to zero. If the batches have held-out queries, the
@@ -199,7 +191,9 @@ def minimize(
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, batches.steps))
         first = best = mean_loss(loss, batches.held_out)
         kept = [parameter.detach().clone() for parameter in parameters]
-        bar = _bar(batches, progress)
+        bar: Any = batches.draws
+        if progress and importlib.util.find_spec("tqdm") is not None:
+            bar = importlib.import_module("tqdm").tqdm(bar, total=batches.steps, desc="fit", unit="step")
         for step, batch in enumerate(bar):
             value = loss(batch)
             optimizer.zero_grad()
@@ -258,10 +252,3 @@ def _check_finite(tensors: list[Tensor], step: int, lr: float) -> None:
     if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
         got = f"NaN or infinity by step {step} with lr={lr!r}"
         raise AHopError(f"loss and parameters must stay finite, got {got}: use a smaller lr")
-
-
-def _bar(batches: Batches, progress: bool) -> Any:
-    """Returns the batches, with a progress bar if requested and tqdm is installed."""
-    if not progress or importlib.util.find_spec("tqdm") is None:
-        return batches.draws
-    return importlib.import_module("tqdm").tqdm(batches.draws, total=batches.steps, desc="fit", unit="step")

@@ -86,7 +86,8 @@ def test_standard_operators_compute_the_reference(blocks):
     weight, widths = torch.randn(3, 4, n), torch.tensor([1.0, 1.0, 1.0, 0.5])
     bases = ("dis", "dot", "l1", "near")
     expected = reference.adaptive_similarity(*(x.double() for x in (query, key, weight)), bases, numbers, widths)
-    scores = onnx.adaptive_similarity(query, key, weight, bases, numbers, widths)
+    folded, products = reference.fold(weight), ("dot", "dis")
+    scores = reference.folded_similarity(query, key, folded, bases, widths, numbers, products)
     torch.testing.assert_close(scores, expected.float(), atol=1e-3, rtol=1e-5)
     assert not onnx.is_onnx_export()
 

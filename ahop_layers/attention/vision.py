@@ -52,14 +52,9 @@ class CLIPAttention(Adaptive):
         return getattr(self, self.heads), getattr(self, self.width)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        causal_attention_mask: Tensor | None = None,
-        output_attentions: bool | None = False,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, causal_attention_mask: Tensor | None = None,
+        output_attentions: bool | None = False, is_causal: bool = False, **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``.
 
         The weights are None unless an argument, the configuration or a hook asks for them. Before transformers 5, the
@@ -70,15 +65,11 @@ class CLIPAttention(Adaptive):
         query, key, value = (
             rearrange(getattr(self, name)(hidden_states), "n l (h d) -> n h l d", h=heads) for name in self.projections
         )
-        drop = getattr(self, self.drop)
+        mask = attend_mask(sum(given[1:], given[0]) if given else None, is_causal and not given)
+        drop, wanted = getattr(self, self.drop), bool(output_attentions) or self._weights_requested()
+        drop = drop.p if isinstance(drop, nn.Dropout) else drop
         output, weights = self.associate(
-            query,
-            key,
-            value,
-            scaling=dim**-0.5,
-            mask=attend_mask(sum(given[1:], given[0]) if given else None, is_causal and not given),
-            dropout=drop.p if isinstance(drop, nn.Dropout) else drop,
-            need_weights=bool(output_attentions) or self._weights_requested(),
+            query, key, value, scaling=dim**-0.5, mask=mask, dropout=drop, need_weights=wanted
         )
         return output if self.out is None else getattr(self, self.out)(output), weights
 

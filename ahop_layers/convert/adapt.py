@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -17,14 +17,16 @@ from ahop_layers.convert.class_swap import original_class, restore_class_
 from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import Found, find_attention
 from ahop_layers.convert.registry import Converter
-from ahop_layers.convert.report import Report, count_comparisons
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
+from ahop_layers.ops.gpu.layout import comparators
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import (
+    AdaptiveSimilarity,
     BlocksArgument,
     Init,
+    LazyAdaptiveSimilarity,
     SimilarityOptions,
     SimilaritySource,
     named_similarities,
@@ -37,6 +39,55 @@ Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 # Ends of class names, because importing torch.distributed.fsdp or torch._dynamo takes seconds. DDP is the class that
 # ``replicate`` adds to a module, FSDPModule the one that ``fully_shard`` adds.
 _WRAPPERS = ("DataParallel", "DDP", "FSDPModule", "OptimizedModule")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of :func:`adapt_`; ``print`` shows it as a table.
+
+    Attributes:
+        adapted: original class of each adapted module, by name.
+        passed_over: reason why an attention module was not adapted, by name.
+        new_parameters: number of elements of the new similarities' parameters, without those of unknown shape.
+        dry_run: whether :func:`adapt_` changed nothing.
+        comparisons: number of comparisons that sort the similarities of one query-key pair, summed over bases, heads
+            and layers: the comparators of Batcher's sorting network. Similarities of another class or of unknown
+            dimension do not count.
+        comparisons_with_4_blocks: the same with ``blocks=4`` in place of full footprints. None if there are no full
+            footprints, or if 4 does not divide the dimension of a head.
+        how: how the attention of each adapted module is replaced, by name: by a ``"converter"``, or in the module's own
+            ``forward``, where it calls ``"scaled_dot_product_attention"`` or computes scores ``"by hand"``.
+
+    >>> report = Report({"blocks.0.attn": "Attention"}, {}, 96, comparisons=3258, comparisons_with_4_blocks=30)
+    >>> print(report)
+    adapted 1 of 1 attention modules; 96 new parameters
+    blocks.0.attn  adapted Attention
+    sorting takes 3,258 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 30
+    """
+
+    adapted: dict[str, str] = field(default_factory=dict)
+    passed_over: dict[str, str] = field(default_factory=dict)
+    new_parameters: int = 0
+    dry_run: bool = False
+    comparisons: int = 0
+    comparisons_with_4_blocks: int | None = None
+    how: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The coverage, one line per module, then the cost."""
+        width = max(map(len, [*self.adapted, *self.passed_over]), default=0)
+        done, takes = ("would adapt", "would take") if self.dry_run else ("adapted", "takes")
+        total = f"{done} {len(self.adapted)} of {len(self.adapted) + len(self.passed_over)} attention modules"
+        lines = [total if self.dry_run else f"{total}; {self.new_parameters} new parameters"]
+        for name, kind in self.adapted.items():
+            how = self.how.get(name, "converter")
+            lines.append(f"{name:{width}}  {done} {kind}" + ("" if how == "converter" else f" ({how})"))
+        lines += [f"{name:{width}}  passed over: {reason}" for name, reason in self.passed_over.items()]
+        if self.comparisons:
+            count = f"{self.comparisons:,} comparisons for each query-key pair, summed over heads and layers"
+            fewer = self.comparisons_with_4_blocks
+            lines.append(f"sorting {takes} {count}" + ("" if fewer is None else f"; blocks=4 would take {fewer:,}"))
+        return "\n".join(lines)
 
 
 def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
@@ -129,7 +180,7 @@ def adapt_(
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
     how = {name: found.how for name, (_, found) in chosen.items()}
     if dry_run:
-        return Report(adapted, passed, 0, True, *count_comparisons(planned), how)
+        return Report(adapted, passed, 0, True, *_count_comparisons(planned), how)
     try:
         for name, (module, found) in chosen.items():
             with naming(name):
@@ -145,7 +196,20 @@ def adapt_(
     modules = [module for module, _ in chosen.values()]
     new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
     similarities = [part for module in modules for part in named_similarities(module).values()]
-    return Report(adapted, passed, sum(new.values()), False, *count_comparisons(similarities), how)
+    return Report(adapted, passed, sum(new.values()), False, *_count_comparisons(similarities), how)
+
+
+def _count_comparisons(similarities: Iterable[nn.Module]) -> tuple[int, int | None]:
+    """Returns ``comparisons`` and ``comparisons_with_4_blocks`` of a :class:`Report`."""
+    total, fewer, full = 0, 0, []
+    for part in similarities:
+        if isinstance(part, AdaptiveSimilarity) and not isinstance(part, LazyAdaptiveSimilarity):
+            copies = len(part.bases) * (part.num_heads or 1)
+            for n in (entry.count(part.dim) for entry in part.blocks):
+                total += copies * comparators(n)
+                fewer += copies * comparators(4 if n == part.dim else n)
+                full += [n] if n == part.dim else []
+    return total, fewer if full and all(n > 4 and n % 4 == 0 for n in full) else None
 
 
 def _check_not_wrapped(model: nn.Module) -> None:
@@ -233,11 +297,13 @@ def revert_(model: nn.Module) -> list[str]:
     vars(model).pop("no_weight_decay", None)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
-    prefixes = {name: f"{name}." if name else "" for name in adapted}
-    return [
-        name for name, own in prefixes.items()
-        if not any(own != other and own.startswith(other) for other in prefixes.values())
-    ]
+    return list(outermost(adapted))
+
+
+def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Returns those modules that are in no other one."""
+    inside = {part for module in modules.values() for part in module.modules() if part is not module}
+    return {name: module for name, module in modules.items() if module not in inside}
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ahop_layers.attention.call import SDPA, Site
-from ahop_layers.attention.products import PRODUCTS, read_product
+from ahop_layers.attention.call import PRODUCTS, SDPA, Site, read_product
 
 SOFTMAXES = (functional.softmax, torch.softmax, Tensor.softmax)
 HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head", "num_attn_heads")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers import files
-from ahop_layers.convert.adapt import adapted_modules, exempt_from_decay, naming
+from ahop_layers.convert.adapt import adapted_modules, exempt_from_decay, naming, outermost
 from ahop_layers.convert.class_swap import original_class
 from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import call_converter
@@ -153,9 +153,9 @@ def save_adapted(model: nn.Module, folder: str | Path) -> None:
     >>> torch.equal(loaded(x), model(x))
     True
     """
-    parts, outermost, folder = similarity_parts(model), _outermost(model), files.as_path(folder)
-    modules = {name: _how_adapted(module) for name, module in outermost.items()}
-    added = {part for module in outermost.values() for part in module.modules()}
+    parts, adapted, folder = similarity_parts(model), outermost(adapted_modules(model)), files.as_path(folder)
+    modules = {name: _how_adapted(module) for name, module in adapted.items()}
+    added = {part for module in adapted.values() for part in module.modules()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -202,8 +202,15 @@ def load_adapted(
     build = getattr(cls, "from_pretrained", None)
     model = cls(**keywords) if build is None else build(folder, **keywords)
     if build is None:
-        _load_weights(model, Path(folder))
-    copies, parts = find_copies(model, None, None), dict(model.named_modules())
+        import safetensors
+        from safetensors.torch import load_model
+
+        path = str(Path(folder) / WEIGHTS)
+        try:
+            load_model(model, path)
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+            raise AHopError(f"{path!r} must be the weights of the model, got another file: {error}") from error
+    copies, parts = find_copies(model), dict(model.named_modules())
     dtype_source = next((p for p in model.parameters() if p.is_floating_point()), None)
     for name, entry in modules.items():
         with naming(name):
@@ -235,29 +242,6 @@ def _read(folder: Path) -> dict[str, Any]:
     if not all(isinstance(entry, dict) and entry.keys() >= keys for entry in entries):
         raise AHopError(f"{rule}, got an {ADAPTED} without modules in {str(folder)!r}")
     return dict(modules)
-
-
-def _load_weights(model: nn.Module, folder: Path) -> None:
-    """Loads the weights of a model without ``from_pretrained``."""
-    import safetensors
-    from safetensors.torch import load_model
-
-    path = folder / WEIGHTS
-    try:
-        load_model(model, str(path))
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise AHopError(f"{str(path)!r} must be the weights of the model, got another file: {error}") from error
-
-
-def _outermost(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the adapted modules that are in no other one, by name."""
-    found: dict[str, nn.Module] = {}
-    inside: set[nn.Module] = set()
-    for name, module in adapted_modules(model).items():
-        if module not in inside:
-            found[name] = module
-            inside.update(module.modules())
-    return found
 
 
 def _how_adapted(module: Any) -> dict[str, Any]:

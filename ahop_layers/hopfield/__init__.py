@@ -4,10 +4,6 @@ from ahop_layers.hopfield.adaptive import AdaptiveHopfield, AdaptiveHopfieldLaye
 from ahop_layers.hopfield.layers import Hopfield, HopfieldLayer, HopfieldPooling
 
 __all__ = [
-    "AdaptiveHopfield",
-    "AdaptiveHopfieldLayer",
-    "AdaptiveHopfieldPooling",
-    "Hopfield",
-    "HopfieldLayer",
+    "AdaptiveHopfield", "AdaptiveHopfieldLayer", "AdaptiveHopfieldPooling", "Hopfield", "HopfieldLayer",
     "HopfieldPooling",
-]
+]  # fmt: skip

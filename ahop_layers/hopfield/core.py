@@ -1,6 +1,5 @@
 """AssociationCore: the projections of a Hopfield layer, and :func:`~ahop_layers.association.associate` between them."""
 
-from functools import partial
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -161,12 +160,6 @@ class AssociationCore(Associator):
         reset(self.similarity)
         self.separation.reset_parameters()
 
-    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects patterns ``(N, L, E)``, ``(N, S, E)``, ``(N, S, E)`` to heads ``(N, H, L, d)`` and so on."""
-        q, k, v = (self.heads(pattern, part) for part, pattern in enumerate((query, key, value)))
-        if q.shape[-1] != k.shape[-1]:
-            raise AHopError(f"static patterns must have the same width, got {describe(query)} and {describe(key)}")
-        return q, k, v
 
     def heads(self, pattern: Tensor, part: int) -> Tensor:
         """Projects part 0, 1 or 2 (query, key, value) to heads: ``(N, rows, E) -> (N, H, rows, d)``."""
@@ -205,10 +198,6 @@ class AssociationCore(Associator):
         """Scores queries ``(N, H, L, d)`` against keys ``(N, H, S, d)``, before scaling: ``(N, H, L, S)``."""
         return dot_product(query, key) if self.similarity is None else self.similarity(query, key)
 
-    def _score_scaled(self, scaling: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Scores the query times a scaling ``(H,)``, see :meth:`configure`."""
-        factors = rearrange(scaling.repeat(query.shape[-1]), "(h d) -> h 1 d", h=self.num_heads)
-        return self.score(query * factors, key)
 
     def retrieve(
         self, query: Tensor, stored: Stored, need_weights: bool = True, settings: Settings | None = None
@@ -218,7 +207,8 @@ class AssociationCore(Associator):
         overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
         score: Similarity = self.score if overridden or self.similarity is None else self.similarity
         if isinstance(scaling, Tensor) and scaling.ndim == 1:
-            score, scaling = partial(self._score_scaled, scaling), 1.0
+            factors = rearrange(scaling.repeat(query.shape[-1]), "(h d) -> h 1 d", h=self.num_heads)
+            score, scaling = lambda query, key: self.score(query * factors, key), 1.0
         output, weights = associate(
             query, stored, score=score, separation=self.separation, scaling=scaling,
             dropout=self.dropout if self.training else 0.0, steps=steps, eps=eps, need_weights=need_weights,
@@ -237,7 +227,11 @@ class AssociationCore(Associator):
         Arguments and defaults are those of ``HopfieldCore.forward``: without ``scaling``, scores are not scaled. A hook
         on this module receives the weights in any case.
         """
-        q, k, v = self.project(*(pattern.transpose(0, 1) for pattern in (query, key, value)))
+        patterns = [pattern.transpose(0, 1) for pattern in (query, key, value)]
+        q, k, v = (self.heads(pattern, part) for part, pattern in enumerate(patterns))
+        if q.shape[-1] != k.shape[-1]:
+            got = f"{describe(patterns[0])} and {describe(patterns[1])}"
+            raise AHopError(f"static patterns must have the same width, got {got}")
         batch, length, stored = (k if q.shape[0] == 1 else q).shape[0], q.shape[2], k.shape[2]
         mask = combine_masks(key_padding_mask, attn_mask, (batch, self.num_heads, length, stored))
         padded = Padded(k, v, mask, self.add_zero_attn)

@@ -55,16 +55,9 @@ def _batch(*tensors: Tensor) -> int:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    backend: str = "auto",
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bases: Sequence[str], mask: Tensor | None = None,
+    causal: bool = False, dropout: float = 0.0, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Computes the readout of ``ahop::attend``; see :class:`~ahop_layers.ops.protocols.AttentionCall`.
 
     N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head.
@@ -83,15 +76,12 @@ def attend(
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     call = AttentionCall(query, key, value, weight, mask, seed, tuple(bases), causal, float(dropout))
-    if backend == "auto" and query.is_cuda and _is_plain(call) and fused.serves(call):
+    given = [tensor for tensor in call[:6] if tensor is not None]
+    if backend == "auto" and query.is_cuda and operators.is_plain_call(*given) and fused.serves(call):
         apply: Any = _Attend.apply
         return apply(*call)
     options = ",".join(bases), causal, float(dropout), backend
     return torch.ops.ahop.attend.default(*call[:6], *options)[0]
-
-
-def _is_plain(call: AttentionCall) -> bool:
-    return operators.is_plain_call(*call[:4], *(each for each in call[4:6] if each is not None))
 
 
 class _Attend(torch.autograd.Function):
@@ -198,10 +188,6 @@ def _attend_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *grads[:3], grads[3].to(args[4].dtype)
 
 
-def _fake_attend(*args: Any) -> tuple[Tensor, Tensor]:
-    return _checked(*args)[0].empty_results()
-
-
 def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
     _checked_backward(*args)
     return operators.empty_grads(args[1:5], args[-1])
@@ -227,7 +213,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _OPTIONS = "str bases, bool causal, float dropout, str backend"
 _SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, _fake_attend, _differentiate, _save_both)
+register("attend", _SCHEMA, _attend, lambda *args: _checked(*args)[0].empty_results(), _differentiate, _save_both)
 _SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

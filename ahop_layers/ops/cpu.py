@@ -131,14 +131,9 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
 
 
 def score(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    dtype: torch.dtype | None = None,
-    widths: Tensor | None = None,
-    missing: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None,
+    widths: Tensor | None = None, missing: bool = False,
+) -> Tensor:  # fmt: skip
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", (query, key, weight, scores), bases, widths=widths, missing=missing)
@@ -146,14 +141,9 @@ def score(
 
 
 def score_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    need: Need,
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need,
     widths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if "near" in bases:  # which the library does not differentiate
         return chunked.score_backward(grad, query, key, weight, bases, need, widths)
@@ -172,13 +162,9 @@ def score_backward(
 
 
 def _run(
-    function: str,
-    inputs: Sequence[Tensor],
-    bases: Sequence[str],
-    grads: Sequence[Tensor] = (),
-    widths: Tensor | None = None,
-    missing: bool = False,
-) -> None:
+    function: str, inputs: Sequence[Tensor], bases: Sequence[str], grads: Sequence[Tensor] = (),
+    widths: Tensor | None = None, missing: bool = False,
+) -> None:  # fmt: skip
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     query, key, weight, scores = inputs
     if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):

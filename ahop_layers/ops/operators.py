@@ -29,20 +29,13 @@ from ahop_layers.errors import (
 )
 from ahop_layers.ops import chunked, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
-from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold
+from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
 
 
 def adaptive_similarity(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str] = ("dis", "dot"),
-    blocks: int | Tensor | None = None,
-    *,
-    widths: Tensor | None = None,
-    missing: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str] = ("dis", "dot"),
+    blocks: int | Tensor | None = None, *, widths: Tensor | None = None, missing: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Scores every query against every key by a weighted sum of their similarity footprints.
 
     The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
@@ -84,16 +77,9 @@ def adaptive_similarity(
 
 
 def score_pairs(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    blocks: int | Tensor | None,
-    widths: Tensor | None,
-    missing: bool,
-    backend: str = "auto",
-    constant: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], blocks: int | Tensor | None,
+    widths: Tensor | None, missing: bool, backend: str = "auto", constant: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The scores of :func:`adaptive_similarity`; with ``missing``, a ``constant`` normalizes blocks.
 
     The constant is that of :func:`ahop_layers.ops.reference.missing_similarity`. That function runs in tiles of bounded
@@ -124,8 +110,10 @@ def score_pairs(
         with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
             query, key, weight = (each.to(wide) for each in (query, key, weight))
             if not missing:
-                formula = onnx.adaptive_similarity if onnx.is_onnx_export() else reference.adaptive_similarity
-                scores = formula(query, key, weight, names, numbers, widths)
+                if onnx.is_onnx_export():  # whose exporters know matrix products and TopK
+                    scores = folded_similarity(query, key, fold(weight), names, widths, numbers, ("dot", "dis"))
+                else:
+                    scores = reference.adaptive_similarity(query, key, weight, names, numbers, widths)
             elif tracked or backend == "reference" or is_transformed() or torch.compiler.is_compiling():
                 scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
             else:

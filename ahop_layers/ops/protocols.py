@@ -31,9 +31,7 @@ class AttentionCall(NamedTuple):
     value: Tensor  # (N, Hk, S, e)
     weight: Tensor  # (H, n_bases, n), the weights of ``ahop::score``, multiplied by the scaling of the scores
     mask: Tensor | None = None
-    seed: Tensor | None = (
-        None  # int64 (1,), from which ops/dropout.py derives the dropped weights; None without dropout
-    )
+    seed: Tensor | None = None  # int64 (1,), from which ops/dropout.py derives what to drop; None without dropout
     bases: tuple[str, ...] = ()
     causal: bool = False  # whether to block every key j > i of query i
     dropout: float = 0.0  # probability of dropping a weight

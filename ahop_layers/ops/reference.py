@@ -141,13 +141,9 @@ def _values(query: Tensor, key: Tensor, base: str, width: Tensor | None) -> Tens
 
 
 def sorted_similarities(
-    query: Tensor,
-    key: Tensor,
-    base: str,
-    n: int | None = None,
-    blocks: Tensor | None = None,
+    query: Tensor, key: Tensor, base: str, n: int | None = None, blocks: Tensor | None = None,
     width: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Similarities per block of every pair in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, n)``.
 
     ``n`` is the number of blocks, by default d, and ``blocks`` is that of :func:`block_sums`. ``width`` is that of a
@@ -200,13 +196,9 @@ def check_blocks(blocks: int | Tensor | None, query: Tensor) -> tuple[int, Tenso
 
 
 def adaptive_similarity(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    blocks: Tensor | None = None,
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], blocks: Tensor | None = None,
     widths: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Scores as the paper defines them: weighted footprints, summed over the bases, in the dtype of the inputs.
 
     ``(..., L, d), (..., S, d), (n_bases, n) -> (..., L, S)``; with weights per head
@@ -222,14 +214,9 @@ def adaptive_similarity(
 
 
 def known_blocks(
-    query: Tensor,
-    key: Tensor,
-    bases: Sequence[str],
-    n: int,
-    blocks: Tensor | None = None,
-    widths: Tensor | None = None,
-    constant: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor]:
+    query: Tensor, key: Tensor, bases: Sequence[str], n: int, blocks: Tensor | None = None,
+    widths: Tensor | None = None, constant: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """Similarities of blocks for each base, and which blocks are known, ``(..., L, S, n)`` each; NaN is unknown.
 
     The sum of a block is divided by the known share of its dimensions, and a block without any is missing.
@@ -263,14 +250,9 @@ def known_blocks(
 
 
 def missing_similarity(
-    query: Tensor,
-    key: Tensor,
-    folded: Tensor,
-    bases: Sequence[str],
-    blocks: Tensor | None = None,
-    widths: Tensor | None = None,
-    constant: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], blocks: Tensor | None = None,
+    widths: Tensor | None = None, constant: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Scores from folded weights, where NaN in the query or in the key is an unknown value.
 
     With ``q_1 >= ... >= q_m`` the similarities of the m :func:`known_blocks` and u the folded weight, as a function
@@ -319,17 +301,31 @@ def unfold(folded: Tensor) -> Tensor:
 
 
 def folded_similarity(
-    query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], widths: Tensor | None = None
-) -> Tensor:
-    """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum."""
+    query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], widths: Tensor | None = None,
+    blocks: Tensor | None = None, products: Sequence[str] = ("dot",),
+) -> Tensor:  # fmt: skip
+    """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum.
+
+    Consecutive blocks of the bases ``products``, ``"dot"`` or ``"dis"``, are matrix products, which need no tensor of
+    size L x S x d.
+    """
     n, scores = folded.shape[-1], []
     for index, base in enumerate(bases):
-        if base == "dot" and n < query.shape[-1]:  # without the products of single dimensions
-            values = block_products(query, key, n).sort(dim=-1, descending=True).values
+        if base in products and n < query.shape[-1] and blocks is None:
+            multiply = block_products if base == "dot" else _block_distances
+            values = multiply(query, key, n).sort(dim=-1, descending=True).values
         else:
-            values = sorted_similarities(query, key, base, n, width=_at(widths, index))
+            values = sorted_similarities(query, key, base, n, blocks, _at(widths, index))
         scores.append(weigh(values, folded[..., index, :]))
     return torch.stack(scores).sum(0)
+
+
+def _block_distances(query: Tensor, key: Tensor, n: int) -> Tensor:
+    """Negative squared distances of n consecutive blocks: ``(..., L, S, n)``."""
+    center = key.mean(-2, keepdim=True)  # to avoid cancellation far from the origin
+    query, key = query - center, key - center
+    of_query, of_key = (torch.unflatten(each, -1, (n, -1)).square().sum(-1) for each in (query, key))
+    return 2 * block_products(query, key, n) - of_query.unsqueeze(-2) - of_key.unsqueeze(-3)
 
 
 def weigh(features: Tensor, weight: Tensor) -> Tensor:

@@ -10,8 +10,5 @@ from ahop_layers.tabular.memory import AdaptiveMemoryClassifier, AdaptiveMemoryR
 from ahop_layers.tabular.neighbors import AdaptiveNeighborsClassifier, AdaptiveNeighborsRegressor
 
 __all__ = [
-    "AdaptiveMemoryClassifier",
-    "AdaptiveMemoryRegressor",
-    "AdaptiveNeighborsClassifier",
-    "AdaptiveNeighborsRegressor",
-]
+    "AdaptiveMemoryClassifier", "AdaptiveMemoryRegressor", "AdaptiveNeighborsClassifier", "AdaptiveNeighborsRegressor",
+]  # fmt: skip

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
+from sklearn.utils import check_random_state  # type: ignore[import-untyped]
+from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ahop_layers.errors import AHopError
@@ -17,6 +19,19 @@ class TabularEstimator(BaseEstimator):  # type: ignore[misc]
     """Base class of all estimators: checks of parameters, and prediction in chunks."""
 
     device: str
+    random_state: int | np.random.RandomState | None
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
+    def _validated(self, X: Any, **options: Any) -> Any:
+        """Returns rows of finite numbers and NaN, and targets if given; raises if they are not valid."""
+        return validate_data(self, X, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+
+    def _seed(self) -> int:
+        return int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
 
     def _apply(self, function: Callable[[Tensor], Tensor], rows: Array, size: int = CHUNK) -> Array:
         with torch.inference_mode():

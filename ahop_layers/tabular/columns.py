@@ -22,7 +22,7 @@ class Categories:
 
     def __init__(self, X: Any) -> None:
         self.codes: dict[int, dict[Any, float]] = {}
-        for index, (values, categorical) in enumerate(_columns(X) or ()):
+        for index, (values, categorical) in enumerate(_columns(X)):
             if categorical:
                 known = sorted({each for each in values if each is not None}, key=lambda each: (_kind(each), each))
                 self.codes[index] = {value: float(code) for code, value in enumerate(known)}
@@ -32,8 +32,8 @@ class Categories:
 
         Raises an AHopError for a string in a numeric feature, and for 1 where all categories are strings or vice versa.
         """
-        columns = _columns(X, every=bool(self.codes))
-        if columns is None or not (self.codes or any(categorical for _, categorical in columns)):
+        columns = _columns(X)
+        if not columns or not (self.codes or any(categorical for _, categorical in columns)):
             return X
         encoded = []
         for index, (values, categorical) in enumerate(columns):
@@ -168,20 +168,17 @@ def _encode_numbers(feature: int, values: Tensor, weight: Tensor, knots: int) ->
     return columns + [unused] * (knots - 1 - len(columns))
 
 
-def _columns(X: Any, every: bool = False) -> list[tuple[Any, bool]] | None:
+def _columns(X: Any) -> list[tuple[Any, bool]]:
     """Returns the columns of a table, arrays of numbers or lists of Python values, and whether each is categorical.
 
-    Missing values of a list are None. Returns None if ``X`` is no table, or if it is an array of numbers, unless
-    ``every`` is True.
+    Missing values of a list are None. An ``X`` that is no table has no columns.
     """
     if isinstance(X, list | tuple):
         X = np.array(X, dtype=object)
     if hasattr(X, "iloc") and hasattr(X, "dtypes"):
         columns = [X.iloc[:, index] for index in range(X.shape[1])]
-    elif isinstance(X, np.ndarray) and X.ndim == 2 and (every or X.dtype.kind in "OUS"):
-        columns = list(X.T)
     else:
-        return None
+        columns = list(X.T) if isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OUSbiuf" else []
     found: list[tuple[Any, bool]] = []
     for column in columns:
         if getattr(column.dtype, "kind", "O") in "biuf":

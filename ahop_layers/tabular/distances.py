@@ -132,10 +132,6 @@ class RowSimilarity(nn.Module):
                 scores.append(weight.sum().to(query) * term.scores(query, key, None, missing))
         return reduce(torch.add, scores)
 
-    def has_ranks(self) -> bool:
-        """Returns whether a term has weights of ranks."""
-        return any(term.ranked for term in self.terms)
-
     def extra_repr(self) -> str:
         """The terms, for ``repr``."""
         return ", ".join(f"{kind}{'' if power == 1 else f' of powers {power:.3g}'}" for kind, power, _ in self.terms)

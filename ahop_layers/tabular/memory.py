@@ -33,22 +33,14 @@ class AdaptiveMemory(TabularEstimator):
     network_: ProjectionNetwork
 
     def __init__(
-        self,
-        n_cases: int | None = None,
-        *,
-        init: str = "rows",
-        linear: bool = True,
-        damage: float = 0.0,
-        random_state: int | np.random.RandomState | None = None,
-        device: str = "auto",
-        verbose: bool = False,
-    ) -> None:
+        self, n_cases: int | None = None, *, init: str = "rows", linear: bool = True, damage: float = 0.0,
+        random_state: int | np.random.RandomState | None = None, device: str = "auto", verbose: bool = False,
+    ) -> None:  # fmt: skip
         self.n_cases, self.init, self.linear, self.damage = n_cases, init, linear, damage
         self.random_state, self.device, self.verbose = random_state, device, verbose
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
         tags.input_tags.string = True
         tags.input_tags.categorical = True
         return tags
@@ -85,12 +77,8 @@ class AdaptiveMemory(TabularEstimator):
         if self._categories.codes and np.ndim(X) == 2:
             # Checks names and number of the features before their categories are looked up.
             validate_data(self, X, skip_check_array=True, reset=False)
-        rows = self._read(X, self._categories, reset=False)
+        rows = self._validated(self._categories.encode(X), reset=False)
         return self._apply(function, rows, max(1, 2**20 // len(self.cases_)))
-
-    def _read(self, X: ArrayLike, categories: Categories, **options: Any) -> Any:
-        """Validates rows ``(n, features)``, with codes in place of categories, and targets if given."""
-        return validate_data(self, categories.encode(X), dtype=np.float64, ensure_all_finite="allow-nan", **options)
 
     def _train(self, examples: Examples, categories: Categories) -> None:
         """Chooses the cases and fits the network. Sets no attribute before that has succeeded."""
@@ -159,17 +147,10 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
     """
 
     def __init__(
-        self,
-        n_cases: int | None = None,
-        *,
-        init: str = "rows",
-        linear: bool = True,
-        damage: float = 0.0,
-        class_weight: dict[Any, float] | str | None = None,
-        random_state: int | np.random.RandomState | None = None,
-        device: str = "auto",
-        verbose: bool = False,
-    ) -> None:
+        self, n_cases: int | None = None, *, init: str = "rows", linear: bool = True, damage: float = 0.0,
+        class_weight: dict[Any, float] | str | None = None, random_state: int | np.random.RandomState | None = None,
+        device: str = "auto", verbose: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             n_cases, init=init, linear=linear, damage=damage, random_state=random_state, device=device, verbose=verbose
         )
@@ -178,7 +159,7 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryClassifier":
         """Fits to rows ``X (n, features)``, labels ``y (n,)`` and ``sample_weight (n,)``."""
         categories = Categories(X)
-        features, labels = self._read(X, categories, y=y)
+        features, labels = self._validated(categories.encode(X), y=y)
         check_classification_targets(labels)
         examples = merge_rows(features, np.unique(labels, return_inverse=True)[1], sample_weight)
         # Rows of weight zero are dropped by now, so that a label that only they have is not a class.
@@ -221,9 +202,12 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "AdaptiveMemoryRegressor":
         """Fits to rows ``X (n, features)``, targets ``y (n,)`` and ``sample_weight (n,)``."""
         categories = Categories(X)
-        features, target = self._read(X, categories, y=y, y_numeric=True)
+        features, target = self._validated(categories.encode(X), y=y, y_numeric=True)
         examples = merge_rows(features, target, sample_weight)
-        mean, scale = self._moments(examples)
+        low, high = examples.target.aminmax()
+        mean, scale = moments(examples.target, examples.weight) if low < high else (low.item(), 1.0)
+        if not np.finfo(np.float64).tiny <= scale**2 < np.inf:  # standardized targets would be NaN or zero
+            raise AHopError(f"y must have a variance within the range of float64, got targets from {low:g} to {high:g}")
         self._train(examples._replace(target=((examples.target - mean) / scale)[:, None]), categories)
         self._mean, self._scale, self.case_targets_ = mean, scale, target[self.case_indices_]
         return self
@@ -232,14 +216,3 @@ class AdaptiveMemoryRegressor(RegressorMixin, AdaptiveMemory):  # type: ignore[m
         """Returns the predicted target ``(n,)`` of rows ``X (n, features)``."""
         outputs = self._outputs(X)[:, 0]  # raises if the estimator is not fitted
         return self._mean + self._scale * outputs
-
-    @staticmethod
-    def _moments(examples: Examples) -> tuple[float, float]:
-        """Returns the mean and standard deviation of the targets; 1 in place of the deviation of a constant target."""
-        low, high = examples.target.aminmax()
-        if low == high:
-            return low.item(), 1.0
-        mean, deviation = moments(examples.target, examples.weight)
-        if not np.finfo(np.float64).tiny <= deviation**2 < np.inf:  # standardized targets would be NaN or zero
-            raise AHopError(f"y must have a variance within the range of float64, got targets from {low:g} to {high:g}")
-        return mean, deviation

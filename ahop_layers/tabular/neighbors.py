@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from sklearn.base import MultiOutputMixin, RegressorMixin  # type: ignore[import-untyped]
-from sklearn.utils import check_random_state  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
-from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
+from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
@@ -33,6 +32,7 @@ class _Neighbors(TabularEstimator):
 
     n_neighbors: int = 5
     memory_: AssociativeMemory
+    _frame: str = "standardized"
     _center: Array
     _rate: Array
 
@@ -74,24 +74,33 @@ class _Neighbors(TabularEstimator):
             distances, neighbors = _without_self(distances, neighbors)
         return (distances, neighbors) if return_distance else neighbors
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
-        return tags
-
-    def _search(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Returns the scores and indices ``(n, count)`` of the most similar stored rows."""
-        scores, indices = self.memory_.search(rows, count)
-        return scores, indices
-
     def _columns(self, X: ArrayLike) -> Array:
         """Returns the checked rows as they are compared."""
         check_is_fitted(self, "memory_")
-        return (self._checked(X, reset=False) - self._center) * self._rate
+        return _in_frame(self._frame, self._validated(X, reset=False), self._center, self._rate)
 
-    def _checked(self, X: ArrayLike, **options: Any) -> Any:
-        """Returns checked rows of finite numbers and NaN."""
-        return validate_data(self, X, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+    def _search(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the scores and indices ``(n, count)`` of the most similar stored rows.
+
+        Weights of ranks are applied to the best rows of a first search without them.
+        """
+        similarity, stored = self.memory_.similarity, self.memory_.patterns
+        size = max(SHORTLIST, 4 * count)
+        ranked = isinstance(similarity, RowSimilarity) and any(term.ranked for term in similarity.terms)
+        if not ranked or size >= len(stored):
+            scores, indices = self.memory_.search(rows, count)
+            return scores, indices
+        missing = bool(rows.isnan().any() or stored.isnan().any())
+        found = []
+        for part in torch.split(rows, max(1, FIRST_SCORES // len(stored))):
+            places = similarity(part, stored, missing, ranked=False).topk(size).indices.sort().values
+            step = max(1, SHORTLIST_ELEMENTS // (size * rows.shape[1]))
+            for some, near in zip(torch.split(part, step), torch.split(places, step), strict=True):
+                exact = similarity(some[:, None], stored[near], missing).squeeze(1)
+                scores, order = exact.sort(descending=True, stable=True)  # equal scores are ordered by index
+                found.append((scores[:, :count], near.gather(1, order)[:, :count]))
+        scores, indices = (torch.cat(each) for each in zip(*found, strict=True))
+        return scores, indices
 
 
 def standard_scales(rows: Array) -> Array:
@@ -142,26 +151,17 @@ class AdaptiveNeighborsClassifier(ClassPredictions, _Neighbors):
     """
 
     def __init__(
-        self,
-        *,
-        bases: Sequence[str] = ("l1",),
-        blocks: Any = None,
-        variant: Variant | None = None,
-        standardize: bool = True,
-        epochs: int = 100,
-        batch_size: int = 256,
-        learning_rate: float = 0.05,
-        random_state: int | np.random.RandomState | None = None,
-        device: str = "auto",
-        verbose: bool = False,
-    ) -> None:
+        self, *, bases: Sequence[str] = ("l1",), blocks: Any = None, variant: Variant | None = None,
+        standardize: bool = True, epochs: int = 100, batch_size: int = 256, learning_rate: float = 0.05,
+        random_state: int | np.random.RandomState | None = None, device: str = "auto", verbose: bool = False,
+    ) -> None:  # fmt: skip
         self.bases, self.blocks, self.variant, self.standardize = bases, blocks, variant, standardize
         self.epochs, self.batch_size, self.learning_rate = epochs, batch_size, learning_rate
         self.random_state, self.device, self.verbose = random_state, device, verbose
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "AdaptiveNeighborsClassifier":
         """Fits to rows ``X (n, features)`` and labels ``y (n,)``."""
-        features, labels = self._checked(X, y=y)
+        features, labels = self._validated(X, y=y)
         check_classification_targets(labels)
         classes, target = self._classes_of(labels)
         bases = check_bases(self.bases)
@@ -171,7 +171,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, _Neighbors):
         if not isinstance(self.variant, Variant | None):
             raise AHopError(f"variant must be a variant or None, got {self.variant!r}")
         device = self._check_device()
-        seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        seed = self._seed()
         unscaled = np.repeat([[0.0], [1.0]], features.shape[1], axis=1)
         center, rate = standard_scales(features) if self.standardize else unscaled
         patterns = torch.from_numpy((features - center) * rate)
@@ -236,20 +236,16 @@ class AdaptiveNeighborsRegressor(MultiOutputMixin, RegressorMixin, _Neighbors): 
     """
 
     def __init__(
-        self,
-        n_neighbors: int = 5,
-        *,
-        similarity: str = "auto",
-        random_state: int | np.random.RandomState | None = None,
+        self, n_neighbors: int = 5, *, similarity: str = "auto", random_state: int | np.random.RandomState | None = None
     ) -> None:
         self.n_neighbors, self.similarity, self.random_state = n_neighbors, similarity, random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "AdaptiveNeighborsRegressor":
         """Fits to rows ``X (n, features)`` and outputs ``y (n,)`` or ``(n, outputs)``."""
-        rows, outputs = self._checked(X, y=y, multi_output=True, y_numeric=True)
+        rows, outputs = self._validated(X, y=y, multi_output=True, y_numeric=True)
         check_sizes(n_neighbors=self.n_neighbors)
         check_choice("similarity", self.similarity, ("auto", *PLAIN, *LEARNED))
-        seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        seed = self._seed()
         scales = {"standardized": standard_scales(rows), "one scale": _one_scale(rows)}
         frames = {name: torch.from_numpy(_in_frame(name, rows, *each)) for name, each in scales.items()}
         targets = torch.from_numpy(outputs.reshape(len(outputs), -1).astype(np.float64))
@@ -268,28 +264,6 @@ class AdaptiveNeighborsRegressor(MultiOutputMixin, RegressorMixin, _Neighbors): 
         neighbors: Any = self.kneighbors(X, return_distance=False)
         mean: Array = self._outputs[neighbors].mean(1)
         return mean
-
-    def _columns(self, X: ArrayLike) -> Array:
-        check_is_fitted(self, "memory_")
-        return _in_frame(self._frame, self._checked(X, reset=False), self._center, self._rate)
-
-    def _search(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """As for all; weights of ranks are applied to the best rows of a first search without them."""
-        similarity, stored = self.memory_.similarity, self.memory_.patterns
-        size = max(SHORTLIST, 4 * count)
-        if not (isinstance(similarity, RowSimilarity) and similarity.has_ranks()) or size >= len(stored):
-            return super()._search(rows, count)
-        missing = bool(rows.isnan().any() or stored.isnan().any())
-        found = []
-        for part in torch.split(rows, max(1, FIRST_SCORES // len(stored))):
-            places = similarity(part, stored, missing, ranked=False).topk(size).indices.sort().values
-            step = max(1, SHORTLIST_ELEMENTS // (size * rows.shape[1]))
-            for some, near in zip(torch.split(part, step), torch.split(places, step), strict=True):
-                exact = similarity(some[:, None], stored[near], missing).squeeze(1)
-                scores, order = exact.sort(descending=True, stable=True)  # equal scores are ordered by index
-                found.append((scores[:, :count], near.gather(1, order)[:, :count]))
-        scores, indices = (torch.cat(each) for each in zip(*found, strict=True))
-        return scores, indices
 
 
 def _one_scale(rows: Array) -> Array:
