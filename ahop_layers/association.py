@@ -224,10 +224,17 @@ class Padded:
 
 
 def associate(
-    query: Tensor, stored: Stored, *, score: Similarity = dot_product, separation: Separation,
-    scaling: float | Tensor = 1.0, dropout: float = 0.0, steps: Steps = 0, eps: float | Tensor = 1e-4,
+    query: Tensor,
+    stored: Stored,
+    *,
+    score: Similarity = dot_product,
+    separation: Separation,
+    scaling: float | Tensor = 1.0,
+    dropout: float = 0.0,
+    steps: Steps = 0,
+    eps: float | Tensor = 1e-4,
     need_weights: bool = True,
-) -> tuple[Tensor, Any]:  # fmt: skip
+) -> tuple[Tensor, Any]:
     """Associates queries with stored keys and reads the stored values.
 
     Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` of one resolution is
@@ -310,9 +317,13 @@ def _attend(
 
 
 def iterate(
-    state: Tensor, weigh: Callable[[Tensor], Tensor], next_state: Callable[[Tensor], Tensor],
-    change: Callable[[Tensor, Tensor], Tensor], steps: Steps, eps: float | Tensor,
-) -> Tensor:  # fmt: skip
+    state: Tensor,
+    weigh: Callable[[Tensor], Tensor],
+    next_state: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor, Tensor], Tensor],
+    steps: Steps,
+    eps: float | Tensor,
+) -> Tensor:
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
     ``weigh`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and

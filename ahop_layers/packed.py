@@ -117,9 +117,15 @@ class Packed:
     """
 
     def __init__(
-        self, instances: Tensor, sizes: list[int] | Tensor, key: Projection, value: Projection, *,
-        zero_association: bool = False, keep_keys: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        instances: Tensor,
+        sizes: list[int] | Tensor,
+        key: Projection,
+        value: Projection,
+        *,
+        zero_association: bool = False,
+        keep_keys: bool = False,
+    ) -> None:
         total, device = instances.shape[0], instances.device
         self.bags = self.extended = Bags(sizes, device, total)
         self.project_key, self.project_value = key, value

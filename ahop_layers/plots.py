@@ -30,9 +30,16 @@ CYCLE = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), ":")
 
 
 def association_map(
-    weights: Tensor, image: Tensor, patches: tuple[int, int] | None = None, *, token: int = 0, title: str = "",
-    vmax: float | None = None, colorbar: bool = False, ax: "Axes | None" = None,
-) -> "Figure":  # fmt: skip
+    weights: Tensor,
+    image: Tensor,
+    patches: tuple[int, int] | None = None,
+    *,
+    token: int = 0,
+    title: str = "",
+    vmax: float | None = None,
+    colorbar: bool = False,
+    ax: "Axes | None" = None,
+) -> "Figure":
     """Plots the association weights of one token over the patches of an image.
 
     Args:
@@ -224,9 +231,15 @@ def footprint_steps(
 
 @torch.no_grad()
 def block_map(
-    similarity: AdaptiveSimilarity, query: Tensor, key: Tensor, *, base: str | None = None, resolution: int = 0,
-    title: str = "", ax: "Axes | None" = None,
-) -> "Figure":  # fmt: skip
+    similarity: AdaptiveSimilarity,
+    query: Tensor,
+    key: Tensor,
+    *,
+    base: str | None = None,
+    resolution: int = 0,
+    title: str = "",
+    ax: "Axes | None" = None,
+) -> "Figure":
     """Plots how similar the blocks of two images are: the more similar a block, the lighter.
 
     Args:

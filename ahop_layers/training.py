@@ -166,9 +166,15 @@ class Batches(NamedTuple):
 
 
 def minimize(
-    module: nn.Module, loss: Callable[[Any], Tensor], batches: Batches, lr: float, progress: bool,
-    average: Callable[[Sequence[Tensor]], None], units: Sequence[tuple[Tensor | None, float]] = (), scale: float = 1.0,
-) -> tuple[Tensor, float, float]:  # fmt: skip
+    module: nn.Module,
+    loss: Callable[[Any], Tensor],
+    batches: Batches,
+    lr: float,
+    progress: bool,
+    average: Callable[[Sequence[Tensor]], None],
+    units: Sequence[tuple[Tensor | None, float]] = (),
+    scale: float = 1.0,
+) -> tuple[Tensor, float, float]:
     """Trains the parameters of a module: one step of Adam per batch.
 
     The learning rate rises for a tenth of the steps, then falls to zero. If the batches have held-out queries, the

@@ -55,11 +55,18 @@ class AdaptiveLayer(HopfieldInterface):
     """The constructor of the adaptive layers: positional arguments and other keywords go to the plain layer."""
 
     def __init__(
-        self, *args: Any, bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
-        separation: str | Separation = "softmax", similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        self,
+        *args: Any,
+        bases: Sequence[str] | None = None,
+        init: Init | None = None,
+        debias: bool = False,
+        separation: str | Separation = "softmax",
+        similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **keywords: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(*args, **keywords)
         hopfield: Any = self._inner
         hopfield.make_adaptive(SimilarityOptions(bases, init, debias, separation, similarity, blocks))

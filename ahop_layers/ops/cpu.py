@@ -131,9 +131,14 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
 
 
 def score(
-    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None,
-    widths: Tensor | None = None, missing: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    dtype: torch.dtype | None = None,
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     _run("ahop_forward", (query, key, weight, scores), bases, widths=widths, missing=missing)
@@ -141,9 +146,14 @@ def score(
 
 
 def score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    need: Need,
     widths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if "near" in bases:  # which the library does not differentiate
         return chunked.score_backward(grad, query, key, weight, bases, need, widths)
@@ -162,9 +172,13 @@ def score_backward(
 
 
 def _run(
-    function: str, inputs: Sequence[Tensor], bases: Sequence[str], grads: Sequence[Tensor] = (),
-    widths: Tensor | None = None, missing: bool = False,
-) -> None:  # fmt: skip
+    function: str,
+    inputs: Sequence[Tensor],
+    bases: Sequence[str],
+    grads: Sequence[Tensor] = (),
+    widths: Tensor | None = None,
+    missing: bool = False,
+) -> None:
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     query, key, weight, scores = inputs
     if scores.numel() == 0 or (grads and not any(tensor.numel() for tensor in grads)):

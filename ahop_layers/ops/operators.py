@@ -33,9 +33,16 @@ from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, ch
 
 
 def adaptive_similarity(
-    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str] = ("dis", "dot"),
-    blocks: int | Tensor | None = None, *, widths: Tensor | None = None, missing: bool = False, backend: str = "auto",
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str] = ("dis", "dot"),
+    blocks: int | Tensor | None = None,
+    *,
+    widths: Tensor | None = None,
+    missing: bool = False,
+    backend: str = "auto",
+) -> Tensor:
     """Scores every query against every key by a weighted sum of their similarity footprints.
 
     The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
@@ -77,9 +84,16 @@ def adaptive_similarity(
 
 
 def score_pairs(
-    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], blocks: int | Tensor | None,
-    widths: Tensor | None, missing: bool, backend: str = "auto", constant: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: Sequence[str],
+    blocks: int | Tensor | None,
+    widths: Tensor | None,
+    missing: bool,
+    backend: str = "auto",
+    constant: Tensor | None = None,
+) -> Tensor:
     """The scores of :func:`adaptive_similarity`; with ``missing``, a ``constant`` normalizes blocks.
 
     The constant is that of :func:`ahop_layers.ops.reference.missing_similarity`. That function runs in tiles of bounded

@@ -34,9 +34,13 @@ class TableSimilarity(nn.Module):
     reach: Tensor
 
     def __init__(
-        self, dim: int, key_range: float | Tensor = 1.0, knots: tuple[int, int] = (41, 9), init: str = "dot",
+        self,
+        dim: int,
+        key_range: float | Tensor = 1.0,
+        knots: tuple[int, int] = (41, 9),
+        init: str = "dot",
         debias: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         check_sizes(dim=dim)
         check_numbers("a positive number", key_range=key_range)
@@ -115,9 +119,15 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
     """
 
     def __init__(
-        self, dim: int, bases: Sequence[str] = ("dis", "dot"), init: Init = "dot", debias: bool = False,
-        key_range: float | Tensor = 1.0, knots: tuple[int, int] = (41, 9), blocks: BlocksArgument = None,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        bases: Sequence[str] = ("dis", "dot"),
+        init: Init = "dot",
+        debias: bool = False,
+        key_range: float | Tensor = 1.0,
+        knots: tuple[int, int] = (41, 9),
+        blocks: BlocksArgument = None,
+    ) -> None:
         super().__init__(dim, None, bases, init, debias, blocks)
         self.table = TableSimilarity(dim, key_range, knots, init="zero")
 

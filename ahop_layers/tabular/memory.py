@@ -33,9 +33,16 @@ class AdaptiveMemory(TabularEstimator):
     network_: ProjectionNetwork
 
     def __init__(
-        self, n_cases: int | None = None, *, init: str = "rows", linear: bool = True, damage: float = 0.0,
-        random_state: int | np.random.RandomState | None = None, device: str = "auto", verbose: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        n_cases: int | None = None,
+        *,
+        init: str = "rows",
+        linear: bool = True,
+        damage: float = 0.0,
+        random_state: int | np.random.RandomState | None = None,
+        device: str = "auto",
+        verbose: bool = False,
+    ) -> None:
         self.n_cases, self.init, self.linear, self.damage = n_cases, init, linear, damage
         self.random_state, self.device, self.verbose = random_state, device, verbose
 
@@ -147,10 +154,17 @@ class AdaptiveMemoryClassifier(ClassPredictions, AdaptiveMemory):
     """
 
     def __init__(
-        self, n_cases: int | None = None, *, init: str = "rows", linear: bool = True, damage: float = 0.0,
-        class_weight: dict[Any, float] | str | None = None, random_state: int | np.random.RandomState | None = None,
-        device: str = "auto", verbose: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        n_cases: int | None = None,
+        *,
+        init: str = "rows",
+        linear: bool = True,
+        damage: float = 0.0,
+        class_weight: dict[Any, float] | str | None = None,
+        random_state: int | np.random.RandomState | None = None,
+        device: str = "auto",
+        verbose: bool = False,
+    ) -> None:
         super().__init__(
             n_cases, init=init, linear=linear, damage=damage, random_state=random_state, device=device, verbose=verbose
         )

@@ -151,10 +151,19 @@ class AdaptiveNeighborsClassifier(ClassPredictions, _Neighbors):
     """
 
     def __init__(
-        self, *, bases: Sequence[str] = ("l1",), blocks: Any = None, variant: Variant | None = None,
-        standardize: bool = True, epochs: int = 100, batch_size: int = 256, learning_rate: float = 0.05,
-        random_state: int | np.random.RandomState | None = None, device: str = "auto", verbose: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        bases: Sequence[str] = ("l1",),
+        blocks: Any = None,
+        variant: Variant | None = None,
+        standardize: bool = True,
+        epochs: int = 100,
+        batch_size: int = 256,
+        learning_rate: float = 0.05,
+        random_state: int | np.random.RandomState | None = None,
+        device: str = "auto",
+        verbose: bool = False,
+    ) -> None:
         self.bases, self.blocks, self.variant, self.standardize = bases, blocks, variant, standardize
         self.epochs, self.batch_size, self.learning_rate = epochs, batch_size, learning_rate
         self.random_state, self.device, self.verbose = random_state, device, verbose
