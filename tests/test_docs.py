@@ -10,9 +10,7 @@ import pytest
 import test_theorems
 from frameworks import framework
 
-from benchmarks import summary
 from benchmarks.harness import pages
-from benchmarks.paper.images import report as images_report
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -112,15 +110,6 @@ def test_figures_in_the_text_are_in_their_table(page):
         assert quoted <= {*found, *(f"{float(figure):.3f}" for figure in found)}, f"figures that are not in {names}"
 
 
-def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    page = pages.fill("".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in ("tabular", "mil-picture", "bags")))
-    for command in ("tabular", "mil run"):
-        assert f"To measure it: `python -m benchmarks.paper.{command}`" in page
-    assert "![" not in page
-    assert pages.fill(page) == page
-
-
 def test_rows_of_other_devices_incomplete_runs_and_trials_are_left_out(monkeypatch):
     rows, kept = pages.rows_of("retrieval.csv"), pages.retrieval_rows("accuracy")
     others = [{**row, "device": "another", "accuracy": "0"} for row in kept if row["run"] == "0"]
@@ -133,35 +122,6 @@ def test_rows_of_other_devices_incomplete_runs_and_trials_are_left_out(monkeypat
     row = pages.read(pages.RESULTS / "packed.csv")[0]
     monkeypatch.setattr(pages, "read", lambda path: [row, {**row, "bags": "20"}])
     assert pages.packed_rows() == [row]
-
-
-def test_corrupted_images_are_compared_seed_by_seed():
-    values = {("adaptive", "0"): 0.7, ("adaptive", "1"): 0.6, ("dot", "0"): 0.5, ("dot", "2"): 0.9}
-    rows = [
-        {"attention": attention, "measure": measure, "seed": seed, "value": str(value)}
-        for measure in ("accuracy", "noise 0.1")
-        for (attention, seed), value in values.items()
-    ]
-    lines = images_report.corruption_table(rows).splitlines()
-    assert lines[0] == "| damage | dot (2 seeds) | adaptive (2 seeds) | adaptive minus dot |"
-    assert lines[2:] == [f"| {name} | **0.7000** | 0.6500 | +0.2000 |" for name in ("none", "noise 0.1")]
-
-
-def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
-    close, far = [0.79, 0.81], [0.69, 0.71]
-    assert summary.winner({"dot": far, "adaptive": close}) == "adaptive"
-    assert summary.winner({"dot": [0.80, 0.81], "adaptive": close}) is None
-    line = summary._line("bags", {"dot": far, "adaptive": close, "gated": [0.9, 0.9]}, "dot", "adaptive")
-    assert line == [["bags", "0.700", "0.800", "**0.900** gated"]]
-    kernels = [
-        {"case": case, "pass": "forward + backward", "paper/ours": ratio, "device": "here"}
-        for case, ratio in (("1 x 1, d 1", "0.9"), ("2 x 2, d 64", "25.4"), ("2 x 2, d 64, n 8", "99"))
-    ]
-    fused = {"attention": "4 blocks", "pass": "training", "part": "eager", "images/s": "40", "sdpa images/s": "50"}
-    assert summary.speed([fused], kernels, [], []).splitlines()[2:] == [
-        "| training of a ViT, 4 blocks, images/s | fused dot product | 0.80 x | **fused dot product** |",
-        "| full footprints, forward + backward, here | plain PyTorch | 0.90 to 25.4 x | **ours** in 1 of 2 sizes |",
-    ]
 
 
 def test_promises_have_as_many_cases_as_the_page_says():

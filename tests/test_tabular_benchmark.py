@@ -19,7 +19,7 @@ from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
 from benchmarks.paper.tabular.measure import missing_evaluations
 from benchmarks.paper.tabular.models import MODELS, Context, available
 from benchmarks.paper.tabular.pool import make_pool
-from benchmarks.paper.tabular.report import best_trial, overview
+from benchmarks.paper.tabular.report import best_trial
 from benchmarks.paper.tabular.tables import NAMES
 
 pytestmark = pytest.mark.slow
@@ -44,14 +44,6 @@ def test_a_published_test_part_is_kept_and_rows_limit_the_training_part(tmp_path
     assert split.y.mean() == 0.25
     assert split.measure == "accuracy"
     assert Split(split.X, split.y * 0, split.test_X, split.test_y, split.categories).measure == "roc_auc"
-
-
-def test_missing_files_are_named_before_anything_is_measured(tmp_path, monkeypatch):
-    paths = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "rows.csv")]
-    monkeypatch.setattr(sys, "argv", ["tabular", "--sets", "bank", "--models", "M-Hop", "--device", "cpu", *paths])
-    with pytest.raises(SystemExit, match=r"docs/data\.md") as error:
-        main()
-    assert f"expected the data set bank in {tmp_path}/tabular/bank-full.csv.xz, got no such file" in str(error.value)
 
 
 def test_the_default_memory_gets_categories():
@@ -165,36 +157,6 @@ def test_damage_replaces_a_fraction_of_the_cells():
         assert other["size"].isna().any() == (kind == "missing")
     untouched = damaged.damage(frame, frame, "wrong", np.zeros(1000), np.random.default_rng(0))
     assert untouched.equals(frame)
-
-
-def test_damaged_tables_are_averaged_over_what_all_models_have(tmp_path):
-    stored = []
-    for model in damaged.MODELS:
-        for training in damaged.TRAININGS:
-            for name in ("iris", "wine") if model == damaged.MODELS[0] else ("iris",):
-                key = {"table": name, "model": model, "training": training, "fold": "0"}
-                values = {
-                    f"{kind} AUC {level:g}": 0.9 - level / 2 for kind in damaged.KINDS for level in damaged.LEVELS
-                }
-                stored += [{**key, "measure": measure, "value": str(value)} for measure, value in values.items()]
-    curves, tables, folds = damaged.arrange(stored, "wrong", "AUC")
-    assert (len(curves), tables, folds) == (12, 1, 1)
-    assert curves["XGBoost", "clean"] == pytest.approx([0.9, 0.85, 0.75, 0.65, 0.55])
-    assert "| XGBoost | damaged | **0.900** |" in damaged.report(stored)
-    damaged.draw(stored, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-
-
-def test_the_overview_has_the_main_measure_of_tuned_models():
-    stored = []
-    for name, settings, shift in (("bank", "all rows", 0.0), ("bank", "all rows, default parameters", 0.1)):
-        for model, value in (("adaptive memory", 0.9), ("XGBoost", 0.8)):
-            key = {"set": name, "settings": settings, "model": model, "kind": "run"}
-            for measure in ("accuracy", "roc_auc"):
-                figures = (value + shift - 0.2 * (measure == "accuracy") + step for step in (-0.01, 0.01))
-                stored += [{**key, "measure": measure, "value": str(figure)} for figure in figures]
-    text = overview(stored)
-    assert "| bank | ROC AUC | **0.9000** ± 0.0141 |  |  |  | 0.8000 ± 0.0141 |  |" in text
 
 
 class Division(NamedTuple):

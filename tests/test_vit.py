@@ -364,11 +364,6 @@ def test_training_benchmark(folder, capsys):
     assert "| none | **1.0000** | **1.0000** | +0.0000 |" in shown
 
 
-def test_missing_images_are_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"cifar-10-batches-py[\s\S]*docs/data\.md"):
-        images.main(["paper", "--data-dir", str(tmp_path), "--device", "cpu", "--output", str(tmp_path / "rows.csv")])
-
-
 @pytest.mark.parametrize(("options", "message"), [
     ("--graphs", "--graphs captures CUDA graphs: expected --device cuda, got cpu"),
     ("--attentions dot adaptiv", "attention must be one of adaptive, eager, kernel, sparse, dot"),
