@@ -256,12 +256,6 @@ def test_a_given_beta_is_kept():
     assert fitted().beta != ah.AssociativeMemory(PATTERNS).beta
 
 
-def test_added_patterns_are_found_without_another_fit():
-    memory, more = fitted(), random(30, 10, seed=9)
-    assert torch.equal(memory.recall(more[memory.add(more) - 80]), torch.arange(80, 110))
-    assert torch.equal(memory.similarity.w, fitted().similarity.w)
-
-
 def test_a_prior_is_the_frequency_of_patterns_and_damage_leaves_it_even():
     memory = ah.AssociativeMemory(PATTERNS, prior=True)
     index = torch.cat([torch.arange(80), torch.full((160,), 7)])
@@ -272,11 +266,6 @@ def test_a_prior_is_the_frequency_of_patterns_and_damage_leaves_it_even():
     memory.fit(Replaced(0.3))
     assert not memory.prior.any()
     assert finds_itself(memory)
-
-
-def test_a_memory_is_made_and_searched_in_inference_mode():
-    with torch.inference_mode():
-        assert finds_itself(ah.AssociativeMemory(PATTERNS))
 
 
 def fails(x):

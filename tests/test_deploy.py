@@ -33,30 +33,6 @@ def rows():
     return torch.rand(60, 12)
 
 
-def test_the_lines_of_the_readme(tmp_path, small_fit):
-    photos, names = torch.rand(80, 6, 5), [f"photo {i}" for i in range(80)]
-    query = photos[:4].clone()
-    query[:, :2] = 1.0
-    memory = AssociativeMemory(photos, ids=names)
-    assert "learned" in str(memory.fit(ah.variants.Replaced((0.0, 0.6))))
-    hits = memory.search(query, k=3)
-    scores, indices = hits
-    assert torch.equal(scores, hits.scores)
-    assert torch.equal(indices, hits.indices)
-    assert [each[0] for each in hits.ids] == names[:4]
-    known = hits.confidence[:, 0] > memory.threshold(false_accepts=0.01)
-    assert known.all()
-    assert memory.explain(query).shape == (4, 6, 5)
-    memory.save(tmp_path / "photos.safetensors")
-    loaded = AssociativeMemory.load(tmp_path / "photos.safetensors")
-    assert loaded.search(query, k=3).ids == hits.ids
-    assert torch.equal(loaded.search(query, k=3).confidence, hits.confidence)
-    loaded.add(photos[:2] + 1, ids=["new", "newer"])
-    loaded.remove(ids=["photo 3", "photo 4"])
-    assert len(loaded) == 80
-    assert loaded.search(photos[:1] + 1).ids == [["new"]]
-
-
 @pytest.mark.parametrize("kind", ["tensor", "array", "list", "frame", "images", "colors", "uint8", "integers"])
 def test_patterns_and_queries_as_people_have_them(kind):
     values = torch.randint(0, 256, (30, 12))

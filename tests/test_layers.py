@@ -22,7 +22,6 @@ from ahop_layers import (
     similarity_parameters,
 )
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
-from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import SimilarityOptions
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
@@ -268,14 +267,6 @@ def test_without_sizes_the_first_input_determines_them():
     fresh.load_state_dict(trained(layer).state_dict())
     torch.testing.assert_close(fresh(x), layer(x))
     assert AdaptiveHopfield(**WITHOUT_PARAMETERS, init=torch.ones(1, 2, 6)).association_core.similarity.dim == 6
-
-
-def test_separation_is_a_name_or_a_module():
-    layer = AdaptiveHopfield(8, separation=Separation("polynomial", degree=2))
-    assert layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
-    for bad in ({"separation": "hardmax"}, {"bases": ("cosine",)}, {"init": "dis", "bases": ("dot",)}):
-        with pytest.raises(AHopError, match="got"):
-            AdaptiveHopfieldPooling(8, **bad)
 
 
 @pytest.mark.slow

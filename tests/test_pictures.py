@@ -1,6 +1,5 @@
 """The explanatory pictures: with transparent backgrounds, and reproducible byte for byte."""
 
-import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -24,13 +23,6 @@ def test_the_same_command_writes_the_same_bytes(tmp_path):
     assert first == second
 
 
-@pytest.mark.parametrize("name", [name for name in pictures.PICTURES if name.endswith(".svg")])
-def test_svg_has_a_transparent_background_and_no_date(name):
-    text = (DOCS / "pictures" / name).read_text()
-    assert re.search(r'id="patch_1">\s*<path [^>]*style="fill: none', text)
-    assert "<dc:date>" not in text
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("make", "blocks"), [(pictures.example, None), (pictures.occluded_example, pictures.PATCHES)])
 def test_examples_are_won_by_weights_and_lost_by_distance(make, blocks):
@@ -38,9 +30,3 @@ def test_examples_are_won_by_weights_and_lost_by_distance(make, blocks):
     curves = ah.footprint(query[None], keys, base="dis", blocks=blocks)[0]
     assert curves[0, -1] < curves[1, -1]
     assert curves[0] @ weights > curves[1] @ weights
-
-
-def test_unknown_picture_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        pictures.main(["nothing"])
-    assert "expected any of footprint, blocks, likelihoods, weights, maps, got nothing" in capsys.readouterr().err

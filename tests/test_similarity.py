@@ -392,16 +392,6 @@ def test_device_and_dtype():
         ah.AdaptiveSimilarity(8, 3, ("dot",), "dot", False, None, "meta")
 
 
-def test_a_layer_builds_its_similarity_from_arguments_a_module_or_a_factory():
-    options = SimilarityOptions(bases=("dot",), debias=True)
-    assert repr(options.make_similarity(8, 2)) == repr(ah.AdaptiveSimilarity(8, 2, ("dot",), debias=True))
-    module = Scaled(8, 2)
-    assert SimilarityOptions(similarity=module).make_similarity(8, 2) is module
-    assert SimilarityOptions(similarity=Scaled).make_similarity(8, 2).shape == (8, 2)
-    made = SimilarityOptions(similarity=ah.AdaptiveSimilarity).make_similarity(8, 2)
-    assert repr(made) == repr(SimilarityOptions().make_similarity(8, 2))
-
-
 def test_an_unknown_dimension_is_inferred_or_an_error():
     assert isinstance(SimilarityOptions().make_similarity(None, 2), LazyAdaptiveSimilarity)
     assert SimilarityOptions(init=torch.ones(2, 2, 5)).make_similarity(None, 2).dim == 5

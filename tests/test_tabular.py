@@ -1,6 +1,5 @@
 """The estimators for tables: scikit-learn's own checks, and properties beyond them."""
 
-import importlib
 import json
 import os
 import pickle
@@ -86,13 +85,6 @@ print(json.dumps([[check["check_name"], check["status"], str(check["exception"])
     results = json.loads(done.stdout)
     assert len(results) > 50
     assert [result for result in results if result[1] != "passed" and "pandas is not installed" not in result[2]] == []
-
-
-def test_a_missing_scikit_learn_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.delitem(sys.modules, "ahop_layers.tabular")
-    with pytest.raises(ImportError, match=r"needs scikit-learn, got .*: pip install ahop-layers\[tabular\]"):
-        importlib.import_module("ahop_layers.tabular")
 
 
 def test_rows_are_predicted_in_chunks(fitted):
