@@ -205,12 +205,3 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
         monkeypatch.setitem(measure.METHODS, name, lambda *_: pytest.fail("a stored row was measured again"))
     command.main(few)
     assert read(output) == rows
-
-
-def test_unknown_levels_and_missing_options_are_named(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--levels", "0.55"])
-    assert "argument --levels: expected some of" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main(["--data", "ar"])
-    assert "ar needs --file" in capsys.readouterr().err

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import rows
-from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular import damaged, small, small_report
 from benchmarks.paper.tabular.__main__ import main
-from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
-from benchmarks.paper.tabular.measure import missing_evaluations
-from benchmarks.paper.tabular.models import MODELS, Context, available
+from benchmarks.paper.tabular.data import Split, encode, load, read
+from benchmarks.paper.tabular.models import MODELS, Context
 from benchmarks.paper.tabular.pool import make_pool
 from benchmarks.paper.tabular.report import best_trial
 from benchmarks.paper.tabular.tables import NAMES
@@ -59,15 +57,6 @@ def test_the_default_memory_gets_categories():
     assert frame[0].cat.codes.tolist() == [4]  # as in any other part of the table
 
 
-def test_models_have_the_figures_of_the_paper_or_their_package_is_named(monkeypatch, capsys):
-    assert set(TABULAR) == set(SETS)
-    own = {"HistGradientBoosting", "adaptive memory", *(name for name in MODELS if ", " in name)}
-    assert all(set(MODELS) - set(reported) == own for reported in TABULAR.values())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert available(["A-Hop", "XGBoost"]) == ["A-Hop"]
-    assert capsys.readouterr().out == "not installed, skipped: XGBoost\n"
-
-
 def test_the_best_trial_needs_all_trials():
     trials = [{"model": "A-Hop", "number": str(number)} for number in range(2)]
     rows = [
@@ -99,16 +88,6 @@ def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys)
     assert all(row["torch"] and row["device"] and row["commit"] for row in stored)
     assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 2  # trials, runs, accuracy
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
-
-
-def test_no_trials_are_runs_with_default_parameters(tmp_path):
-    options = argparse.Namespace(models=["A-Hop"], rows=None, data_dir=tmp_path, device="cpu", trials=0, runs=2)
-    options.quick = False
-    results = rows.ResultTable(tmp_path / "rows.csv", "cpu")
-    assert list(missing_evaluations(results, options, "heart", "trial")) == []
-    first, second = missing_evaluations(results, options, "heart", "run")
-    assert (first.chosen, first.number, second.number) == ({}, 0, 1)
-    assert first.key["settings"] == "all rows, default parameters"
 
 
 def small_rows(scores: dict[str, list[float]]) -> list[rows.Row]:

@@ -19,11 +19,10 @@ from PIL import Image
 
 import ahop_layers as ah
 from benchmarks import images as vit_data
-from benchmarks.harness.rows import RESULTS, read
+from benchmarks.harness.rows import read
 from benchmarks.paper.images import __main__ as images
 from benchmarks.paper.images import measure as images_measure
 from benchmarks.paper.images import training as images_training
-from benchmarks.paper.images.attentions import Attention
 from benchmarks.paper.kernel_similarity import KernelSimilarity
 from benchmarks.paper.retrieval.systems import ReferenceSimilarity
 from examples import demo, mil, vit
@@ -368,23 +367,12 @@ def test_training_benchmark(folder, capsys):
     ("--graphs", "--graphs captures CUDA graphs: expected --device cuda, got cpu"),
     ("--attentions dot adaptiv", "attention must be one of adaptive, eager, kernel, sparse, dot"),
     ("--attentions adaptive:typo", "options of adaptive must be among lr, last, init, debias, shared, blocks"),
-    ("--attentions adaptive:lr=1,lr=2", "each at most once, got 'adaptive:lr=1,lr=2'"),
-    ("--attentions adaptive:debias=False", "debias must have no value"),
-    ("--attentions adaptive:init=dist", "init must be one of dot, dis, l1, uniform"),
     ("--attentions adaptive:blocks=0", "blocks must be a positive integer"),
-    ("--attentions adaptive:lr", "lr must be a positive number"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_at_once(options, message, capsys):
     with pytest.raises(SystemExit):
         images.parse(["throughput", "--device", "cpu", *options.split()])
     assert message in capsys.readouterr().err
-
-
-def test_every_attention_of_the_rows_is_read():
-    attentions = {row["attention"] for row in read(RESULTS / "images.csv")}
-    assert len(attentions) > 5
-    assert {Attention.read(text).name for text in attentions} == {*images_measure.ATTENTIONS, "eager"}
-    assert Attention.read("adaptive:lr=0.1,last=1,init=dis") == Attention("adaptive", lr=0.1, last=1, init="dis")
 
 
 def test_corruptions_are_as_strong_as_they_say():
