@@ -217,12 +217,24 @@ def test_wrong_arguments_raise():
             pooling.pool_packed(instances, sizes)
 
 
-def test_the_benchmark_writes_its_rows(tmp_path, monkeypatch, capsys):
+def test_the_benchmark_writes_all_rows_or_none(tmp_path, monkeypatch, capsys):
     settings = {"bags": 5, "longest": 20, "width": 8, "heads": 2, "repeats": 1, "output": tmp_path / "rows.csv"}
     monkeypatch.setattr(sys, "argv", ["packed.py", *(f"--{name}={value}" for name, value in settings.items())])
     monkeypatch.setattr(benchmark, "in_own_process", lambda measure, *job: measure(*job))
     benchmark.main()
-    header, *rows = (tmp_path / "rows.csv").read_text().splitlines()
+    header, *rows = written = (tmp_path / "rows.csv").read_text().splitlines()
     assert "log-uniform" in capsys.readouterr().out
     assert {"device", "torch", "commit", "faster", "less_memory"} <= set(header.split(","))
     assert len(rows) == 4
+    done = []
+
+    def interrupted(*job):
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(job)
+        return 1.0, 1
+
+    monkeypatch.setattr(benchmark, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main()
+    assert (tmp_path / "rows.csv").read_text().splitlines() == written
