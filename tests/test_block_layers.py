@@ -42,6 +42,20 @@ def test_an_adapted_model_computes_the_same(blocks):
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("name", ["Hopfield", "HopfieldLayer", "HopfieldPooling"])
+def test_hopfield_layers_start_as_the_original(name):
+    options, blocks = {} if name == "Hopfield" else {"quantity": 3}, [NUMBERS, 2]
+    plain = getattr(ah.hopfield, name)(16, num_heads=2, **options)
+    built = getattr(ah, f"Adaptive{name}")(16, num_heads=2, **options, blocks=blocks)
+    built.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 5, 16)
+    expected = plain(x)
+    ah.adapt_(plain, blocks=blocks)
+    for layer in (built, plain):
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, ah.similarity_parameters(plain), ah.similarity_parameters(built)))
+
+
 def test_blocks_of_static_patterns_are_those_of_a_pattern():
     static = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}
     layer = ah.AdaptiveHopfield(12, num_heads=1, **static, disable_out_projection=True, blocks=3)

@@ -43,6 +43,15 @@ def test_footprint_is_the_best_sum_of_any_k_blocks(base, blocks):
     torch.testing.assert_close(ah.footprint(query, key, base, blocks), torch.stack(best, -1))
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_as_many_blocks_as_dimensions_is_the_plain_footprint_bit_by_bit(base):
+    query, key = torch.randn(2, 3, 12), torch.randn(2, 4, 12)
+    plain = FORMULAS[base].value(query[:, :, None], key[:, None]).sort(-1, descending=True).values.cumsum(-1)
+    assert torch.equal(ah.footprint(query, key, base, 12), plain)
+    assert torch.equal(ah.footprint(query, key, base, torch.arange(12)), plain)
+    assert torch.equal(ah.footprint(query, key, base), plain)
+
+
 def test_masked_lemma_for_masks_that_are_unions_of_blocks():
     """Counting equal blocks ranks patterns by likelihood if whole blocks are replaced, and not for other masks."""
     d, n, masked = 24, 8, 0.5

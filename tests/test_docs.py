@@ -11,6 +11,7 @@ import test_theorems
 from frameworks import framework
 
 from benchmarks.harness import pages
+from benchmarks.paper.images import report as images_report
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -122,6 +123,18 @@ def test_rows_of_other_devices_incomplete_runs_and_trials_are_left_out(monkeypat
     row = pages.read(pages.RESULTS / "packed.csv")[0]
     monkeypatch.setattr(pages, "read", lambda path: [row, {**row, "bags": "20"}])
     assert pages.packed_rows() == [row]
+
+
+def test_corrupted_images_are_compared_seed_by_seed():
+    values = {("adaptive", "0"): 0.7, ("adaptive", "1"): 0.6, ("dot", "0"): 0.5, ("dot", "2"): 0.9}
+    rows = [
+        {"attention": attention, "measure": measure, "seed": seed, "value": str(value)}
+        for measure in ("accuracy", "noise 0.1")
+        for (attention, seed), value in values.items()
+    ]
+    lines = images_report.corruption_table(rows).splitlines()
+    assert lines[0] == "| damage | dot (2 seeds) | adaptive (2 seeds) | adaptive minus dot |"
+    assert lines[2:] == [f"| {name} | **0.7000** | 0.6500 | +0.2000 |" for name in ("none", "noise 0.1")]
 
 
 def test_promises_have_as_many_cases_as_the_page_says():

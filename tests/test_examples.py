@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch import accelerators
 from sklearn.model_selection import StratifiedKFold
 
 from examples import demo, mil, multimodal, retrieval, search, tabular, tokens, vit
-from examples.common import command, training
+from examples.common import command, outputs, training
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {
@@ -61,6 +62,13 @@ def test_tokens(tmp_path, capsys, monkeypatch):
     assert re.search(rf"^40% .* {found['learned ranks'][0.4][0]:.3f}$", shown, flags=re.MULTILINE)
     assert found["learned ranks"][0.4][0] > found["not sorted"][0.4][0] > found["embedding"][0.4][0]
     assert (tmp_path / "tokens.png").stat().st_size > 10_000
+
+
+def test_answers_are_marked_as_right_or_wrong():
+    rows = {name: torch.zeros(2, 1) for name in ("query", "answer")}
+    drawn = outputs.draw_rows(rows, lambda axis, _: axis.plot([0]), 1, 1, {"answer": torch.tensor([True, False])})
+    signs = [[text.get_text() for text in axis.texts] for axis in drawn.axes]
+    assert signs == [[], [], ["\u2713"], ["\u2717"]]
 
 
 @pytest.mark.full
@@ -209,3 +217,9 @@ def test_the_recorded_arguments_repeat_a_run(tmp_path):
     record = tmp_path / "first" / command.RECORD
     again = parser.parse_args([f"@{record}", "--seed", "1", "--out", str(tmp_path / "second")])
     assert vars(again) == {**vars(options), "seed": 1, "out": tmp_path / "second"}
+
+
+def test_tensorboard_is_used_where_it_is_installed(tmp_path):
+    pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
+    options = vit.make_parser().parse_args(["--logger", "tensorboard", "--accelerator", "cpu", "--out", str(tmp_path)])
+    assert type(training.make_trainer(options, "val_loss", "min").logger).__name__ == "TensorBoardLogger"

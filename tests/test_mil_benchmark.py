@@ -1,10 +1,13 @@
 """The bag benchmark: folds and selection without test bags, resumed runs, tables, memory."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+from benchmarks import costs
 from benchmarks.bags import DATA_SETS, auc
 from benchmarks.harness.rows import read
 from benchmarks.paper.mil import __main__ as program
@@ -127,3 +130,11 @@ def test_a_second_run_resumes(home, tmp_path, one_setting, capsys):
     with pytest.raises(SystemExit, match=r"mil/tiger\.npz, got no such file[\s\S]*docs/data\.md"):
         program.main([*command, "--poolings", "uniform"])
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+@pytest.mark.full
+def test_memory_of_a_large_bag():
+    instances, features = 20_000, 128
+    _, most = costs.in_own_process(costs.pooling_cost, instances, features, 8, 0, "cpu")
+    assert most < 2e9 * (instances * features) / (100_000 * 512)  # 2 GB for the full size

@@ -282,6 +282,13 @@ def test_presets_accept_unknown_values(table):
         ah.AssociativeMemory.preset("K-Hop", patterns)
 
 
+@pytest.mark.parametrize("similarity", ["normalized", "table"])
+def test_scores_without_nan_are_unchanged_bit_for_bit(similarity):
+    patterns, query = random(40, 6, dtype=torch.float32), random(7, 6, seed=2, dtype=torch.float32)
+    memory = make(similarity, patterns)
+    assert torch.equal(memory.scores(query), memory.similarity(query, patterns))
+
+
 @pytest.mark.parametrize("similarity", SIMILARITIES)
 def test_pairs_without_a_common_value_score_minus_infinity(similarity):
     patterns = random(40, 4).abs()

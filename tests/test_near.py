@@ -78,6 +78,12 @@ def test_widths_are_quantiles_and_scale_with_the_data():
     torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
 
 
+def test_patterns_without_differences_have_width_one():
+    for keys in (torch.ones(5, 3), torch.rand(1, 3)):
+        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_widths_(keys)
+        assert torch.equal(similarity.widths, torch.ones(3))
+
+
 def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
     similarity = ah.AdaptiveSimilarity(6, bases=NEAR, init="uniform")
     similarity.units = torch.rand(6) + 0.5

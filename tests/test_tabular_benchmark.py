@@ -138,6 +138,24 @@ def test_damage_replaces_a_fraction_of_the_cells():
     assert untouched.equals(frame)
 
 
+def test_damaged_tables_are_averaged_over_what_all_models_have(tmp_path):
+    stored = []
+    for model in damaged.MODELS:
+        for training in damaged.TRAININGS:
+            for name in ("iris", "wine") if model == damaged.MODELS[0] else ("iris",):
+                key = {"table": name, "model": model, "training": training, "fold": "0"}
+                values = {
+                    f"{kind} AUC {level:g}": 0.9 - level / 2 for kind in damaged.KINDS for level in damaged.LEVELS
+                }
+                stored += [{**key, "measure": measure, "value": str(value)} for measure, value in values.items()]
+    curves, tables, folds = damaged.arrange(stored, "wrong", "AUC")
+    assert (len(curves), tables, folds) == (12, 1, 1)
+    assert curves["XGBoost", "clean"] == pytest.approx([0.9, 0.85, 0.75, 0.65, 0.55])
+    assert "| XGBoost | damaged | **0.900** |" in damaged.report(stored)
+    damaged.draw(stored, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
 class Division(NamedTuple):
     """A measurement that fails for zero."""
 
