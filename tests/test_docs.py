@@ -1,4 +1,4 @@
-"""README and pages: code blocks run, links resolve; tables, plots and quoted figures match the benchmark rows."""
+"""README, pages and model card: code runs, links resolve; tables, plots and quoted figures match benchmark rows."""
 
 import math
 import re
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import test_theorems
+import torch
+import yaml
 from frameworks import framework
 
+import ahop_layers as ah
 from benchmarks.harness import pages
 from benchmarks.paper.images import report as images_report
 
@@ -146,3 +149,25 @@ def test_promises_have_as_many_cases_as_the_page_says():
         functions = (getattr(import_module(module), name) for module, name in re.findall(r"`(\w+)\.py::(\w+)`", tests))
         marks = [[mark for mark in getattr(each, "pytestmark", []) if mark.name == "parametrize"] for each in functions]
         assert sum(math.prod(len(mark.args[1]) for mark in each) for each in marks) == int(cases), tests
+
+
+def test_the_model_card_is_valid_and_its_code_loads_the_similarities(tmp_path, monkeypatch):
+    card = re.search(r"````markdown\n(.*?)````", (DOCS / "model-card.md").read_text(), flags=re.DOTALL)[1]
+    _, head, body = card.split("---\n", 2)
+    fields = yaml.safe_load(head)
+    assert fields["library_name"] == "ahop-layers"
+    assert {"license", "pipeline_tag", "base_model", "base_model_relation", "datasets", "metrics"} <= fields.keys()
+    timm = framework("timm")
+    create = timm.create_model
+    trained = create("vit_tiny_patch16_224")
+    ah.adapt_(trained, blocks=4)
+    for parameter in ah.similarity_parameters(trained):
+        torch.nn.init.normal_(parameter)
+    ah.save_similarities(trained, tmp_path / "similarities.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name))  # without a download
+    namespace: dict[str, object] = {}
+    exec(re.search(r"~~~python\n(.*?)~~~", body, flags=re.DOTALL)[1], namespace)
+    loaded = ah.similarity_parameters(namespace["model"])
+    assert loaded
+    assert all(torch.equal(one, two) for one, two in zip(loaded, ah.similarity_parameters(trained), strict=True))
