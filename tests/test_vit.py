@@ -29,6 +29,7 @@ from examples import demo, mil, vit
 from examples.vision import batches as vit_batches
 from examples.vision import model as vit_model
 from examples.vision import pictures as vit_pictures
+from tests.samples import refuses
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--model", "tiny", "--accelerator", "cpu"]
@@ -123,8 +124,7 @@ def test_data_sets_in_their_published_layout_and_damaged(made):
     for path in (files[0], files[-1]):
         content = path.read_bytes()
         path.write_bytes(b"\xff\xfe\xfa" * 9)
-        with pytest.raises(ah.AHopError, match=rf"^{name}: expected files as published in .*, got damaged ones \("):
-            vit_data.load(name, where)
+        refuses(rf"^{name}: expected files as published in .*, got damaged ones \(", vit_data.load, name, where)
         path.write_bytes(content)
 
 
@@ -192,8 +192,7 @@ def test_an_epoch_uses_every_image_once_with_any_number_of_processes():
     assert labels(7) == second[2:]  # in the middle of the second epoch
     shares = [labels(0, rank, 2) for rank in range(2)]
     assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == [sorted(batch) for batch in first]
-    with pytest.raises(ah.AHopError, match="a multiple of the 3 processes, got 8"):
-        labels(0, 0, 3)
+    refuses("a multiple of the 3 processes, got 8", labels, 0, 0, 3)
 
 
 def test_augmentation_shifts_and_flips_every_image_independently():
@@ -276,8 +275,7 @@ def test_conversion_keeps_the_logits(folder, no_pictures):
     assert tuned["logit_change"] < 1e-5
     restored = vit.Classifier.load_from_checkpoint(folder / "tuned" / "best.ckpt")  # 4 blocks by default
     assert block_counts(restored) == {4}
-    with pytest.raises(ah.AHopError, match="dot-product attention, got 'adaptive'"):
-        vit.convert(folder / "tuned" / "best.ckpt", "adaptive", images)
+    refuses("dot-product attention, got 'adaptive'", vit.convert, folder / "tuned" / "best.ckpt", "adaptive", images)
 
 
 def test_a_checkpoint_that_cannot_be_converted_is_named(folder, no_pictures, refused):
