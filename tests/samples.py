@@ -1,5 +1,6 @@
-"""Inputs of scores, and a similarity and changes of weights, that several test files use."""
+"""Inputs of scores, a similarity, changes of weights, and a check of errors, that several test files use."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,12 @@ class Scaled(nn.Module):
 
     def forward(self, query, key):
         return self.scale * (query @ key.mT)
+
+
+def refuses(message, call, *args, **keywords):
+    """Checks that a call raises AHopError with a message."""
+    with pytest.raises(ah.AHopError, match=message):
+        call(*args, **keywords)
 
 
 def perturb(model, size=0.1):

@@ -256,12 +256,6 @@ def test_a_given_beta_is_kept():
     assert fitted().beta != ah.AssociativeMemory(PATTERNS).beta
 
 
-def test_added_patterns_are_found_without_another_fit():
-    memory, more = fitted(), random(30, 10, seed=9)
-    assert torch.equal(memory.recall(more[memory.add(more) - 80]), torch.arange(80, 110))
-    assert torch.equal(memory.similarity.w, fitted().similarity.w)
-
-
 def test_a_prior_is_the_frequency_of_patterns_and_damage_leaves_it_even():
     memory = ah.AssociativeMemory(PATTERNS, prior=True)
     index = torch.cat([torch.arange(80), torch.full((160,), 7)])
@@ -274,38 +268,30 @@ def test_a_prior_is_the_frequency_of_patterns_and_damage_leaves_it_even():
     assert finds_itself(memory)
 
 
-def test_a_memory_is_made_and_searched_in_inference_mode():
-    with torch.inference_mode():
-        assert finds_itself(ah.AssociativeMemory(PATTERNS))
-
-
 def fails(x):
     raise ah.AHopError("broken")
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: m.fit(epochs=5), "fit solves similarity='auto' without epochs, lr and batch, got epochs=5"),
-        (lambda m: m.fit(lr=0.1, batch=3), "got lr=0.1, batch=3"),
-        (lambda m: m.fit(by="class"), "by must be one of pattern, label, got 'class'"),
-        (lambda m: m.fit(by="label"), "the memory must have labels"),
-        (lambda m: m.fit(seed="a"), "seed must be an integer .* 'a'"),
-        (lambda m: m.fit((INDEX,)), "data must be"),
-        (lambda m: m.fit((INDEX, PATTERNS[INDEX], INDEX)), "data must be"),
-        (lambda m: m.fit((INDEX, PATTERNS)), r"data must be index .* got \(160,\) and \(80, 10\)"),
-        (lambda m: m.fit((INDEX + 1, PATTERNS[INDEX])), "index must be integers from 0 to 79, got .* 1 to 80"),
-        (lambda m: m.fit((INDEX.double(), PATTERNS[INDEX])), "index must be integers"),
-        (lambda m: m.fit((INDEX, None)), "query must be a tensor, got NoneType"),
-        (lambda m: m.fit((INDEX[:1], torch.full((1, 10), torch.nan))), "query must have a known value .* row 0"),
-        (lambda m: m.fit((INDEX[:2], torch.tensor([[0.0], [torch.inf]]).expand(2, 10))), "infinity in row 1"),
-        (lambda m: m.fit(lambda x: x[:, :2]), "must .* got"),
-        (lambda m: m.fit(lambda x: None), "must .* got"),
-        (lambda m: m.fit(fails), "broken"),
-        (lambda m: m.fit(lambda x: torch.full_like(x, torch.nan)), "damage must return finite .* got NaN only"),
-        (lambda m: m.fit(lambda x: torch.full_like(x, torch.inf)), "damage must return finite .* got infinity"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda m: m.fit(epochs=5), "fit solves similarity='auto' without epochs, lr and batch, got epochs=5"),
+    (lambda m: m.fit(lr=0.1, batch=3), "got lr=0.1, batch=3"),
+    (lambda m: m.fit(by="class"), "by must be one of pattern, label, got 'class'"),
+    (lambda m: m.fit(by="label"), "the memory must have labels"),
+    (lambda m: m.fit(seed="a"), "seed must be an integer .* 'a'"),
+    (lambda m: m.fit((INDEX,)), "data must be"),
+    (lambda m: m.fit((INDEX, PATTERNS[INDEX], INDEX)), "data must be"),
+    (lambda m: m.fit((INDEX, PATTERNS)), r"data must be index .* got \(160,\) and \(80, 10\)"),
+    (lambda m: m.fit((INDEX + 1, PATTERNS[INDEX])), "index must be integers from 0 to 79, got .* 1 to 80"),
+    (lambda m: m.fit((INDEX.double(), PATTERNS[INDEX])), "index must be integers"),
+    (lambda m: m.fit((INDEX, None)), "query must be a tensor, got NoneType"),
+    (lambda m: m.fit((INDEX[:1], torch.full((1, 10), torch.nan))), "query must have a known value .* row 0"),
+    (lambda m: m.fit((INDEX[:2], torch.tensor([[0.0], [torch.inf]]).expand(2, 10))), "infinity in row 1"),
+    (lambda m: m.fit(lambda x: x[:, :2]), "must .* got"),
+    (lambda m: m.fit(lambda x: None), "must .* got"),
+    (lambda m: m.fit(fails), "broken"),
+    (lambda m: m.fit(lambda x: torch.full_like(x, torch.nan)), "damage must return finite .* got NaN only"),
+    (lambda m: m.fit(lambda x: torch.full_like(x, torch.inf)), "damage must return finite .* got infinity"),
+])  # fmt: skip
 def test_an_error_leaves_a_fitted_memory_unchanged(call, message):
     memory = fitted()
     with pytest.raises(ah.AHopError, match=message):

@@ -1,18 +1,17 @@
 """Shared code of the benchmarks: commands, stored rows, tables, plots and peak memory."""
 
 import mmap
+import re
 import runpy
 import sys
-import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import kernels_report
-from benchmarks.harness import pages
+from benchmarks import kernels
 from benchmarks.harness.memory import CLEAR, peak, reset_peak
-from benchmarks.harness.report import PICTURES, bold_best, bold_best_in_columns, drawing, picture_for
+from benchmarks.harness.report import PICTURES, picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
 pytestmark = pytest.mark.slow
@@ -21,17 +20,33 @@ COMMANDS = ("kernels", "packed", "vit", "costs", "search", "projects", "robust",
 PAPER = ("paper.retrieval", "paper.mil", "paper.images", "paper.tabular")
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the module may be imported already
 @pytest.mark.parametrize("name", COMMANDS + PAPER)
 def test_every_command_prints_its_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the module may be imported already
-        with pytest.raises(SystemExit) as end:
-            runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: python -m benchmarks.{name} ")
     assert f"To run: python -m benchmarks.{name} " in text.replace("AHOP_DATA_DIR=DIR ", "")
+
+
+@pytest.mark.parametrize(("name", "options", "file"), [
+    ("paper.retrieval", "--table accuracy", "mnist/train-images-idx3-ubyte.gz"),
+    ("paper.images", "paper --device cpu", "cifar-10-batches-py"),
+    ("paper.tabular", "--sets bank --models M-Hop --device cpu", "tabular/bank-full.csv.xz"),
+    ("paper.lookup", "--quick --parts faces", "yale_b.npz"),
+    ("search", "--data faces", "yale_b.npz"),
+    ("positioning", "--sets DSI2", "DSI2.mat"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the module may be imported already
+def test_missing_data_is_named(name, options, file, tmp_path, monkeypatch):
+    folder = ["--data" if name == "positioning" else "--data-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [name, *options.split(), *folder, "--output", str(tmp_path / "rows.csv")])
+    with pytest.raises(SystemExit, match=rf"{re.escape(file)}[\s\S]*docs/data\.md"):
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    assert not (tmp_path / "rows.csv").exists()
 
 
 def test_rows_are_replaced_by_the_named_columns(tmp_path):
@@ -75,38 +90,6 @@ def test_stored_results_keep_their_format(tmp_path):
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_the_best_figures_are_bold():
-    assert bold_best(["0.5 ± 0.1", "", "0.7", "0.70 ± 0.2"]) == ["0.5 ± 0.1", "", "**0.7**", "**0.70 ± 0.2**"]
-    assert bold_best(["1,200", "900"], min) == ["1,200", "**900**"]
-    assert bold_best(["", ""]) == ["", ""]
-    body = bold_best_in_columns([["a", "1", "2"], ["b", "3", "4"]], {1: max, 2: min})
-    assert body == [["a", "1", "**2**"], ["b", "**3**", "4"]]
-
-
-def test_block_footprints_are_compared_with_full_ones_of_the_same_size(monkeypatch):
-    times = {"8 x 9, d 64": (6.0, 9.0), "8 x 9, d 64, n 8": (1.5, 3.0), "8 x 9, d 32, n 4": (0.5, None)}
-    rows = [
-        {"case": case, "pass": label, "ours_ms": str(value), "device": "A", "torch": "2", "commit": "c", "date": "d"}
-        for case, pair in times.items()
-        for label, value in zip(kernels_report.PASSES, pair, strict=True)
-        if value is not None
-    ]
-    lines = kernels_report.of_blocks(rows).splitlines()[2:]
-    assert lines == ["| 8 x 9, d 64 | 8 | 19 | 1.5 | 3 | 4 | 3 |", "| 8 x 9, d 32 | 4 | 5 | 0.5 |  |  |  |"]
-    others = [{**row, "device": "B"} for row in rows if "n" not in row["case"]]
-    monkeypatch.setattr(pages, "read", lambda path: [*rows, *others])
-    assert pages.block_rows() == rows
-    monkeypatch.setattr(pages, "read", lambda path: others)
-    assert pages.TABLES["blocks"]() == "Not measured yet. To measure it: `python -m benchmarks.kernels`."
-
-
-def test_lines_of_a_plot_differ_in_color_marker_and_dashes(tmp_path):
-    with drawing(tmp_path / "drawn.svg", (2, 2)) as figure:
-        lines = figure.subplots().plot([0, 1], [[0] * 8, [1] * 8])
-    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-    assert all(a._unscaled_dash_pattern != b._unscaled_dash_pattern for a, b in pairwise(lines))
-
-
 def test_only_results_of_the_project_are_drawn_in_the_documentation(tmp_path):
     assert picture_for(RESULTS / "mil.csv", "mil") == PICTURES / "mil.svg"
     assert picture_for(RESULTS / "retrieval_quick.csv", "retrieval") == RESULTS / "retrieval_quick.png"
@@ -122,3 +105,45 @@ def test_the_peak_counts_from_the_last_reset():
             held.write(bytes(size // 50))
     assert peak("cpu") - before > 0.9 * size
     assert reset_peak("cpu") - before < 0.9 * size
+
+
+CASES = [kernels.Case(2, 3, 4), kernels.Case(2, 3, 5), kernels.Case(3, 3, 4)]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command line on small cases and returns the stored rows."""
+    monkeypatch.setattr(kernels, "CASES", {"cpu": CASES})
+    monkeypatch.setattr(kernels, "milliseconds", lambda function, device: 1.0)
+    monkeypatch.setattr(kernels, "extra_megabytes", lambda *case: 0.5)
+
+    def main(*options: str) -> list[dict[str, str]]:
+        fixed = ["--output", str(tmp_path / "kernels.csv"), "--threads", str(torch.get_num_threads())]
+        monkeypatch.setattr(sys, "argv", ["kernels", *fixed, *options])
+        kernels.main()
+        return read(tmp_path / "kernels.csv")
+
+    return main
+
+
+def test_a_run_replaces_the_rows_of_its_cases_in_place(tmp_path, run):
+    rows = [{**row, "ours_ms": "7"} for row in run()]
+    foreign = [{**row, "device": "another"} for row in rows]
+    assert len(rows) == 2 * len(CASES)
+    write(tmp_path / "kernels.csv", [*foreign, *rows, {**rows[0], "case": "gone"}])
+    after = run("--only", "d 5")
+    assert after[: len(foreign)] == foreign
+    assert [row["ours_ms"] for row in after[len(foreign) :]] == ["7", "7", "1", "1", "7", "7", "7"]
+    complete = run()  # removes rows of former cases
+    assert [(row["case"], row["pass"]) for row in complete] == [(row["case"], row["pass"]) for row in [*foreign, *rows]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["d 512"], f"expected a part of one of these names: {CASES[0].name}; "), (["d 5", "--sweep"], "--sweep")],
+)
+def test_only_without_a_matching_case_is_refused(options, message, tmp_path, run, capsys):
+    with pytest.raises(SystemExit):
+        run("--only", *options)
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -158,13 +158,10 @@ def test_every_number_of_dimensions_is_sorted():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "n", "d"),
-    [
-        pytest.param(*case, id="{}-{}-{}".format(*case), marks=[] if index % 5 in (0, 2) else pytest.mark.full)
-        for index, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize(("shape", "n", "d"), [
+    pytest.param(*case, id="{}-{}-{}".format(*case), marks=[] if index % 5 in (0, 2) else pytest.mark.full)
+    for index, case in enumerate(CASES)
+])  # fmt: skip
 def test_against_reference(shape, n, d, dtype):
     check(*inputs(*shape, d, dtype=dtype, blocks=n), ALL)
 
@@ -434,15 +431,11 @@ def test_threads_and_slices_change_no_bit_of_missing_values(monkeypatch):
     assert torch.equal(cpu.score(*case, SHARED, missing=True), expected)
 
 
-@pytest.mark.parametrize(
-    ("shape", "n"),
-    [
-        *THREADED,
-        pytest.param((1, 1, 17, 2100, 1024), 1024, marks=pytest.mark.full),  # in two rounds
-        pytest.param((1, 1, 70, 2100, 1024), 16, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "n"), [
+    *THREADED,
+    pytest.param((1, 1, 17, 2100, 1024), 1024, marks=pytest.mark.full),  # in two rounds
+    pytest.param((1, 1, 70, 2100, 1024), 16, marks=pytest.mark.full),
+], ids=str)  # fmt: skip
 def test_slices_change_no_bit(shape, n, monkeypatch):
     """Returning to Python after each task does not change the results."""
     case = torch.randn(shape[:4], dtype=torch.float64), *inputs(*shape, ("dis",), torch.float64, blocks=n), ("dis",)

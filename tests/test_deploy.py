@@ -17,6 +17,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers import AHopError, AssociativeMemory
 from ahop_layers.memory import search as search_module
+from tests.samples import refuses
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install '.[save]'")
 
@@ -31,30 +32,6 @@ def damaged(patterns, count=3):
 @pytest.fixture
 def rows():
     return torch.rand(60, 12)
-
-
-def test_the_lines_of_the_readme(tmp_path, small_fit):
-    photos, names = torch.rand(80, 6, 5), [f"photo {i}" for i in range(80)]
-    query = photos[:4].clone()
-    query[:, :2] = 1.0
-    memory = AssociativeMemory(photos, ids=names)
-    assert "learned" in str(memory.fit(ah.variants.Replaced((0.0, 0.6))))
-    hits = memory.search(query, k=3)
-    scores, indices = hits
-    assert torch.equal(scores, hits.scores)
-    assert torch.equal(indices, hits.indices)
-    assert [each[0] for each in hits.ids] == names[:4]
-    known = hits.confidence[:, 0] > memory.threshold(false_accepts=0.01)
-    assert known.all()
-    assert memory.explain(query).shape == (4, 6, 5)
-    memory.save(tmp_path / "photos.safetensors")
-    loaded = AssociativeMemory.load(tmp_path / "photos.safetensors")
-    assert loaded.search(query, k=3).ids == hits.ids
-    assert torch.equal(loaded.search(query, k=3).confidence, hits.confidence)
-    loaded.add(photos[:2] + 1, ids=["new", "newer"])
-    loaded.remove(ids=["photo 3", "photo 4"])
-    assert len(loaded) == 80
-    assert loaded.search(photos[:1] + 1).ids == [["new"]]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array", "list", "frame", "images", "colors", "uint8", "integers"])
@@ -94,8 +71,7 @@ def test_bytes_stay_bytes_and_are_scored_as_numbers(small_fit):
         found, expected = (each.search(query, shortlist=shortlist) for each in (memory, plain))
         assert torch.equal(found.indices, expected.indices)
     memory.add(values[:1].float())
-    with pytest.raises(AHopError, match="integers from 0 to 255"):
-        memory.add(torch.full((1, 10), 0.5))
+    refuses("integers from 0 to 255", memory.add, torch.full((1, 10), 0.5))
 
 
 def test_labels_and_ids_may_be_strings(rows):
@@ -118,28 +94,24 @@ def test_labels_and_ids_may_be_strings(rows):
     assert len(memory) == 62
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m, x: m.add(x, ids=["a"] * 2), "ids must differ, got 'a' more than once"),
-        (lambda m, x: m.add(x, ids=["0", "new"]), "ids must not be stored already, got '0': replace=True"),
-        (lambda m, x: m.add(x), "ids must be given: the memory has ids, got none"),
-        (lambda m, x: m.add(x, ids=["only"]), "ids must be one for each of 2 patterns, got 1"),
-        (lambda m, x: m.add(x, ids=[0.5, 1.5]), "ids must be strings or integers.* got float"),
-        (lambda m, x: m.remove(ids=["none"]), "ids must be ids of stored patterns, got 'none'"),
-        (lambda m, x: m.remove(), "an index or ids, got neither"),
-        (lambda m, x: m.search(x[:, :3]), r"queries x must be \(..., d\) or \(..., 3, 4\) with the d = 12"),
-        (lambda m, x: m.search([["a"]]), "queries x must be a tensor, an array or a list of numbers, got list"),
-        (lambda m, x: m.search(x).labels, "the memory must have labels, got none"),
-        (lambda m, x: m.explain(x, index=60), "index must be integers from 0 to 59"),
-        (lambda m, x: m.threshold(2.0), "false_accepts must be"),
-        (lambda m, x: AssociativeMemory(x[0, 0]), r"patterns must be \(N, d\), or images"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda m, x: m.add(x, ids=["a"] * 2), "ids must differ, got 'a' more than once"),
+    (lambda m, x: m.add(x, ids=["0", "new"]), "ids must not be stored already, got '0': replace=True"),
+    (lambda m, x: m.add(x), "ids must be given: the memory has ids, got none"),
+    (lambda m, x: m.add(x, ids=["only"]), "ids must be one for each of 2 patterns, got 1"),
+    (lambda m, x: m.add(x, ids=[0.5, 1.5]), "ids must be strings or integers.* got float"),
+    (lambda m, x: m.remove(ids=["none"]), "ids must be ids of stored patterns, got 'none'"),
+    (lambda m, x: m.remove(), "an index or ids, got neither"),
+    (lambda m, x: m.search(x[:, :3]), r"queries x must be \(..., d\) or \(..., 3, 4\) with the d = 12"),
+    (lambda m, x: m.search([["a"]]), "queries x must be a tensor, an array or a list of numbers, got list"),
+    (lambda m, x: m.search(x).labels, "the memory must have labels, got none"),
+    (lambda m, x: m.explain(x, index=60), "index must be integers from 0 to 59"),
+    (lambda m, x: m.threshold(2.0), "false_accepts must be"),
+    (lambda m, x: AssociativeMemory(x[0, 0]), r"patterns must be \(N, d\), or images"),
+])  # fmt: skip
 def test_errors_name_what_was_expected(call, message, rows):
     memory = AssociativeMemory(rows.reshape(-1, 3, 4), ids=[str(i) for i in range(60)])
-    with pytest.raises(AHopError, match=message):
-        call(memory, rows[:2])
+    refuses(message, call, memory, rows[:2])
     assert len(memory) == 60
 
 
@@ -311,8 +283,7 @@ def test_tensors_without_values_of_other_layouts_and_dtypes_are_refused(kind, ro
     else:
         calls.append(lambda: AssociativeMemory(other(rows)))
     for call in calls:
-        with pytest.raises(AHopError, match=r"must be|must have|needs"):
-            call()
+        refuses(r"must be|must have|needs", call)
     assert len(memory) == 60
 
 
@@ -446,8 +417,7 @@ def test_threads_that_search_see_one_state_while_another_changes_it():
 def test_few_classes_and_queries_that_share_no_value_do_not_spoil_the_confidence():
     one = AssociativeMemory(torch.rand(50, 8), labels=[1] * 50)
     assert (one.search(torch.rand(4, 8)).confidence > 0.99).all()
-    with pytest.raises(AHopError, match="threshold needs patterns of at least two classes"):
-        one.threshold()
+    refuses("threshold needs patterns of at least two classes", one.threshold)
     centers = torch.randn(2, 32)
     labels = torch.arange(60) % 2
     two = AssociativeMemory(centers[labels] + 0.3 * torch.randn(60, 32), labels=labels)
@@ -520,15 +490,10 @@ def test_states_are_not_mixed(rows, tmp_path):
     with pytest.raises(AHopError, match="patterns must be integers from 0 to 255"):
         photos.load_state_dict(AssociativeMemory(rows, "dot").state_dict())
     for value in (torch.inf, -torch.inf):
-        with pytest.raises(AHopError, match="queries x must not be infinite"):
-            memory.search(rows[:2] * value)
-    with pytest.raises(AHopError, match="path must be a string or a path, got NoneType"):
-        memory.save(None)
+        refuses("queries x must not be infinite", memory.search, rows[:2] * value)
+    refuses("path must be a string or a path, got NoneType", memory.save, None)
     assert memory.explain(rows[:0]).shape == (0, 12)
     for index in ("a", [0, 1], 1.5, True, 999):
-        with pytest.raises(AHopError, match="index must be integers from 0 to"):
-            memory.explain(rows[:3], index=index)
-    with pytest.raises(AHopError, match="ids must be a sequence, got set"):
-        AssociativeMemory(rows[:2], ids={"a", "b"})
-    with pytest.raises(AHopError, match="replace=True needs a memory with ids"):
-        AssociativeMemory(rows).add(rows, replace=True)
+        refuses("index must be integers from 0 to", memory.explain, rows[:3], index=index)
+    refuses("ids must be a sequence, got set", AssociativeMemory, rows[:2], ids={"a", "b"})
+    refuses("replace=True needs a memory with ids", AssociativeMemory(rows).add, rows, replace=True)

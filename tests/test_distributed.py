@@ -108,16 +108,12 @@ def test_similarities_stay_equal_on_all_ranks_if_the_model_is_adapted_first(resu
     assert all(before != after for before, after in zip(initial, first, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("wrap", "found"),
-    [
-        (nn.DataParallel, "a model that is wrapped in DataParallel"),
-        (torch.compile, "a model that is wrapped in OptimizedModule"),
-        (lambda model: nn.Sequential(torch.compile(model)), "a model whose 0 is wrapped in OptimizedModule"),
-        (lambda model: model.compile() or model, "a model that is compiled in place"),
-    ],
-    ids=["data-parallel", "compiled", "compiled inside", "compiled in place"],
-)
+@pytest.mark.parametrize(("wrap", "found"), [
+    (nn.DataParallel, "a model that is wrapped in DataParallel"),
+    (torch.compile, "a model that is wrapped in OptimizedModule"),
+    (lambda model: nn.Sequential(torch.compile(model)), "a model whose 0 is wrapped in OptimizedModule"),
+    (lambda model: model.compile() or model, "a model that is compiled in place"),
+], ids=["data-parallel", "compiled", "compiled inside", "compiled in place"])  # fmt: skip
 def test_a_wrapped_or_compiled_model_is_refused(wrap, found):
     model = encoder()
     message = refusal(wrap(model))

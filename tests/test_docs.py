@@ -1,4 +1,4 @@
-"""README and pages: code blocks run, links resolve; tables, plots and quoted figures match the benchmark rows."""
+"""README, pages and model card: code runs, links resolve; tables, plots and quoted figures match benchmark rows."""
 
 import math
 import re
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import test_theorems
+import torch
+import yaml
 from frameworks import framework
 
-from benchmarks import summary
+import ahop_layers as ah
 from benchmarks.harness import pages
 from benchmarks.paper.images import report as images_report
 
@@ -112,15 +114,6 @@ def test_figures_in_the_text_are_in_their_table(page):
         assert quoted <= {*found, *(f"{float(figure):.3f}" for figure in found)}, f"figures that are not in {names}"
 
 
-def test_a_benchmark_without_rows_says_how_to_measure(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    page = pages.fill("".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in ("tabular", "mil-picture", "bags")))
-    for command in ("tabular", "mil run"):
-        assert f"To measure it: `python -m benchmarks.paper.{command}`" in page
-    assert "![" not in page
-    assert pages.fill(page) == page
-
-
 def test_rows_of_other_devices_incomplete_runs_and_trials_are_left_out(monkeypatch):
     rows, kept = pages.rows_of("retrieval.csv"), pages.retrieval_rows("accuracy")
     others = [{**row, "device": "another", "accuracy": "0"} for row in kept if row["run"] == "0"]
@@ -147,23 +140,6 @@ def test_corrupted_images_are_compared_seed_by_seed():
     assert lines[2:] == [f"| {name} | **0.7000** | 0.6500 | +0.2000 |" for name in ("none", "noise 0.1")]
 
 
-def test_a_summary_marks_what_is_better_by_more_than_its_deviation():
-    close, far = [0.79, 0.81], [0.69, 0.71]
-    assert summary.winner({"dot": far, "adaptive": close}) == "adaptive"
-    assert summary.winner({"dot": [0.80, 0.81], "adaptive": close}) is None
-    line = summary._line("bags", {"dot": far, "adaptive": close, "gated": [0.9, 0.9]}, "dot", "adaptive")
-    assert line == [["bags", "0.700", "0.800", "**0.900** gated"]]
-    kernels = [
-        {"case": case, "pass": "forward + backward", "paper/ours": ratio, "device": "here"}
-        for case, ratio in (("1 x 1, d 1", "0.9"), ("2 x 2, d 64", "25.4"), ("2 x 2, d 64, n 8", "99"))
-    ]
-    fused = {"attention": "4 blocks", "pass": "training", "part": "eager", "images/s": "40", "sdpa images/s": "50"}
-    assert summary.speed([fused], kernels, [], []).splitlines()[2:] == [
-        "| training of a ViT, 4 blocks, images/s | fused dot product | 0.80 x | **fused dot product** |",
-        "| full footprints, forward + backward, here | plain PyTorch | 0.90 to 25.4 x | **ours** in 1 of 2 sizes |",
-    ]
-
-
 def test_promises_have_as_many_cases_as_the_page_says():
     """A case is one combination of parameters of a test."""
     text = (DOCS / "testing.md").read_text().partition("## Promises and their tests")[2].partition("\n## ")[0]
@@ -173,3 +149,25 @@ def test_promises_have_as_many_cases_as_the_page_says():
         functions = (getattr(import_module(module), name) for module, name in re.findall(r"`(\w+)\.py::(\w+)`", tests))
         marks = [[mark for mark in getattr(each, "pytestmark", []) if mark.name == "parametrize"] for each in functions]
         assert sum(math.prod(len(mark.args[1]) for mark in each) for each in marks) == int(cases), tests
+
+
+def test_the_model_card_is_valid_and_its_code_loads_the_similarities(tmp_path, monkeypatch):
+    card = re.search(r"````markdown\n(.*?)````", (DOCS / "model-card.md").read_text(), flags=re.DOTALL)[1]
+    _, head, body = card.split("---\n", 2)
+    fields = yaml.safe_load(head)
+    assert fields["library_name"] == "ahop-layers"
+    assert {"license", "pipeline_tag", "base_model", "base_model_relation", "datasets", "metrics"} <= fields.keys()
+    timm = framework("timm")
+    create = timm.create_model
+    trained = create("vit_tiny_patch16_224")
+    ah.adapt_(trained, blocks=4)
+    for parameter in ah.similarity_parameters(trained):
+        torch.nn.init.normal_(parameter)
+    ah.save_similarities(trained, tmp_path / "similarities.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name))  # without a download
+    namespace: dict[str, object] = {}
+    exec(re.search(r"~~~python\n(.*?)~~~", body, flags=re.DOTALL)[1], namespace)
+    loaded = ah.similarity_parameters(namespace["model"])
+    assert loaded
+    assert all(torch.equal(one, two) for one, two in zip(loaded, ah.similarity_parameters(trained), strict=True))

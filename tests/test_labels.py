@@ -161,36 +161,33 @@ NO_LABELS = "the memory must have labels"
 SHAPE, KIND = r"labels must be \(N,\) = \(6,\)", r"labels must be integers or strings \(N,\)"
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m, p: AssociativeMemory(p).classify(p), f"{NO_LABELS}, got none"),
-        (lambda m, p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), by="label"), NO_LABELS),
-        (lambda m, p: AssociativeMemory(p).add(p, labels=range(6)), "labels must not be given: the memory has none"),
-        (lambda m, p: m.add(p), "labels must be given: the memory has labels, got none"),
-        (lambda m, p: m.add(p, labels=[1]), rf"{SHAPE}, one for each pattern, got \(1,\)"),
-        (lambda m, p: m.add(p, labels=p[:, 0]), "labels must be integers"),
-        (lambda m, p: AssociativeMemory(p, labels=3), rf"{SHAPE}, .* got \(\)"),
-        (lambda m, p: AssociativeMemory.preset("M-Hop", p, labels=[1, 2]), rf"{SHAPE}, .* got \(2,\)"),
-        (lambda m, p: AssociativeMemory(p, labels=p[:, 0] > 0), f"{KIND}, .* got torch.bool"),
-        (lambda m, p: AssociativeMemory(p, labels="abcdef"), "labels must be a sequence, got str"),
-        (lambda m, p: AssociativeMemory(p, labels=[None] * 6), f"{KIND}, .* got others"),
-        (lambda m, p: m.add(p, labels=["a"] * 6), "labels must be integers, as those stored, got strings"),
-        (lambda m, p: m.classify(p[:, :3]), "queries x must be .* the d = 4 of the"),
-        (lambda m, p: m.fit(Noisy(0.1), by="class"), "by must be one of pattern, label, got 'class'"),
-        (lambda m, p: m.fit(([0, 3], p[:2]), by="label"), "labels of data must be labels of stored patterns, got 3"),
-        (lambda m, p: m.fit(([0, 1], p), by="label"), r"labels of data must be \(N,\) = \(6,\), one for each query"),
-        (lambda m, p: m.fit(([0.5], p[:1]), by="label"), "labels of data must be integers .* got torch.float32"),
-        (lambda m, p: m.fit((["a"], p[:1]), by="label"), "labels of data must be integers, as those stored"),
-        (lambda m, p: m.fit((torch.zeros(0).long(), p[:0]), by="label"), "data must be index .* n >= 1"),
-        (lambda m, p: m.fit((torch.zeros(2).long(), p[:2, :3]), by="label"), "data must be index .* with d = 4"),
-        (lambda m, p: m.fit((torch.tensor([0]), None), by="label"), "query must be a tensor, got NoneType"),
-        (
-            lambda m, p: AssociativeMemory.preset("K-Hop", p, labels=range(6)).fit(by="label"),
-            "by='label' needs a memory with objective='retrieval'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda m, p: AssociativeMemory(p).classify(p), f"{NO_LABELS}, got none"),
+    (lambda m, p: AssociativeMemory(p, "adaptive").fit(Noisy(0.1), by="label"), NO_LABELS),
+    (lambda m, p: AssociativeMemory(p).add(p, labels=range(6)), "labels must not be given: the memory has none"),
+    (lambda m, p: m.add(p), "labels must be given: the memory has labels, got none"),
+    (lambda m, p: m.add(p, labels=[1]), rf"{SHAPE}, one for each pattern, got \(1,\)"),
+    (lambda m, p: m.add(p, labels=p[:, 0]), "labels must be integers"),
+    (lambda m, p: AssociativeMemory(p, labels=3), rf"{SHAPE}, .* got \(\)"),
+    (lambda m, p: AssociativeMemory.preset("M-Hop", p, labels=[1, 2]), rf"{SHAPE}, .* got \(2,\)"),
+    (lambda m, p: AssociativeMemory(p, labels=p[:, 0] > 0), f"{KIND}, .* got torch.bool"),
+    (lambda m, p: AssociativeMemory(p, labels="abcdef"), "labels must be a sequence, got str"),
+    (lambda m, p: AssociativeMemory(p, labels=[None] * 6), f"{KIND}, .* got others"),
+    (lambda m, p: m.add(p, labels=["a"] * 6), "labels must be integers, as those stored, got strings"),
+    (lambda m, p: m.classify(p[:, :3]), "queries x must be .* the d = 4 of the"),
+    (lambda m, p: m.fit(Noisy(0.1), by="class"), "by must be one of pattern, label, got 'class'"),
+    (lambda m, p: m.fit(([0, 3], p[:2]), by="label"), "labels of data must be labels of stored patterns, got 3"),
+    (lambda m, p: m.fit(([0, 1], p), by="label"), r"labels of data must be \(N,\) = \(6,\), one for each query"),
+    (lambda m, p: m.fit(([0.5], p[:1]), by="label"), "labels of data must be integers .* got torch.float32"),
+    (lambda m, p: m.fit((["a"], p[:1]), by="label"), "labels of data must be integers, as those stored"),
+    (lambda m, p: m.fit((torch.zeros(0).long(), p[:0]), by="label"), "data must be index .* n >= 1"),
+    (lambda m, p: m.fit((torch.zeros(2).long(), p[:2, :3]), by="label"), "data must be index .* with d = 4"),
+    (lambda m, p: m.fit((torch.tensor([0]), None), by="label"), "query must be a tensor, got NoneType"),
+    (
+        lambda m, p: AssociativeMemory.preset("K-Hop", p, labels=range(6)).fit(by="label"),
+        "by='label' needs a memory with objective='retrieval'",
+    ),
+])  # fmt: skip
 def test_errors(call, message):
     patterns = torch.rand(6, 4)
     memory = AssociativeMemory(patterns, "adaptive", labels=[0, 1, 2, 0, 1, 2])

@@ -16,14 +16,13 @@ from torch import nn
 from ahop_layers import (
     AdaptiveAttention,
     AdaptiveSimilarity,
-    AHopError,
     AssociativeMemory,
     hopfield,
     similarity_parameters,
 )
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
-from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import SimilarityOptions
+from tests.samples import refuses
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
 OWN = {
@@ -162,27 +161,21 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
         ({"separation": 5}, "separation must be one of .*got 5"),
         ({"init": 5}, "init must be .*got int"),
     ):
-        with pytest.raises(AHopError, match=message):
-            adaptive(8, **keywords)
-    with pytest.raises(AHopError, match=r"got input_size=None|input_size must be"):
-        adaptive(None)
+        refuses(message, adaptive, 8, **keywords)
+    refuses(r"got input_size=None|input_size must be", adaptive, None)
     layer = adaptive(8)
     for bad, message in ((None, "NoneType"), (5, "int"), ("ab", "(str|2)")):
-        with pytest.raises(AHopError, match=f"input must be a tensor.* got {message}"):
-            layer(bad)
-        with pytest.raises(AHopError, match=f"input must be a tensor.* got {message}"):
-            layer.get_association_matrix(bad)
+        refuses(f"input must be a tensor.* got {message}", layer, bad)
+        refuses(f"input must be a tensor.* got {message}", layer.get_association_matrix, bad)
     for name in ("stored_pattern_padding_mask", "association_mask"):
-        with pytest.raises(AHopError, match=f"{name} must be a tensor or None, got list"):
-            layer(torch.randn(2, 3, 8), **{name: [[True]]})
+        refuses(f"{name} must be a tensor or None, got list", layer, torch.randn(2, 3, 8), **{name: [[True]]})
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_torch_jit_script_raises():
     plain, memory = hopfield.HopfieldLayer(8), AssociativeMemory(torch.randn(4, 8))
     for layer in (AdaptiveSimilarity(8), plain, memory, nn.Sequential(nn.Linear(8, 8), AdaptiveAttention(8, 2))):
-        with pytest.raises(AHopError, match=r"torch\.jit\.script does not support \w+: use torch\.compile or"):
-            torch.jit.script(layer)
+        refuses(r"torch\.jit\.script does not support \w+: use torch\.compile or", torch.jit.script, layer)
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
@@ -268,14 +261,6 @@ def test_without_sizes_the_first_input_determines_them():
     fresh.load_state_dict(trained(layer).state_dict())
     torch.testing.assert_close(fresh(x), layer(x))
     assert AdaptiveHopfield(**WITHOUT_PARAMETERS, init=torch.ones(1, 2, 6)).association_core.similarity.dim == 6
-
-
-def test_separation_is_a_name_or_a_module():
-    layer = AdaptiveHopfield(8, separation=Separation("polynomial", degree=2))
-    assert layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
-    for bad in ({"separation": "hardmax"}, {"bases": ("cosine",)}, {"init": "dis", "bases": ("dot",)}):
-        with pytest.raises(AHopError, match="got"):
-            AdaptiveHopfieldPooling(8, **bad)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The bag benchmark: folds and selection without test bags, resumed runs, tables, memory."""
 
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,9 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks import costs
 from benchmarks.bags import DATA_SETS, auc
-from benchmarks.harness.rows import read, write
+from benchmarks.harness.rows import read
 from benchmarks.paper.mil import __main__ as program
 from benchmarks.paper.mil import measure as mil
-from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.mil import training as mil_training
 
 KINDS = ("mask 0.5", "noise 2.0", "bias 0.5")
@@ -132,33 +130,6 @@ def test_a_second_run_resumes(home, tmp_path, one_setting, capsys):
     with pytest.raises(SystemExit, match=r"mil/tiger\.npz, got no such file[\s\S]*docs/data\.md"):
         program.main([*command, "--poolings", "uniform"])
     assert not list(tmp_path.glob("*.part"))
-
-
-def test_tables_show_paired_differences_and_the_paper(tmp_path):
-    measured = {"dot": (0.90, 0.92, 0.91), "adaptive": (0.91, 0.92, 0.93)}
-    rows = []
-    for pooling, values in measured.items():
-        for repeat, value in enumerate(values):
-            common = {"data": "tiger", "pooling": pooling, "repeat": str(repeat), "device": "test"}
-            for part, measure in (("nested", "auc"), ("nested", "mask 0.5"), ("corrupted", "mask 0.5")):
-                rows.append({"part": part, "measure": measure, "value": str(value), **common})
-    shown = mil_report.report(rows)
-    pairs = [a - d for a, d in zip(measured["adaptive"], measured["dot"], strict=True)]
-    error = statistics.stdev(pairs) / 3**0.5
-    assert f"| tiger | A-Hop | 3 | **0.9200** | 0.0100 | 0.9030 | +0.0100 | {error:.4f} |" in shown
-    assert f"| mask, all bags | 0.5 | 0.9100 | **0.9200** | +0.0100 ± {error:.4f} |" in shown
-    single = mil_report.report([row for row in rows if (row["part"], row["repeat"]) == ("corrupted", "0")])
-    assert "| mask, all bags | 0.5 | 0.9000 | **0.9100** | +0.0100 |" in single
-    short = mil_report.short_tables(mil_report.arrange(rows), ["tiger"])
-    assert "| A-Hop | **0.920** | 0.903 |" in short
-    assert f"| A-Hop | +0.0100 ± {error:.4f} |" in short
-    assert mil_report.draw(rows, tmp_path / "docs" / "mil.svg")
-    drawn = (tmp_path / "docs" / "mil.svg").read_text()
-    assert all(text in drawn for text in ("fraction of masked features", "corrupted: all bags", "A-Hop"))
-    assert not mil_report.draw([], tmp_path / "none.svg")
-    write(tmp_path / "rows.csv", rows)
-    program.main(["report", "--output", str(tmp_path / "rows.csv")])
-    assert (tmp_path / "rows.png").exists()  # next to the rows
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")

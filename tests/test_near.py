@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops import chunked, reference
-from ahop_layers.similarity.adaptive import named_similarities
+from ahop_layers.ops import reference
 from ahop_layers.similarity.widths import quantiles, units
 
 BASES = ("l1", "near", "dot", "near", "dis")
@@ -49,18 +48,6 @@ def test_scores_follow_the_formula(backend, missing):
         assert scores[i, j].item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_constant_weight_averages_the_known_dimensions():
-    """As scikit-learn's nan_euclidean_distances."""
-    distances = pytest.importorskip("sklearn.metrics.pairwise").nan_euclidean_distances
-    query, key = torch.randn(6, 7), torch.randn(9, 7)
-    query[torch.rand(6, 7) < 0.4], key[torch.rand(9, 7) < 0.3] = torch.nan, torch.nan
-    query[:, 0], key[:, 0] = 1.0, 2.0
-    weight = torch.zeros(1, 7)
-    weight[0, -1] = 1.0
-    scores = ah.adaptive_similarity(query, key, weight, ("dis",), missing=True)
-    torch.testing.assert_close(-scores, torch.tensor(distances(query, key, squared=True), dtype=torch.float32))
-
-
 def test_gradients_with_missing_values_are_finite_and_right():
     query, key = torch.randn(2, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     query[0, 2], key[1, 4] = torch.nan, torch.nan
@@ -75,15 +62,6 @@ def test_gradcheck_of_near(n):
     widths = torch.tensor([0.7, 2.0], dtype=torch.float64)
     options = {"bases": ("near", "near"), "widths": widths, "backend": "chunked"}
     assert torch.autograd.gradcheck(lambda *inputs: ah.adaptive_similarity(*inputs, **options), inputs)
-
-
-def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
-    query, key, weight = torch.randn(9, 6), torch.randn(11, 6), torch.randn(2, 6)
-    query[torch.rand(9, 6) < 0.3] = torch.nan
-    options = {"bases": ("l1", "dot"), "missing": True, "backend": "chunked"}
-    expected = ah.adaptive_similarity(query, key, weight, **options)
-    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 4000)
-    assert torch.equal(ah.adaptive_similarity(query, key, weight, **options), expected)
 
 
 NEAR = ("l1", ("near", 0.1), ("near", 0.5))
@@ -138,14 +116,6 @@ def test_near_never_sees_padding():
         query, key, similarity.footprint_weight(), ("near",), blocks, similarity.widths
     )
     torch.testing.assert_close(similarity(query, key), expected)
-
-
-def test_a_layer_with_near_trains():
-    layer = ah.AdaptiveHopfieldPooling(8, bases=(("near", 0.5), "dot"), init="dot")
-    layer(torch.randn(2, 5, 8)).sum().backward()
-    (similarity,) = named_similarities(layer).values()
-    assert similarity.beta.grad.isfinite().all()
-    assert similarity.beta.grad.any()
 
 
 def test_quantiles_and_units_of_differences():

@@ -1,17 +1,28 @@
-"""The notebooks run from top to bottom and are stored without outputs, which the docs workflow adds."""
+"""Notebooks run from top to bottom, stored without outputs, which the docs workflow adds; pictures are reproducible."""
 
 import json
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from matplotlib.figure import Figure
 
+import ahop_layers as ah
+
 DOCS = Path(__file__).parents[1] / "docs"
-spec = spec_from_file_location("execute", DOCS / "execute.py")  # the command, as a module
-execute = module_from_spec(spec)
-spec.loader.exec_module(execute)
+
+
+def command(name: str) -> ModuleType:
+    """Returns a command of the documentation as a module."""
+    spec = spec_from_file_location(name, DOCS / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+execute, pictures = command("execute"), command("pictures")
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +60,20 @@ def test_the_command_stores_what_cells_print_and_return_and_removes_it(tmp_path)
     assert returned["data"] == {"text/plain": ["3"]}
     execute.main([str(path), "--clear"])
     assert [(cell["outputs"], cell["execution_count"]) for cell in code_cells(path)] == [([], None)] * 3
+
+
+@pytest.mark.full
+def test_the_same_command_writes_the_same_bytes(tmp_path):
+    for folder in ("first", "second"):
+        pictures.main(["likelihoods", "--out", str(tmp_path / folder)])
+    first, second = (path.read_bytes() for path in sorted(tmp_path.glob("*/likelihoods.svg")))
+    assert first == second
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("make", "blocks"), [(pictures.example, None), (pictures.occluded_example, pictures.PATCHES)])
+def test_examples_are_won_by_weights_and_lost_by_distance(make, blocks):
+    query, keys, weights = make()
+    curves = ah.footprint(query[None], keys, base="dis", blocks=blocks)[0]
+    assert curves[0, -1] < curves[1, -1]
+    assert curves[0] @ weights > curves[1] @ weights

@@ -63,5 +63,3 @@ def test_a_run_is_resumed_and_reported(folder, capsys, monkeypatch):
     monkeypatch.setattr(positioning, "measure", None)  # nothing is measured again
     positioning.main(arguments)
     assert first.endswith(capsys.readouterr().out)
-    with pytest.raises(SystemExit, match=r"DSI2\.mat"):
-        positioning.main(["--data", str(folder), "--sets", "DSI2", "--output", str(output)])

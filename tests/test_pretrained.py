@@ -12,7 +12,7 @@ from frameworks import framework
 from torch import nn
 
 import ahop_layers as ah
-from tests.samples import perturb
+from tests.samples import perturb, refuses
 
 pytest.importorskip("safetensors", reason="safetensors is not installed: pip install '.[save]'")
 pytestmark = pytest.mark.slow
@@ -64,16 +64,12 @@ def test_a_model_of_transformers_returns_in_another_process(tmp_path):
     torch.testing.assert_close(original(x).logits, model(x).logits, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"blocks": [2, None], "init": "uniform"},
-        {"blocks": ah.Blocks(torch.arange(16) % 3, normalize=True)},
-        {"bases": ("l1", ("near", 0.2)), "init": "l1", "separation": ah.Separation("entmax")},
-        {"similarity": lambda dim, num_heads: ah.AdaptiveSimilarity(dim, num_heads, blocks=2)},
-    ],
-    ids=["resolutions", "tensor", "quantile", "factory"],
-)
+@pytest.mark.parametrize("options", [
+    {"blocks": [2, None], "init": "uniform"},
+    {"blocks": ah.Blocks(torch.arange(16) % 3, normalize=True)},
+    {"bases": ("l1", ("near", 0.2)), "init": "l1", "separation": ah.Separation("entmax")},
+    {"similarity": lambda dim, num_heads: ah.AdaptiveSimilarity(dim, num_heads, blocks=2)},
+], ids=["resolutions", "tensor", "quantile", "factory"])  # fmt: skip
 def test_all_options_of_modules_that_an_example_found_return(options, tmp_path):
     transformers = framework("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -145,15 +141,12 @@ def test_what_does_not_fit_is_refused(tmp_path):
     def build(width=8):
         return nn.Sequential(nn.MultiheadAttention(width, 2))
 
-    with pytest.raises(ah.AHopError, match="must have similarities"):
-        ah.save_adapted(build(), tmp_path)
-    with pytest.raises(ah.AHopError, match=r"save_adapted wrote, version 1, got no adapted\.json"):
-        ah.load_adapted(tmp_path, build)
+    refuses("must have similarities", ah.save_adapted, build(), tmp_path)
+    refuses(r"save_adapted wrote, version 1, got no adapted\.json", ah.load_adapted, tmp_path, build)
     model = build()
     ah.adapt_(model, similarity=lambda dim, num_heads: nn.CosineSimilarity(-1))
     ah.save_adapted(model, tmp_path)
-    with pytest.raises(ah.AHopError, match="0: similarity must be given"):
-        ah.load_adapted(tmp_path, build)
+    refuses("0: similarity must be given", ah.load_adapted, tmp_path, build)
     with pytest.raises(ah.AHopError, match=r"0: the model must have the module .*Attention, got .*Attn"):
         ah.load_adapted(tmp_path, lambda: nn.Sequential(type("Attn", (nn.MultiheadAttention,), {})(8, 2)))
 

@@ -111,17 +111,14 @@ def test_k_is_an_integer_up_to_the_number_of_patterns(k):
         AssociativeMemory(torch.eye(4)).search(torch.eye(4), k)
 
 
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (torch.zeros(2, 3), r"queries x must be \(..., d\) with the d = 4 of the patterns, got \(2, 3\)"),
-        (np.zeros((2, 3)), r"queries x must be \(..., d\) with the d = 4 of the patterns, got \(2, 3\)"),
-        (torch.tensor(1.0), r"queries x must be \(..., d\) .* got \(\)"),
-        ([1.0], r"queries x must be \(..., d\) .* got \(1,\)"),
-        (np.array([["a"] * 4]), "queries x must be a tensor, an array or a list of numbers, got <U1"),
-        (torch.zeros(2, 4, device="meta"), "one device, got queries x on meta, patterns on cpu"),
-    ],
-)
+@pytest.mark.parametrize(("x", "message"), [
+    (torch.zeros(2, 3), r"queries x must be \(..., d\) with the d = 4 of the patterns, got \(2, 3\)"),
+    (np.zeros((2, 3)), r"queries x must be \(..., d\) with the d = 4 of the patterns, got \(2, 3\)"),
+    (torch.tensor(1.0), r"queries x must be \(..., d\) .* got \(\)"),
+    ([1.0], r"queries x must be \(..., d\) .* got \(1,\)"),
+    (np.array([["a"] * 4]), "queries x must be a tensor, an array or a list of numbers, got <U1"),
+    (torch.zeros(2, 4, device="meta"), "one device, got queries x on meta, patterns on cpu"),
+])  # fmt: skip
 def test_errors_name_queries_and_patterns(x, message):
     memory = AssociativeMemory(torch.rand(6, 4))
     for method in (memory.search, memory.scores, memory.recall, memory.retrieve, memory.energy):

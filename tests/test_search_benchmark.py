@@ -1,8 +1,9 @@
-"""The search benchmark: data, corruptions, rivals, the adaptive memory, and a small run that is resumed."""
+"""The search benchmarks: data, corruptions, rivals, the adaptive memory, costs, and small runs that are resumed."""
 
 import gzip
 import struct
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import benchmarks.search.__main__ as command
 from benchmarks.harness.rows import read
 from benchmarks.search import ar, data, measure, packaged, rivals
 from benchmarks.search.data import ForeignBlock, Images, ReplacedPixels
+from benchmarks.search_costs import extrapolation, main
 
 pytestmark = pytest.mark.slow
 
@@ -207,27 +209,30 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
     assert read(output) == rows
 
 
-def test_reports_name_the_best_methods_and_their_times():
-    figures = {"CNN": (0.9, 0.5), packaged.OURS: (0.9, 0.7), "Euclid": (0.8, 0.1)}
-    rows = [
-        {"data": "faces", "kind": "pixels", "split": split, "method": method, "level": level, "queries": "200"}
-        | {"accuracy": str(accuracy + shift), "fit_s": "3", "query_s": "0.5"}
-        for split, shift in (("0", -0.05), ("1", 0.05))
-        for method, accuracies in figures.items()
-        for level, accuracy in zip(("0.0", "0.5"), accuracies, strict=True)
-    ]
-    text = command.report.accuracy_table(rows)
-    assert f"| {packaged.OURS} | **0.900 ± 0.071** | **0.700 ± 0.071** |" in text
-    assert text.endswith(f"Highest accuracy: CNN at 0.0; {packaged.OURS} at 0.0, 0.5.")
-    assert "| CNN | 3 | **2.5** |" in command.report.time_table(rows)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
+def test_all_parts_run_and_are_reported(tmp_path, capsys):
+    output = tmp_path / "costs.csv"
+    sizes = "--sizes 300,600 --queries 1,3 --repeats 1 --shortlist 50 --dim 8"
+    recalls = "--recall-patterns 600 --recall-queries 40 --recall-shortlists 20,600 --recall-epochs 6"
+    main([*f"{sizes} {recalls}".split(), "--output", str(output)])
+    rows, shown = read(output), capsys.readouterr().out
+    assert {row["part"] for row in rows} == {"exact", "shortlist", "recall"}
+    assert sum(row["part"] == "exact" for row in rows) == 4
+    assert all(float(row["seconds"]) > 0 for row in rows if row["part"] != "recall")
+    recall = {(row["corruption"], row["shortlist"]): float(row["value"]) for row in rows if row["measure"] == "recall"}
+    assert len(recall) == 6
+    assert all(value == 1 if shortlist == "600" else 0 <= value <= 1 for (_, shortlist), value in recall.items())
+    assert "| 600 | 3 | 50 |" in shown
+    assert "Extrapolated to 1,000,000,000 patterns" in shown
+    main([*sizes.split(), "--parts", "exact", "--output", str(output)])  # replaces rows
+    assert len(read(output)) == len(rows)
 
 
-def test_unknown_levels_and_missing_files_are_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--levels", "0.55"])
-    assert "argument --levels: expected some of" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main(["--data", "ar"])
-    assert "ar needs --file" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="expected the data set faces"):
-        command.main(["--data", "faces", "--data-dir", str(tmp_path)])
+def test_the_extrapolation_is_proportional_to_the_largest_measurement():
+    base = {"part": "exact", "queries": "2", "dim": "64"}
+    rows = [base | {"patterns": "1000", "seconds": "9"}, base | {"patterns": "20000000", "seconds": "0.03"}]
+    assert extrapolation(rows).splitlines()[-1] == "| exact | 2 | 20,000,000 | 256 | 3 | 1.50 | 0.50 |"
+
+
+def test_unknown_parts_are_refused(refused):
+    assert "--parts must be out of exact, shortlist, recall, got all" in refused(main, "--parts", "all")

@@ -18,6 +18,7 @@ from ahop_layers.learning import questions
 from ahop_layers.memory import search as search_module
 from ahop_layers.memory.shards import Shard
 from ahop_layers.variants import Mixed, Noisy
+from tests.samples import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -273,8 +274,7 @@ def test_what_cannot_work_sharded_is_refused(results):
 
 
 def test_without_a_process_group_sharding_is_refused():
-    with pytest.raises(ah.AHopError, match=r"shard_ needs torch\.distributed: call .*init_process_group first"):
-        ah.AssociativeMemory(PATTERNS).shard_()
+    refuses(r"shard_ needs torch\.distributed: call .*init_process_group first", ah.AssociativeMemory(PATTERNS).shard_)
 
 
 @pytest.fixture
@@ -292,8 +292,7 @@ def test_a_failed_communication_is_not_blamed_on_the_device(group, monkeypatch):
     with pytest.raises(RuntimeError, match="connection closed by peer") as raised:
         memory.search(torch.eye(3))
     assert not isinstance(raised.value, ah.AHopError)
-    with pytest.raises(ah.AHopError, match="group must support tensors on meta"):
-        Shard(None, 3, torch.device("meta"))
+    refuses("group must support tensors on meta", Shard, None, 3, torch.device("meta"))
 
 
 def test_invalid_queries_raise_on_every_rank(group, monkeypatch):
@@ -301,9 +300,7 @@ def test_invalid_queries_raise_on_every_rank(group, monkeypatch):
     monkeypatch.setattr(Shard, "agree", lambda self, call, device: None)
     sent = []
     monkeypatch.setattr(Shard, "gather", lambda self, tensor: sent.append(tensor) or gather(self, tensor))
-    with pytest.raises(ah.AHopError, match="queries x must be"):
-        memory.search(torch.eye(4))
+    refuses("queries x must be", memory.search, torch.eye(4))
     assert sent[0].tolist() == [0, 0, 1]  # the other ranks are told
     monkeypatch.setattr(Shard, "gather", lambda self, tensor: torch.stack([tensor, sent[0]]))
-    with pytest.raises(ah.AHopError, match="queries x must be valid on all ranks, got an error on rank 1"):
-        memory.search(torch.eye(3))
+    refuses("queries x must be valid on all ranks, got an error on rank 1", memory.search, torch.eye(3))

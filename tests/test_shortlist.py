@@ -12,6 +12,7 @@ import ahop_layers as ah
 from ahop_layers.memory import search as search_module
 from ahop_layers.memory import shortlist as shortlist_module
 from ahop_layers.variants import Mixed
+from tests.samples import refuses
 
 N, D = 3000, 16
 NORMALIZED = [None, ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True)]
@@ -127,21 +128,17 @@ def test_memory_is_bounded(monkeypatch):
     assert largest.elements <= 2**13 + 20 * 200  # far less than 20 x 2,000 and 20 x 200 x 16
 
 
-@pytest.mark.parametrize(
-    ("find", "message"),
-    [
-        (lambda m, x: m.search(x, 5, shortlist=4), "shortlist must be at least k = 5, got 4"),
-        (lambda m, x: m.search(x, shortlist=2.0), r"shortlist must be an integer of at least 1, got 2\.0"),
-        (lambda m, x: m.build_index(metric="l1"), "metric must be one of dis, dot, got 'l1'"),
-        (
-            lambda m, x: ah.AssociativeMemory(x, lambda q, k: (q @ k.T).detach()).search(x, shortlist=3),
-            "shortlist needs a similarity that is differentiable in the patterns",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("find", "message"), [
+    (lambda m, x: m.search(x, 5, shortlist=4), "shortlist must be at least k = 5, got 4"),
+    (lambda m, x: m.search(x, shortlist=2.0), r"shortlist must be an integer of at least 1, got 2\.0"),
+    (lambda m, x: m.build_index(metric="l1"), "metric must be one of dis, dot, got 'l1'"),
+    (
+        lambda m, x: ah.AssociativeMemory(x, lambda q, k: (q @ k.T).detach()).search(x, shortlist=3),
+        "shortlist needs a similarity that is differentiable in the patterns",
+    ),
+])  # fmt: skip
 def test_errors(find, message):
-    with pytest.raises(ah.AHopError, match=message):
-        find(MEMORIES["A-Hop"](patterns(50)), patterns(50))
+    refuses(message, find, MEMORIES["A-Hop"](patterns(50)), patterns(50))
 
 
 @pytest.mark.parametrize(("name", "description"), [("A-Hop", "Flat"), ("K-Hop", "HNSW16"), ("U-Hop", "IVF16,Flat")])
@@ -165,22 +162,17 @@ def test_errors_of_an_index_and_its_removal(monkeypatch):
     memory = MEMORIES["A-Hop"](patterns())
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "faiss", None)
-        with pytest.raises(ah.AHopError, match=r"build_index needs FAISS, .* install ahop-layers\[search\]"):
-            memory.build_index()
-    with pytest.raises(ah.AHopError, match="description must be that of a FAISS index, got 'Nonsense'"):
-        memory.build_index("Nonsense")
+        refuses(r"build_index needs FAISS, .* install ahop-layers\[search\]", memory.build_index)
+    refuses("description must be that of a FAISS index, got 'Nonsense'", memory.build_index, "Nonsense")
     weighted = ah.AssociativeMemory(patterns(), "dis", prior=True)
     weighted.build_index("Flat")
     assert weighted.search(weighted.patterns[:2], shortlist=5)[1].flatten().tolist() == [0, 1]
     weighted.prior.data[3] = 9.0
-    with pytest.raises(ah.AHopError, match="an index needs equal priors, got different ones"):
-        weighted.search(weighted.patterns[:2], shortlist=5)
+    refuses("an index needs equal priors, got different ones", weighted.search, weighted.patterns[:2], shortlist=5)
     memory.build_index("IVF64,Flat").nprobe = 1
     x = memory.patterns[:5].clone()
-    with pytest.raises(ah.AHopError, match=r"the index must find at least k = 200 patterns .* set its nprobe"):
-        memory.search(x, 200, shortlist=400)
+    refuses(r"the index must find at least k = 200 patterns .* set its nprobe", memory.search, x, 200, shortlist=400)
     x[1, 2] = torch.inf
-    with pytest.raises(ah.AHopError, match="queries x must not be infinite, got infinity in row 1"):
-        memory.search(x, 200, shortlist=400)
+    refuses("queries x must not be infinite, got infinity in row 1", memory.search, x, 200, shortlist=400)
     assert memory.build_index(None) is None
     assert memory.search(memory.patterns[:5], 200, shortlist=400)[1].shape == (5, 200)

@@ -1,4 +1,4 @@
-"""The tabular benchmark: data, selection of the best trial, and a small run that is stopped and resumed."""
+"""The tabular benchmark: data, models of the paper, selection of the best trial, and a small run that is resumed."""
 
 import argparse
 import lzma
@@ -10,17 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_iris
 
+import ahop_layers as ah
+from ahop_layers.ops.reference import fold
 from benchmarks.harness import rows
-from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular import damaged, small, small_report
 from benchmarks.paper.tabular.__main__ import main
-from benchmarks.paper.tabular.data import SETS, Split, encode, load, read
-from benchmarks.paper.tabular.measure import missing_evaluations
-from benchmarks.paper.tabular.models import MODELS, Context, available
+from benchmarks.paper.tabular.data import Split, encode, load, read
+from benchmarks.paper.tabular.estimator import PaperMemoryClassifier
+from benchmarks.paper.tabular.models import MODELS, Context
+from benchmarks.paper.tabular.network import Encoding
 from benchmarks.paper.tabular.pool import make_pool
-from benchmarks.paper.tabular.report import best_trial, overview
+from benchmarks.paper.tabular.report import best_trial
 from benchmarks.paper.tabular.tables import NAMES
+from benchmarks.paper.tabular.training import hold_out
 
 pytestmark = pytest.mark.slow
 
@@ -46,14 +52,6 @@ def test_a_published_test_part_is_kept_and_rows_limit_the_training_part(tmp_path
     assert Split(split.X, split.y * 0, split.test_X, split.test_y, split.categories).measure == "roc_auc"
 
 
-def test_missing_files_are_named_before_anything_is_measured(tmp_path, monkeypatch):
-    paths = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "rows.csv")]
-    monkeypatch.setattr(sys, "argv", ["tabular", "--sets", "bank", "--models", "M-Hop", "--device", "cpu", *paths])
-    with pytest.raises(SystemExit, match=r"docs/data\.md") as error:
-        main()
-    assert f"expected the data set bank in {tmp_path}/tabular/bank-full.csv.xz, got no such file" in str(error.value)
-
-
 def test_the_default_memory_gets_categories():
     pytest.importorskip("pandas")
     random = np.random.default_rng(0)
@@ -65,15 +63,6 @@ def test_the_default_memory_gets_categories():
     assert model[-1].network_.binary.sum() == 5
     frame = model[0].transform(np.array([[4.0, 0.5]]))
     assert frame[0].cat.codes.tolist() == [4]  # as in any other part of the table
-
-
-def test_models_have_the_figures_of_the_paper_or_their_package_is_named(monkeypatch, capsys):
-    assert set(TABULAR) == set(SETS)
-    own = {"HistGradientBoosting", "adaptive memory", *(name for name in MODELS if ", " in name)}
-    assert all(set(MODELS) - set(reported) == own for reported in TABULAR.values())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert available(["A-Hop", "XGBoost"]) == ["A-Hop"]
-    assert capsys.readouterr().out == "not installed, skipped: XGBoost\n"
 
 
 def test_the_best_trial_needs_all_trials():
@@ -107,16 +96,6 @@ def test_a_stopped_run_resumes_and_prints_a_table(tmp_path, monkeypatch, capsys)
     assert all(row["torch"] and row["device"] and row["commit"] for row in stored)
     assert len(re.findall(r"\| 2 \| 2 \| \*{0,2}0\.9", text)) == 2  # trials, runs, accuracy
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
-
-
-def test_no_trials_are_runs_with_default_parameters(tmp_path):
-    options = argparse.Namespace(models=["A-Hop"], rows=None, data_dir=tmp_path, device="cpu", trials=0, runs=2)
-    options.quick = False
-    results = rows.ResultTable(tmp_path / "rows.csv", "cpu")
-    assert list(missing_evaluations(results, options, "heart", "trial")) == []
-    first, second = missing_evaluations(results, options, "heart", "run")
-    assert (first.chosen, first.number, second.number) == ({}, 0, 1)
-    assert first.key["settings"] == "all rows, default parameters"
 
 
 def small_rows(scores: dict[str, list[float]]) -> list[rows.Row]:
@@ -185,18 +164,6 @@ def test_damaged_tables_are_averaged_over_what_all_models_have(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_the_overview_has_the_main_measure_of_tuned_models():
-    stored = []
-    for name, settings, shift in (("bank", "all rows", 0.0), ("bank", "all rows, default parameters", 0.1)):
-        for model, value in (("adaptive memory", 0.9), ("XGBoost", 0.8)):
-            key = {"set": name, "settings": settings, "model": model, "kind": "run"}
-            for measure in ("accuracy", "roc_auc"):
-                figures = (value + shift - 0.2 * (measure == "accuracy") + step for step in (-0.01, 0.01))
-                stored += [{**key, "measure": measure, "value": str(figure)} for figure in figures]
-    text = overview(stored)
-    assert "| bank | ROC AUC | **0.9000** ± 0.0141 |  |  |  | 0.8000 ± 0.0141 |  |" in text
-
-
 class Division(NamedTuple):
     """A measurement that fails for zero."""
 
@@ -229,3 +196,66 @@ def test_an_error_cancels_what_has_not_started(processes, tmp_path, capsys):
     if processes == 1:
         assert [row["number"] for row in results.rows] == ["2"]
         assert capsys.readouterr().out == "1/99: 2: value 0.5000\n"
+
+
+SMALL = {"n_cases": 16, "hidden": (16,), "max_epochs": 12, "batch_size": 32, "learning_rate": 0.02, "random_state": 0}
+X, Y = load_iris(return_X_y=True)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"similarity": "dot"}, {"similarity": "kernel", "init": "kmeans"}, {"blocks": [None, 4]},
+    {"bases": ("dis", "dot"), "knots": None, "embedding_dim": None, "n_cases": 64, "loss": "squared"},
+], ids=str)  # fmt: skip
+def test_every_form_learns(settings):
+    labels = Y == 0  # a class with a gap to the others
+    model = PaperMemoryClassifier(**{**SMALL, **settings}).fit(X, labels)
+    assert model.score(X, labels) > 0.95
+    state = torch.manual_seed(1).get_state()
+    assert np.array_equal(clone(model).fit(X, labels).predict_proba(X), model.predict_proba(X))
+    assert torch.equal(torch.get_rng_state(), state)
+    if similarity := model.network_.similarity:
+        assert type(next(similarity.parameters())) is torch.nn.Parameter  # no longer parametrized
+        assert (fold(getattr(similarity, similarity.parameter_names()[0][0])).diff() != 0).any()  # constant at first
+
+
+def test_a_feature_is_a_block_of_its_columns():
+    random = np.random.default_rng(0)
+    color, size = random.integers(0, 3, 200), random.normal(size=200).round(2)
+    rows, labels = np.column_stack([color, np.ones(200), size]), ((color == 1) & (size > 0)).astype(int)
+    model = PaperMemoryClassifier(**SMALL, knots=4, embedding_dim=None, blocks="feature").fit(rows, labels)
+    network = model.network_
+    expected = torch.tensor([0, 0, 1, 2, 2, 2])  # 3 codes have 2 ramps between them, the constant has 1, 4 knots have 3
+    assert torch.equal(network.encoding.column, expected)
+    distance = -(network.encoding(torch.from_numpy(rows))[:, None] - network.cases).square()
+    sums = torch.stack([distance[..., expected == block].sum(-1) for block in range(3)], -1)
+    footprints = sums.sort(-1, descending=True).values.cumsum(-1)
+    values = network.norm(footprints @ (network.similarity.beta * network.similarity.w[0]))
+    outputs = network.mlp[1](network.mlp[0](values).relu()).softmax(-1).detach().numpy()
+    np.testing.assert_allclose(model.predict_proba(rows), outputs, rtol=1e-9)
+
+
+def test_training_stops_early_or_raises():
+    rows, labels = load_breast_cancer(return_X_y=True)
+    settings = {**SMALL, "max_epochs": 60, "patience": 2}
+    history = PaperMemoryClassifier(**settings).fit(rows, labels).history_
+    assert len(history) < 60
+    assert np.argmin(history) == len(history) - 3  # two epochs without improvement, then it stops
+    with pytest.raises(ah.AHopError, match=r"the loss must stay finite, got .* with learning_rate=1e\+30"):
+        PaperMemoryClassifier(**{**SMALL, "learning_rate": 1e30}).fit(X, Y)
+
+
+def test_held_out_rows_are_stratified():
+    target = np.repeat([0, 1, 2], [700, 200, 100])
+    held = hold_out(target, 0.1, np.random.RandomState(0))
+    assert len(set(held)) == 100
+    assert np.bincount(target[held]).tolist() == [70, 20, 10]
+    assert len(hold_out(target[:99], 0.1, np.random.RandomState(0))) == 0
+
+
+def test_ramps_are_linear_between_knots_and_have_a_knot_at_each_of_few_values():
+    rows = torch.tensor([[0.0, 5.0], [1.0, 5.0], [4.0, 5.0]]).double().repeat(32, 1)
+    encoding = Encoding.ramps(rows, torch.ones(96).double(), knots=8)
+    assert encoding.column.tolist() == [0, 0, 1]
+    columns = encoding(torch.tensor([[0.0, 5.0], [0.5, 7.0], [4.0, 5.0], [9.0, 5.0]]).double()) + encoding.center
+    assert columns.tolist() == [[0, 0, 0], [0.5, 0, 0], [1, 1, 0], [1, 1, 0]]
+    torch.testing.assert_close(encoding(rows).mean(0), torch.zeros(3))

@@ -184,35 +184,32 @@ def test_every_query_draws_its_own_level():
     assert len(values.unique()) > 40
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: v.Mixed(1.5), "mask must be a number between 0 and 1, got 1.5"),
-        (lambda: v.Missing((0.5, 1.5)), "share must be a number between 0 and 1, got 1.5"),
-        (lambda: v.Erased((0.5, 0.2)), r"range \(low, high\) with low <= high, got \(0.5, 0.2\)"),
-        (lambda: v.Erased((0.5,)), r"share must be a number between 0 and 1 or a range .* got \(0.5,\)"),
-        (lambda: v.Noisy(10**400), "noise must be a number of at least 0, got 1000"),
-        (lambda: v.Noisy(std=-0.1), "std must be a number of at least 0, got -0.1"),
-        (lambda: v.Noisy(), "either noise or std must be given, got noise=None and std=None"),
-        (lambda: v.Mixed(noise=0.1, std=0.1), "either noise or std must be given, got noise=0.1 and std=0.1"),
-        (lambda: v.Biased((0.1, 0.2)).shift(torch.zeros(1, 2)), r"bias must be a number, got the range \(0.1, 0.2\)"),
-        (lambda: v.Replaced(0.1, 1.0, 1.0), "low must be below high, got 1.0 and 1.0"),
-        (lambda: v.Replaced(0.1, float("nan"), 1.0), "low must be a finite number, got nan"),
-        (lambda: v.Replaced(0.1, 0.0), "high must be a finite number, got None"),
-        (lambda: v.Replaced(0.1).corrupt(torch.zeros(1, 3)), "low and high must be given for a single row, got None"),
-        (lambda: v.Erased(0.5, value="a"), "value must be a finite number, got 'a'"),
-        (lambda: v.Occluded(0.5, 0, 4), "height must be an integer of at least 1, got 0"),
-        (lambda: v.Occluded(0.5, 4, 4).corrupt(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
-        (lambda: v.DroppedChannels(0.5, 4).corrupt(torch.zeros(2, 15)), r"d a multiple of 4, got \(2, 15\)"),
-        (lambda: v.Custom(3), "function must be a module or a function, got 3"),
-        (lambda: v.Custom(lambda x: x[:1]).corrupt(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
-        (lambda: v.Custom(lambda x: None).corrupt(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
-        (lambda: v.as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
-        (lambda: v.as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
-        (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),
-        (lambda: v.Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: v.Mixed(1.5), "mask must be a number between 0 and 1, got 1.5"),
+    (lambda: v.Missing((0.5, 1.5)), "share must be a number between 0 and 1, got 1.5"),
+    (lambda: v.Erased((0.5, 0.2)), r"range \(low, high\) with low <= high, got \(0.5, 0.2\)"),
+    (lambda: v.Erased((0.5,)), r"share must be a number between 0 and 1 or a range .* got \(0.5,\)"),
+    (lambda: v.Noisy(10**400), "noise must be a number of at least 0, got 1000"),
+    (lambda: v.Noisy(std=-0.1), "std must be a number of at least 0, got -0.1"),
+    (lambda: v.Noisy(), "either noise or std must be given, got noise=None and std=None"),
+    (lambda: v.Mixed(noise=0.1, std=0.1), "either noise or std must be given, got noise=0.1 and std=0.1"),
+    (lambda: v.Biased((0.1, 0.2)).shift(torch.zeros(1, 2)), r"bias must be a number, got the range \(0.1, 0.2\)"),
+    (lambda: v.Replaced(0.1, 1.0, 1.0), "low must be below high, got 1.0 and 1.0"),
+    (lambda: v.Replaced(0.1, float("nan"), 1.0), "low must be a finite number, got nan"),
+    (lambda: v.Replaced(0.1, 0.0), "high must be a finite number, got None"),
+    (lambda: v.Replaced(0.1).corrupt(torch.zeros(1, 3)), "low and high must be given for a single row, got None"),
+    (lambda: v.Erased(0.5, value="a"), "value must be a finite number, got 'a'"),
+    (lambda: v.Occluded(0.5, 0, 4), "height must be an integer of at least 1, got 0"),
+    (lambda: v.Occluded(0.5, 4, 4).corrupt(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
+    (lambda: v.DroppedChannels(0.5, 4).corrupt(torch.zeros(2, 15)), r"d a multiple of 4, got \(2, 15\)"),
+    (lambda: v.Custom(3), "function must be a module or a function, got 3"),
+    (lambda: v.Custom(lambda x: x[:1]).corrupt(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
+    (lambda: v.Custom(lambda x: None).corrupt(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
+    (lambda: v.as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
+    (lambda: v.as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
+    (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),
+    (lambda: v.Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
+])  # fmt: skip
 def test_errors(make, message):
     with pytest.raises(AHopError, match=message):
         make()

@@ -8,7 +8,6 @@ from frameworks import framework
 
 import ahop_layers as ah
 from benchmarks import vit, vit_layers, vit_report
-from benchmarks.harness import pages
 from benchmarks.harness.rows import read
 
 pytestmark = pytest.mark.slow
@@ -108,43 +107,3 @@ def test_a_missing_package_and_unknown_attentions_are_named(monkeypatch, tmp_pat
         vit.parse(["--attentions", "last 4"])
     expected = "expected attentions of one layer for the parts attention, memory, compile-time, got last 4"
     assert expected in capsys.readouterr().err
-
-
-def made_row(part, model, attention, label, speed, memory="", settings=None):
-    figures = {"images/s": speed, "sdpa images/s": "2000", "MB": memory, "sdpa MB": memory and "400"}
-    return {
-        **dict(
-            zip(vit_layers.KEY, (part, model, settings or vit.MODELS[model].settings, attention, label), strict=True)
-        ),
-        **{name: figures.get(name, "") for name in vit_layers.FIGURES},
-        **{"device": "GPU", "torch": "2", "commit": "c", "date": "d"},
-    }
-
-
-ROWS = [
-    made_row("eager", "small", "dot", "training", "2000", "400"),
-    made_row("eager", "small", "4 blocks", "training", "1600", "410"),
-    made_row("eager", "small", "last 4", "training", "1900", "401"),
-    made_row("compiled", "small", "4 blocks", "training", "1500", "420"),
-    made_row("eager", "small-384", "8 blocks", "training", "500", "420"),
-    made_row("eager", "small", "8 blocks", "training", "1", settings="64 px, batch 2"),
-]
-
-
-def test_models_are_shown_relative_to_the_dot_product(monkeypatch):
-    monkeypatch.setattr(pages, "read", lambda path: ROWS)
-    shown = pages.TABLES["vit"]()
-    assert shown.splitlines()[:5] == [
-        "| model | attention | training, eager | training, compiled | peak memory, training |",
-        "| --- | --- | --- | --- | --- |",
-        "| ViT-small, 224 px, batch 256 | 4 blocks | 0.80 | 0.75 | 1.02 |",
-        "| ViT-small, 224 px, batch 256 | last 4 | 0.95 |  | 1.00 |",
-        "| ViT-small, 384 px, batch 64 | 8 blocks | 0.25 |  | 1.05 |",
-    ]
-    assert "| ViT-small, 224 px, batch 256 | 2,000 | 400 |" in shown
-    assert "64 px, batch 2" not in shown  # trials with other sizes are not shown
-    assert pages.TABLES["vit-short"]().splitlines()[2:4] == [
-        "| ViT-small, 224 px, batch 256 | 4 blocks | 0.80 | 0.75 | 1.02 |",
-        "",
-    ]
-    assert pages.TABLES["vit-memory"]() == "Not measured yet. To measure it: `python -m benchmarks.vit --parts memory`."
