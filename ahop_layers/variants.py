@@ -1,4 +1,4 @@
-"""Corruptions of stored patterns, to train and to test a memory.
+"""Kinds of damage to stored patterns, to train and to test a memory.
 
 A query is a *variant* of one stored pattern: noisy, occluded, with wrong or missing values. A *damage* is a variant, a
 function, or a list of these that are applied in order; :func:`as_damage` makes one variant of it.
@@ -42,24 +42,24 @@ RANGE_BLOCK = 2**21  # number of values of the patterns that are read at once to
 
 
 class Variant(ABC):
-    """A corruption of patterns. A subclass defines :meth:`corrupt`.
+    """A kind of damage. A subclass defines ``__call__``.
 
     >>> import torch, ahop_layers as ah
     >>> class Negated(ah.variants.Variant):
-    ...     def corrupt(self, origin, generator=None):
+    ...     def __call__(self, origin, generator=None):
     ...         return -origin
     >>> Negated().sample(torch.ones(3, 2), 1)[1]
     tensor([[-1., -1.]])
     """
 
     @abstractmethod
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Corrupts each row of ``origin (..., d)``: ``(..., d)``. All random numbers come from ``generator``."""
+    def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+        """Damages each row of ``origin (..., d)``: ``(..., d)``. All random numbers come from ``generator``."""
 
     def bind(self, patterns: Tensor) -> "Variant":
         """Returns the variant for queries of ``patterns (..., d)``, from which :class:`Replaced` takes its range.
 
-        >>> Replaced(1.0).bind(torch.tensor([[3.0, 5.0], [3.0, 5.0]])).corrupt(torch.zeros(1, 2))
+        >>> Replaced(1.0).bind(torch.tensor([[3.0, 5.0], [3.0, 5.0]]))(torch.zeros(1, 2))
         tensor([[3., 5.]])
         """
         return self
@@ -75,13 +75,13 @@ class Variant(ABC):
         if not isinstance(n, SupportsIndex) or int(n) < 0:
             raise AHopError(f"n must be an integer of at least 0, got {n!r}")
         index = torch.randint(len(patterns), (int(n),), generator=generator, device=patterns.device)
-        return index, self.bind(patterns).corrupt(patterns[index], generator)
+        return index, self.bind(patterns)(patterns[index], generator)
 
 
 def as_damage(damage: object) -> Variant:
     """Makes a variant of a variant, a function as in :class:`Custom`, or a list of damages, which apply in order.
 
-    >>> as_damage([Brightened(gain=2.0), lambda x: x + 1]).corrupt(torch.ones(1, 2))
+    >>> as_damage([Brightened(gain=2.0), lambda x: x + 1])(torch.ones(1, 2))
     tensor([[3., 3.]])
     """
     if isinstance(damage, Variant):
@@ -96,7 +96,7 @@ def as_damage(damage: object) -> Variant:
 class Composed(Variant):
     """Applies several damages, as in :func:`as_damage`, in order.
 
-    >>> Composed([Erased(0.5, value=7.0), Missing(0.25)]).corrupt(torch.zeros(3, 8)).isnan().sum(-1)
+    >>> Composed([Erased(0.5, value=7.0), Missing(0.25)])(torch.zeros(3, 8)).isnan().sum(-1)
     tensor([2, 2, 2])
     """
 
@@ -112,23 +112,23 @@ class Composed(Variant):
         """Binds every part."""
         return Composed([part.bind(patterns) for part in self.parts])
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+    def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Applies every part to the result of the one before."""
         for part in self.parts:
-            origin = part.corrupt(origin, generator)
+            origin = part(origin, generator)
         return origin
 
 
 @dataclass(frozen=True)
 class Custom(Variant):
-    """Corrupts patterns with a function.
+    """Damages patterns with a function.
 
     Args:
         function: takes ``x (n, d)`` and returns the queries ``(n, d)``. Its second argument, if it is required or named
             ``generator``, is a generator or None. Otherwise torch's global generator is seeded during the call, so that
             a seed determines the queries here, too.
 
-    >>> Custom(lambda x: x.flip(-1)).corrupt(torch.tensor([[1.0, 2.0, 3.0]]))
+    >>> Custom(lambda x: x.flip(-1))(torch.tensor([[1.0, 2.0, 3.0]]))
     tensor([[3., 2., 1.]])
     """
 
@@ -137,7 +137,7 @@ class Custom(Variant):
     def __post_init__(self) -> None:
         check_callable(function=self.function)
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+    def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Applies the function, and checks that it returns a floating-point tensor of the shape of ``origin``."""
         if _takes_generator(self.function):
             query = self.function(origin, generator)
@@ -163,7 +163,7 @@ def _takes_generator(function: Callable[..., Tensor]) -> bool:
 
 
 class _Draw:
-    """Draws what a corruption of the rows of ``origin (..., d)`` needs; a half-precision row draws in float32."""
+    """Draws what a damage of the rows of ``origin (..., d)`` needs; a half-precision row draws in float32."""
 
     def __init__(self, origin: Tensor, generator: Generator | None) -> None:
         self.origin, self.generator = origin, generator
@@ -207,7 +207,7 @@ RULES = {"share": FRACTION, "mask": FRACTION, "noise": NOT_NEGATIVE, "std": NOT_
 
 
 class _Drawn(Variant):
-    """A dataclass that checks its arguments, whose names say what they must be, and corrupts rows by ``_apply``."""
+    """A dataclass that checks its arguments, whose names say what they must be, and damages rows by ``_apply``."""
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
@@ -228,8 +228,8 @@ class _Drawn(Variant):
             if len(ends) != 2 or ends[0] > ends[1]:
                 raise AHopError(f"{name} must be {rule} or a range (low, high) with low <= high, got {level!r}")
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
-        """Corrupts each row."""
+    def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+        """Damages each row."""
         return self._apply(origin, _Draw(origin, generator)).to(origin.dtype)
 
     @abstractmethod
@@ -240,7 +240,7 @@ class _Drawn(Variant):
 class Noisy(_Drawn):
     """Adds Gaussian noise of variance ``noise`` or of standard deviation ``std``, levels, to every dimension.
 
-    >>> round(Noisy(std=0.5).corrupt(torch.zeros(1, 100_000)).std().item(), 1)
+    >>> round(Noisy(std=0.5)(torch.zeros(1, 100_000)).std().item(), 1)
     0.5
     """
 
@@ -264,10 +264,10 @@ class Noisy(_Drawn):
 class Replaced(_Drawn):
     """Replaces a share of the dimensions by values drawn uniformly between ``low`` and ``high``.
 
-    Without these, the range of each dimension is that of the known values of the patterns; :meth:`corrupt` without
+    Without these, the range of each dimension is that of the known values of the patterns; a call without
     :meth:`bind` takes that of its rows.
 
-    >>> (Replaced(0.5, low=0.0, high=1.0).corrupt(torch.full((2, 8), 3.0)) == 3).sum(-1)
+    >>> (Replaced(0.5, low=0.0, high=1.0)(torch.full((2, 8), 3.0)) == 3).sum(-1)
     tensor([4, 4])
     """
 
@@ -287,7 +287,7 @@ class Replaced(_Drawn):
             return origin
         if self.low is None or self.high is None:
             if origin.numel() > origin.shape[-1]:
-                return self.bind(origin).corrupt(origin, draw.generator)
+                return self.bind(origin)(origin, draw.generator)
             raise AHopError("low and high must be given for a single row, got None: give them, or call bind(patterns)")
         chosen = draw.chosen(self.share, origin.shape[-1])
         return torch.where(chosen, self.low + (self.high - self.low) * draw.values(), origin)
@@ -297,7 +297,7 @@ class Replaced(_Drawn):
 class Biased(_Drawn):
     """Adds a bias, whose absolute value is a level, with random signs from ``seed``, the same for all queries.
 
-    >>> Biased(0.5).corrupt(torch.zeros(1, 4)).abs()
+    >>> Biased(0.5)(torch.zeros(1, 4)).abs()
     tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
 
@@ -348,14 +348,14 @@ class Mixed(_Drawn):
         return self._parts()[2].shift(patterns)
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        return Composed(self._parts()).corrupt(origin, draw.generator)
+        return Composed(self._parts())(origin, draw.generator)
 
 
 @dataclass(frozen=True)
 class Missing(_Drawn):
     """Makes a share of the dimensions unknown: NaN.
 
-    >>> Missing(0.75).corrupt(torch.ones(3, 8)).isnan().sum(-1)
+    >>> Missing(0.75)(torch.ones(3, 8)).isnan().sum(-1)
     tensor([6, 6, 6])
     """
 
@@ -369,7 +369,7 @@ class Missing(_Drawn):
 class Erased(_Drawn):
     """Sets a share of the dimensions to a constant, the level ``value``.
 
-    >>> Erased(0.75).corrupt(torch.ones(3, 8)).sum(-1)
+    >>> Erased(0.75)(torch.ones(3, 8)).sum(-1)
     tensor([2., 2., 2.])
     """
 
@@ -384,7 +384,7 @@ class Erased(_Drawn):
 class SaltAndPepper(_Drawn):
     """Sets a share of the dimensions to ``low`` or ``high``, each with probability 1/2.
 
-    >>> SaltAndPepper(0.5).corrupt(torch.zeros(2, 8)).abs().sum(-1)
+    >>> SaltAndPepper(0.5)(torch.zeros(2, 8)).abs().sum(-1)
     tensor([4., 4.])
     """
 
@@ -405,7 +405,7 @@ class Occluded(_Drawn):
     The block has the aspect ratio of the image and ``share`` of its area, with sides rounded to pixels. Images are
     flattened with channels first, as in :func:`~ahop_layers.patches`.
 
-    >>> (Occluded(0.25, height=4, width=4).corrupt(torch.ones(2, 16)) == 0).sum(-1)
+    >>> (Occluded(0.25, height=4, width=4)(torch.ones(2, 16)) == 0).sum(-1)
     tensor([4, 4])
     """
 
@@ -426,11 +426,11 @@ class Covered(_Drawn):
     """Covers a rectangle at a random position of an image, in all channels, with something else.
 
     The rectangle has any shape and ``share`` of the area. It is filled, each in a third of the queries, with one value,
-    with random squares of 4 x 4 pixels, or with the same part of another pattern, upside down. :meth:`corrupt` without
+    with random squares of 4 x 4 pixels, or with the same part of another pattern, upside down. A call without
     :meth:`bind` takes values and patterns from its rows.
 
     >>> images = torch.rand(3, 64)
-    >>> (Covered(0.5, height=8, width=8).corrupt(images) == images).float().mean(-1) > 0.3
+    >>> (Covered(0.5, height=8, width=8)(images) == images).float().mean(-1) > 0.3
     tensor([True, True, True])
     """
 
@@ -469,7 +469,7 @@ class Covered(_Drawn):
 class Brightened(_Drawn):
     """Multiplies a pattern by a gain and adds the same shift to all of its dimensions; both are levels.
 
-    >>> Brightened(shift=0.5, gain=2.0).corrupt(torch.tensor([[0.0, 1.0]]))
+    >>> Brightened(shift=0.5, gain=2.0)(torch.tensor([[0.0, 1.0]]))
     tensor([[0.5000, 2.5000]])
     """
 
@@ -486,7 +486,7 @@ class DroppedChannels(_Drawn):
 
     Dimensions are ordered with channels first, and their number is a multiple of ``channels``.
 
-    >>> DroppedChannels(0.5, channels=2).corrupt(torch.ones(1, 6)).reshape(2, 3).sum(-1).sort().values
+    >>> DroppedChannels(0.5, channels=2)(torch.ones(1, 6)).reshape(2, 3).sum(-1).sort().values
     tensor([0., 3.])
     """
 

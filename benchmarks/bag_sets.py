@@ -69,12 +69,12 @@ def bags_of_digits(
     return BagSet(names, torch.tensor(labels), digits.shape[1], bags.__getitem__, test, stored=clean)
 
 
-def corrupt(data: BagSet, share: float, seed: int = 0) -> BagSet:
+def damage_bags(data: BagSet, share: float, seed: int = 0) -> BagSet:
     """Replaces a fraction of the pixels of every instance by uniform values. Seed and bag determine the values."""
     variant = Replaced(share, low=0.0, high=1.0)
 
     def read(number: int) -> Tensor:
-        return variant.corrupt(data.read(number), torch.Generator().manual_seed(100_000 * seed + number))
+        return variant(data.read(number), torch.Generator().manual_seed(100_000 * seed + number))
 
     return data._replace(read=read)
 

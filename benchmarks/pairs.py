@@ -6,7 +6,7 @@ Stores 500 embeddings of 64 dimensions and norm 1. Queries have Gaussian noise, 
 and each of their dimensions is erased with probability 0.7. A pair is a query and the index of its embedding. Each fit
 takes at least five epochs and about 100 steps. Accuracy is that of 2,000 further queries: the fraction whose embedding
 has the largest score. The row without pairs has the initial dot product, that of ``described`` is fitted to a variant
-with the same corruption, which draws new queries in each step.
+with the same damage, which draws new queries in each step.
 """
 
 import math
@@ -45,13 +45,13 @@ def measure(pairs: str, seed: int, device: torch.device) -> float:
     """Returns the accuracy after a fit with a number of pairs, or with described damage."""
     generator = torch.Generator(device).manual_seed(seed)
     patterns = normalize(torch.randn(PATTERNS, DIM, generator=generator, device=device), dim=-1)
-    corruption = Custom(damage)
-    index, query = corruption.sample(patterns, QUERIES, generator)
+    described = Custom(damage)
+    index, query = described.sample(patterns, QUERIES, generator)
     memory = AssociativeMemory.preset("A-Hop", patterns)
     if pairs == DESCRIBED:
-        memory.fit(corruption, epochs=100, batch=BATCH, progress=False, seed=seed)
+        memory.fit(described, epochs=100, batch=BATCH, progress=False, seed=seed)
     elif int(pairs):
-        data = corruption.sample(patterns, int(pairs), generator)
+        data = described.sample(patterns, int(pairs), generator)
         memory.fit(data, epochs=epochs_for(int(pairs)), batch=BATCH, progress=False, seed=seed)
     return (memory.recall(query) == index).double().mean().item()
 

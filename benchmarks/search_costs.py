@@ -5,7 +5,7 @@ To run: python -m benchmarks.search_costs [--device cuda] [--parts exact,shortli
 - ``exact``: seconds and peak memory of ``search`` with k 10 for numbers of patterns with 64 dimensions.
 - ``shortlist``: the same with a shortlist, whose first stage is a matrix product.
 - ``recall``: how often a shortlist has the pattern that a search of all patterns finds, under weak and strong
-  corruption, and the accuracy of both.
+  damage, and the accuracy of both.
 
 The memory excludes the patterns. The similarity has random weights, so that all footprints are sorted. The report
 extrapolates the largest measurement of each part to 10^9 patterns, in proportion to their number.
@@ -27,8 +27,8 @@ from benchmarks.harness.rows import RESULTS, ResultTable, Row
 PARTS = ("exact", "shortlist", "recall")
 SIZES = {"cpu": (10_000, 100_000, 1_000_000), "cuda": (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)}
 TARGET = 10**9
-KEY = ("part", "patterns", "dim", "queries", "k", "corruption", "shortlist")
-CORRUPTIONS = {
+KEY = ("part", "patterns", "dim", "queries", "k", "damage", "shortlist")
+DAMAGES = {
     "weak: 20 % replaced": ah.variants.Mixed(0.2),
     "strong: 60 % replaced": ah.variants.Mixed(0.6),
     "outliers: 40 % replaced, values up to 4": ah.variants.Mixed(0.4, low=-4, high=4),
@@ -90,7 +90,7 @@ def measure_times(options: argparse.Namespace, results: ResultTable) -> None:
 def measure_recall(options: argparse.Namespace, results: ResultTable) -> None:
     """Measures the part ``recall``."""
     patterns = make_patterns(options.recall_patterns, options.dim, options.device)
-    for name, variant in CORRUPTIONS.items():
+    for name, variant in DAMAGES.items():
         fitted = ah.AssociativeMemory.preset("A-Hop", patterns[:2000], debias=True)
         fitted.fit(variant, epochs=options.recall_epochs, batch=256, progress=False)
         memory = ah.AssociativeMemory.preset("A-Hop", patterns, debias=True)
@@ -121,7 +121,7 @@ def report(rows: Sequence[Row]) -> str:
                 body.append([f"{int(patterns):,}", queries, row["shortlist"] or "none", shown, memory])
         parts.append(table(["patterns", "queries", "shortlist", "seconds", "memory, MB"], body))
         parts.append(extrapolation(times))
-    figures = group([row for row in rows if row["part"] == "recall"], "corruption", "shortlist")
+    figures = group([row for row in rows if row["part"] == "recall"], "damage", "shortlist")
     if figures:
         header = ["damage", "shortlist", "recall", "accuracy", "accuracy of an exact search"]
         body = [[*key, *(f"{float(row['value']):.3f}" for row in mine)] for key, mine in figures.items()]

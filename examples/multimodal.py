@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], list[f
         accuracy: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
         for count in tqdm(options.concepts, desc="fitting memories", unit="size"):
             looks, facts = digit_patterns(count), measurements(count)
-            links = TRACES.corrupt(facts, generator)
+            links = TRACES(facts, generator)
             index, query = IMAGES.sample(looks, options.queries, generator)
             first = {name: fitted(name, looks, IMAGES, options.epochs, options.lr) for name in NAMES}
             second = {name: fitted(name, facts, TRACES, options.epochs, options.lr) for name in NAMES}

@@ -118,9 +118,9 @@ def compare(options: argparse.Namespace) -> tuple[dict[str, dict[float, list[flo
         generator = torch.Generator().manual_seed(seed)
         parts = torch.randperm(DIGITS, generator=generator).split([STORED, SPARE, DIGITS - STORED - SPARE])
         (stored, labels), (spare, of_spare), (asked, target) = ((digits[part], classes[part]) for part in parts)
-        cover = ah.variants.Covered((0.0, max(LEVELS)), 8, 8).bind(stored).corrupt(spare, generator)
+        cover = ah.variants.Covered((0.0, max(LEVELS)), 8, 8).bind(stored)(spare, generator)
         found = methods(train(stored, labels, options.epochs), options.layer, stored, labels, cover, of_spare)
-        queries = {level: ah.variants.Covered(level, 8, 8).bind(spare).corrupt(asked, generator) for level in LEVELS}
+        queries = {level: ah.variants.Covered(level, 8, 8).bind(spare)(asked, generator) for level in LEVELS}
         for level, query in queries.items():
             for name, find in found.items():
                 accuracy = (find(query) == target).double().mean().item()

@@ -146,7 +146,7 @@ DAMAGES = {
     "list": [Noisy(0.01), Missing(0.3), noisy],
     "arrays": (INDEX.numpy(), noisy(PATTERNS[INDEX]).double().numpy()),
     "few pairs": (INDEX[:5], noisy(PATTERNS[:5])),
-    "pairs with NaN": (INDEX, Missing(0.3).corrupt(PATTERNS[INDEX], torch.Generator().manual_seed(0))),
+    "pairs with NaN": (INDEX, Missing(0.3)(PATTERNS[INDEX], torch.Generator().manual_seed(0))),
 }
 
 
@@ -158,7 +158,7 @@ def test_every_kind_of_damage(name):
     assert name == "strong noise" or dict(report.rows)["learned"] > 0.5
     fresh = PATTERNS + 0.03 * torch.randn(80, 10, generator=torch.Generator().manual_seed(6))
     if name == "none":
-        fresh = Replaced(0.2).bind(PATTERNS).corrupt(PATTERNS, torch.Generator().manual_seed(6))
+        fresh = Replaced(0.2).bind(PATTERNS)(PATTERNS, torch.Generator().manual_seed(6))
     assert (memory.recall(fresh) == torch.arange(80)).double().mean() > 0.8
     assert finds_itself(memory)  # queries without damage are easier
     assert not torch.equal(memory.similarity.w, before)
@@ -259,7 +259,7 @@ def test_a_given_beta_is_kept():
 def test_a_prior_is_the_frequency_of_patterns_and_damage_leaves_it_even():
     memory = ah.AssociativeMemory(PATTERNS, prior=True)
     index = torch.cat([torch.arange(80), torch.full((160,), 7)])
-    memory.fit((index, Noisy(0.1).corrupt(PATTERNS[index])))
+    memory.fit((index, Noisy(0.1)(PATTERNS[index])))
     logits = memory.beta * memory.prior.detach()
     torch.testing.assert_close(logits[7] - logits[8], torch.tensor(162 / 2).log())
     assert torch.equal(logits[8:].min(), logits[8:].max())

@@ -145,7 +145,7 @@ def test_unknown_queries_are_rejected_at_the_rate_that_was_asked_for(labeled, sm
     memory = AssociativeMemory(rows, labels=torch.arange(40).repeat(4) if labeled else None)
     damage = ah.variants.Replaced((0.0, 0.7), low=0.0, high=1.0)
     memory.fit(damage)
-    known, foreign = (damage.corrupt(each.repeat(20, 1)) for each in (centers[:40], centers[40:]))
+    known, foreign = (damage(each.repeat(20, 1)) for each in (centers[:40], centers[40:]))
     sure, unsure = (memory.search(each).confidence[:, 0] for each in (known, foreign))
     assert sure.median() > 0.9
     assert unsure.median() < 0.1

@@ -31,7 +31,7 @@ QUOTED = {
         "\n| [faces]": "search",
         "\n| [AR]": "ar",
         "\n| [bags]": "lookup-bags",
-        "\n| small ViT": "images-corrupted",
+        "\n| small ViT": "images-damaged",
     },
     "docs/index.md": {"# ": "search"},
     "docs/benchmarks-search.md": {
@@ -41,8 +41,8 @@ QUOTED = {
     },
     "docs/when-does-it-help.md": {
         "## Where it helps": "retrieval mixtures ablations robust-ablation",
-        "### Bags": "bags bags-corrupted",
-        "### Vision transformers": "images images-corrupted",
+        "### Bags": "bags bags-damaged",
+        "### Vision transformers": "images images-damaged",
         "### Tabular data": "tabular",
     },
 }
@@ -128,14 +128,14 @@ def test_rows_of_other_devices_incomplete_runs_and_trials_are_left_out(monkeypat
     assert pages.packed_rows() == [row]
 
 
-def test_corrupted_images_are_compared_seed_by_seed():
+def test_damaged_images_are_compared_seed_by_seed():
     values = {("adaptive", "0"): 0.7, ("adaptive", "1"): 0.6, ("dot", "0"): 0.5, ("dot", "2"): 0.9}
     rows = [
         {"attention": attention, "measure": measure, "seed": seed, "value": str(value)}
         for measure in ("accuracy", "noise 0.1")
         for (attention, seed), value in values.items()
     ]
-    lines = images_report.corruption_table(rows).splitlines()
+    lines = images_report.damage_table(rows).splitlines()
     assert lines[0] == "| damage | dot (2 seeds) | adaptive (2 seeds) | adaptive minus dot |"
     assert lines[2:] == [f"| {name} | **0.7000** | 0.6500 | +0.2000 |" for name in ("none", "noise 0.1")]
 

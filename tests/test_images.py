@@ -23,7 +23,7 @@ def images():
 
 def covered(images, seed=1):
     damage = ah.variants.Covered(0.4, SIDE, SIDE).bind(images.flatten(1))
-    return damage.corrupt(images.flatten(1), torch.Generator().manual_seed(seed))
+    return damage(images.flatten(1), torch.Generator().manual_seed(seed))
 
 
 def test_the_first_score_is_that_of_the_best_patches_and_of_near_pixels_and_contrasts(images):
@@ -157,7 +157,7 @@ def test_rectangles_have_their_share_and_cover_with_values_of_the_patterns():
     assert query.amax() <= 1
     shapes = {(int(each[0].any(1).sum()), int(each[0].any(0).sum())) for each in changed}
     assert len(shapes) > 5
-    assert ah.variants.Covered(0.0, 20, 16, 3).corrupt(origin).equal(origin)
+    assert ah.variants.Covered(0.0, 20, 16, 3)(origin).equal(origin)
 
 
 def test_the_views_of_stored_images_are_kept_until_they_change(monkeypatch):

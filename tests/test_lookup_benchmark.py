@@ -35,7 +35,7 @@ def test_all_networks_are_measured_once(home, tmp_path, capsys, monkeypatch):
     arguments = ["--quick", "--seeds", "1", "--device", "cpu", "--data-dir", str(home), "--output"]
     command.main([*arguments, str(tmp_path / "rows.csv")])
     rows = read(tmp_path / "rows.csv")
-    found = {(row["part"], row["corruption"], row["network"]) for row in rows}
+    found = {(row["part"], row["damage"], row["network"]) for row in rows}
     assert len(found) == 2 * len(networks.FACE_NETWORKS) + 2 * len(measure.BAG_NETWORKS)
     assert all(0 <= float(row["value"]) <= 1 for row in rows)
     text = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_training_changes_the_lookup_and_the_rest():
     stored, labels = torch.rand(20, 256), torch.arange(20) % 4
     model = networks.FaceClassifier("lookup", stored, labels, 16, "pixels")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    networks.train_faces(model, stored, labels, measure.corruption("pixels", (0.0, 0.5), 16), 3, 0)
+    networks.train_faces(model, stored, labels, measure.damage("pixels", (0.0, 0.5), 16), 3, 0)
     after = model.state_dict()
     assert set(after) == set(before)
     same = {name for name in before if torch.equal(before[name], after[name])}

@@ -224,7 +224,7 @@ def test_a_prior_learns_which_patterns_come_often():
     patterns = uniform(10, 4, torch.float32)
     index = torch.randint(2, (400,)) * 3  # only patterns 0 and 3
     memory = AssociativeMemory.preset("M-Hop", patterns, prior=True)
-    memory.fit((index, Noisy(1.0).corrupt(patterns[index])), epochs=100, progress=False, lr=0.1)
+    memory.fit((index, Noisy(1.0)(patterns[index])), epochs=100, progress=False, lr=0.1)
     common, rare = memory.prior[[0, 3]], memory.prior[[1, 2, 4, 5, 6, 7, 8, 9]]
     assert common.min() > rare.max() + 1
 
@@ -290,7 +290,7 @@ def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
     patterns, seen = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1, []
 
     def damage(origin, generator):
-        seen.append(Mixed(0.8).corrupt(origin, generator))
+        seen.append(Mixed(0.8)(origin, generator))
         return seen[-1]
 
     AssociativeMemory.preset("K2-Hop", patterns).fit(Custom(damage), epochs=1, batch=64, seed=0, progress=False)
@@ -714,7 +714,7 @@ def test_separate_weights_of_each_pattern_learn_as_fast_as_shared_ones(monkeypat
     """A head learns from the queries of its pattern, so its gradients are small. Adam's eps must not exceed them."""
     patterns, accuracy = uniform(40, 32, torch.float32), []
     index = torch.randint(0, 40, (8000,))  # even patterns are strongly masked, odd ones are noisy
-    masked, noisy = (variant.corrupt(patterns[index]) for variant in (Mixed(0.85), Noisy(1.0)))
+    masked, noisy = (variant(patterns[index]) for variant in (Mixed(0.85), Noisy(1.0)))
     query = torch.where(index[:, None] % 2 == 0, masked, noisy)
     for factor in (1, 40):  # 40 times as large: the eps of weights that are shared by all patterns
         monkeypatch.setattr(training, "FORM_EPS", factor * training.FORM_EPS)

@@ -164,32 +164,32 @@ def test_bags_of_digits(monkeypatch):
     assert not stored & (train | test)
 
 
-def test_seed_and_bag_determine_the_corruption():
+def test_seed_and_bag_determine_the_damage():
     clean = mil_data.small_digit_bags(Path(), train=4, test=2, stored=5)
-    found = mil_data.corrupt(clean, 0.5, seed=1)
+    found = mil_data.damage_bags(clean, 0.5, seed=1)
     changed = [(found.read(number) != clean.read(number)).sum(1) for number in range(6)]
     assert all(((count > 20) & (count <= 32)).all() for count in changed)  # half of 64 pixels, by other values
     assert torch.equal(found.read(3), found.read(3))
-    assert not torch.equal(found.read(3), mil_data.corrupt(clean, 0.5, seed=2).read(3))
-    assert torch.equal(mil_data.corrupt(clean, 0.0).read(3), clean.read(3))
+    assert not torch.equal(found.read(3), mil_data.damage_bags(clean, 0.5, seed=2).read(3))
+    assert torch.equal(mil_data.damage_bags(clean, 0.0).read(3), clean.read(3))
     assert torch.equal(found.stored, clean.stored)
 
 
 def test_a_lookup_is_the_first_layer_of_a_network_for_digits(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(mil, "draw_digits", lambda bags: Figure())  # to save time
     lookup = ["--first", "lookup", "--out", str(tmp_path)]
-    found = mil.main([*lookup, "--data", "digit-bags", "--corrupt", "0.5", "--accelerator", "cpu", "--fast-dev-run"])
+    found = mil.main([*lookup, "--data", "digit-bags", "--damage", "0.5", "--accelerator", "cpu", "--fast-dev-run"])
     assert 0 <= found["test_auc"] <= 1
     last = refused(mil.main, *lookup, "--data", "tiger", "--overwrite")
-    assert last == "mil: error: --corrupt and --first need --data mnist-bags or digit-bags, got --data tiger"
+    assert last == "mil: error: --damage and --first need --data mnist-bags or digit-bags, got --data tiger"
 
 
-def test_an_untrained_lookup_finds_corrupted_digits():
+def test_an_untrained_lookup_finds_damaged_digits():
     digits, classes = (torch.tensor(each) for each in load_digits(return_X_y=True))
     digits = (digits / 16).float()
     names = torch.nn.functional.one_hot(classes).float()
     lookup = Lookup(digits[:600], names[:600], keep=0.5, blocks=[None, ah.patches(8, 8, 2)])
-    query = ah.variants.Occluded(0.2, 8, 8, value=1.0).corrupt(digits[600:], torch.Generator().manual_seed(0))
+    query = ah.variants.Occluded(0.2, 8, 8, value=1.0)(digits[600:], torch.Generator().manual_seed(0))
     euclid = torch.cdist(query, digits[:600]).argmin(1)
     accuracy = (lookup(query).argmax(1) == classes[600:]).float().mean()
     assert accuracy > (classes[euclid] == classes[600:]).float().mean() + 0.1

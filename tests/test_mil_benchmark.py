@@ -106,16 +106,16 @@ def test_every_pooling_learns(home, one_setting, pooling):
     assert found["auc"] > 0.65  # with ten other seeds of the data at least 0.75
     assert found["noise 2.0"] < found["auc"]  # with ten other seeds by at least 0.12
     if pooling == "adaptive":
-        corrupted = mil.OuterFold("corrupted", "tiger", pooling, 0, 1, 3)
-        found = mil.measure(corrupted, home)
-        assert found == mil.measure(corrupted, home) != mil.measure(corrupted._replace(repeat=1), home)
+        damaged = mil.OuterFold("damaged", "tiger", pooling, 0, 1, 3)
+        found = mil.measure(damaged, home)
+        assert found == mil.measure(damaged, home) != mil.measure(damaged._replace(repeat=1), home)
         assert set(found) == set(KINDS)
         assert found["bias 0.5"] > found["noise 2.0"]  # a bias costs little: with ten other seeds by at least 0.12
 
 
 def test_a_second_run_resumes(home, tmp_path, one_setting, capsys):
     rows = tmp_path / "rows.csv"
-    size = ["--data", "tiger", "--parts", "corrupted", "--folds", "2", "--repeats", "1", "--processes", "1"]
+    size = ["--data", "tiger", "--parts", "damaged", "--folds", "2", "--repeats", "1", "--processes", "1"]
     command = ["run", "--data-dir", str(home), *size, "--output", str(rows)]
     program.main([*command, "--poolings", "dot", "--minutes", "0"])
     assert "stopped after 0 minutes" in capsys.readouterr().out

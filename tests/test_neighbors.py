@@ -107,7 +107,7 @@ def test_unit_of_all_features_does_not_matter(bases, scale):
     assert np.mean(scaled.history_) < np.log(3)  # the loss of uniform weights
 
 
-def test_training_on_a_variant_helps_with_its_corruption():
+def test_training_on_a_variant_helps_with_its_damage():
     random = np.random.default_rng(0)
     centers = random.normal(size=(20, 16))
     labels = np.repeat(np.arange(20), 6)

@@ -1,4 +1,4 @@
-"""The search benchmarks: data, corruptions, rivals, the adaptive memory, costs, and small runs that are resumed."""
+"""The search benchmarks: data, damage, rivals, the adaptive memory, costs, and small runs that are resumed."""
 
 import gzip
 import struct
@@ -57,7 +57,7 @@ def test_splits_and_queries_depend_on_the_seed_alone(images, monkeypatch):
 
 def test_replaced_pixels_stay_below_the_largest_value_of_their_image():
     origin = torch.tensor([[0.25], [1.0]]).repeat(1, 1000)
-    query = ReplacedPixels(0.4).corrupt(origin, torch.Generator().manual_seed(0))
+    query = ReplacedPixels(0.4)(origin, torch.Generator().manual_seed(0))
     assert (query != origin).sum(-1).tolist() == [400, 400]
     assert (query.amax(-1) <= origin.amax(-1)).all()
     assert 0.2 < query[1][query[1] != 1].mean() < 0.8
@@ -65,9 +65,7 @@ def test_replaced_pixels_stay_below_the_largest_value_of_their_image():
 
 def test_a_foreign_block_is_a_square_of_another_image_turned_upside_down():
     other = torch.arange(1.0, 65.0)[None]
-    query = (
-        ForeignBlock(0.25, other, (8, 8)).corrupt(torch.zeros(5, 64), torch.Generator().manual_seed(0)).reshape(5, 8, 8)
-    )
+    query = ForeignBlock(0.25, other, (8, 8))(torch.zeros(5, 64), torch.Generator().manual_seed(0)).reshape(5, 8, 8)
     turned = other.reshape(8, 8).flip(0)
     for each in query:
         rows, columns = (each != 0).any(1), (each != 0).any(0)
@@ -92,12 +90,12 @@ def test_idx_files_are_read(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Euclid", "cosine", "L1", "trimmed L1", "trimmed L1 of contrasts"])
-def test_nearest_neighbors_find_the_stored_image_and_trimming_ignores_corrupted_pixels(name, images):
+def test_nearest_neighbors_find_the_stored_image_and_trimming_ignores_damaged_pixels(name, images):
     answer = rivals.RIVALS[name](images, ReplacedPixels((0.0, 0.5)), 0)(images.rows)
     assert torch.equal(answer.label, images.labels)
     if name != "cosine":  # images of a class differ little but in brightness
         assert torch.equal(answer.index, torch.arange(len(images.labels)))
-    query = ReplacedPixels(0.5).corrupt(images.rows, torch.Generator().manual_seed(1))
+    query = ReplacedPixels(0.5)(images.rows, torch.Generator().manual_seed(1))
     index = rivals.RIVALS[name](images, ReplacedPixels(0.5), 0)(query).index
     accuracy = (index == torch.arange(len(query))).float().mean()
     low, high = {"trimmed L1": (1, 1), "Euclid": (0, 0.79)}.get(name, (0, 1))
@@ -108,8 +106,8 @@ def test_sparse_representation_meets_the_optimality_conditions():
     """Among independent images: the solver converges slowly if images are nearly multiples of each other."""
     stored = Images(torch.rand(12, SIDE * SIDE, dtype=torch.double), torch.arange(12) // 3, (SIDE, SIDE))
     method = rivals.SparseRepresentation(stored, penalty=1e-2, steps=3000)
-    corrupted = ReplacedPixels(0.2).corrupt(stored.rows[::5], torch.Generator().manual_seed(0))
-    query = torch.nn.functional.normalize(corrupted)
+    damaged = ReplacedPixels(0.2)(stored.rows[::5], torch.Generator().manual_seed(0))
+    query = torch.nn.functional.normalize(damaged)
     x, e = method.solve(query)
     residual = query - x @ method.rows - e
     for value, gradient in ((x, residual @ method.rows.mT), (e, residual)):
@@ -146,7 +144,7 @@ def test_contrasts_compare_each_pixel_with_the_one_at_the_offset(offset):
 @pytest.mark.parametrize("train", [rivals.robust, partial(rivals.robust_tuned, queries=16)], ids=["fixed", "tuned"])
 def test_robust_coding_finds_the_class_of_a_covered_image(train, images):
     split = data.split_halves(images, 0)
-    classify = train(split.stored, data.corruption("occlusion", (0.0, 0.6), split.stored), 0)
+    classify = train(split.stored, data.damage("occlusion", (0.0, 0.6), split.stored), 0)
     answer = classify(data.queries(split, "occlusion", 0.2, 0))
     assert (answer.label == split.asked.labels).float().mean() > 0.9
     assert torch.equal(split.stored.labels[answer.index], answer.label)
@@ -154,9 +152,9 @@ def test_robust_coding_finds_the_class_of_a_covered_image(train, images):
 
 @pytest.mark.parametrize("kind", data.LEVELS)
 @pytest.mark.parametrize("name", packaged.OWN)
-def test_a_memory_finds_the_class_of_a_corrupted_image(kind, name, images):
+def test_a_memory_finds_the_class_of_a_damaged_image(kind, name, images):
     split = data.split_halves(images, 0)
-    classify = packaged.OWN[name](split.stored, data.corruption(kind, (0.0, 0.6), split.stored), 0)
+    classify = packaged.OWN[name](split.stored, data.damage(kind, (0.0, 0.6), split.stored), 0)
     query = data.queries(split, kind, 0.3, 0)
     answer = classify(query)
     assert (answer.label == split.asked.labels).float().mean() > 0.8
@@ -219,7 +217,7 @@ def test_all_parts_run_and_are_reported(tmp_path, capsys):
     assert {row["part"] for row in rows} == {"exact", "shortlist", "recall"}
     assert sum(row["part"] == "exact" for row in rows) == 4
     assert all(float(row["seconds"]) > 0 for row in rows if row["part"] != "recall")
-    recall = {(row["corruption"], row["shortlist"]): float(row["value"]) for row in rows if row["measure"] == "recall"}
+    recall = {(row["damage"], row["shortlist"]): float(row["value"]) for row in rows if row["measure"] == "recall"}
     assert len(recall) == 6
     assert all(value == 1 if shortlist == "600" else 0 <= value <= 1 for (_, shortlist), value in recall.items())
     assert "| 600 | 3 | 50 |" in shown

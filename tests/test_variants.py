@@ -17,7 +17,7 @@ def uniform(n, d, dtype=torch.float32):
     return torch.rand(n, d, generator=seeded(0), dtype=dtype) * 2 - 1
 
 
-CORRUPTIONS = {
+DAMAGES = {
     "mixed": v.Mixed((0.1, 0.6), bias=(0.1, 0.5), std=(0.1, 0.3)),
     "noisy": v.Noisy(std=(0.1, 0.4)),
     "replaced": v.Replaced((0.1, 0.6), 0.0, 1.0),
@@ -33,12 +33,12 @@ CORRUPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_corruptions_keep_shape_dtype_and_device_and_depend_on_the_generator_alone(name, dtype):
-    variant, origin = CORRUPTIONS[name], uniform(12, 48).to(dtype)
+def test_variants_keep_shape_dtype_and_device_and_depend_on_the_generator_alone(name, dtype):
+    variant, origin = DAMAGES[name], uniform(12, 48).to(dtype)
     before, state = origin.clone(), torch.get_rng_state()
-    first, second, other = (variant.corrupt(origin, seeded(seed)).nan_to_num(9.0) for seed in (3, 3, 4))
+    first, second, other = (variant(origin, seeded(seed)).nan_to_num(9.0) for seed in (3, 3, 4))
     assert first.shape == origin.shape
     assert first.dtype == dtype
     assert torch.equal(first, second)
@@ -47,10 +47,10 @@ def test_corruptions_keep_shape_dtype_and_device_and_depend_on_the_generator_alo
     index, query = variant.sample(origin, 7, seeded(0))
     assert torch.equal(torch.get_rng_state(), state)
     assert (index.shape, query.shape) == ((7,), (7, 48))
-    assert variant.sample(origin, 0)[1].shape == variant.corrupt(origin[:0]).shape == (0, 48)
-    assert variant.corrupt(origin.reshape(3, 4, 48)).shape == (3, 4, 48)
+    assert variant.sample(origin, 0)[1].shape == variant(origin[:0]).shape == (0, 48)
+    assert variant(origin.reshape(3, 4, 48)).shape == (3, 4, 48)
     for device in ("meta", "cuda") if torch.cuda.is_available() else ("meta",):
-        assert variant.corrupt(torch.zeros(5, 48, device=device)).device.type == device
+        assert variant(torch.zeros(5, 48, device=device)).device.type == device
 
 
 @pytest.mark.parametrize("d", [1, 100])
@@ -91,7 +91,7 @@ def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypa
             assert (column <= known.max() + 1e-6 * width).all()
             assert column.max() - column.min() >= 0.95 * width
     rows = patterns[:2, 1:3]
-    query = v.Replaced(1.0).corrupt(rows.expand(500, 2, 2))  # without patterns, the rows have the range
+    query = v.Replaced(1.0)(rows.expand(500, 2, 2))  # without patterns, the rows have the range
     assert (query >= rows.amin(0)).all()
     assert (query <= rows.amax(0) + 1e-4).all()
 
@@ -99,8 +99,8 @@ def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypa
 def test_damages_are_applied_in_order():
     origin = uniform(50, 8)
     double, shifted = v.Brightened(gain=2.0), v.Brightened(shift=1.0)
-    torch.testing.assert_close(v.as_damage((double, shifted)).corrupt(origin), 2 * origin + 1)
-    torch.testing.assert_close(v.as_damage([shifted, [double, torch.neg]]).corrupt(origin), -2 * (origin + 1))
+    torch.testing.assert_close(v.as_damage((double, shifted))(origin), 2 * origin + 1)
+    torch.testing.assert_close(v.as_damage([shifted, [double, torch.neg]])(origin), -2 * (origin + 1))
     assert v.as_damage(double) is double
     query = v.as_damage([v.Brightened(gain=100.0), v.Replaced(0.5)]).sample(origin, 50)[1]  # the patterns' range
     assert (query.abs() <= 1).sum(-1).ge(4).all()
@@ -110,34 +110,34 @@ def test_damages_are_applied_in_order():
 def test_any_function_is_a_damage():
     origin, seen = torch.ones(2, 3), []
     for function in (torch.neg, lambda x: -x, lambda x, scale=-1.0: scale * x, lambda x, _: -x):
-        assert torch.equal(v.as_damage(function).corrupt(origin, seeded(0)), -origin)
-    v.as_damage(lambda x, generator=None: seen.append(generator) or x).corrupt(origin, generator := seeded(0))
+        assert torch.equal(v.as_damage(function)(origin, seeded(0)), -origin)
+    v.as_damage(lambda x, generator=None: seen.append(generator) or x)(origin, generator := seeded(0))
     assert seen == [generator]
-    assert torch.equal(v.as_damage(nn.Flatten(1)).corrupt(origin, seeded(0)), origin)  # a module
+    assert torch.equal(v.as_damage(nn.Flatten(1))(origin, seeded(0)), origin)  # a module
 
 
 def test_a_share_of_the_dimensions_is_set_at_uniform_positions():
     zeros = torch.zeros(32000, 10)
-    sides = v.SaltAndPepper(0.3, low=-3.0, high=2.0).corrupt(zeros)
+    sides = v.SaltAndPepper(0.3, low=-3.0, high=2.0)(zeros)
     assert set(sides.unique().tolist()) == {-3.0, 0.0, 2.0}
     assert ((sides == 2).double().mean() / 0.3).item() == pytest.approx(0.5, abs=0.02)
-    dropped = v.DroppedChannels(0.3, channels=10, value=2.0).corrupt(zeros.repeat(1, 3)).reshape(-1, 10, 3) == 2
+    dropped = v.DroppedChannels(0.3, channels=10, value=2.0)(zeros.repeat(1, 3)).reshape(-1, 10, 3) == 2
     assert torch.equal(dropped.all(-1), dropped.any(-1))
-    missing, erased = v.Missing(0.3).corrupt(zeros), v.Erased(0.3, value=7.0).corrupt(zeros)
+    missing, erased = v.Missing(0.3)(zeros), v.Erased(0.3, value=7.0)(zeros)
     assert set(erased.unique().tolist()) == {0.0, 7.0}
     assert not missing[~missing.isnan()].any()
-    replaced = v.Replaced(0.3, 1.0, 3.0).corrupt(zeros)
+    replaced = v.Replaced(0.3, 1.0, 3.0)(zeros)
     assert replaced[replaced != 0].var().item() == pytest.approx(1 / 3, rel=0.02)
     for chosen in (missing.isnan(), erased == 7, sides != 0, dropped.all(-1), replaced != 0):
         assert (chosen.sum(-1) == 3).all()
         assert torch.allclose(chosen.double().mean(0), torch.tensor(0.3, dtype=torch.float64), atol=0.05)
-    assert torch.equal(v.Erased(0.0).corrupt(erased), erased)
-    assert not v.Erased(1.0).corrupt(erased).any()
+    assert torch.equal(v.Erased(0.0)(erased), erased)
+    assert not v.Erased(1.0)(erased).any()
 
 
 @pytest.mark.parametrize(("share", "sides"), [(0.25, (3, 4)), (0.0, (0, 0)), (1.0, (6, 8))])
 def test_an_occluded_block_is_a_rectangle_in_all_channels(share, sides):
-    query = v.Occluded(share, height=6, width=8, channels=3).corrupt(torch.ones(500, 3 * 6 * 8)).reshape(500, 3, 6, 8)
+    query = v.Occluded(share, height=6, width=8, channels=3)(torch.ones(500, 3 * 6 * 8)).reshape(500, 3, 6, 8)
     covered = query == 0
     assert torch.equal(covered, covered[:, :1].expand(-1, 3, -1, -1))
     rows, columns = covered[:, 0].any(-1), covered[:, 0].any(-2)
@@ -152,7 +152,7 @@ def test_an_occluded_block_is_a_rectangle_in_all_channels(share, sides):
 def test_brightness_is_one_gain_and_shift_for_each_query():
     origin = uniform(300, 8, dtype=torch.float64)
     origin[:, 1] = origin[:, 0] + 1  # far enough apart to measure the gain
-    query = v.Brightened((-0.5, 0.5), (0.5, 2.0)).corrupt(origin)
+    query = v.Brightened((-0.5, 0.5), (0.5, 2.0))(origin)
     gain = query[:, 1] - query[:, 0]
     shift = query[:, 0] - gain * origin[:, 0]
     torch.testing.assert_close(query, gain[:, None] * origin + shift[:, None])
@@ -162,24 +162,24 @@ def test_brightness_is_one_gain_and_shift_for_each_query():
 
 
 def test_every_query_draws_its_own_level():
-    shares = (v.Erased((0.2, 0.6)).corrupt(torch.ones(4000, 100)) == 0).double().mean(-1)
+    shares = (v.Erased((0.2, 0.6))(torch.ones(4000, 100)) == 0).double().mean(-1)
     assert shares.min() >= 0.2 - 1e-9
     assert shares.max() <= 0.6
     assert shares.mean().item() == pytest.approx(0.395, abs=0.01)  # rounded down to hundredths
     assert shares.std().item() == pytest.approx(0.4 / 12**0.5, rel=0.05)
-    deviations = v.Noisy(std=(0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).std(-1)
+    deviations = v.Noisy(std=(0.5, 1.5))(torch.zeros(2000, 1000)).std(-1)
     assert deviations.mean().item() == pytest.approx(1.0, abs=0.04)
     assert 0.4 < deviations.min() < 0.6 < 1.4 < deviations.max() < 1.7
-    assert v.Noisy(0.4).corrupt(torch.zeros(2000, 1000)).var().item() == pytest.approx(0.4, rel=0.02)
-    squares = v.Noisy((0.5, 1.5)).corrupt(torch.zeros(2000, 1000)).var(-1)
+    assert v.Noisy(0.4)(torch.zeros(2000, 1000)).var().item() == pytest.approx(0.4, rel=0.02)
+    squares = v.Noisy((0.5, 1.5))(torch.zeros(2000, 1000)).var(-1)
     assert squares.mean().item() == pytest.approx(1.0, abs=0.04)  # uniform in the variance
-    biases = v.Biased((0.2, 0.4), seed=2).corrupt(torch.zeros(500, 6))
+    biases = v.Biased((0.2, 0.4), seed=2)(torch.zeros(500, 6))
     assert torch.equal(biases.sign(), v.Biased(1.0, seed=2).shift(biases).expand(500, -1))
     assert biases.abs().std(-1).max() < 1e-6
     assert 0.2 <= biases.abs().min() < 0.22 < 0.38 < biases.abs().max() <= 0.4
     for pair in ((v.Noisy(0.25), v.Noisy(std=0.5)), (v.Mixed(0.3, 0.25, 0.2), v.Mixed(0.3, std=0.5, bias=0.2))):
-        assert torch.equal(*(variant.corrupt(uniform(20, 8), seeded(1)) for variant in pair))
-    values = v.Erased(1.0, value=(2.0, 3.0)).corrupt(torch.zeros(50, 4))
+        assert torch.equal(*(variant(uniform(20, 8), seeded(1)) for variant in pair))
+    values = v.Erased(1.0, value=(2.0, 3.0))(torch.zeros(50, 4))
     assert (values == values[:, :1]).all()
     assert len(values.unique()) > 40
 
@@ -197,14 +197,14 @@ def test_every_query_draws_its_own_level():
     (lambda: v.Replaced(0.1, 1.0, 1.0), "low must be below high, got 1.0 and 1.0"),
     (lambda: v.Replaced(0.1, float("nan"), 1.0), "low must be a finite number, got nan"),
     (lambda: v.Replaced(0.1, 0.0), "high must be a finite number, got None"),
-    (lambda: v.Replaced(0.1).corrupt(torch.zeros(1, 3)), "low and high must be given for a single row, got None"),
+    (lambda: v.Replaced(0.1)(torch.zeros(1, 3)), "low and high must be given for a single row, got None"),
     (lambda: v.Erased(0.5, value="a"), "value must be a finite number, got 'a'"),
     (lambda: v.Occluded(0.5, 0, 4), "height must be an integer of at least 1, got 0"),
-    (lambda: v.Occluded(0.5, 4, 4).corrupt(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
-    (lambda: v.DroppedChannels(0.5, 4).corrupt(torch.zeros(2, 15)), r"d a multiple of 4, got \(2, 15\)"),
+    (lambda: v.Occluded(0.5, 4, 4)(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
+    (lambda: v.DroppedChannels(0.5, 4)(torch.zeros(2, 15)), r"d a multiple of 4, got \(2, 15\)"),
     (lambda: v.Custom(3), "function must be a module or a function, got 3"),
-    (lambda: v.Custom(lambda x: x[:1]).corrupt(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
-    (lambda: v.Custom(lambda x: None).corrupt(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
+    (lambda: v.Custom(lambda x: x[:1])(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
+    (lambda: v.Custom(lambda x: None)(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
     (lambda: v.as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
     (lambda: v.as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
     (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),

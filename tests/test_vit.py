@@ -373,9 +373,9 @@ def test_what_cannot_be_measured_is_refused_at_once(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_corruptions_are_as_strong_as_they_say():
+def test_damaged_images_are_as_strong_as_they_say():
     pixels, generator = torch.full((50, 3, 32, 32), 0.5), torch.Generator().manual_seed(0)
-    noisy, masked, biased = (corrupt(pixels, 0.25, generator) - 0.5 for corrupt in images_training.CORRUPTIONS)
+    noisy, masked, biased = (damage(pixels, 0.25, generator) - 0.5 for damage in images_training.DAMAGES)
     assert noisy.std() == pytest.approx(0.25, rel=0.01)
     patches = (masked != 0).float().unfold(2, 4, 4).unfold(3, 4, 4).mean((1, 4, 5))
     assert set(patches.unique().tolist()) == {0, 1}  # a patch goes as a whole, in all channels

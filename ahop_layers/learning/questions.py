@@ -57,7 +57,7 @@ class Anything(Variant):
     By default, a share between none and most of the values is replaced, or missing. Half of the queries have noise of
     up to a tenth of the deviation of their dimension.
 
-    >>> query = Anything().bind(torch.rand(5, 10)).corrupt(torch.rand(4, 10))
+    >>> query = Anything().bind(torch.rand(5, 10))(torch.rand(4, 10))
     >>> query.shape, query.isfinite().any(-1).all()
     (torch.Size([4, 10]), tensor(True))
     """
@@ -72,14 +72,14 @@ class Anything(Variant):
         deviation = (patterns - center).square().nanmean(0).sqrt().nan_to_num(0.0)
         return Anything(*(each.bind(patterns) for each in self.either), deviation=deviation)
 
-    def corrupt(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+    def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Damages each row of ``origin (n, d)``."""
         size = torch.rand(len(origin), 1, generator=generator, device=origin.device)
         noise = torch.empty_like(origin).normal_(generator=generator) * (self.deviation * (size - 0.5).clamp(min=0) / 5)
         noisy = origin + noise.to(origin.dtype)
         second = torch.rand(len(origin), generator=generator, device=origin.device) < 0.5
-        query = self.either[0].corrupt(noisy, generator)
-        query[second] = self.either[1].corrupt(noisy[second], generator)
+        query = self.either[0](noisy, generator)
+        query[second] = self.either[1](noisy[second], generator)
         return query
 
 
@@ -109,7 +109,7 @@ def draw(
     count, held = max(count, held), held // 2 if patterns.shape[1] >= LARGE else held
     origin = torch.randint(len(patterns), (count + held,), generator=generator, device=patterns.device)
     intact = patterns[origin]
-    query = damage.bind(patterns).corrupt(intact, generator)
+    query = damage.bind(patterns)(intact, generator)
     if query.isinf().any() or query.isnan().all():
         got = "infinity" if query.isinf().any() else "NaN only"
         raise AHopError(f"damage must return finite values, and NaN where a value is unknown, got {got}")

@@ -165,7 +165,7 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
     if isinstance(damage, Variant):
         origin = torch.randint(len(kept), (CALIBRATED,), generator=generator, device=device)
         some = stored.take(kept)
-        query = damage.bind(some.patterns).corrupt(some.patterns[origin], generator)
+        query = damage.bind(some.patterns)(some.patterns[origin], generator)
         target = some.given_classes().of_pattern[origin] if by_class else origin
     else:
         some_pairs = torch.randperm(len(damage[0]), generator=generator, device=device)[:CALIBRATED]

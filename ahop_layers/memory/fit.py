@@ -48,7 +48,7 @@ def as_data(damage: Any, device: torch.device) -> Variant | Pairs | None:
 def sample_pairs(variant: Variant, stored: Stored, n: int, draw: torch.Generator) -> Pairs:
     """Draws ``n`` queries of a bound variant, the same on all ranks of a sharded memory."""
     index = torch.randint(stored.count, (n,), generator=draw, device=draw.device)
-    return index, variant.corrupt(stored.sample(index), draw)
+    return index, variant(stored.sample(index), draw)
 
 
 def retrieval_batches(data: Variant | Pairs, stored: Stored, epochs: int, batch: int, draw: torch.Generator) -> Batches:

@@ -124,7 +124,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, _Neighbors):
         bases: base similarities of the adaptive similarity, which is initialized to the first.
         blocks: similarities are summed over blocks of features before they are sorted; see
             :class:`~ahop_layers.AdaptiveSimilarity`. ``None`` makes every feature a block.
-        variant: a variant of :mod:`ahop_layers.variants` that corrupts rows during training, for queries with errors or
+        variant: a variant of :mod:`ahop_layers.variants` that damages rows during training, for queries with errors or
             missing values. It receives features of mean 0 and variance 1 if ``standardize`` is True. ``None`` trains on
             the rows as they are.
         standardize: whether to shift each feature to mean 0 and scale it to variance 1. If False, rows are compared in

@@ -201,9 +201,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "multimodal": lambda: of_retrieval("multimodal", retrieval_report.pair_table),
     "mixtures": lambda: of_retrieval("figure", retrieval_report.figure_table),
     "bags": lambda: of_bags(mil_report.short_tables),
-    "bags-corrupted": lambda: of_bags(mil_report.corruption_table),
+    "bags-damaged": lambda: of_bags(mil_report.damage_table),
     "images": lambda: of_images("paper"),
-    "images-corrupted": lambda: of_images("working"),
+    "images-damaged": lambda: of_images("working"),
     "pairs": lambda: part("pairs", rows_of("pairs.csv"), pairs.report),
     "lookup-faces": lambda: by_device(
         "paper.lookup --parts faces", rows_of("lookup.csv", part="faces"), lookup_report.face_table

@@ -23,7 +23,7 @@ RETRIEVAL: dict[str, dict[tuple[str, float], tuple[float, float]]] = {
     "dis only": {("synthetic", 0.4): (0.6458, 0.1317), ("synthetic", 0.5): (0.3286, 0.2326)},
     "dis, dot, 512 samples": {("synthetic", 0.4): (0.7204, 0.1077), ("synthetic", 0.5): (0.3541, 0.2311)},
 }  # fmt: skip
-"""System -> (data set, corruption level) -> accuracy and mean squared error."""
+"""System -> (data set, damage level) -> accuracy and mean squared error."""
 # The appendix describes de-biasing but does not say whether the tables use it.
 RETRIEVAL["A-Hop, debias"] = RETRIEVAL["A-Hop"]
 

@@ -136,7 +136,7 @@ def measure_missing(task: Task, generator: torch.Generator, seed: int) -> Figure
     """Returns the accuracy with missing values, and with no other damage than that of the level 0."""
     lowest = torch.zeros(len(task.asked), 1).to(task.asked)
     query = task.damage(task.asked, lowest, generator) if 0.0 in task.levels else task.asked
-    asked = {share: ah.variants.Missing(share).corrupt(query, generator) for share in MISSING}
+    asked = {share: ah.variants.Missing(share)(query, generator) for share in MISSING}
     memory = ah.AssociativeMemory(task.stored, labels=task.labels)
     found = {"not fitted": recall(task, memory, asked)}
     memory.fit(seed=seed)

@@ -1,11 +1,11 @@
-"""Search with damaged queries on real images: how often a method finds the class of a corrupted image.
+"""Search with damaged queries on real images: how often a method finds the class of a damaged image.
 
-To run: python -m benchmarks.search [--data faces digits fashion] [--corruptions pixels occlusion] [--device cuda]
+To run: python -m benchmarks.search [--data faces digits fashion] [--damage pixels occlusion] [--device cuda]
         python -m benchmarks.search --data ar --file AR_42_30.mat [--device cuda]
 
 Half of the images of each class are stored, the others are asked, in five seeded splits. Queries have a fraction of
 their pixels replaced by random values, or a square block covered by another image. Every method that learns is trained
-once for all levels of a kind of corruption, on corrupted copies of the stored images. Accuracy is the fraction of
+once for all levels of a kind of damage, on damaged copies of the stored images. Accuracy is the fraction of
 queries whose predicted class is right.
 
 The methods are the nearest stored image by Euclidean, cosine, L1 and trimmed L1 distance, sparse representation with an
@@ -39,11 +39,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     rivals = f"methods beside the adaptive memory, some of {', '.join(map(repr, RIVALS))} (default: all)"
     add("--data", nargs="+", choices=(*SETS, "ar"), help="data sets (default: all whose files are there)")
-    add("--corruptions", nargs="+", choices=LEVELS, default=list(LEVELS), help="kinds of corruption (default: all)")
+    add("--damage", nargs="+", choices=LEVELS, default=list(LEVELS), help="kinds of damage (default: all)")
     add("--rivals", nargs="*", choices=RIVALS, default=list(RIVALS), metavar="NAME", help=rivals)
     add("--file", type=Path, help="the file of AR, of 42 x 30 pixels")
     add("--splits", type=int, default=5, help="number of splits (default: 5)")
-    add("--levels", nargs="+", type=float, help="fractions of the image that are corrupted (default: all)")
+    add("--levels", nargs="+", type=float, help="fractions of the image that are damaged (default: all)")
     add("--picture", type=float, metavar="LEVEL", help="also draw queries of this level and what each method answers")
     add("--device", default="auto", help="cpu, cuda, or auto: cuda if available (default: auto)")
     add_data_dir(parser, "faces/, mnist/ and fashion-mnist/")
@@ -51,7 +51,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "ar" in (options.data or ()) and (options.data != ["ar"] or options.file is None):
         parser.error("argument --data: ar needs --file, and no other data set")
-    known = {level for kind in options.corruptions for level in LEVELS[kind]}
+    known = {level for kind in options.damage for level in LEVELS[kind]}
     if unknown := sorted(set(options.levels or ()) - known):
         parser.error(f"argument --levels: expected some of {sorted(known)}, got {unknown}")
     return options
@@ -70,14 +70,14 @@ def main(arguments: list[str] | None = None) -> None:
         sets = options.data or available(options.data_dir)
         for name in sets:
             load(name, options.data_dir)
-    levels_of = wanted(sets, options.corruptions, options.splits, methods, options.levels)
+    levels_of = wanted(sets, options.damage, options.splits, methods, options.levels)
     results = ResultTable(options.output, device.type)
     measure_missing(levels_of, options.data_dir, device, results)
     rows = rows_of(levels_of, results.own_rows)
     print(report.accuracy_table(rows), end="\n\n")
     curves = picture_for(options.output, "search")
     print(f"plot: {report.draw_curves(rows, curves)}")
-    for name, kind in itertools.product(sets, options.corruptions) if options.picture is not None else ():
+    for name, kind in itertools.product(sets, options.damage) if options.picture is not None else ():
         drawn = [method for method in methods if method != "not sorted"]
         shown = answers(name, kind, options.picture, drawn, options.data_dir, device)
         print(f"picture: {report.draw_answers(shown, curves.with_name(f'{curves.stem}_{name}_{kind}.png'))}")

@@ -1,4 +1,4 @@
-"""Images, seeded splits into stored and asked images, and the two kinds of corruption."""
+"""Images, seeded splits into stored and asked images, and the two kinds of damage."""
 
 import gzip
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ MAX_IMAGES = 2414
 """Largest number of images of a split, that of the faces. Of larger sets, each split uses a random subset."""
 
 LEVELS = {"pixels": (0.0, 0.3, 0.5, 0.7, 0.8), "occlusion": (0.1, 0.3, 0.5, 0.7)}
-"""Kind of corruption -> fractions of the image that are corrupted in the queries."""
+"""Kind of damage -> fractions of the image that are damaged in the queries."""
 
 TRAINING_LEVELS = (0.0, 0.9)
 """Range of the levels in the training queries, from which each query draws its own."""
@@ -50,7 +50,7 @@ class Images(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Stored images, and the images whose corrupted copies are the queries."""
+    """Stored images, and the images whose damaged copies are the queries."""
 
     stored: Images
     asked: Images
@@ -60,7 +60,7 @@ class Split(NamedTuple):
 class ReplacedPixels(Variant):
     """Replaces a fraction of the pixels by values drawn uniformly from 0 to the largest value of the image.
 
-    Wright et al. (2009) corrupt faces in this way.
+    Wright et al. (2009) damage faces in this way.
 
     Args:
         share: fraction of the pixels, a level.
@@ -68,9 +68,9 @@ class ReplacedPixels(Variant):
 
     share: Level
 
-    def corrupt(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Corrupts each row of ``origin (n, d)``: ``(n, d)``."""
-        kept = Erased(self.share).corrupt(torch.ones_like(origin), generator).bool()
+    def __call__(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Damages each row of ``origin (n, d)``: ``(n, d)``."""
+        kept = Erased(self.share)(torch.ones_like(origin), generator).bool()
         values = torch.empty_like(origin).uniform_(generator=generator) * origin.amax(-1, keepdim=True)
         return torch.where(kept, origin, values)
 
@@ -89,26 +89,26 @@ class ForeignBlock(Variant):
     others: Tensor
     shape: tuple[int, int]
 
-    def corrupt(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Corrupts each row of ``origin (n, d)``: ``(n, d)``."""
-        kept = Occluded(self.share, *self.shape).corrupt(torch.ones_like(origin), generator).bool()
+    def __call__(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Damages each row of ``origin (n, d)``: ``(n, d)``."""
+        kept = Occluded(self.share, *self.shape)(torch.ones_like(origin), generator).bool()
         place = torch.randint(len(self.others), (len(origin),), generator=generator, device=origin.device)
         turned = self.others[place].unflatten(-1, self.shape).flip(-2).flatten(-2)
         return torch.where(kept, origin, turned)
 
 
-def corruption(kind: str, level: Level, images: Images) -> Variant:
-    """Returns a kind of corruption. Foreign blocks come from ``images``."""
+def damage(kind: str, level: Level, images: Images) -> Variant:
+    """Returns a kind of damage. Foreign blocks come from ``images``."""
     if kind == "pixels":
         return ReplacedPixels(level)
     return ForeignBlock(level, images.rows, images.shape)
 
 
 def queries(split: Split, kind: str, level: float, seed: int) -> Tensor:
-    """Returns one corrupted copy of each asked image. The random numbers are equal on all devices."""
+    """Returns one damaged copy of each asked image. The random numbers are equal on all devices."""
     asked = split.asked.to(torch.device("cpu"))
     generator = torch.Generator().manual_seed(1000 * seed + round(100 * level))
-    return corruption(kind, level, asked).corrupt(asked.rows, generator).to(split.asked.rows.device)
+    return damage(kind, level, asked)(asked.rows, generator).to(split.asked.rows.device)
 
 
 def files(name: str, folder: Path) -> list[Path]:

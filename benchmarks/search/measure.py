@@ -1,4 +1,4 @@
-"""The measurements of the search benchmark: the accuracy of each method at each level of corruption."""
+"""The measurements of the search benchmark: the accuracy of each method at each level of damage."""
 
 import itertools
 import time
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.rows import ResultTable, Row
-from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, corruption, load, queries, split_halves
+from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, damage, load, queries, split_halves
 from benchmarks.search.packaged import OWN, MemoryClassifier
 from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
 
@@ -30,7 +30,7 @@ def seconds(device: torch.device) -> float:
 
 
 class Trained(NamedTuple):
-    """A method that is trained once for all levels of one kind of corruption on one split."""
+    """A method that is trained once for all levels of one kind of damage on one split."""
 
     data: str
     kind: str
@@ -67,8 +67,8 @@ def wanted(
 
 
 def train(method: str, split: Split, kind: str, seed: int) -> Classifier:
-    """Trains a method on the stored images, with queries of all levels of one kind of corruption."""
-    return METHODS[method](split.stored, corruption(kind, TRAINING_LEVELS, split.stored), seed)
+    """Trains a method on the stored images, with queries of all levels of one kind of damage."""
+    return METHODS[method](split.stored, damage(kind, TRAINING_LEVELS, split.stored), seed)
 
 
 def accuracies(each: Trained, asked: dict[float, Tensor], split: Split) -> list[dict[str, object]]:

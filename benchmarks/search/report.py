@@ -14,7 +14,7 @@ from benchmarks.search.measure import Shown
 from benchmarks.search.packaged import OURS
 
 KINDS = {"pixels": "pixels replaced", "occlusion": "the area covered by a block of another image"}
-"""Kind of corruption -> what a level is the fraction of."""
+"""Kind of damage -> what a level is the fraction of."""
 
 
 def _accuracies(rows: Sequence[Row]) -> list[float]:
@@ -51,7 +51,7 @@ def _winners(levels: Sequence[str], methods: Sequence[str], columns: Sequence[Se
 
 
 def time_table(rows: Sequence[Row]) -> str:
-    """Mean time of one training for all levels of a kind of corruption, and of one query."""
+    """Mean time of one training for all levels of a kind of damage, and of one query."""
     parts = []
     for (data,), here in group(rows, "data").items():
         body = []
@@ -76,7 +76,7 @@ def _ours_first(named: tuple[str, object]) -> bool:
 
 
 def draw_curves(rows: Sequence[Row], path: Path) -> Path:
-    """Draws accuracy by level, with one row of panels for each data set and one panel for each kind of corruption."""
+    """Draws accuracy by level, with one row of panels for each data set and one panel for each kind of damage."""
     sets, kinds = ([name for (name,) in group(rows, column)] for column in ("data", "kind"))
     panels = group(rows, "data", "kind")
     with drawing(path, (4.6 * len(kinds), 3.4 * len(sets) + 0.6)) as figure:

@@ -1,6 +1,6 @@
 """Rivals of the adaptive memory: nearest neighbors, sparse representation, and a convolutional network.
 
-Each is trained once on the stored images, with queries of all levels of one kind of corruption if it needs any, and
+Each is trained once on the stored images, with queries of all levels of one kind of damage if it needs any, and
 then answers every query with a class and a stored image.
 """
 
@@ -84,7 +84,7 @@ def _trimmed(
     """Returns a classifier by the sum of the smallest absolute differences of each view of ``seen``.
 
     The fraction of the differences that count is the same for all queries. It is the one with the best accuracy on
-    corrupted stored images, each compared with all other stored images.
+    damaged stored images, each compared with all other stored images.
     """
     generator = torch.Generator(stored.rows.device).manual_seed(seed)
     index, query = variant.sample(stored.rows, queries, generator)
@@ -242,7 +242,7 @@ def robust(stored: Images, variant: Variant, seed: int) -> Classifier:
 def robust_tuned(stored: Images, variant: Variant, seed: int, queries: int = 256) -> Classifier:
     """The same with parameters that are chosen.
 
-    Share and penalty are those with which one half of the stored images recognizes corrupted images of the other half.
+    Share and penalty are those with which one half of the stored images recognizes damaged images of the other half.
     """
     generator = torch.Generator(stored.rows.device).manual_seed(seed)
     order = torch.randperm(len(stored.rows), generator=generator, device=stored.rows.device)
@@ -272,7 +272,7 @@ def network(n_classes: int, width: int) -> nn.Sequential:
 def convolutional(
     stored: Images, variant: Variant, seed: int, steps: int = 1500, batch: int = 256, width: int = 64
 ) -> Classifier:
-    """A convolutional network, trained on corrupted stored images. It names a class and no stored image."""
+    """A convolutional network, trained on damaged stored images. It names a class and no stored image."""
     device, shape = stored.rows.device, (1, *stored.shape)
     classes, target = stored.labels.unique(return_inverse=True)
     # Without a forked state, the initialization would change the random numbers of the caller.

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.harness.rows import ResultTable
 from benchmarks.image_sets import ImageSet
-from benchmarks.paper.images.training import CORRUPTIONS, Setup, Training, accuracy, build, speeds
+from benchmarks.paper.images.training import DAMAGES, Setup, Training, accuracy, build, speeds
 from examples.vision.batches import channel_scale
 
 ATTENTIONS = ("dot", "adaptive", "kernel", "sparse")
@@ -37,9 +37,9 @@ def measure(
         return None
     measured = {"accuracy": accuracy(training)}
     if options.setup == "working":
-        for corruption, strengths in CORRUPTIONS.items():
+        for damage, strengths in DAMAGES.items():
             for strength in strengths:
-                measured[f"{corruption.__name__} {strength}"] = accuracy(training, corruption, strength)
+                measured[f"{damage.__name__} {strength}"] = accuracy(training, damage, strength)
     return measured
 
 

@@ -80,8 +80,8 @@ def _difference(seeds: dict[str, float], baseline: dict[str, float]) -> str:
     return f"{statistics.mean(pairs):+.4f}" if pairs else ""
 
 
-def corruption_table(rows: Sequence[Row]) -> str:
-    """Mean accuracy of every attention with every corruption, the best one bold, and the differences from dot."""
+def damage_table(rows: Sequence[Row]) -> str:
+    """Mean accuracy of every attention with every kind of damage, the best one bold, and the differences from dot."""
     found = by_attention(rows)
     others = [attention for attention in found if attention != "dot"]
     body = []
@@ -115,14 +115,14 @@ def speed_table(rows: Sequence[Row]) -> str:
 
 TABLES = {
     "paper": (rate_tables, "Test accuracy with the paper's setup, by learning rate."),
-    "working": (corruption_table, "Test accuracy of a small ViT on damaged images."),
+    "working": (damage_table, "Test accuracy of a small ViT on damaged images."),
     "throughput": (speed_table, "Throughput of a small ViT."),
 }
 """The table of a setup, and its caption."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Draws the accuracy against the strength of each corruption, from the last settings of the setup ``working``.
+    """Draws the accuracy against the strength of the damage, from the last settings of the setup ``working``.
 
     Each attention has a line with bars from the lowest to the highest seed. Returns False if there are no rows to draw.
     """

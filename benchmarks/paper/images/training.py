@@ -208,8 +208,8 @@ def bias(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     return images + strength * signs
 
 
-Corruption = Callable[[Tensor, float, torch.Generator], Tensor]
-CORRUPTIONS: dict[Corruption, tuple[float, ...]] = {
+Damage = Callable[[Tensor, float, torch.Generator], Tensor]
+DAMAGES: dict[Damage, tuple[float, ...]] = {
     noise: (0.05, 0.1, 0.2, 0.3),
     mask: (0.1, 0.25, 0.5, 0.75),
     bias: (0.1, 0.2, 0.3, 0.4),
@@ -217,14 +217,14 @@ CORRUPTIONS: dict[Corruption, tuple[float, ...]] = {
 
 
 @torch.no_grad()
-def accuracy(training: Training, corruption: Corruption | None = None, strength: float = 0.0) -> float:
-    """Returns the test accuracy. The corrupted images are the same for every model."""
+def accuracy(training: Training, damage: Damage | None = None, strength: float = 0.0) -> float:
+    """Returns the test accuracy. The damaged images are the same for every model."""
     training.model.eval()
     generator, right = torch.Generator(training.device).manual_seed(0), 0
     for images, labels in zip(*(rows.split(1000) for rows in training.data.test), strict=True):
         pixels = as_floats(images)
-        if corruption is not None:
-            pixels = corruption(pixels, strength, generator).clamp(0, 1)
+        if damage is not None:
+            pixels = damage(pixels, strength, generator).clamp(0, 1)
         with training.autocast():
             right += (training.model(pixels).argmax(-1) == labels).sum().item()
     return right / len(training.data.test.labels)

@@ -5,13 +5,13 @@ To run: AHOP_DATA_DIR=DIR python -m benchmarks.paper.lookup [--parts faces bags]
 The lookup is an AdaptiveHopfieldLayer that stores clean images and compares them with an image by footprints of blocks.
 Initially only the most similar blocks count, so that it is robust before it is trained.
 
-- ``faces``: half of the faces of each person are stored, and their corrupted copies are the training set; a lookup
+- ``faces``: half of the faces of each person are stored, and their damaged copies are the training set; a lookup
   leaves the original out. It reads the labels of similar faces. An MLP classifies them, the pixels (``none``), the
-  features of a CNN (``cnn``), or both. Each network is trained once over all fractions of a kind of corruption: random
+  features of a CNN (``cnn``), or both. Each network is trained once over all fractions of a kind of damage: random
   values of single pixels, or a covered block of random brightness. ``lookup, not trained`` is the lookup alone.
-- ``bags``: bags of corrupted MNIST digits; label 1: the bag holds a nine. The lookup replaces each digit by the similar
+- ``bags``: bags of damaged MNIST digits; label 1: the bag holds a nine. The lookup replaces each digit by the similar
   ones of 1,000 clean digits that are in no bag. Convolutions, adaptive pooling and a linear layer follow. ``cnn`` has
-  three more convolutions instead of the lookup; ``cnn, pretrained`` was first trained to restore corrupted copies of
+  three more convolutions instead of the lookup; ``cnn, pretrained`` was first trained to restore damaged copies of
   the same 1,000 digits. ``lookup, not trained`` keeps the initial weights of the lookup and trains the rest.
 
 Every row is stored immediately and is not measured again on the same device. docs/data.md lists the files.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.variants import Level, Occluded, Replaced, Variant
-from benchmarks.bag_sets import BagSet, bags_of_digits, corrupt
+from benchmarks.bag_sets import BagSet, bags_of_digits, damage_bags
 from benchmarks.bags import auc
 from benchmarks.paper.lookup.networks import FACE_NETWORKS, FaceClassifier, first_layer, optimize, train_faces
 from examples.bags.model import BagClassifier, HopfieldPool, embed_digits
@@ -19,7 +19,7 @@ from examples.bags.model import BagClassifier, HopfieldPool, embed_digits
 FACES = Path("faces") / "yale_b.npz"
 DIGITS = tuple(Path("mnist") / f"train-{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
 LEVELS = {"pixels": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9), "block": (0.1, 0.3, 0.5, 0.7)}
-"""Kind of corruption of faces -> fractions of the test images that are corrupted."""
+"""Kind of damage of faces -> fractions of the test images that are damaged."""
 TRAINED = {"pixels": (0.0, 0.9), "block": (0.0, 0.8)}
 """Range of the fractions in training."""
 BAG_NETWORKS = ("none", "cnn", "cnn, pretrained", "lookup, not trained", "lookup")
@@ -55,7 +55,7 @@ class Measurement(NamedTuple):
     """One trained network. The seed determines the data and the training."""
 
     part: str
-    corruption: str
+    damage: str
     network: str
     seed: int
     settings: str
@@ -86,29 +86,29 @@ def _steps(name: str, size: Size) -> int:
     return size.lookup_steps if name == "lookup" else size.steps
 
 
-def corruption(kind: str, level: Level, side: int) -> Variant:
-    """Returns the corruption of images: random values of pixels, or a covered block of random brightness."""
+def damage(kind: str, level: Level, side: int) -> Variant:
+    """Returns the damage of images: random values of pixels, or a covered block of random brightness."""
     if kind == "pixels":
         return Replaced(level, low=0.0, high=1.0)
     return Occluded(level, side, side, value=(0.0, 1.0))
 
 
 def measure_faces(wanted: Measurement, folder: Path, size: Size, device: torch.device) -> dict[str, float]:
-    """Returns the accuracy on the faces that are not stored, by the fraction that is corrupted."""
+    """Returns the accuracy on the faces that are not stored, by the fraction that is damaged."""
     images, labels = load_faces(folder)
     shown = labels < size.persons
     images, labels = images[shown].to(device), labels[shown].to(device)
-    side, kind = round(images.shape[1] ** 0.5), wanted.corruption
+    side, kind = round(images.shape[1] ** 0.5), wanted.damage
     chosen = half_of_each(labels, wanted.seed)
     model = FaceClassifier(wanted.network, images[chosen], labels[chosen], side, kind).to(device)
     steps = _steps(wanted.network, size)
     if steps:
-        variant = corruption(kind, TRAINED[kind], side)
+        variant = damage(kind, TRAINED[kind], side)
         train_faces(model, images[chosen], labels[chosen], variant, steps, wanted.seed)
     found = {}
     for level in LEVELS[kind]:
         generator = torch.Generator(device).manual_seed(1000 + wanted.seed)
-        query = corruption(kind, level, side).corrupt(images[~chosen], generator)
+        query = damage(kind, level, side)(images[~chosen], generator)
         found[str(level)] = accuracy(model.eval(), query, labels[~chosen])
     return found
 
@@ -162,11 +162,11 @@ class PackedBags:
 
 
 def measure_bags(wanted: Measurement, folder: Path, size: Size, device: torch.device) -> dict[str, float]:
-    """Returns the AUC of bags of corrupted digits: does a bag hold a nine?"""
-    level, name, seed = float(wanted.corruption.split()[1]), wanted.network, wanted.seed
+    """Returns the AUC of bags of damaged digits: does a bag hold a nine?"""
+    level, name, seed = float(wanted.damage.split()[1]), wanted.network, wanted.seed
     generator = np.random.default_rng(seed)
     data = bags_of_digits(*load_digits(folder), 10_000, size.bags, generator, STORED)
-    data = corrupt(data, level, seed)
+    data = damage_bags(data, level, seed)
     train, test = (PackedBags(data, part, device) for part in (range(size.bags[0]), data.test))
     stored = data.stored.to(device)
     first = first_layer(name, stored).to(device)
@@ -191,9 +191,9 @@ def measure_bags(wanted: Measurement, folder: Path, size: Size, device: torch.de
 
 
 def pretrain(first: nn.Module, stored: Tensor, level: float, steps: int, seed: int) -> None:
-    """Trains a first layer to restore corrupted stored digits, with the same information that a lookup has."""
+    """Trains a first layer to restore damaged stored digits, with the same information that a lookup has."""
     generator = torch.Generator(stored.device).manual_seed(seed)
-    variant = corruption("pixels", level, 28)
+    variant = damage("pixels", level, 28)
 
     def loss(step: int) -> Tensor:
         index, images = variant.sample(stored, 128, generator)

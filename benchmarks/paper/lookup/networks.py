@@ -25,7 +25,7 @@ class FaceClassifier(nn.Module):
         stored: ``(N, side * side)``, the faces of the lookup.
         labels: ``(N,)``, their persons.
         side: height and width of an image.
-        kind: kind of corruption. The lookup compares patches, and for corrupted ``"pixels"`` also single pixels.
+        kind: kind of damage. The lookup compares patches, and for damaged ``"pixels"`` also single pixels.
     """
 
     def __init__(self, name: str, stored: Tensor, labels: Tensor, side: int, kind: str) -> None:
@@ -64,7 +64,7 @@ def convolutions(side: int) -> nn.Module:
 
 
 def first_layer(name: str, stored: Tensor) -> nn.Module:
-    """Returns the layer of a name of BAG_NETWORKS: it maps corrupted to restored digits ``(n, 784)``."""
+    """Returns the layer of a name of BAG_NETWORKS: it maps damaged to restored digits ``(n, 784)``."""
     if name.startswith("lookup"):
         return Lookup(stored, keep=1.0, blocks=[None, ah.patches(28, 28, 2)])
     if name == "none":
@@ -95,7 +95,7 @@ def optimize(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: fl
 
 
 def train_faces(model: FaceClassifier, stored: Tensor, labels: Tensor, variant: Variant, steps: int, seed: int) -> None:
-    """Trains a face classifier on corrupted copies of the stored faces."""
+    """Trains a face classifier on damaged copies of the stored faces."""
     generator = torch.Generator(stored.device).manual_seed(seed)
 
     def loss(step: int) -> Tensor:

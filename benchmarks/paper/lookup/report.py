@@ -25,15 +25,15 @@ def _table(rows: Sequence[Row], *names: str) -> list[list[str]]:
 
 
 def face_table(rows: Sequence[Row]) -> str:
-    """Accuracy of face classifiers by the kind and the fraction of corruption."""
-    header, *lines = _table([row for row in rows if row["part"] == "faces"], "corruption", "measure")
+    """Accuracy of face classifiers by the kind and the fraction of damage."""
+    header, *lines = _table([row for row in rows if row["part"] == "faces"], "damage", "measure")
     body = [[KINDS[kind], f"{100 * float(level):.0f} %", *cells] for kind, level, *cells in lines]
     return table(["damage", "share", *header[2:]], body)
 
 
 def bag_table(rows: Sequence[Row]) -> str:
     """AUC of bag classifiers by the fraction of replaced pixels."""
-    header, *lines = _table([row for row in rows if row["part"] == "bags"], "corruption")
+    header, *lines = _table([row for row in rows if row["part"] == "bags"], "damage")
     body = [[f"{100 * float(kind.split()[1]):.0f} %", *cells] for kind, *cells in lines]
     return table(["pixels replaced", *header[1:]], body)
 

@@ -5,10 +5,10 @@ To run: AHOP_DATA_DIR=DIR python -m benchmarks.paper.mil run [--processes 14] [-
 
 - ``nested``: test AUC of ten-fold cross-validation, with the published folds if there are any. Hyperparameters and the
   number of epochs are selected on three inner folds of the training bags. Then three networks with different seeds are
-  trained on all training bags, and their logits are averaged. They are tested on clean and on corrupted test bags.
-- ``corrupted``: training and test bags are corrupted; the first setting, without a search.
+  trained on all training bags, and their logits are averaged. They are tested on clean and on damaged test bags.
+- ``damaged``: training and test bags are damaged; the first setting, without a search.
 
-Corruptions are the variants of the paper, drawn for each instance, on standardized features: a fraction of the features
+Damage is a variant of the paper, drawn for each instance, on standardized features: a fraction of the features
 is replaced by random values, noise is added, or a constant bias is added. The poolings are M-Hop (``dot``), S-Hop
 (``sparse``), K-Hop (``kernel``), A-Hop (``adaptive``; ``adaptive x10`` has a ten times larger learning rate of the
 similarities), ``gated`` attention, and ``uniform`` weights: the pooling of M-Hop with equal weights for all instances.

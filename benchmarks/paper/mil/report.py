@@ -14,8 +14,8 @@ NAMES = {
     "gated": "gated attention", "uniform": "uniform weights",
 }  # fmt: skip
 
-PARTS = {"nested": "test bags", "corrupted": "all bags"}
-"""The parts of the benchmark, and the bags that are corrupted in them."""
+PARTS = {"nested": "test bags", "damaged": "all bags"}
+"""The parts of the benchmark, and the bags that are damaged in them."""
 
 # part -> measure -> pooling -> data -> repeat -> value
 Figures = dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]
@@ -30,7 +30,7 @@ def report(rows: Sequence[Row]) -> str:
         if figures["nested"]:
             parts.append(clean_table(figures, data))
         for chosen in [*([name] for name in data), data][: len(data) + (len(data) > 1)]:
-            parts += [f"Test AUC with damaged instances on {', '.join(chosen)}.", corruption_table(figures, chosen)]
+            parts += [f"Test AUC with damaged instances on {', '.join(chosen)}.", damage_table(figures, chosen)]
     return "\n\n".join(parts)
 
 
@@ -118,8 +118,8 @@ def clean_table(figures: Figures, data: Sequence[str]) -> str:
     return table(header, body)
 
 
-def corruption_table(figures: Figures, data: Sequence[str]) -> str:
-    """AUC of every pooling with every corruption, the best one bold, and the difference between A-Hop and M-Hop."""
+def damage_table(figures: Figures, data: Sequence[str]) -> str:
+    """AUC of every pooling with every kind of damage, the best one bold, and the difference between A-Hop and M-Hop."""
     measures = [(part, measure) for part in PARTS for measure in figures[part] if measure != "epochs"]
     found = {each: complete(figures, *each, data) for each in measures}
     poolings = [pooling for pooling in NAMES if any(pooling in there for there in found.values())]
@@ -136,7 +136,7 @@ def corruption_table(figures: Figures, data: Sequence[str]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Draws the AUC, averaged over data sets, against the strength of each corruption, with a line for each pooling.
+    """Draws the AUC, averaged over data sets, against the strength of the damage, with a line for each pooling.
 
     Uses the rows of the last device. Returns False, and draws nothing, if the clean AUC of a data set is missing.
     """
@@ -163,7 +163,7 @@ def draw(rows: Sequence[Row], path: Path) -> bool:
                     shift = (place - (len(poolings) - 1) / 2) * 0.012 * max(points)
                     levels = [level + shift for level in points]
                     axis.plot(levels, list(points.values()), markersize=5, linewidth=1.2, label=NAMES[pooling])
-                axis.set(xlabel=title, title=f"corrupted: {PARTS[part]}")
+                axis.set(xlabel=title, title=f"damaged: {PARTS[part]}")
                 axis.grid()
             row[0].set_ylabel("test AUC, mean over data sets")
         labels = figure.axes[0].get_legend_handles_labels()

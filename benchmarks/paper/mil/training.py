@@ -69,8 +69,8 @@ class StandardizedBags:
         data: all bags.
         train: bags that determine mean and standard deviation; features that are constant in them are left out.
         clip: bound of the standardized features.
-        variant: corruption of every instance.
-        seed: seed of the corruption.
+        variant: damage of every instance.
+        seed: seed of the damage.
     """
 
     def __init__(self, data: BagSet, train: Tensor, clip: float, variant: Variant | None = None, seed: int = 0) -> None:
@@ -80,7 +80,7 @@ class StandardizedBags:
         varies = deviation > 1e-6
         rows = ((torch.cat(bags) - mean) / deviation)[:, varies].clamp(-clip, clip)
         if variant is not None:
-            rows = variant.corrupt(rows, torch.Generator().manual_seed(seed)).clamp(-clip, clip)
+            rows = variant(rows, torch.Generator().manual_seed(seed)).clamp(-clip, clip)
         self.labels, self.features = data.labels, rows.shape[1]
         self.bags = rows.split([len(bag) for bag in bags])
 

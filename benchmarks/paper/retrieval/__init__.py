@@ -1,1 +1,1 @@
-"""Memory retrieval: accuracy of memories on corrupted queries."""
+"""Memory retrieval: accuracy of memories on damaged queries."""

@@ -13,9 +13,9 @@ signs must be inferred from the single query. Sorted similarities do not depend 
 without de-biasing cannot exceed the second limit. A figure of the paper that does exceed it cannot come from queries
 that were drawn and scored in this way.
 
-The multimodal table links two memories: a corrupted digit finds its concept in the first one, and a corrupted copy of
+The multimodal table links two memories: a damaged digit finds its concept in the first one, and a damaged copy of
 the concept's other side is then looked up in the second one. The paper does not describe the data of this table. Here
-both sides are digits of scikit-learn, with the corruptions of examples/multimodal.py.
+both sides are digits of scikit-learn, with the kinds of damage of examples/multimodal.py.
 
 Every measured row is stored immediately and is not measured again on the same device, so an interrupted run resumes.
 MNIST is read from ``--data-dir``, AHOP_DATA_DIR or data (see docs/data.md). Without it, its columns are left out.

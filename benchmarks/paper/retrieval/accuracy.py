@@ -1,4 +1,4 @@
-"""Accuracy of memories on corrupted queries, and the accuracy of the best possible memory.
+"""Accuracy of memories on damaged queries, and the accuracy of the best possible memory.
 
 The distribution of :class:`~ahop_layers.variants.Mixed` is known, and with it the likelihood of each pattern. The
 accuracy of the most likely pattern is the *Bayes limit*, an upper bound for every memory.

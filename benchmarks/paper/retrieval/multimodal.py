@@ -1,11 +1,11 @@
 """Multimodal retrieval: a query finds its concept in one memory, and its trace finds the other side in a second memory.
 
-A concept has two sides, each stored in a memory of its own. Phase 1 retrieves the concept of a corrupted first side.
-That concept links to its trace, a corrupted copy of its second side. Phase 2 retrieves the second side of the trace. A
+A concept has two sides, each stored in a memory of its own. Phase 1 retrieves the concept of a damaged first side.
+That concept links to its trace, a damaged copy of its second side. Phase 2 retrieves the second side of the trace. A
 query counts as right if both phases find its concept.
 
 The paper describes neither the data nor the levels of its table. Here both sides are handwritten digits of
-scikit-learn, which need no download and suffice for 1024 concepts, and the corruptions are those of
+scikit-learn, which need no download and suffice for 1024 concepts, and the kinds of damage are those of
 ``examples/multimodal.py``. The figures of the paper are therefore those of another task.
 """
 
@@ -78,7 +78,7 @@ def accuracies(wanted: Sequence[TwoPhases], queries: int, device: torch.device) 
         Mixed(first.mask_2, first.noise_2, first.bias_2, seed=2 * first.run + 1),
     ]
     index, query = variants[0].sample(sides[0], queries, generator)
-    traces = variants[1].corrupt(sides[1], generator)
+    traces = variants[1](sides[1], generator)
 
     @cache
     def memory(side: int, system: str, steps: int) -> AssociativeMemory:

@@ -48,7 +48,7 @@ def _bold_best(systems: Sequence[str], cells: Sequence[str], best: Callable[...,
 
 
 def level_table(rows: Sequence[Row], measures: Sequence[str] = tuple(MEASURES)) -> str:
-    """Accuracy and error of each system at each level of corruption: mean and standard deviation over the runs.
+    """Accuracy and error of each system at each level of damage: mean and standard deviation over the runs.
 
     A column of the paper's figures follows where there are any. The best system is bold.
     """
