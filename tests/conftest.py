@@ -9,6 +9,8 @@ import pytest
 import seed_offset
 import torch
 
+CUDA = torch.cuda.is_available()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed-offset", type=int, default=0, metavar="N", help="add N to every seed of the suite")
@@ -51,7 +53,10 @@ def _seed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if seed_offset.offset and request.node.get_closest_marker("recorded"):
         monkeypatch.setattr(seed_offset, "offset", 0)
         monkeypatch.setenv(seed_offset.VARIABLE, "0")
-    torch.manual_seed(0)
+    if CUDA:
+        torch.manual_seed(0)
+    else:  # it would keep stack traces of the calls for devices that are not initialized, which takes milliseconds
+        torch.default_generator.manual_seed(seed_offset.shifted(0))
 
 
 @pytest.fixture(autouse=True)

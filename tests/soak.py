@@ -305,15 +305,9 @@ def _equal(result: Any, expected: Any) -> bool:
 
 
 CHECKS = (
-    scores_and_gradients,
-    unequal_blocks,
-    attention,
-    hopfield_layers,
-    packed_bags,
-    memory_recall,
-    missing_values,
+    scores_and_gradients, unequal_blocks, attention, hopfield_layers, packed_bags, memory_recall, missing_values,
     readers_and_a_writer,
-)
+)  # fmt: skip
 
 
 def in_process(function: Callable[[Draw], None], seed: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.ops import reference
+from ahop_layers.ops import chunked, reference
 from ahop_layers.similarity.widths import quantiles, units
 
 BASES = ("l1", "near", "dot", "near", "dis")
@@ -62,6 +62,15 @@ def test_gradcheck_of_near(n):
     widths = torch.tensor([0.7, 2.0], dtype=torch.float64)
     options = {"bases": ("near", "near"), "widths": widths, "backend": "chunked"}
     assert torch.autograd.gradcheck(lambda *inputs: ah.adaptive_similarity(*inputs, **options), inputs)
+
+
+def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
+    query, key, weight = torch.randn(9, 6), torch.randn(11, 6), torch.randn(2, 6)
+    query[torch.rand(9, 6) < 0.3] = torch.nan
+    options = {"bases": ("l1", "dot"), "missing": True, "backend": "chunked"}
+    expected = ah.adaptive_similarity(query, key, weight, **options)
+    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 4000)
+    assert torch.equal(ah.adaptive_similarity(query, key, weight, **options), expected)
 
 
 NEAR = ("l1", ("near", 0.1), ("near", 0.5))

@@ -58,13 +58,9 @@ def folder(tmp_path):
     return tmp_path
 
 
+BATCHES = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]
 CIFAR = {
-    "cifar10": (
-        "cifar-10-batches-py",
-        b"label",
-        [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"],
-        "batches.meta",
-    ),
+    "cifar10": ("cifar-10-batches-py", b"label", BATCHES, "batches.meta"),
     "cifar100": ("cifar-100-python", b"fine_label", ["train", "test"], "meta"),
 }
 
