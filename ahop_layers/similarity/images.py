@@ -96,7 +96,8 @@ class ImageSimilarity(nn.Module):
     def reset_parameters(self) -> None:
         """Resets the weights to those before any training; widths and norms stay, because they come from the images."""
         for part in self.parts():
-            part.set_ranks_([torch.zeros_like(part.w)])
+            part.w.zero_()
+            part.beta.fill_(1.0)
         near = [index for index, base in enumerate(PIXELS) if base != "l1"]
         self.pixels.w[near, -1] = 1 / (len(near) * self.dim)
         if self.contrasts is not None:
