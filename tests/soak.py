@@ -414,10 +414,11 @@ def main() -> int:
     counts = ", ".join(f"{name} {count}" for name, count in sorted(done.items()))
     print(f"{done.total() // 2} rounds in {args.minutes:g} minutes: {counts}")
     kept = kept_by_safetensors()
-    own = [used - kept * read for used, read in memory]
-    before, after = median(own[quarter : 2 * quarter]), median(own[-quarter:])
     print(f"{kept:.0f} bytes for each of {sum(READ)} tensors read are kept by safetensors")
-    print(f"other memory in use: {before / 2**20:.1f} MiB, then {after / 2**20:.1f} MiB: {after / before - 1:+.2%}")
+    for name, of_tensor in (("memory in use", 0.0), ("without that of safetensors", kept)):
+        own = [used - of_tensor * read for used, read in memory]
+        before, after = median(own[quarter : 2 * quarter]), median(own[-quarter:])
+        print(f"{name}: {before / 2**20:.1f} MiB, then {after / 2**20:.1f} MiB: {after / before - 1:+.2%}")
     if after / before - 1 > MEMORY_GROWTH:
         print(f"FAILED: memory in use grew by more than {MEMORY_GROWTH:.0%}")
         return 1
