@@ -27,7 +27,7 @@ class TimmAttention(Adaptive):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Computes self-attention within ``x (N, L, dim)``; the causal mask replaces a given one."""
         own: Any = self  # with the attributes of timm's class
-        query, key, value = rearrange(own.qkv(x), "n l (three h d) -> three n h l d", three=3, h=self.num_heads)
+        query, key, value = own.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         query, key, scale, drop = own.q_norm(query), own.k_norm(key), own.scale, own.attn_drop.p
         mask = attend_mask(None if is_causal else attn_mask, is_causal)
         output, _ = self.associate(query, key, value, scaling=scale, mask=mask, dropout=drop, need_weights=False)

@@ -204,8 +204,9 @@ def is_plain_call(*tensors: Tensor) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Returns whether a forward or backward hook observes calls of the module; hooks of all modules count."""
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return any(getattr(module, f"_{kind}") or getattr(modules, f"_global_{kind}") for kind in kinds)
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    forward = modules._global_forward_hooks or modules._global_forward_pre_hooks
+    return bool(own or forward or modules._global_backward_hooks or modules._global_backward_pre_hooks)
 
 
 def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...], uneven: bool) -> tuple[int, ...]:
