@@ -16,10 +16,9 @@ from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.attend import attend, autocast, is_large, prefers_attend
+from ahop_layers.ops.attend import attend, is_large
 from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.operators import has_hooks, is_transformed
-from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
@@ -308,12 +307,11 @@ def _attend(
         added = mask.blocked if added is None else torch.where(mask.blocked, -torch.inf, added)
     if added is not None:
         added = added[(None,) * (4 - added.ndim)]
-    query, key, weight = similarity.prepared(query, key)
-    query, key, value = autocast(query, key, value)
-    if not prefers_attend(AttentionCall(query, key, value, weight, added, bases=similarity.names)):
-        return None
-    weight = weight.to(accumulation_dtype(weight.dtype)) * scaling
-    return attend(query, key, value, weight, similarity.names, added, mask.causal, dropout)
+    query, key, _ = similarity.compared(query, key)
+    return attend(
+        query, key, value, similarity.w, similarity.names, added, mask.causal, dropout,
+        beta=similarity.beta, scaling=scaling, optional=True,
+    )  # fmt: skip
 
 
 def iterate(

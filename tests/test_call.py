@@ -465,7 +465,12 @@ def test_two_threads_with_an_adapted_and_a_plain_model():
 def test_a_fused_operator_serves_the_call(monkeypatch):
     """Scores of much memory are not kept: one operator computes them, the mask and the readout."""
     calls, original = [], association.attend
-    monkeypatch.setattr(association, "attend", lambda *args: calls.append(args[6]) or original(*args))
+
+    def counted(*args, **options):
+        calls.append(args[6])
+        return original(*args, **options)
+
+    monkeypatch.setattr(association, "attend", counted)
     monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", 0)
     model, x = Relate(is_causal=True), torch.randn(2, 5, 16)
     expected = model(x)

@@ -22,7 +22,7 @@ from tests.cuda_on_cpu import EmulatedKernel, compile_for_cpu
 from tests.test_gpu import check_against_reference, results
 
 BOTH = ("dis", "dot")
-NAMES = ("out", "query", "key", "value", "weight")
+NAMES = ("out", "query", "key", "value", "weight", "beta")
 QUICK = {"both bases", "one dimension", "pairs of keys", "tensor cores"}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 needs_nvrtc = pytest.mark.skipif(nvrtc.library_error() is not None, reason=f"needs NVRTC: {nvrtc.library_error()}")
@@ -75,10 +75,11 @@ def make_mask(dtype, n, length, count):
 
 def by_pytorch(call, grad, dtype):
     """The readout and all gradients by separate operations in a dtype."""
-    inputs = [x.to(dtype).requires_grad_() for x in call[:4]]
+    inputs = [x.to(dtype).requires_grad_() for x in (*call[:4], call.beta)]
     group = call.query.shape[1] // call.key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in inputs[1:3])
-    scores = ah.adaptive_similarity(inputs[0], keys, inputs[3], call.bases, backend="reference")
+    weight = call.scaling * inputs[4].unsqueeze(-1) * inputs[3]
+    scores = ah.adaptive_similarity(inputs[0], keys, weight, call.bases, backend="reference")
     blocked = call.mask if call.mask is not None and call.mask.dtype == torch.bool else None
     weights = ah.Separation()(Mask(blocked, None if blocked is not None else call.mask, call.causal).apply(scores))
     if call.dropout:
@@ -98,13 +99,13 @@ def test_fused_attention_on_the_cpu(shape, options, emulated):
     emulated(options.get("bytes", 100_000))
     sizes = (n, heads, length, d), (n, key_heads, count, d), (n, key_heads, count, width), (n, heads, length, width)
     *inputs, grad = (torch.randn(size).to(dtype) for size in sizes)
-    weight = torch.randn(heads, len(bases), blocks) / d
+    weight, beta = torch.randn(heads, len(bases), blocks) / d, torch.randn(len(bases)).expand(heads, -1)
     mask, seed = make_mask(options.get("mask"), n, length, count), torch.tensor([-(2**62) - 5]) if dropout else None
-    call = AttentionCall(*inputs, weight, mask, seed, bases, options.get("causal", False), dropout)
+    call = AttentionCall(*inputs, weight, mask, seed, bases, options.get("causal", False), dropout, beta, 1.5)
 
     def by_kernel():
         out, log_sum = attend.forward(call)
-        return out, *attend.backward(call, grad, out, log_sum, (True,) * 4)
+        return out, *attend.plan(call).backward(call, grad, out, log_sum, (True,) * 5)
 
     ours, again = by_kernel(), by_kernel()
     theirs, exact = (by_pytorch(call, grad, kind) for kind in (dtype, torch.float64))
@@ -226,7 +227,8 @@ def test_sorting_networks_and_weights_by_rank():
 def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
     return {
         "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "bf16": bf16,
-        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "blocks_per_sm": 1, "tiles": 2, "scores": 0,
+        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "blocks_per_sm": 1, "tiles": 2, "areas": 3,
+        "scores": 0,
     }  # fmt: skip
 
 

@@ -141,7 +141,7 @@ inline void store_release(u32* place, u32 x) { *place = x; }
 struct Barrier { unsigned short count, left; u32 phase; };
 inline Barrier& barrier_at(u32 address) { return *(Barrier*)&emulator::shared.at(address); }
 inline void barrier_init(u32 address, unsigned short count) { barrier_at(address) = {count, count, 0}; }
-inline void barrier_reset(u32 address, unsigned short count) { barrier_init(address, count); }
+inline void barrier_remove(u32) {}
 inline void barrier_arrive(u32 address) {
     Barrier& barrier = barrier_at(address);
     if (--barrier.left == 0) barrier.left = barrier.count, ++barrier.phase;

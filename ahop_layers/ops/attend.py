@@ -64,56 +64,110 @@ def attend(
     causal: bool = False,
     dropout: float = 0.0,
     backend: str = "auto",
-) -> Tensor:
+    *,
+    beta: Tensor | None = None,
+    scaling: float | Tensor = 1.0,
+    optional: bool = False,
+) -> Tensor | None:
     """Computes the readout of ``ahop::attend``; see :class:`~ahop_layers.ops.protocols.AttentionCall`.
 
-    N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head.
-    Under autocast, query, key and value are cast as in separate products.
+    N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head, and
+    is multiplied by ``beta ([H,] n_bases)`` and ``scaling``, a number or a tensor ``()`` or ``(H, 1, 1)``. Under
+    autocast, query, key and value are cast as in separate products. If it is ``optional``, the result is None where
+    separate operations are preferable.
     """
     operators.check_differentiable(query=query, key=key, value=value, weight=weight)
     query, key, value = autocast(query, key, value)
+    call = AttentionCall(query, key, value, weight, mask, None, tuple(bases), causal, float(dropout))
+    fusible = backend == "auto" and query.is_cuda
+    if optional and (mask is not None or not fusible) and not prefers_attend(call):
+        return None  # before a mask is prepared in vain
     if mask is not None and mask.is_floating_point():
         mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         n = _batch(query, key, value)
         query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
-    weight = weight.to(accumulation_dtype(query.dtype))
-    if weight.ndim == 2 or weight.shape[0] != query.shape[1]:
-        weight = weight.expand(query.shape[1], -1, -1)
+    heads = query.shape[1]
+    if beta is None or weight.dtype != torch.float32 or isinstance(scaling, Tensor):
+        weight, beta, scaling = combine_weights(weight, beta, scaling, query.dtype), None, 1.0
+    elif beta.ndim == 1 or beta.shape[0] != heads:
+        beta = beta.expand(heads, -1)
+    if weight.ndim == 2 or weight.shape[0] != heads:
+        weight = weight.expand(heads, -1, -1)
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
-    call = AttentionCall(query, key, value, weight, mask, seed, tuple(bases), causal, float(dropout))
-    given = [tensor for tensor in call[:6] if tensor is not None]
-    if backend == "auto" and query.is_cuda and operators.is_plain_call(*given) and fused.serves(call):
+    call = AttentionCall(query, key, value, weight, mask, seed, call.bases, causal, call.dropout, beta, scaling)
+    given = [tensor for tensor in (*call[:6], beta) if tensor is not None]
+    plan = _plan(call, backend) if fusible and operators.is_plain_call(*given) else None
+    if plan is None:
+        if optional and not prefers_attend(call):
+            return None
+        weight = combine_weights(weight, beta, scaling, query.dtype)
+        tensors = call._replace(weight=weight)[:6]
+        return torch.ops.ahop.attend.default(*tensors, ",".join(bases), causal, float(dropout), backend)[0]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         apply: Any = _Attend.apply
-        return apply(*call)
-    options = ",".join(bases), causal, float(dropout), backend
-    return torch.ops.ahop.attend.default(*call[:6], *options)[0]
+        return apply(plan, *call)
+    return plan.forward(call)[0]
+
+
+def combine_weights(weight: Tensor, beta: Tensor | None, scaling: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiplies the weights of a call by ``beta`` and ``scaling``, for queries of a dtype."""
+    weight = weight if beta is None else beta.unsqueeze(-1) * weight
+    weight = weight.to(accumulation_dtype(weight.dtype))
+    weight = weight if not isinstance(scaling, Tensor) and scaling == 1 else weight * scaling
+    return weight.to(accumulation_dtype(dtype))
+
+
+def _plan(call: AttentionCall, backend: str) -> fused.Plan | None:
+    """Returns the plan of a fused kernel, None if there is none for the call, which the first of its kind validates."""
+    plan = fused.planned(call)
+    if plan is None and fused.serves(call):
+        _checked(*call[:6], ",".join(call.bases), call.causal, call.dropout, backend)
+        plan = fused.plan(call)
+    return plan
 
 
 class _Attend(torch.autograd.Function):
     """Fused attention and its gradient without the dispatcher, see :func:`operators.is_plain_call`."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, plan: fused.Plan, *inputs: Any) -> Tensor:
         """Computes the readout."""
         call = AttentionCall(*inputs)
-        if not fused.is_planned(call):  # a call of the same shapes, dtypes and options was validated
-            _checked(*inputs[:6], ",".join(call.bases), *inputs[7:], "auto")
-        out, log_sum = fused.forward(call)
-        _save(ctx, inputs, (out, log_sum))
+        _check_no_mask_grad(ctx.needs_input_grad[5])
+        out, log_sum = plan.forward(call)
+        ctx.plan, ctx.options = plan, (*call[6:9], call.scaling)
+        ctx.save_for_backward(*call[:6], call.beta, out, log_sum)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Computes the gradients; a second derivative is refused by the operator."""
+        tensors, options = ctx.saved_tensors, ctx.options  # read once: under checkpointing, a second read raises
+        *inputs, beta, out, log_sum = tensors
+        call = AttentionCall(*[*inputs, *options[:3], beta, options[3]])
+        need = [*ctx.needs_input_grad[1:5], *([] if beta is None else [ctx.needs_input_grad[10]])]
         if torch.is_grad_enabled():
-            ctx.options = (",".join(ctx.options[0]), *ctx.options[1:], "auto")
-            return _differentiate(ctx, grad, None)
-        *tensors, out, log_sum = ctx.saved_tensors  # read once: under checkpointing, a second read raises
-        return operators.needed_grads(
-            ctx, fused.backward, 4, (AttentionCall(*tensors, *ctx.options), grad, out, log_sum)
-        )
+            grads = _differentiate_call(call, grad, out, log_sum, need)
+        else:
+            grads = ctx.plan.backward(call, grad, out, log_sum, need)
+        found = [x if wanted else None for x, wanted in zip(grads, need, strict=True)]
+        return None, *found[:4], *[None] * 5, None if beta is None else found[4], None
+
+
+def _differentiate_call(
+    call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of query, key, value, weight and beta by the operator, which refuses to go further."""
+    weight = combine_weights(call.weight, call.beta, call.scaling, call.query.dtype)
+    tensors = call._replace(weight=weight)[:6]
+    options = ",".join(call.bases), call.causal, call.dropout, "auto", [*need[:3], True]
+    *grads, slope = torch.ops.ahop.attend_backward.default(grad, *tensors, out, log_sum, *options)
+    if call.beta is None:
+        return *grads, slope
+    slope = slope * call.scaling
+    return *grads, slope * call.beta.unsqueeze(-1), (slope * call.weight).sum(-1)
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +176,9 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     if dtype is None:
         return query, key, value
     low = dtype if dtype == torch.float64 else torch.get_autocast_dtype(query.device.type)
-    return query.to(dtype), key.to(dtype), value.to(low)
+    pairs = (query, dtype), (key, dtype), (value, low)
+    query, key, value = (tensor if tensor.dtype == kind else tensor.to(kind) for tensor, kind in pairs)
+    return query, key, value
 
 
 def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:
@@ -200,15 +256,15 @@ def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
     return operators.empty_grads(args[1:5], args[-1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    if ctx.needs_input_grad[4]:
+def _check_no_mask_grad(needed: bool) -> None:
+    if needed:
         raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _check_no_mask_grad(ctx.needs_input_grad[4])
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.options = inputs[6:]
-
-
-def _save_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, inputs, output)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -220,7 +276,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _OPTIONS = "str bases, bool causal, float dropout, str backend"
 _SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, lambda *args: _checked(*args)[0].empty_results(), _differentiate, _save_both)
+register("attend", _SCHEMA, _attend, lambda *args: _checked(*args)[0].empty_results(), _differentiate, _save)
 _SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

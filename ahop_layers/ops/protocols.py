@@ -29,12 +29,15 @@ class AttentionCall(NamedTuple):
     query: Tensor  # (N, H, L, d)
     key: Tensor  # (N, Hk, S, d)
     value: Tensor  # (N, Hk, S, e)
-    weight: Tensor  # (H, n_bases, n), the weights of ``ahop::score``, multiplied by the scaling of the scores
+    weight: Tensor  # (H, n_bases, n), the weights of ``ahop::score``
     mask: Tensor | None = None
     seed: Tensor | None = None  # int64 (1,), from which ops/dropout.py derives what to drop; None without dropout
     bases: tuple[str, ...] = ()
     causal: bool = False  # whether to block every key j > i of query i
     dropout: float = 0.0  # probability of dropping a weight
+    # Fused kernels multiply the weights by these; elsewhere they are multiplied before, see combine_weights.
+    beta: Tensor | None = None  # (H, n_bases)
+    scaling: float = 1.0
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Allocates the results: the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``.
@@ -42,8 +45,9 @@ class AttentionCall(NamedTuple):
         The readout has the dtype of ``value`` and the memory layout of a contiguous ``(N, L, H, e)``, so that layers
         concatenate its heads without a copy.
         """
-        n, heads, length, _ = self.query.shape
-        out = self.value.new_empty(n, length, heads, self.value.shape[-1]).transpose(1, 2)
+        (n, heads, length, _), width = self.query.shape, self.value.shape[-1]
+        strides = length * heads * width, width, heads * width, 1
+        out = self.value.new_empty_strided((n, heads, length, width), strides)
         return out, self.query.new_empty(n, heads, length, dtype=accumulation_dtype(self.query.dtype))
 
 

@@ -251,7 +251,7 @@ class AdaptiveSimilarity(nn.Module):
 
     def gathers(self) -> list[Tensor | None]:
         """Returns the index of each resolution that arranges its blocks, or None where they are consecutive."""
-        return [getattr(self, f"_gather_{index}", None) for index in range(len(self.blocks))]
+        return [self._buffers.get(f"_gather_{index}") for index in range(len(self.blocks))]
 
     def sources(self) -> list[Tensor]:
         """Returns the tensors by which :meth:`arrange` makes copies of keys; none if no copy is needed."""
@@ -288,17 +288,13 @@ class AdaptiveSimilarity(nn.Module):
         return (query / self.units).to(query.dtype), (key / self.units).to(key.dtype)
 
     def is_single(self) -> bool:
-        """Returns whether :meth:`prepared` is all that a score needs: one resolution, built-in bases, no widths."""
+        """Returns whether :attr:`w`, :attr:`beta` and :meth:`compared` are all that a score needs.
+
+        That is so for one resolution of built-in bases without widths, whose blocks are then consecutive.
+        """
         built_in = all(BASES[name].slopes is not None for name in self.names) and self.widths is self.units is None
         own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
         return own and len(self.blocks) == 1 and built_in
-
-    def prepared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query and key as the kernels score them, and their weight ``([H,] n_bases, n)``.
-
-        The bias is subtracted, and blocks are consecutive and normalized if asked to. Valid only if :meth:`is_single`.
-        """
-        return *self.compared(query, key)[:2], self.footprint_weight()
 
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
@@ -315,7 +311,7 @@ class AdaptiveSimilarity(nn.Module):
         result is None, or the block of each dimension if the rows are not arranged; the fourth the constant of
         normalized blocks of partly unknown values.
         """
-        gather, norm, constant = self.gathers()[index], getattr(self, f"norm_{index}", None), None
+        gather, norm, constant = self.gathers()[index], self._buffers.get(f"norm_{index}"), None
         padded = None if gather is None or len(gather) == self.dim else gather
         if norm is not None and missing:
             constant = known_constant(key, self.blocks[index].count(self.dim), norm, gather)

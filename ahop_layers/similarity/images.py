@@ -122,8 +122,8 @@ class ImageSimilarity(nn.Module):
         if not self.sizes:
             return query @ key.mT
         place = len(self.sizes) // 2 - len(self.sizes)
-        views = (self._seen(rows, self._indices()[place]) for rows in (query, key))
-        first, second, _ = self.parts()[place].prepared(*views)
+        first, second = (self._seen(rows, self._indices()[place]) for rows in (query, key))
+        first, second, _ = self.parts()[place].compared(first, second)
         return first @ second.mT
 
     def parts(self) -> list[AdaptiveSimilarity]:

@@ -16,14 +16,14 @@ from ahop_layers.ops.protocols import AttentionCall
 ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
-KEYS, AREAS = 32, 3  # of the forward kernel: keys of a tile, and groups of tiles in shared memory
+KEYS = 32  # of a tile of the forward kernel
 SCORE_WARPS = 4  # of a block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
 MOST_PLANS = 4096
 
 SOURCES = {"attend_forward": "attend.cu", "score_tiles": "score_tiles.cu"}
-FORWARD = Struct("<25q5iIf4x")
-BACKWARD = Struct("<46q8iIf")
+FORWARD = Struct("<27q5iI2f")
+BACKWARD = Struct("<49q8iI2f4x")
 
 
 class Shape(NamedTuple):
@@ -54,6 +54,17 @@ class Rows(NamedTuple):
 
     tensor: Tensor
     place: Place
+
+
+class Weights:
+    """The weights ``(H, n_bases, n)`` and ``beta (H, n_bases)`` of a call as the kernels take them."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        weight, beta = call.weight, call.beta
+        self.weight = weight if weight.stride()[1:] == (weight.shape[-1], 1) else weight.contiguous()
+        self.beta = beta if beta is None or beta.stride(-1) == 1 else beta.contiguous()
+        head = 0 if self.beta is None else self.beta.stride(0)
+        self.place = self.weight.data_ptr(), _address(self.beta), self.weight.stride(0), head
 
 
 def kernel_shape(n: int, size: int, width: int) -> Shape:
@@ -95,7 +106,7 @@ class Plan:
     """
 
     def __init__(self, call: AttentionCall, scores: bool = False) -> None:
-        query, key, value, weight, mask, _, bases, causal, dropout = call
+        query, key, value, weight, mask, _, bases, causal, dropout, *_ = call
         n, d, width = weight.shape[-1], query.shape[-1], value.shape[-1]
         self.shape = shape = kernel_shape(n, d // n, width)
         self.is_padded = n * shape.size > d, shape.width > width
@@ -128,9 +139,15 @@ class Plan:
     def _plan_forward(self, own: int) -> None:
         most, blocks = occupancy(self.shape, True)
         groups = room = 0
-        # Small groups of keys, then fewer blocks on a multiprocessor, where shared memory is too small.
-        for tiles, shared_by in ((2 if blocks == 2 else 1, blocks), (1, blocks), (1, 1)):
-            self.constants["tiles"], groups = tiles, AREAS * tiles * KEYS * self.row
+        # All keys in one area, or three small groups of them, or fewer blocks where shared memory is too small.
+        for tiles, areas, shared_by in (
+            (-(-self.count // KEYS), 1, blocks),
+            (2 if blocks == 2 else 1, 3, blocks),
+            (1, 3, blocks),
+            (1, 3, 1),
+        ):
+            self.constants.update(tiles=tiles, areas=areas)
+            groups = areas * tiles * KEYS * self.row
             room = min(self.limits.block, self.limits.multiprocessor // shared_by - RESERVED)
             if room >= groups + most * own:
                 break
@@ -206,13 +223,13 @@ class Plan:
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
         query, key, value = self.inputs(call)
-        weight = _adjacent(call.weight)
-        results, log_sum = call._replace(value=value.tensor).empty_results()
+        weights = Weights(call)
+        results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()
         out = self.rows(results, 0, 1, False)
         arguments = FORWARD.pack(
-            *query.place, *key.place, *value.place, *out.place, *self.mask(call), weight.stride(0), weight.data_ptr(),
+            *query.place, *key.place, *value.place, *out.place, *self.mask(call), *weights.place,
             _address(call.seed), log_sum.data_ptr(),
-            self.heads, self.group, self.length, self.count, self.blocks, *self.dropout,
+            self.heads, self.group, self.length, self.count, self.blocks, *self.dropout, call.scaling,
         )  # fmt: skip
         self.run("attend_forward", (self.batch * self.heads * self.blocks, 32 * self.warps, self.shared), arguments)
         if self.is_padded[1]:
@@ -221,23 +238,20 @@ class Plan:
 
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes the gradients."""
+    ) -> tuple[Tensor, ...]:
+        """Computes the gradients of query, key, value, weight and, if the call has it, beta."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
         upstream, readout = self.values(grad), self.values(out)
         grads = [torch.empty(x.tensor.shape, dtype=out.dtype, device=self.device) for x in inputs]
         places = [self.rows(x, 0, 1, False).place for x in grads]
-        weight_grad = self._run_backward(
-            call, [x.place for x in (*inputs, upstream)], [*places, readout.place], log_sum.data_ptr(), need[3]
+        weight_grads = self._run_backward(
+            call, [x.place for x in (*inputs, upstream)], [*places, readout.place], log_sum.data_ptr(), any(need[3:])
         )
         if self.is_padded[0]:
             grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
         if self.is_padded[1]:
             grads[2] = _unpadded(grads[2], 1, call.value.shape[-1])
-        query, key, value, weights = (
-            x if wanted else x.new_empty(0) for x, wanted in zip((*grads, weight_grad), need, strict=True)
-        )
-        return query, key, value, weights
+        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip((*grads, *weight_grads), need, strict=True))
 
     def score_gradients(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key and folded weights; the mask is the gradient of the scores."""
@@ -245,32 +259,33 @@ class Plan:
         grads = [torch.empty(x.tensor.shape, dtype=x.tensor.dtype, device=self.device) for x in (query, key)]
         places = [self.rows(x, 0, 1, False).place for x in grads]
         inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*places, NOWHERE, NOWHERE]
-        return grads[0], grads[1], self._run_backward(call, inputs, outputs, 0, True)
+        return grads[0], grads[1], self._run_backward(call, inputs, outputs, 0, True)[0]
 
     def _run_backward(
         self, call: AttentionCall, inputs: Sequence[Place], outputs: Sequence[Place], log_sum: int, need_weights: bool
-    ) -> Tensor:
+    ) -> list[Tensor]:
         """Runs the kernels; inputs are query, key, value and gradient, outputs three gradients and the readout.
 
-        Returns the gradient of the weights.
+        Returns the gradients of the weights and, if the call has it, beta.
         """
-        weight = _adjacent(call.weight)
-        weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+        weights = Weights(call)
+        given = [call.weight] if call.beta is None else [call.weight, call.beta]
+        weight_grads = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in given]
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device)
         sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
         *mask, mask_key = self.mask(call)
         arguments = BACKWARD.pack(
             *(number for place in inputs for number in place), *mask,
             *(number for place in outputs for number in place),
-            mask_key, weight.stride(0), weight.data_ptr(), _address(call.seed), log_sum, statistics, sums,
-            turns, parts, weight_grad.data_ptr(),
+            mask_key, *weights.place, _address(call.seed), log_sum, statistics, sums, turns, parts,
+            weight_grads[0].data_ptr(), 0 if call.beta is None else weight_grads[1].data_ptr(),
             self.batch, self.heads, self.group, self.length, self.count, self.strips, self.span, self.chunk_tiles,
-            *self.dropout,
+            *self.dropout, call.scaling,
         )  # fmt: skip
         for name, launch in self.launches.items():
             if need_weights or name != "attend_weights":
                 self.run(name, launch, arguments)
-        return weight_grad
+        return weight_grads
 
     def mask(self, call: AttentionCall) -> list[int]:
         """Returns the address of the mask and its strides in bytes."""
@@ -299,15 +314,15 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def _signature(call: AttentionCall) -> tuple[Any, ...]:
-    query, key, value, weight, mask, seed, bases, causal, dropout = call
+    query, key, value, weight, mask, seed, bases, causal, dropout, *_ = call
     kind = None if mask is None else (mask.shape, mask.dtype)
     tensors = ((each.shape, each.dtype, each.device) for each in (query, key, value, weight))
     return *tensors, kind, seed is None, bases, causal, dropout
 
 
-def is_planned(call: AttentionCall) -> bool:
-    """Returns whether a call with the same shapes, dtypes and options was planned."""
-    return _signature(call) in _plans
+def planned(call: AttentionCall) -> Plan | None:
+    """Returns the plan of an earlier call with the same shapes, dtypes and options."""
+    return _plans.get(_signature(call))
 
 
 def plan(call: AttentionCall, scores: bool = False) -> Plan:
@@ -330,7 +345,8 @@ def backward(
     call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-    return plan(call).backward(call, grad, out, log_sum, need)
+    query, key, value, weight = plan(call).backward(call, grad, out, log_sum, need)
+    return query, key, value, weight
 
 
 def score_gradients(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -340,11 +356,6 @@ def score_gradients(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _adjacent(weight: Tensor) -> Tensor:
-    """Returns weights ``(H, n_bases, n)`` whose last two dimensions are contiguous."""
-    return weight if weight.stride()[1:] == (weight.shape[-1], 1) else weight.contiguous()
 
 
 def _unpadded(grad: Tensor, n: int, d: int) -> Tensor:

@@ -24,7 +24,7 @@ THREADS = 4 * WARP  # of the forward kernel
 
 SCORE = Struct("<15q2I4i")
 BACKWARD = Struct("<18q8i")
-TILES = Struct("<15q6i")
+TILES = Struct("<17q6i")
 
 
 class Plan(NamedTuple):
@@ -151,7 +151,7 @@ def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, .
     chunks = -(-count // rows)
     queries, keys = plan.rows(query, 0, 1, False), plan.rows(key, 0, 1, False)
     arguments = TILES.pack(
-        *queries.place, *keys.place, *_place(out), weight.stride(0), weight.data_ptr(),
+        *queries.place, *keys.place, *_place(out), weight.data_ptr(), 0, weight.stride(0), 0,
         heads, length, count, rows, blocks, chunks,
     )  # fmt: skip
     plan.run("score_tiles", (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes), arguments)

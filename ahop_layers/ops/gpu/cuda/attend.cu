@@ -1,25 +1,26 @@
 // Fused attention, forward: block similarities, softmax and readout without a matrix of scores.
 //
-// A warp owns 16 queries. The warps of a block share three groups of keys and values in shared memory: while one is
-// used, the norms of the next are computed, and the one after it is copied. A group is scored in tiles of KEYS keys.
+// A warp owns 16 queries. The warps of a block share all keys and values in shared memory if they fit (AREAS == 1).
+// Otherwise they share three groups of them: while one is used, the norms of the next are computed, and the one after
+// it is copied. A group is scored in tiles of KEYS keys.
 #include "tiles.cuh"
 
 constexpr int KEYS = 32, PARTS = KEYS / 8;
 constexpr int OWN_BYTES = ROWS * ((DIM_BYTES > WIDTH_BYTES ? DIM_BYTES : WIDTH_BYTES) + NORM_BYTES);
-constexpr int GROUP_KEYS = AHOP_TILES * KEYS, AREAS = 3;
+constexpr int GROUP_KEYS = AHOP_TILES * KEYS, AREAS = AHOP_AREAS;
 constexpr int VALUES = GROUP_KEYS * DIM_BYTES, NORMS = VALUES + GROUP_KEYS * WIDTH_BYTES;
 constexpr int AREA_BYTES = NORMS + GROUP_KEYS * NORM_BYTES;
 constexpr float LARGE = 1024;  // the sum of a lane's shares from which on the readout is scaled again
 
 struct Forward {
     Tensor query, key, value, out, mask;
-    i64 mask_key, weight_head;  // further strides, of the weights in numbers
-    const float* weight;
+    i64 mask_key;  // a further stride
+    Weights weights;
     const u32* seed;
     float* log_sum;
     int heads, group, length, count, blocks;
     u32 threshold;
-    float factor;
+    float factor, scaling;
 };
 
 // Computes the scores of a tile, less `largest`; `left` keys of it exist, and all if FULL.
@@ -71,9 +72,9 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
 
     copy_rows<DIM>(shared_address(own), p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
     copy_group(0, 0);
-    copy_group(GROUP_KEYS, 1);
+    if (AREAS > 1) copy_group(GROUP_KEYS, 1);
     float u[BASES][N];
-    load_weights(u, p.weight + h * p.weight_head);
+    load_weights(u, p.weights, h, p.scaling);
 #pragma unroll
     for (int i = 0; i < BASES; ++i) {
 #pragma unroll
@@ -85,7 +86,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     const int rows[2] = {first + lane.row, first + lane.row + 8};
     u32 words[2][2];
     if (DROPOUT) pairs.query_words(rows[0], words[0]), pairs.query_words(rows[1], words[1]);
-    copies_wait<1>();
+    copies_wait<(AREAS > 1)>();
     sync_block();
     prepare_group(0, 0);
     store_norms<true>(own_norms, own, lane.index);
@@ -97,10 +98,11 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     // Shares are exponents relative to `largest`, a score of the row, as soon as it has one.
     float readout[WIDTH_CHUNKS][4] = {}, largest[2] = {}, totals[2] = {};
     bool started[2] = {}, waiting = true;
+    if (AREAS == 1) sync_block();  // the norms are visible
 
     for (int start = 0, area = 0; start < last; start += KEYS) {
-        const int part = start % GROUP_KEYS;
-        if (part == 0) {
+        const int part = AREAS > 1 ? start % GROUP_KEYS : start;
+        if (AREAS > 1 && part == 0) {
             if (start) area = area + 1 < AREAS ? area + 1 : 0;
             copies_wait<0>();
             sync_block();  // the next group and the norms of this one are visible, and the previous group was used

@@ -21,18 +21,18 @@ constexpr int TILE_BYTES = TILE_SUMS + SUMS * SUM_BYTES;
 
 struct Backward {
     Tensor query, key, value, grad, mask, query_grad, key_grad, value_grad, out;
-    i64 mask_key, weight_head;  // further strides, of the weights in numbers
-    const float* weight;
+    i64 mask_key;  // a further stride
+    Weights weights;
     const u32* seed;
     const float* log_sum;
     float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
     float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier blocks added, if there are several
     u32* turns;           // the number of blocks that started, then (N * H, tiles): that of blocks that added
     float* weight_parts;  // (N * H, strips * WARPS, PARTS)
-    float* weight_grad;   // (H, BASES, N)
+    float *weight_grad, *beta_grad;  // (H, BASES, N), (H, BASES)
     int batch, heads, group, length, count, strips, span, chunk_tiles;
     u32 threshold;
-    float factor;
+    float factor, scaling;
 };
 
 DEVICE int tiles_of(int length) { return (length + ROWS - 1) / ROWS; }
@@ -97,9 +97,9 @@ struct OwnKeys {
     RankedWeights<N, Half> ranked[BASES];
     float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[4];
 
-    DEVICE void set_weights(const float* weight) {
+    DEVICE void set_weights(const Backward& p, int h) {
         float u[BASES][N];
-        load_weights(u, weight);
+        load_weights(u, p.weights, h, p.scaling);
         score_grad = 0;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
@@ -311,15 +311,19 @@ DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u3
     return false;
 }
 
-// Starts copying a tile of queries from `first` on, with what belongs to it.
-DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first, Lane lane) {
+// Starts copying a tile of queries from `first` on, with what belongs to it. `used`: the place has barriers.
+DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first, bool used, Lane lane) {
     const u32 address = shared_address(tile);
     copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
     if (!SCORES)
         copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
     const float2* from = p.statistics + ((i64)n * p.heads + h) * tiles_of(p.length) * ROWS + first;
     if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
-    if (lane.index < VISITS) barrier_reset(address + BARRIERS + 8 * lane.index, 32);
+    if (lane.index < VISITS) {
+        const u32 barrier = address + BARRIERS + 8 * lane.index;
+        if (used) barrier_remove(barrier);
+        barrier_init(barrier, 32);
+    }
 #pragma unroll
     for (int i = 0; i < SUMS; ++i)
         *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
@@ -352,8 +356,6 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
 
     // Blocks work in the order in which they start: one that waits for its turn waits for blocks that run.
     if (threadIdx.x == 0) *(u32*)shared = add_atomically(p.turns, 1);
-    for (int i = threadIdx.x; i < p.chunk_tiles * VISITS; i += THREADS)
-        barrier_init(shared_address(tiles + i / VISITS * TILE_BYTES) + BARRIERS + i % VISITS * 8, 32);
     sync_block();
     const int number = *(const u32*)shared, blocks = (p.strips + p.span - 1) / p.span;  // of a head
     const int mine = number % blocks, n = number / blocks / key_heads, key_head = number / blocks % key_heads;
@@ -363,6 +365,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
     own.own = own_tile;
     own.address = shared_address(own_tile);
     own.factor = p.factor;
+    int used = 0;  // tiles of queries that have barriers
     for (int strip = mine * p.span; strip < end_strip; ++strip) {
         const int active = min(WARPS, tiles_of(p.count) - strip * WARPS);  // warps that have keys
         own.first = (strip * WARPS + warp) * ROWS;
@@ -378,7 +381,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
         own.clear();
         for (int h = key_head * p.group; h < (key_head + 1) * p.group; ++h) {
             const int index = n * p.heads + h;
-            own.set_weights(p.weight + h * p.weight_head);
+            own.set_weights(p, h);
             own.pairs = Pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, p.threshold};
             own.pairs.seed(p.seed, index);
             for (int start = 0; start < query_tiles; start += p.chunk_tiles) {
@@ -386,7 +389,8 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                 if (CAUSAL && end <= mine * p.span * WARPS * ROWS) continue;  // these queries do not see the keys
                 if (strip == mine * p.span) {
                     for (int i = warp; i < count; i += WARPS)
-                        copy_queries(p, tiles + i * TILE_BYTES, n, h, (start + i) * ROWS, lane);
+                        copy_queries(p, tiles + i * TILE_BYTES, n, h, (start + i) * ROWS, i < used, lane);
+                    used = max(used, count);
                     copies_commit();
                     copies_wait<0>();
                     sync_warp();
@@ -449,7 +453,7 @@ DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES]
         if (DOT) x[DIS][block] = dot;
     }
     float u[BASES][N], score = 0;
-    load_weights(u, p.weight + h * p.weight_head);
+    load_weights(u, p.weights, h, p.scaling);
 #pragma unroll
     for (int i = 0; i < BASES; ++i) {
         Sorter<N>::sort(x[i]);
@@ -495,9 +499,12 @@ KERNEL void attend_weights(const Backward p) {
     sync_warp();
     if (lane <= N) sums[lane] = total, samples[0][lane] = sampled;
     sync_warp();
-    if (lane >= N) return;
     const float rest = samples[0][N] > 0 ? sums[N] / samples[0][N] : 0;
-    total = SCORES ? sums[lane] : 0;
-    for (int i = 0; !SCORES && i <= lane; ++i) total += sums[i] - rest * samples[0][i];
-    p.weight_grad[(h * BASES + base) * N + lane] = total;
+    total = SCORES && lane < N ? sums[lane] : 0;
+    for (int i = 0; !SCORES && lane < N && i <= lane; ++i) total += sums[i] - rest * samples[0][i];
+    const int place = h * BASES + base;
+    const float weight = lane < N ? p.weights.weight[h * p.weights.weight_head + base * N + lane] : 0;
+    const float slope = sum_warp(total * weight) * p.scaling;
+    if (lane < N) p.weight_grad[place * N + lane] = total * p.weights.factor(h, base, p.scaling);
+    if (lane == 0 && p.beta_grad) p.beta_grad[place] = slope;
 }

@@ -118,9 +118,8 @@ DEVICE void barrier_init(u32 address, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(address), "r"(count) : "memory");
 }
 
-DEVICE void barrier_reset(u32 address, int count) {
+DEVICE void barrier_remove(u32 address) {
     asm volatile("mbarrier.inval.shared.b64 [%0];" :: "r"(address) : "memory");
-    barrier_init(address, count);
 }
 
 DEVICE void barrier_arrive(u32 address) {

@@ -7,8 +7,8 @@ constexpr int NORMS = KEYS * DIM_BYTES, AREA_BYTES = NORMS + KEYS * NORM_BYTES; 
 
 struct TileScore {
     Tensor query, key, out;
-    i64 out_key, weight_head;  // further strides, of the weights in numbers
-    const float* weight;
+    i64 out_key;  // a further stride
+    Weights weights;
     int heads, length, count, rows, blocks, chunks;  // `rows` keys in each of `chunks`, and blocks of queries
 };
 
@@ -31,7 +31,7 @@ KERNEL void __launch_bounds__(THREADS) score_tiles(const TileScore p) {
                    THREADS);
     copy_keys(begin, 0);
     float u[BASES][N];
-    load_weights(u, p.weight + h * p.weight_head);
+    load_weights(u, p.weights, h);
 #pragma unroll
     for (int i = 0; i < BASES; ++i) Sorter<N>::halve(u[i]);
     copies_wait<0>();

@@ -182,17 +182,30 @@ struct Similarities {
     }
 };
 
-// Loads the weights (bases, N) of a head. Those of attention are folded: weight . cumsum(sorted) == folded . sorted.
-// `dis` comes first here, at index DIS_AT in memory, and its weights are doubled.
-DEVICE void load_weights(float (&u)[BASES][N], const float* weight) {
+// The weights of scores, (H, BASES, N), and what they are multiplied by: a factor of each base, (H, BASES), or no
+// pointer, and the scaling of all scores. Strides between heads are in numbers.
+struct Weights {
+    const float *weight, *beta;
+    i64 weight_head, beta_head;
+
+    DEVICE float factor(int h, int base, float scaling) const {
+        return beta ? beta[h * beta_head + base] * scaling : scaling;
+    }
+};
+
+// Loads the weights of a head. Those of attention are folded: weight . cumsum(sorted) == folded . sorted. `dis` comes
+// first here, at index DIS_AT in memory, and its weights are doubled.
+DEVICE void load_weights(float (&u)[BASES][N], const Weights& weights, int h, float scaling = 1) {
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
         const int place = BASES == 2 ? base ^ DIS_AT : base;
+        const float* const weight = weights.weight + h * weights.weight_head + place * N;
+        const float factor = weights.factor(h, place, scaling);
         float total = 0;
 #pragma unroll
         for (int i = N - 1; i >= 0; --i) {
-            total = weight[place * N + i] + (SCORES ? 0 : total);
-            u[base][i] = DIS && base == 0 ? 2 * total : total;
+            total = weight[i] + (SCORES ? 0 : total);
+            u[base][i] = (DIS && base == 0 ? 2 * total : total) * factor;
         }
     }
 }
