@@ -1,6 +1,6 @@
 """Host code of fused attention: blocks of half-precision queries and keys on tensor cores, in CUDA C++."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import Any, NamedTuple
@@ -138,19 +138,18 @@ class Plan:
 
     def _plan_forward(self, own: int) -> None:
         most, blocks = occupancy(self.shape, True)
-        groups = room = 0
-        # All keys in one area, or three small groups of them, or fewer blocks where shared memory is too small.
-        for tiles, areas, shared_by in (
-            (-(-self.count // KEYS), 1, blocks),
-            (2 if blocks == 2 else 1, 3, blocks),
-            (1, 3, blocks),
-            (1, 3, 1),
-        ):
-            self.constants.update(tiles=tiles, areas=areas)
-            groups = areas * tiles * KEYS * self.row
-            room = min(self.limits.block, self.limits.multiprocessor // shared_by - RESERVED)
-            if room >= groups + most * own:
-                break
+        room = min(self.limits.block, self.limits.multiprocessor // blocks - RESERVED)
+        fitting = (room - most * own) // (KEYS * self.row)
+        # An area for all keys has one of few sizes, each of which is a kernel.
+        enough = [tiles for tiles in (2, 4, fitting) if -(-self.count // KEYS) <= tiles <= fitting]
+        if enough:
+            tiles, areas = enough[0], 1
+        else:
+            tiles, areas = 2 if blocks == 2 and fitting >= 6 else 1, 3
+        if areas * tiles > fitting:  # fewer blocks where shared memory is too small
+            room = min(self.limits.block, self.limits.multiprocessor - RESERVED)
+        self.forward_constants = {**self.constants, "tiles": tiles, "areas": areas}
+        groups = areas * tiles * KEYS * self.row
         most = max(1, min(most, (room - groups) // own, self.tiles))
         self.warps = _even_warps(self.tiles, most, self.batch * self.heads, self.limits.multiprocessors)
         self.blocks = -(-self.tiles // self.warps)
@@ -186,17 +185,22 @@ class Plan:
                 32 * warps,
                 own + self.chunk_tiles * tile,
             ),
-            "attend_weights": (self.heads * bases, 512, 4 * 512 + 64 * (n + 1)),
         }
+        self.launches_of_rows = dict(self.launches)
+        self.launches["attend_weights"] = self.heads * bases, 512, 4 * 512 + 64 * (n + 1)
 
-    def run(self, name: str, launch: tuple[int, int, int], arguments: bytes) -> None:
-        """Runs a kernel on the current stream of the device."""
-        kernel = self.kernels.get(name)
-        if kernel is None:
-            sizes = occupancy(self.shape, True) if name == "attend_forward" else (self.key_warps, 1)
-            sizes = (SCORE_WARPS, 1) if name == "score_tiles" else sizes
-            kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(self.constants.items()), *sizes)
-        nvrtc.run(kernel, self.device, *launch, arguments)
+    def run(self, launches: Mapping[str, tuple[int, int, int]], arguments: bytes) -> None:
+        """Runs kernels on the current stream of the device, each with a number of blocks, threads and bytes."""
+        kernels = [(self.kernels.get(name) or self._load(name), *launch) for name, launch in launches.items()]
+        nvrtc.run(self.device, kernels, arguments)
+
+    def _load(self, name: str) -> nvrtc.Kernel:
+        is_forward = name == "attend_forward"
+        constants = self.forward_constants if is_forward else self.constants
+        sizes = occupancy(self.shape, True) if is_forward else (self.key_warps, 1)
+        sizes = (SCORE_WARPS, 1) if name == "score_tiles" else sizes
+        kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(constants.items()), *sizes)
+        return kernel
 
     def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> Rows:
         """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
@@ -231,7 +235,8 @@ class Plan:
             _address(call.seed), log_sum.data_ptr(),
             self.heads, self.group, self.length, self.count, self.blocks, *self.dropout, call.scaling,
         )  # fmt: skip
-        self.run("attend_forward", (self.batch * self.heads * self.blocks, 32 * self.warps, self.shared), arguments)
+        launch = self.batch * self.heads * self.blocks, 32 * self.warps, self.shared
+        self.run({"attend_forward": launch}, arguments)
         if self.is_padded[1]:
             results = call.empty_results()[0].copy_(results[..., : call.value.shape[-1]])
         return results, log_sum
@@ -282,9 +287,7 @@ class Plan:
             self.batch, self.heads, self.group, self.length, self.count, self.strips, self.span, self.chunk_tiles,
             *self.dropout, call.scaling,
         )  # fmt: skip
-        for name, launch in self.launches.items():
-            if need_weights or name != "attend_weights":
-                self.run(name, launch, arguments)
+        self.run(self.launches if need_weights else self.launches_of_rows, arguments)
         return weight_grads
 
     def mask(self, call: AttentionCall) -> list[int]:

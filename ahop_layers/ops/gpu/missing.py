@@ -44,5 +44,6 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], widt
     )  # fmt: skip
     values = max(1, (1 << (n - 1).bit_length()) // 32)  # in the registers of a lane
     kernel = _kernel(query.device.index if query.is_cuda else 0, values)
-    nvrtc.run(kernel, query.device, batch * heads * length * chunks, THREADS, THREADS * 33 * values // 8, arguments)
+    launch = kernel, batch * heads * length * chunks, THREADS, THREADS * 33 * values // 8
+    nvrtc.run(query.device, [launch], arguments)
     return out

@@ -8,7 +8,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from importlib.util import find_spec
@@ -218,12 +218,13 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], index: int) -> 
     return module
 
 
-def run(kernel: Kernel, device: torch.device, blocks: int, threads: int, shared: int, arguments: bytes) -> None:
-    """Runs a kernel on the current stream of a device."""
-    if device.type != "cuda":  # tests run kernels on the CPU
-        kernel.launch(blocks, threads, shared, arguments, 0)
-    elif device.index == torch.cuda.current_device():
-        kernel.launch(blocks, threads, shared, arguments, torch.cuda.current_stream(device).cuda_stream)
-    else:
-        with torch.cuda.device(device):
-            kernel.launch(blocks, threads, shared, arguments, torch.cuda.current_stream(device).cuda_stream)
+def run(device: torch.device, launches: Sequence[tuple[Kernel, int, int, int]], arguments: bytes) -> None:
+    """Runs kernels on the current stream of a device, each with a number of blocks, threads and bytes."""
+    stream = 0  # of tests, which run kernels on the CPU
+    if device.type == "cuda":
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return run(device, launches, arguments)
+        stream = torch.cuda.current_stream(device).cuda_stream
+    for kernel, blocks, threads, shared in launches:
+        kernel.launch(blocks, threads, shared, arguments, stream)

@@ -71,7 +71,7 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], ou
         *_place(query)[:4], *_place(key)[:4], *_place(out), weight.data_ptr(), weight.stride(0), slots, programs,
         heads, length, count, rows,
     )  # fmt: skip
-    nvrtc.run(plan.kernel, query.device, programs * -(-length // rows), THREADS, 0, arguments)
+    nvrtc.run(query.device, [(plan.kernel, programs * -(-length // rows), THREADS, 0)], arguments)
 
 
 def score_backward(
@@ -123,7 +123,7 @@ def _launch_part(grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan:
         heads, n * heads, length, count, work.rows, work.span, work.strips, work.chunks,
     )  # fmt: skip
     blocks = work.programs * work.chunks
-    nvrtc.run(plan.kernel, query.device, blocks, WARP * plan.warps, plan.shared, arguments)
+    nvrtc.run(query.device, [(plan.kernel, blocks, WARP * plan.warps, plan.shared)], arguments)
     query_grad, key_grad = (part[0] if len(part) == 1 else part.sum(0) for part in parts[:2])
     return query_grad, key_grad, parts[2].sum((0, 1, 2, 4))
 
@@ -154,7 +154,7 @@ def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, .
         *queries.place, *keys.place, *_place(out), weight.data_ptr(), 0, weight.stride(0), 0,
         heads, length, count, rows, blocks, chunks,
     )  # fmt: skip
-    plan.run("score_tiles", (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes), arguments)
+    plan.run({"score_tiles": (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes)}, arguments)
 
 
 @lru_cache(maxsize=None)

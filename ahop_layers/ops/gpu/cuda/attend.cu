@@ -56,18 +56,19 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     char* own = shared + AREAS * AREA_BYTES + warp * OWN_BYTES;
     char* own_norms = own + OWN_BYTES - ROWS * NORM_BYTES;
     const u32 base = shared_address(shared);
+    const int filled = AREAS > 1 ? GROUP_KEYS : (last + KEYS - 1) / KEYS * KEYS;  // keys of an area that are used
 
     auto copy_group = [&](int start, int area) {
         if (start < last) {
             const u32 address = base + area * AREA_BYTES;
-            copy_rows<DIM>(address, key, p.key.row, start, GROUP_KEYS, p.count, threadIdx.x, blockDim.x);
-            copy_rows<WIDTH>(address + VALUES, value, p.value.row, start, GROUP_KEYS, p.count, threadIdx.x, blockDim.x);
+            copy_rows<DIM>(address, key, p.key.row, start, filled, p.count, threadIdx.x, blockDim.x);
+            copy_rows<WIDTH>(address + VALUES, value, p.value.row, start, filled, p.count, threadIdx.x, blockDim.x);
         }
         copies_commit();
     };
     auto prepare_group = [&](int start, int area) {
         char* data = shared + area * AREA_BYTES;
-        if (start < last) store_norms<false>(data + NORMS, data, threadIdx.x, blockDim.x, GROUP_KEYS);
+        if (start < last) store_norms<false>(data + NORMS, data, threadIdx.x, blockDim.x, GROUP_KEYS, filled);
     };
 
     copy_rows<DIM>(shared_address(own), p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);

@@ -76,10 +76,12 @@ DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
     *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, rest, 1, 1) : make_float4(1, 1, upper, rest);
 }
 
-// Stores the norms of rows, by default those of a tile by one warp.
+// Stores the norms of rows, by default those of a tile by one warp; of all rows, the first ones are `filled`.
 template <bool OWN>
-DEVICE void store_norms(char* norms, const char* data, int thread, int threads = 32, int rows = ROWS) {
-    for (int item = thread; DIS && item < rows * N; item += threads) store_norm<OWN>(norms, data, rows, item);
+DEVICE void store_norms(char* norms, const char* data, int thread, int threads = 32, int rows = ROWS,
+                        int filled = 1 << 30) {
+    for (int item = thread; DIS && item < rows * N; item += threads)
+        if (item % rows < filled) store_norm<OWN>(norms, data, rows, item);
 }
 
 // The place of a lane in the matrices of a warp.
