@@ -15,7 +15,7 @@ the last four transformer blocks only. The baseline, ``dot``, is the model as ti
 - ``memory``: peak memory of forward and backward of one attention layer (6 heads of 64 dimensions) at a constant number
   of tokens, for several sequence lengths. The memory excludes the layer and its input.
 - ``compile-time``: seconds of the first forward and backward of a layer in a new process without cached kernels, of the
-  first call with another sequence length, and the number of kernels that each of the two adds to Triton's cache.
+  first call with another sequence length, and the number of kernels that each of the two adds to empty caches.
 
 At initialization all weights of a base are equal, and the kernels skip the sort. Seeded noise is therefore added to the
 weights ``w`` and ``beta`` of both bases.
@@ -77,7 +77,12 @@ MODELS = {
     "base": Model("vit_base_patch16_224", 224, 128),
     "small-384": Model("vit_small_patch16_384", 384, 64),
 }
-COMPILED = {"small": ("4 blocks", "8 blocks"), "base": ("4 blocks",), "small-384": ("4 blocks",)}
+COMPILED = {
+    "tiny": ("4 blocks",),
+    "small": ("4 blocks", "8 blocks"),
+    "base": ("4 blocks",),
+    "small-384": ("4 blocks",),
+}
 """The attentions that the part ``compiled`` measures by default, by model."""
 LAYER_PARTS = {"attention": measure_attention, "memory": measure_memory, "compile-time": measure_compile_time}
 PARTS = ("eager", "compiled", *LAYER_PARTS)

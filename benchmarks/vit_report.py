@@ -118,5 +118,5 @@ def of_compile_time(rows: Sequence[Row]) -> str:
             value for label in labels for value in (f"{float(cells[label]['seconds']):.2f}", cells[label]["kernels"])
         ]
         body.append([attention, *figures])
-    header = [f"{label}, {unit}" for label in labels for unit in ("s", "entries in Triton's cache")]
+    header = [f"{label}, {unit}" for label in labels for unit in ("s", "new files in the caches of kernels")]
     return table(["attention", *header], body)
