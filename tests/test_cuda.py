@@ -12,6 +12,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.association import Mask
 from ahop_layers.errors import AHopError
+from ahop_layers.ops.attend import _Attend
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.gpu import attend, division, missing, nvrtc, score
 from ahop_layers.ops.gpu import launch as gpu
@@ -19,6 +20,7 @@ from ahop_layers.ops.gpu.layout import choose_layout
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import folded_similarity, missing_similarity
 from tests.cuda_on_cpu import EmulatedKernel, compile_for_cpu
+from tests.samples import refuses
 from tests.test_gpu import check_against_reference, results
 
 BOTH = ("dis", "dot")
@@ -114,6 +116,25 @@ def test_fused_attention_on_the_cpu(shape, options, emulated):
         error, allowed = (a.double() - c).norm(), 2 * (b.double() - c).norm() + 4 * torch.finfo(dtype).eps * c.norm()
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
         assert torch.equal(a, d), f"{name} is not deterministic"
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_autograd_of_fused_attention_on_the_cpu(emulated):
+    """All inputs get their gradients, those of a recorded graph too, which is not differentiable again."""
+    query, key, value, grad = (torch.randn(1, 2, size, 64, dtype=torch.bfloat16) for size in (20, 40, 40, 20))
+    weight, beta = torch.randn(2, 2, 4) / 64, torch.randn(2, 2)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value, weight, beta)]
+    call = AttentionCall(*inputs[:4], bases=BOTH, beta=beta, scaling=1.5)
+    out = _Attend.apply(attend.plan(call), *call)
+    found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    recorded = torch.autograd.grad(out, inputs, grad, create_graph=True)
+    exact = by_pytorch(call, grad, torch.float64)
+    for name, right, *ours in zip(NAMES, exact, (out, *found), (out, *recorded), strict=True):
+        assert all((each.double() - right).norm() < 0.02 * right.norm() for each in ours), name
+    refuses("attention .* differentiable once", recorded[4].sum().backward)
+    out = _Attend.apply(attend.plan(call), *call._replace(weight=weight.detach(), query=query.detach()))
+    torch.testing.assert_close(torch.autograd.grad(out, [key, beta], grad), (found[1], found[4]))
 
 
 @needs_compiler

@@ -78,25 +78,23 @@ def attend(
     """
     operators.check_differentiable(query=query, key=key, value=value, weight=weight)
     query, key, value = autocast(query, key, value)
-    call = AttentionCall(query, key, value, weight, mask, None, tuple(bases), causal, float(dropout))
-    fusible = backend == "auto" and query.is_cuda
-    if optional and (mask is not None or not fusible) and not prefers_attend(call):
-        return None  # before a mask is prepared in vain
+    names, fusible = tuple(bases), backend == "auto" and query.is_cuda
+    early = mask is not None or dropout > 0 or not fusible  # before a mask or a seed is made in vain
+    if optional and early and not prefers_attend(AttentionCall(query, key, value, weight, mask, bases=names)):
+        return None
     if mask is not None and mask.is_floating_point():
         mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         n = _batch(query, key, value)
         query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
     heads = query.shape[1]
-    if beta is None or weight.dtype != torch.float32 or isinstance(scaling, Tensor):
+    if beta is None or isinstance(scaling, Tensor) or not _are_factors(beta, weight):
         weight, beta, scaling = combine_weights(weight, beta, scaling, query.dtype), None, 1.0
-    elif beta.ndim == 1 or beta.shape[0] != heads:
-        beta = beta.expand(heads, -1)
     if weight.ndim == 2 or weight.shape[0] != heads:
-        weight = weight.expand(heads, -1, -1)
+        weight, beta = weight.expand(heads, -1, -1), None if beta is None else beta.expand(heads, -1)
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
-    call = AttentionCall(query, key, value, weight, mask, seed, call.bases, causal, call.dropout, beta, scaling)
+    call = AttentionCall(query, key, value, weight, mask, seed, names, causal, float(dropout), beta, scaling)
     given = [tensor for tensor in (*call[:6], beta) if tensor is not None]
     plan = _plan(call, backend) if fusible and operators.is_plain_call(*given) else None
     if plan is None:
@@ -104,11 +102,17 @@ def attend(
             return None
         weight = combine_weights(weight, beta, scaling, query.dtype)
         tensors = call._replace(weight=weight)[:6]
-        return torch.ops.ahop.attend.default(*tensors, ",".join(bases), causal, float(dropout), backend)[0]
+        return torch.ops.ahop.attend.default(*tensors, ",".join(names), causal, float(dropout), backend)[0]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         apply: Any = _Attend.apply
         return apply(plan, *call)
     return plan.forward(call)[0]
+
+
+def _are_factors(beta: Tensor, weight: Tensor) -> bool:
+    """Returns whether fused kernels can multiply the weights by ``beta``."""
+    fits = beta.shape == weight.shape[:-1] and beta.device == weight.device
+    return fits and beta.dtype == weight.dtype == torch.float32
 
 
 def combine_weights(weight: Tensor, beta: Tensor | None, scaling: float | Tensor, dtype: torch.dtype) -> Tensor:
