@@ -162,7 +162,7 @@ test-hflayers:
 	OMP_NUM_THREADS=1 $(VENV)-hflayers/bin/python -m pytest -n auto --dist worksteal
 
 # Tests the lower bounds of pyproject.toml. The oldest releases have wheels for Python 3.10 to 3.12 only. Does not use
-# constraints.txt, and does not install Triton, whose current releases do not work with an old torch.
+# constraints.txt.
 test-oldest:
 	@echo "==> setting up $(VENV)-oldest"
 	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest

@@ -1,20 +1,19 @@
 """``python -m ahop_layers``: prints versions, devices and available backends, and tests each backend."""
 
 import argparse
-import os
 import platform
 import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 import ahop_layers as ah
 from ahop_layers.ops import reference
+from ahop_layers.ops.gpu import nvrtc
 
-LIBRARIES = ("einops", "triton", "hopfield-layers", "lightning", "scikit-learn", "timm", "transformers")
+LIBRARIES = ("einops", "hopfield-layers", "lightning", "scikit-learn", "timm", "transformers")
 
 
 def installed(name: str) -> str:
@@ -43,7 +42,7 @@ def self_test(backend: str, device: str) -> str:
 
 def _device(backend: str) -> str:
     """Returns the device on which a backend is tested: plain PyTorch on an Apple GPU, if there is one."""
-    if backend == "triton" and torch.cuda.is_available():
+    if backend == "cuda" and torch.cuda.is_available():
         return "cuda"
     return "mps" if backend == "chunked" and torch.backends.mps.is_available() else "cpu"
 
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     gpus += ["Apple GPU (mps)"] if torch.backends.mps.is_available() else []
     print("devices: " + ", ".join([f"CPU with {torch.get_num_threads()} threads", *gpus]))
-    print(f"Triton cache: {os.environ.get('TRITON_CACHE_DIR', Path.home() / '.triton' / 'cache')}\n")
+    print(f"compiled kernels: {nvrtc.cache_directory()}\n")
     wrong = False
     for name, (available, detail) in ah.backends().items():
         result = ""

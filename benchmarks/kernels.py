@@ -395,7 +395,7 @@ def first_call_seconds() -> float:
         "print(time.perf_counter() - start)"
     )
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        environment = {**os.environ, "AHOP_CACHE_DIR": cache, "CUDA_CACHE_DISABLE": "1"}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return float(run.stdout)
 

@@ -181,11 +181,11 @@ def measure_memory(options: argparse.Namespace) -> Iterator[dict[str, str]]:
 def compile_seconds(attention: str, device: str, lengths: Sequence[int]) -> list[tuple[float, int]]:
     """Returns the seconds of the first forward and backward with each length, and the kernels that it compiles.
 
-    To be called in a new process. The kernels are the files that a call adds to the empty caches of this package and
-    of Triton; what CUDA compiled before is not used.
+    To be called in a new process. The kernels are the files that a call adds to the empty cache of this package; what
+    CUDA compiled before is not used.
     """
     with tempfile.TemporaryDirectory() as cache:
-        os.environ.update(AHOP_CACHE_DIR=cache, TRITON_CACHE_DIR=cache, CUDA_CACHE_DISABLE="1")
+        os.environ.update(AHOP_CACHE_DIR=cache, CUDA_CACHE_DISABLE="1")
         found = []
         inputs = [torch.randn(8, length, WIDTH, device=device, requires_grad=True) for length in lengths]
         for x in inputs:

@@ -12,9 +12,12 @@ KERNELS = {
     "attend.cu": {"attend_forward": "Forward"},
     "attend_backward.cu": dict.fromkeys(("attend_statistics", "attend_backward", "attend_weights"), "Backward"),
     "missing.cu": {"score_missing": "Missing"},
-    "score.cu": {"score": "Score"},
-    "score_backward.cu": {"score_backward": "ScoreBackward"},
+    "score.cu": dict.fromkeys(("score_prepare", "score"), "ScoreCall"),
+    "score_backward.cu": dict.fromkeys(
+        ("score_prepare", "score_backward", "score_sum", "score_sum_weights"), "ScoreCall"
+    ),
     "score_tiles.cu": {"score_tiles": "TileScore"},
+    "softmax.cu": {"softmax": "Softmax"},
 }
 LAUNCH = """
 extern "C" void launch_{name}(const {parameter}* p, int blocks, int threads, int bytes) {{

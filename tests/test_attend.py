@@ -276,7 +276,7 @@ BAD_CALLS = {  # changed arguments and the error message
     "no seed": ({"dropout": 0.5}, "seed must be given if and only if dropout > 0, got None with dropout=0.5"),
     "seed dtype": ({"seed": torch.tensor([1.0]), "dropout": 0.5}, r"seed must be \(1,\) of torch.int64"),
     "dropout": ({"seed": torch.tensor([1]), "dropout": 1.5}, "dropout must be a number between 0 and 1, got 1.5"),
-    "backend": ({"backend": "unknown"}, "backend must be one of auto, chunked, cpu, triton"),
+    "backend": ({"backend": "unknown"}, "backend must be one of auto, chunked, cpu, cuda"),
 }
 
 

@@ -183,17 +183,17 @@ def test_small_calls_on_the_cpu_are_separate_operations(calls, monkeypatch):
 
 
 def test_choice_on_a_gpu(monkeypatch):
-    """Full footprints and calls of a fused kernel take ahop::attend; without Triton, none does."""
+    """Full footprints and calls of a fused kernel take ahop::attend; without kernels, none does."""
     with FakeTensorMode():
         query, key, value = (torch.empty(N, H, rows, D, device="cuda") for rows in (L, S, S))
         full, blocks = (torch.empty(H, 2, n, device="cuda") for n in (D, 2))
     tensors = (query, key, value)
-    monkeypatch.setattr("ahop_layers.ops.attend._TRITON", True)
+    monkeypatch.setattr("ahop_layers.ops.gpu.nvrtc.capability", lambda device: (7, 5))
     for fused in (False, True):
         monkeypatch.setattr("ahop_layers.ops.gpu.attend.serves", lambda *args, fused=fused: fused)
         assert prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
         assert prefers_attend(AttentionCall(*tensors, blocks, bases=("dis", "dot"))) is fused
-    monkeypatch.setattr("ahop_layers.ops.attend._TRITON", False)
+    monkeypatch.setattr("ahop_layers.ops.gpu.nvrtc.capability", lambda device: (0, 0))
     assert not prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.reference import BASES as FORMULAS
-from ahop_layers.ops.reference import fold, sorted_similarities
+from ahop_layers.ops.reference import sorted_similarities
 from tests import samples
 
 BASES = ("dis", "dot", "l1")
@@ -147,7 +147,7 @@ def test_half_precision_error_is_at_most_twice_pytorchs(dtype, n, backend):
 
 def test_every_element_is_written(poisoned_memory):
     query, key, weight = problem(2, 3, length=7, count=65, d=35, n=5, dtype=torch.float32)
-    inputs = query, key, fold(weight).expand(3, -1, -1)
+    inputs = query, key, weight.expand(3, -1, -1)
     scores = chunked.score(*inputs, ("dis", "dot"))
     grads = chunked.score_backward(torch.ones(2, 3, 7, 65), *inputs, ("dis", "dot"), (True, True, True))
     assert all(each.isfinite().all() for each in (scores, *grads))

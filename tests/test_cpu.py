@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu
-from ahop_layers.ops.reference import block_sums
+from ahop_layers.ops.reference import block_sums, fold, unfold
 from tests.gaps import separated_grad
 
 pytestmark = [
@@ -142,7 +142,8 @@ def test_every_number_of_dimensions_is_sorted():
     """A network sorts if it sorts zeros and ones. Their scores are integers, and the smallest ones in order."""
     for d in (*range(1, 131), 255, 300, 513, 784, 1000, 1024):
         key = (torch.rand(1, 1, 64, d) < torch.rand(64, 1)).float()
-        scores = cpu.score(torch.ones(1, 1, 1, d), key, torch.arange(1.0, d + 1).reshape(1, 1, d), ("dot",))
+        weight = unfold(torch.arange(1.0, d + 1)).reshape(1, 1, d)
+        scores = cpu.score(torch.ones(1, 1, 1, d), key, weight, ("dot",))
         ones = key.sum(-1)
         assert torch.equal(scores[:, :, 0], ones * (ones + 1) / 2), d
 
@@ -258,7 +259,7 @@ def test_ties_give_a_subgradient(base, d):
     query_grad, key_grad, _ = cpu.score_backward(torch.ones(1, 1, 1, 1), query, key, weight, (base,), EVERY)
     by_query, by_key = chunked.BASES[base].slopes(query[0, 0, 0, 0], key[0, 0, 0, 0])
     for grad, slope in ((query_grad, by_query), (key_grad, by_key)):
-        torch.testing.assert_close(grad.flatten().sort().values, (weight.flatten() * slope).sort().values)
+        torch.testing.assert_close(grad.flatten().sort().values, (fold(weight).flatten() * slope).sort().values)
 
 
 def test_near_ties_are_distinguished():
@@ -266,7 +267,7 @@ def test_near_ties_are_distinguished():
     for d in (*range(1, 131), 300, 1024):
         steps = torch.randperm(d).float()
         key = (1 + steps * torch.finfo(torch.float32).eps).reshape(1, 1, 1, d)
-        weight = torch.arange(1.0, d + 1).reshape(1, 1, d)
+        weight = unfold(torch.arange(1.0, d + 1)).reshape(1, 1, d)
         _, key_grad, _ = cpu.score_backward(torch.ones(1, 1, 1, 1), torch.ones_like(key), key, weight, ("dot",), EVERY)
         assert torch.equal(key_grad.flatten(), d - steps), d
 
@@ -343,7 +344,7 @@ def test_the_exponential_is_exact_to_two_ulp(n, dtype):
     key = torch.cat([distance, torch.tensor([2 * far, 1e30, torch.inf], dtype=dtype)]).reshape(1, 1, -1, 1)
     query, keys = torch.zeros(1, 1, 1, n, dtype=dtype), key.expand(-1, -1, -1, n)
     for weight in (torch.ones(1, 1, n, dtype=dtype), torch.ones(1, 1, n, dtype=dtype).cumsum(-1)):
-        scores = cpu.score(query, keys, weight, ("near",))
+        scores = cpu.score(query, keys, unfold(weight), ("near",))
         got, exact = scores.flatten().double(), (-key.flatten().double()).exp() * weight.sum()
         assert ((got - exact).abs() <= (2 + key.flatten()) * torch.finfo(dtype).eps * exact)[:-3].all()
         assert got[0] == weight.sum()

@@ -12,13 +12,14 @@ import torch
 import ahop_layers as ah
 from ahop_layers.association import Mask
 from ahop_layers.errors import AHopError
+from ahop_layers.ops import sliced
 from ahop_layers.ops.attend import _Attend
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.gpu import attend, division, missing, nvrtc, score
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.gpu.layout import choose_layout
 from ahop_layers.ops.protocols import AttentionCall
-from ahop_layers.ops.reference import folded_similarity, missing_similarity
+from ahop_layers.ops.reference import fold, folded_similarity, missing_similarity
 from tests.cuda_on_cpu import EmulatedKernel, compile_for_cpu
 from tests.samples import refuses
 from tests.test_gpu import check_against_reference, results
@@ -38,10 +39,9 @@ def emulated(monkeypatch):
         monkeypatch.setattr(attend, "_limits", lambda device: attend.Limits(0, block, 2 * block, 3))
 
     monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
-    monkeypatch.setattr(nvrtc, "runs", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "capability", lambda device: (9, 0))
     monkeypatch.setattr(attend, "_plans", {})
-    caches = attend._kernel, missing._kernel, score._score_plan, score._backward_plan
+    caches = attend._kernel, missing._kernel, score._plan, gpu._softmax_kernel
     for cache in caches:
         cache.cache_clear()
     set_bytes(100_000)
@@ -185,7 +185,7 @@ def test_scores_and_gradients_on_the_cpu(d, n, dtype, bases, emulated, monkeypat
 def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
     """Few keys of many queries change places, half precision is rounded once, and NaN stays in its row."""
     query, key = torch.randn(2, 9, 1, 24).transpose(1, 2), torch.randn(2, 1, 3, 48)[..., ::2]
-    weight = torch.randn(1, 2, 1).expand(1, 2, 24)
+    weight = torch.nn.functional.pad(torch.randn(1, 2, 1), (23, 0))
     grad = torch.randn(2, 1, 9, 3)
     scores, *grads = results(query, key, weight, grad)
     frozen = gpu.score_backward(grad, query, key, weight, BOTH, (True, True, False))
@@ -196,11 +196,20 @@ def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", score.DTYPES, ids=str)
+def test_softmax_on_the_cpu(dtype, emulated):
+    scores = 3 * torch.randn(2, 3, 5, 70)
+    scores[0, 1, 2], scores[1, 0, 3, ::2], scores[1, 2, 1, 4] = -torch.inf, -torch.inf, torch.nan
+    torch.testing.assert_close(gpu.softmax(scores, dtype, True), sliced.softmax(scores, dtype, True), equal_nan=True)
+
+
+@needs_compiler
 @pytest.mark.slow
-def test_scores_of_near_on_the_cpu(emulated):
-    query, key, bases = torch.randn(1, 1, 3, 40), torch.randn(1, 1, 35, 40), ("l1", "near", "dot", "near", "dis")
-    weight, widths = torch.randn(1, 5, 40) / 40, torch.linspace(0.3, 2, 5)
-    exact = folded_similarity(*(x.double() for x in (query, key, weight)), bases, widths.double())
+@pytest.mark.parametrize(("d", "n"), [(40, 40), (246, 41)])
+def test_scores_of_near_on_the_cpu(d, n, emulated):
+    query, key, bases = torch.randn(1, 1, 3, d), torch.randn(1, 1, 35, d), ("l1", "near", "dot", "near", "dis")
+    weight, widths = torch.randn(1, 5, n) / 40, torch.linspace(0.3, 2, 5)
+    exact = folded_similarity(query.double(), key.double(), fold(weight.double()), bases, widths.double())
     torch.testing.assert_close(
         gpu.score(query, key, weight, bases, widths=widths).double(), exact, rtol=1e-5, atol=1e-6
     )
@@ -256,7 +265,8 @@ def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
 
 def lane_constants(d, n, bases, dtype, **further):
     layout = choose_layout(n, d // n, alone=32, shared=32)
-    return score._constants(layout, n, bases, dtype, torch.float32, True) | further
+    problem = score.Problem(None, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, torch.float32)
+    return score._constants(problem, layout, dtype, True) | further
 
 
 COMPILED = {
@@ -270,6 +280,7 @@ COMPILED = {
         lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0),
     ],
     "score_tiles.cu": [constants(4, 16, 8, mask=2) | {"scores": 1}],
+    "softmax.cu": [{"dtype": dtype} for dtype in range(3)],
     "attend.cu": [constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3)],
 }
 COMPILED["attend_backward.cu"] = COMPILED["attend.cu"] + COMPILED["score_tiles.cu"]
@@ -322,6 +333,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 
 
 def test_the_compiler_does_not_trace_the_search_for_nvrtc(monkeypatch):
-    monkeypatch.setattr(nvrtc, "_runs", lambda device: find_spec("torch") is not None)
+    monkeypatch.setattr(nvrtc, "_capability", lambda device: (8, 0) if find_spec("torch") else (0, 0))
     compiled = torch.compile(lambda x: x + nvrtc.runs(x.device), fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1)) == 1

@@ -53,7 +53,7 @@ BAD_CALLS = {
     "float8": (lambda: ah.footprint(x.to(FLOAT8), k), r"query must have dtype float16, .* got torch\.float8_e4m3fn"),
     "float8 weight": (lambda: ah.adaptive_similarity(x, k, w.to(FLOAT8)), "weight must have dtype float16, "),
     "backend": (lambda: ah.adaptive_similarity(x, k, w, backend="gpu"), "backend must be one of auto, .* got 'gpu'"),
-    "triton on cpu": (lambda: ah.adaptive_similarity(x, k, w, backend="triton"), "triton"),
+    "cuda on cpu": (lambda: ah.adaptive_similarity(x, k, w, backend="cuda"), "cuda"),
     "dim": (lambda: ah.AdaptiveSimilarity(0), "dim must be an integer of at least 1, got 0"),
     "num_heads": (lambda: ah.AdaptiveSimilarity(8, 2.5), "num_heads must be an integer of at least 1, got 2.5"),
     "init": (lambda: ah.AdaptiveSimilarity(8, init="cos"), "init must be one of dot, dis, l1, uniform.* got 'cos'"),

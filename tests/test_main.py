@@ -10,7 +10,7 @@ import ahop_layers as ah
 from ahop_layers import __main__ as command
 from ahop_layers.ops import chunked
 from ahop_layers.ops.backend import choose_kernel
-from ahop_layers.ops.gpu import attend, launch, nvrtc, score
+from ahop_layers.ops.gpu import attend, launch, nvrtc
 from ahop_layers.ops.protocols import AttentionCall
 
 
@@ -51,8 +51,7 @@ def test_options_are_read_from_the_command_line(argument, status, output, error,
 def test_apple_gpus_run_plain_pytorch_and_say_so(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(launch, "_triton_installed", lambda: True)
-    assert ah.backends()["triton"].detail == "Apple GPUs (mps) run plain PyTorch"
+    assert ah.backends()["cuda"].detail == "Apple GPUs (mps) run plain PyTorch"
     query = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32, shape=(1, 1, 4, 8))
     assert choose_kernel("auto", query, ("dis", "dot"), 8) is chunked
     assert command._device("chunked") == "mps"
@@ -65,9 +64,9 @@ def test_rocm_never_gets_kernels_of_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    monkeypatch.setattr(nvrtc, "_runs", nvrtc._runs.__wrapped__)
+    monkeypatch.setattr(nvrtc, "_capability", nvrtc._capability.__wrapped__)
     assert not nvrtc.runs(device)
-    assert launch.detail() == "AMD, portable kernels, not tested on ROCm"
+    assert launch.unavailable() == "AMD GPUs run plain PyTorch"
     tensor = SimpleNamespace(device=device, dtype=torch.float16, shape=(1, 1, 16, 32))
     assert not attend.serves(AttentionCall(tensor, tensor, tensor, tensor, bases=("dis", "dot")))
-    assert not score.serves(tensor, ("dis", "dot"), 4)
+    assert not launch.serves(tensor, ("dis", "dot"), 4)

@@ -13,6 +13,7 @@ import ahop_layers as ah
 from ahop_layers.ops import chunked, cpu, reference
 from ahop_layers.ops.backend import choose_kernel
 from ahop_layers.ops.gpu import launch as gpu
+from ahop_layers.ops.gpu import nvrtc
 from tests.new_tensors import peak_memory
 from tests.samples import problem, refuses
 
@@ -64,7 +65,7 @@ BAD_CALLS = {  # changed arguments and the error message
     "too few weights": ({"bases": "dis,dot,l1"}, r"weight must be \(3, 3, 8\) .* got \(3, 2, 8\)"),
     "unknown base": ({"bases": "dis,cos"}, "bases must be"),
     "repeated base": ({"bases": "dis,dis"}, "each base may appear once in bases"),
-    "unknown backend": ({"backend": "gpu"}, "backend must be one of auto, chunked, cpu, triton, got 'gpu'"),
+    "unknown backend": ({"backend": "gpu"}, "backend must be one of auto, chunked, cpu, cuda, got 'gpu'"),
     "reference backend": ({"backend": "reference"}, "backend must be one of auto, .* got 'reference'"),
     "short need": ({"need": [True, True]}, r"need must have 3 entries.* got \[True, True\]"),
 }
@@ -272,7 +273,7 @@ def quartic(monkeypatch):
 
 
 def test_a_kernel_serves_only_the_bases_it_implements(quartic, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the GPU kernels then serve CPU tensors
+    monkeypatch.setattr(nvrtc, "capability", lambda device: (8, 0))  # the GPU kernels then serve CPU tensors
     query = torch.randn(1, 1, 5, 8)
     for kernel in (cpu, gpu):
         assert kernel.serves(query, BASES, 8)

@@ -62,7 +62,7 @@ def test_the_package_requires_torch_and_einops_only(metadata):
     assert not [each for each in required if "@" in each]  # PyPI rejects direct references
     releases = dict(release.split("==") for release in oldest(required))
     assert {"torch", "einops", "lightning", "scikit-learn", "timm", "transformers", "torchmil"} <= releases.keys()
-    assert not {"pytest", "ruff", "triton"} & releases.keys()
+    assert not {"pytest", "ruff"} & releases.keys()
 
 
 def test_examples_extra_has_every_import_of_the_examples(metadata):

@@ -81,7 +81,7 @@ def test_one_layer_at_a_constant_number_of_tokens(tmp_path, monkeypatch):
 
 
 def test_the_first_calls_are_timed(tmp_path, monkeypatch):
-    for name in ("AHOP_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_DISABLE"):
+    for name in ("AHOP_CACHE_DIR", "CUDA_CACHE_DISABLE"):
         monkeypatch.setenv(name, "")  # restored at the end
     monkeypatch.setattr(vit_layers, "in_own_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(vit_layers, "CALLS", {"first call": 5, "another length": 7})

@@ -7,7 +7,6 @@ infinite.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ahop_layers.errors import AHopError, check_floating, check_probability, des
 from ahop_layers.ops import operators
 from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
+from ahop_layers.ops.gpu import nvrtc
 from ahop_layers.ops.operators import check_tensor, register
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
@@ -25,7 +25,6 @@ from ahop_layers.ops.reference import accumulation_dtype
 # second time in the backward pass.
 SCORES_BYTES = 32 * 2**20
 LARGEST_OFFSET = 1e3  # rows of an additive mask whose largest value is farther from zero are shifted to zero
-_TRITON = find_spec("triton") is not None  # a constant, since torch.compile cannot trace find_spec
 
 
 def prefers_attend(call: AttentionCall) -> bool:
@@ -34,7 +33,7 @@ def prefers_attend(call: AttentionCall) -> bool:
     That is so where a fused kernel supports the call, for full footprints on a GPU, whose sort dominates the time, and
     for large scores.
     """
-    if call.query.is_cuda and not _TRITON:
+    if call.query.is_cuda and nvrtc.capability(call.query.device) == (0, 0):
         return False
     fast = call.query.is_cuda and (call.weight.shape[-1] == call.query.shape[-1] or fused.serves(call))
     return fast or is_large(call.query, call.key)

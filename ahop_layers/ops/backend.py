@@ -22,7 +22,7 @@ class Status(NamedTuple):
     detail: str
 
 
-KERNELS: dict[str, Kernel] = {"chunked": chunked, "cpu": cpu, "triton": gpu}
+KERNELS: dict[str, Kernel] = {"chunked": chunked, "cpu": cpu, "cuda": gpu}
 BACKENDS = ("reference", *KERNELS)
 
 
@@ -49,7 +49,7 @@ def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int
     """Returns the kernel named ``backend``, or for ``"auto"`` the fastest one that supports the call."""
     if backend == "auto":
         device = query.device.type
-        fastest = {"cpu": KERNELS["cpu"], "cuda": KERNELS["triton"]}.get(device)
+        fastest = KERNELS.get(device)
         if fastest is not None and fastest.unavailable() is None and fastest.serves(query, bases, blocks, missing):
             return fastest
         if device == "cuda" and gpu.unavailable() is not None:

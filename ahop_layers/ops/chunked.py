@@ -1,6 +1,6 @@
 """The reference computed in tiles of bounded memory: the fallback where no faster kernel supports a call.
 
-Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``key (N, H, S, d)`` and folded weights
+Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``key (N, H, S, d)`` and weights
 ``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. ``widths (n_bases,)`` are those of the
 bases that saturate, by default 1. Half-precision inputs are scored in float32.
 """
@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.reference import BASES, accumulation_dtype, block_sums, folded_similarity, missing_similarity
+from ahop_layers.ops.reference import (
+    BASES,
+    accumulation_dtype,
+    block_sums,
+    fold,
+    folded_similarity,
+    missing_similarity,
+)
 
 # Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results.
 SCRATCH_BYTES = 40 * 2**20
@@ -54,6 +61,7 @@ def score(
     unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks`` and ``constant``, here
     ``(N, H, 1, 1, 1)``, are for this kernel and this case alone.
     """
+    weight = fold(weight, accumulation_dtype(weight.dtype))
     copies = 1 if not missing else MISSING_COPIES if constant is None else NORMALIZED_COPIES
     wide, products = accumulation_dtype(query.dtype), not missing and all(base == "dot" for base in bases)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
@@ -83,6 +91,7 @@ def score_backward(
     any order gives a valid subgradient; this function uses the order of ``torch.sort``.
     """
     dtype, blocks = accumulation_dtype(query.dtype), weight.shape[-1]
+    weight = fold(weight, accumulation_dtype(weight.dtype))
     grads = [
         torch.zeros(tensor.shape if wanted else 0, dtype=dtype, device=tensor.device)
         for tensor, wanted in zip((query, key, weight), need, strict=True)
@@ -110,7 +119,8 @@ def score_backward(
                     slope = torch.unflatten(slope, -1, (blocks, -1))
                     grads[which][place] += (at_block * slope).flatten(-2).sum(pairs_axis)
     query_grad, key_grad, weight_grad = grads
-    return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
+    # The cumulative sum is the transpose of fold.
+    return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.cumsum(-1)
 
 
 def _tiles(

@@ -20,7 +20,7 @@ from torch import Tensor
 from ahop_layers.errors import AHopError
 from ahop_layers.ops import chunked
 from ahop_layers.ops.chunked import Need
-from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.ops.reference import accumulation_dtype, fold
 
 MAX_BLOCKS = 4096
 MAX_DIMENSIONS = 16384  # bounds the scratch memory, which grows with d
@@ -141,6 +141,7 @@ def score(
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
+    weight = fold(weight, scores.dtype)
     _run("ahop_forward", (query, key, weight, scores), bases, widths=widths, missing=missing)
     return scores.to(dtype or scores.dtype)
 
@@ -166,9 +167,10 @@ def score_backward(
     if grad.numel() == 0:
         for each in grads:
             each.zero_()
-    _run("ahop_backward", (query, key, weight, grad), bases, grads)
+    _run("ahop_backward", (query, key, fold(weight, dtype), grad), bases, grads)
     query_grad, key_grad, weight_grad = grads
-    return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad
+    # The cumulative sum is the transpose of fold.
+    return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.cumsum(-1)
 
 
 def _run(

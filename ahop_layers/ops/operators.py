@@ -1,8 +1,8 @@
 """The public scoring function and the registered operators behind it.
 
 ``adaptive_similarity`` checks its arguments and reshapes them to ``(N, H, L, d)``, ``(N, H, S, d)`` and
-``(H, n_bases, d)``. The operators ``ahop::score`` and ``ahop::score_backward`` take tensors of these shapes, fold the
-weights and call a kernel. All private PyTorch functions that the package uses are in this file, and what
+``(H, n_bases, d)``. The operators ``ahop::score`` and ``ahop::score_backward`` take tensors of these shapes and call a
+kernel. All private PyTorch functions that the package uses are in this file, and what
 ``ahop::attend`` shares with these operators.
 """
 
@@ -63,7 +63,7 @@ def adaptive_similarity(
             dimension has the score -inf. False: NaN gives NaN.
         blocks: None, or the n of ``weight``. An integer tensor ``(d,)`` names the block of each dimension and takes the
             reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in bases.
-        backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"triton"``
+        backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"cuda"``
             force one. See :func:`ahop_layers.backends`.
 
     Returns:
@@ -131,7 +131,7 @@ def score_pairs(
             elif tracked or backend == "reference" or is_transformed() or torch.compiler.is_compiling():
                 scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
             else:
-                parts = _canonical(query, key, fold(weight), batch)
+                parts = _canonical(query, key, weight, batch)
                 if constant is not None:
                     constant = constant.to(wide).expand(*batch, 1, 1, 1).reshape(*parts[0].shape[:2], 1, 1, 1)
                 scores = chunked.score(*parts, names, wide, widths, missing, numbers, constant)
@@ -376,17 +376,13 @@ class _ScoreCall(NamedTuple):
         """The dtype of the scores."""
         return accumulation_dtype(self.query.dtype) if self.wide else self.query.dtype
 
-    def folded(self) -> Tensor:
-        """Returns the folded weights as kernels take them."""
-        return fold(self.weight, accumulation_dtype(self.weight.dtype))
-
 
 def _score(*args: Any) -> Tensor:
     """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
     call = _ScoreCall(*args)
     names = call.check()
     kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1], call.missing)
-    return kernel.score(call.query, call.key, call.folded(), names, call.dtype, call.widths, call.missing)
+    return kernel.score(call.query, call.key, call.weight, names, call.dtype, call.widths, call.missing)
 
 
 def _fake_score(*args: Any) -> Tensor:
@@ -410,8 +406,8 @@ def _score_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, empty where ``need`` is False."""
     call, names, need = _checked_backward(*args)
     kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1])
-    grads = kernel.score_backward(args[0], call.query, call.key, call.folded(), names, need, call.widths)
-    return grads[0], grads[1], grads[2].cumsum(-1).to(call.weight.dtype)  # the transpose of fold
+    grads = kernel.score_backward(args[0], call.query, call.key, call.weight, names, need, call.widths)
+    return grads[0], grads[1], grads[2].to(call.weight.dtype)
 
 
 def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ahop_layers.ops.chunked import SCRATCH_BYTES
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.protocols import AttentionCall, Kernel
-from ahop_layers.ops.reference import accumulation_dtype, fold
+from ahop_layers.ops.reference import accumulation_dtype
 
 GPU_SCRATCH = 5  # how many times as much scratch memory slices take on a GPU, where starting an operation is expensive
 PAIR_VALUES = 4  # number of values of the accumulation dtype that a slice holds for each pair of query and key
@@ -80,7 +80,7 @@ class Sliced:
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp of the scores of each query."""
-        call, value = call._replace(weight=fold(call.weight)), call.value
+        value = call.value
         out, log_sum = call.empty_results()
         if call.key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
@@ -99,7 +99,7 @@ class Sliced:
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-        call, value = call._replace(weight=fold(call.weight)), call.value
+        value = call.value
         query_grad = call.query.new_zeros(call.query.shape if need[0] else 0)
         key_grad, value_grad, weight_grad = (
             tensor.new_zeros(tensor.shape if wanted else 0, dtype=log_sum.dtype)
@@ -124,8 +124,7 @@ class Sliced:
                     weight_grad[part.heads] += grads[2]
             if need[2]:
                 part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).to(value.dtype).mT @ part_grad)
-        # The cumulative sum is the transpose of fold.
-        return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad.cumsum(-1)
+        return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:

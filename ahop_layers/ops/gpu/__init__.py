@@ -1,1 +1,1 @@
-"""CUDA C++ and Triton kernels for GPUs, and the host code that launches them."""
+"""CUDA C++ kernels for NVIDIA GPUs, and the host code that launches them."""

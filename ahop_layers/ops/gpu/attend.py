@@ -258,13 +258,14 @@ class Plan:
             grads[2] = _unpadded(grads[2], 1, call.value.shape[-1])
         return tuple(x if wanted else x.new_empty(0) for x, wanted in zip((*grads, *weight_grads), need, strict=True))
 
-    def score_gradients(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and folded weights; the mask is the gradient of the scores."""
+    def score_gradients(self, call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, ...]:
+        """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
         query, key = self.rows(call.query, 0, 1, False), self.rows(call.key, 0, 1, False)
         grads = [torch.empty(x.tensor.shape, dtype=x.tensor.dtype, device=self.device) for x in (query, key)]
         places = [self.rows(x, 0, 1, False).place for x in grads]
         inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*places, NOWHERE, NOWHERE]
-        return grads[0], grads[1], self._run_backward(call, inputs, outputs, 0, True)[0]
+        grads += self._run_backward(call, inputs, outputs, 0, need[2])
+        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
     def _run_backward(
         self, call: AttentionCall, inputs: Sequence[Place], outputs: Sequence[Place], log_sum: int, need_weights: bool
@@ -352,9 +353,10 @@ def backward(
     return query, key, value, weight
 
 
-def score_gradients(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def score_gradients(call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of scores without attention; the mask of the call is the gradient of the scores."""
-    return plan(call, scores=True).score_gradients(call)
+    query, key, weight = plan(call, scores=True).score_gradients(call, need)
+    return query, key, weight
 
 
 def _address(tensor: Tensor | None) -> int:

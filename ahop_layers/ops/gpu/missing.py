@@ -15,12 +15,6 @@ KEYS, THREADS = 32, 128
 ARGUMENTS = Struct("<12q8i")
 
 
-def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-    """Returns whether the kernel supports a call."""
-    known = all(base in KINDS for base in bases) and query.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return known and blocks <= MAX_BLOCKS and nvrtc.runs(query.device)
-
-
 @lru_cache(maxsize=None)
 def _kernel(index: int, values: int) -> nvrtc.Kernel:
     return nvrtc.Kernel("missing.cu", "score_missing", {"values": values}, index)

@@ -170,19 +170,24 @@ def architecture(index: int) -> str:
 
 
 def runs(device: torch.device) -> bool:
-    """Returns whether the device is an NVIDIA GPU with all instructions of the kernels, and they can be compiled."""
-    return _runs(device)
+    """Returns whether a device has all instructions of the kernels, those of fused attention too."""
+    return capability(device) >= (8, 0)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of an NVIDIA GPU for which kernels can be compiled, (0, 0) of other devices."""
+    return _capability(device)
 
 
 # The compiler cannot trace a search for libraries. torch.compiler.assume_constant_result would import the compiler.
-runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+runs._dynamo_marked_constant = capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=None)
-def _runs(device: torch.device) -> bool:
+def _capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda" or torch.version.hip is not None or unavailable() is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 class Kernel:

@@ -1,139 +1,265 @@
 """Host code of scores in CUDA C++: lanes that sort blocks of any size, and tensor cores for a few wide blocks."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from math import e, gcd, log2
+from functools import lru_cache, partial
+from itertools import accumulate
+from math import gcd
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ahop_layers.ops.chunked import SCRATCH_BYTES, Need
 from ahop_layers.ops.gpu import attend, division, nvrtc
-from ahop_layers.ops.gpu.division import aligned
 from ahop_layers.ops.gpu.layout import WARP, Layout, choose_layout
 from ahop_layers.ops.protocols import AttentionCall
 
 KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MIN_FLAT = 9  # from this number of blocks on, the sort is skipped where the weights make the order irrelevant
-PAD_QUERY, PAD_KEY = -1e19, 1e18  # of padding blocks: less similar than all others in every base, so they sort last
 SHARED_BYTES = 99 * 2**10  # that a block may use on every GPU of compute capability 8.0 or newer
 THREADS = 4 * WARP  # of the forward kernel
+MANY = 256  # threads of kernels that copy and add numbers
+MOST_GROUPS = 64  # of parts of the weights' gradient, which are summed first
+LEAST_PARTS = 4  # of a gradient that are allowed even if they take more than the scratch memory
 
-SCORE = Struct("<15q2I4i")
-BACKWARD = Struct("<18q8i")
+CALL = Struct("<36q11i4x")
 TILES = Struct("<17q6i")
+Launch = tuple[int, int, int]
+"""Thread blocks, their threads, and their bytes of shared memory."""
 
 
-class Plan(NamedTuple):
-    """A kernel for a dtype, a number of dimensions and blocks, and bases.
+class Problem(NamedTuple):
+    """The shapes, dtypes and options of a call. ``scores`` is the dtype of the scores or their gradient."""
 
-    Attributes:
-        kernel: the kernel.
-        dtype: dtype it reads.
-        layout: blocks and dimensions it processes.
-        pack: keys of a group of lanes.
-        warps: warps per program.
-        shared: bytes of shared memory.
-    """
+    device: torch.device
+    dtype: torch.dtype
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    n: int
+    bases: tuple[str, ...]
+    scores: torch.dtype
+    need: Need | None = None  # of the backward pass
 
-    kernel: nvrtc.Kernel
+
+class Program(NamedTuple):
+    """A kernel: its source and constants, the dtype, blocks and dimensions it processes, and its thread blocks."""
+
+    source: str
+    constants: dict[str, int]
     dtype: torch.dtype
     layout: Layout
-    pack: int
+    keys: int  # of a group of lanes
     warps: int
-    shared: int = 0
+    shared: int = 0  # bytes
 
 
-def serves(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-    """Returns whether the kernels support a call; ``near`` of wide blocks is a sum that no lane keeps."""
-    return nvrtc.runs(query.device) and not ("near" in bases and blocks < query.shape[-1])
+def _forward_program(problem: Problem) -> Program:
+    device, dtype, (*_, d), _, n, bases, *_ = problem
+    # Two keys at a time: single dimensions in half precision, if the GPU has the instructions.
+    packed = n == d and dtype != torch.float32 and nvrtc.capability(device) >= (8, 0)
+    packed = packed and (dtype == torch.float16 or nvrtc.capability(device) >= (9, 0))
+    layout = choose_layout(n, d // n, alone=96, shared=64, step=1 + packed)
+    dtype = _padded_dtype(problem, layout)
+    packed = packed and dtype != torch.float32 and layout.chunk % 2 == 0
+    flat = n >= MIN_FLAT and "near" not in bases
+    constants = {**_constants(problem, layout, dtype, flat), "packed": packed}
+    return Program("score.cu", constants, dtype, layout, 1 + packed, THREADS // WARP)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], out: Tensor, widths: Tensor) -> None:
+def _backward_program(problem: Problem) -> Program:
+    _, dtype, (*_, d), _, n, bases, _, need = problem
+    layout = choose_layout(n, d // n, alone=32, shared=32)
+    dtype = _padded_dtype(problem, layout)
+
+    def shared_bytes(warps: int) -> int:
+        rows = 2 * warps * 4 * layout.dims if warps > 1 else 0
+        return warps * len(bases) * layout.chunk * 4 * WARP + rows
+
+    # Wide rows have few keys in a warp: warps that add up their gradients of a query leave fewer parts.
+    most = 4 if layout.pairs <= (8 if n == d else 4) else 1
+    warps = next(each for each in (4, 2, 1) if each == 1 or (each <= most and shared_bytes(each) <= SHARED_BYTES))
+    flat = n >= MIN_FLAT and need is not None and not need[2]  # constant weights have a gradient
+    tagged = n == d and dtype != torch.float32
+    constants = {**_constants(problem, layout, dtype, flat), "tagged": tagged, "warps": warps}
+    return Program("score_backward.cu", constants, dtype, layout, 1, warps, shared_bytes(warps))
+
+
+def _padded_dtype(problem: Problem, layout: Layout) -> torch.dtype:
+    """Returns float32 if blocks are padded with values that the dtype cannot hold, else the dtype."""
+    is_half = problem.dtype == torch.float16
+    return torch.float32 if layout.blocks > problem.n and is_half else problem.dtype
+
+
+def _constants(problem: Problem, layout: Layout, dtype: torch.dtype, flat: bool) -> dict[str, int]:
+    bases, n = problem.bases, problem.n
+    return {
+        **layout.constants(),
+        "given_dtype": DTYPES[problem.dtype],
+        "dtype": DTYPES[dtype],
+        "score_dtype": DTYPES[problem.scores],
+        "n": n,
+        "size": problem.query[-1] // n,
+        "bases": len(bases),
+        "kinds": sum(KINDS.index(base) << 2 * place for place, base in enumerate(bases)),
+        "has_near": "near" in bases,
+        "may_be_flat": flat,
+    }
+
+
+class Plan:
+    """All that depends on a problem alone: kernels, their launches, and scratch memory."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.program = problem, (_backward_program if problem.need else _forward_program)(problem)
+        program, layout, bases = self.program, self.program.layout, len(problem.bases)
+        self.batch, self.heads, length, d = problem.query
+        self.all_heads = self.batch * self.heads
+        self.is_swapped = self._is_better_swapped(length, problem.key[2])
+        self.lengths = self.in_order((length, problem.key[2]))
+        self.is_padded = layout.dims > d or program.dtype != problem.dtype
+        stretch = program.dtype.itemsize * layout.stretch  # bytes of adjacent dimensions that a lane reads
+        self.alignment = 4 * gcd(stretch // 4, 4) if stretch % 4 == 0 else program.dtype.itemsize
+        self.folding = -(-self.heads * bases * WARP // MANY)  # thread blocks that fold weights
+        launches, parts = self._divide_backward(problem.need) if problem.need else self._divide_forward()
+        make = partial(nvrtc.Kernel, program.source, constants=program.constants, index=problem.device.index or 0)
+        self.prepare = make(name="score_prepare")
+        self.launches = [(make(name=name), *launch) for name, launch in launches.items()]
+        # Bytes from which folded weights, the parts of three gradients and first sums of parts start, and the end.
+        sizes = self.heads * bases * layout.blocks * (2 if "near" in problem.bases else 1), *parts
+        self.places = list(accumulate((-(-4 * size // 256) * 256 for size in sizes), initial=0))
+
+    def _is_better_swapped(self, length: int, count: int) -> bool:
+        """Returns whether fewer lanes are idle if queries and keys change places; all bases are symmetric."""
+        if not self.problem.need:
+            return self.all_heads * count < 32 * WARP and length > count
+        keys = self.program.warps * self.program.layout.pairs
+        return _filled(length, keys) > 1.1 * _filled(count, keys)
+
+    def in_order(self, pair: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns what belongs to query and key in the order in which the kernels take them."""
+        return (pair[1], pair[0]) if self.is_swapped else (pair[0], pair[1])
+
+    def _divide_forward(self) -> tuple[dict[str, Launch], list[int]]:
+        (length, count), program = self.lengths, self.program
+        programs = -(-self.all_heads * -(-count // program.keys) * program.layout.lanes // THREADS)
+        rows = division.rows_per_program(length, programs * program.warps, self.problem.device)
+        self.division = rows, programs, 0, 0, 0, 0, 0
+        return {"score": (programs * -(-length // rows), THREADS, 0)}, [0] * 4
+
+    def _divide_backward(self, need: Need) -> tuple[dict[str, Launch], list[int]]:
+        """Cuts keys into strips of tiles, and queries into chunks; returns launches, and sizes of parts of gradients.
+
+        There are enough programs to fill the GPU several times. Beyond that, a program processes several tiles and
+        writes fewer parts.
+        """
+        (length, count), program, device = self.lengths, self.program, self.problem.device
+        queries, keys = (self.all_heads * each * program.layout.dims for each in self.lengths)
+        most_strips, most_chunks = (max(LEAST_PARTS, SCRATCH_BYTES // (4 * size)) for size in (queries, keys))
+        tiles = -(-count // (program.warps * program.layout.pairs))
+        span = max(1, self.all_heads * tiles // (division.PROGRAMS_PER_SLOT * division.slots(device)))
+        span = max(span, -(-tiles // most_strips))
+        strips = -(-tiles // span)
+        programs = self.all_heads * strips
+        rows = division.rows_per_program(length, programs * program.warps, device, 1, most_chunks)
+        chunks, weights = -(-length // rows), self.heads * len(self.problem.bases)
+        parts = strips * chunks * self.batch * program.warps
+        groups = min(parts, MOST_GROUPS) if need[2] else 0
+        self.division = rows, programs, span, strips, chunks, program.warps, groups
+        summed = sum(each for each, wanted in zip(self.lengths, self.in_order(need), strict=True) if wanted)
+        summed = summed * self.all_heads * self.problem.query[-1] + groups * weights * self.problem.n
+        launches = {
+            "score_backward": (programs * chunks, WARP * program.warps, program.shared),
+            "score_sum": (-(-summed // MANY), MANY, 0),
+        }
+        if need[2]:
+            launches["score_sum_weights"] = self.folding, MANY, 0
+        of_weights = parts * weights * program.layout.blocks, groups * weights * self.problem.n
+        return launches, [queries * strips, keys * chunks, *of_weights]
+
+    def run(
+        self,
+        pair: tuple[Tensor, Tensor],
+        weight: Tensor,
+        scores: Tensor,
+        widths: Tensor | None = None,
+        grads: Sequence[Tensor | None] = (None, None, None),
+    ) -> None:
+        """Computes the scores of query and key, or gradients from those of the scores."""
+        inputs, layout, item = self.in_order(pair), self.program.layout, self.program.dtype.itemsize
+        sizes = [0 if self._is_ready(x) else x.shape[-2] * self.all_heads * layout.dims for x in inputs]
+        scratch = torch.empty(self.places[-1] + item * sum(sizes), dtype=torch.uint8, device=scores.device)
+        *places, end = (scratch.data_ptr() + place for place in self.places)
+        rows, copied = [], end
+        for x, size in zip(inputs, sizes, strict=True):
+            *given, column = _place(x)
+            row = item * layout.dims
+            strides = self.heads * x.shape[-2] * row, x.shape[-2] * row, row
+            rows += [*given, column, *((copied, *strides) if size else given)]
+            copied += item * size
+        *heads, down, across = _place(scores)
+        arguments = CALL.pack(
+            *rows, *heads, *self.in_order((down, across)), weight.data_ptr(), *weight.stride(),
+            0 if widths is None else widths.data_ptr(), *places,
+            *(0 if x is None else x.data_ptr() for x in (*self.in_order(grads[:2]), grads[2])),
+            self.batch, self.heads, *self.lengths, *self.division,
+        )  # fmt: skip
+        prepare = self.prepare, self.folding + -(-sum(sizes) // MANY), MANY, 0
+        nvrtc.run(scores.device, [prepare, *self.launches], arguments)
+
+    def _is_ready(self, rows: Tensor) -> bool:
+        """Returns whether the kernels can read rows where they are: aligned, adjacent numbers that need no padding."""
+        batch, head, row, column = rows.stride()
+        address = rows.data_ptr() | (batch | head | row) * rows.element_size()
+        return column == 1 and address % self.alignment == 0 and not self.is_padded
+
+
+_plan = lru_cache(maxsize=4096)(Plan)
+
+
+def _filled(count: int, tile: int) -> float:
+    """Returns the fraction of lanes that ``count`` keys in tiles of ``tile`` keys occupy."""
+    return count / (-(-count // tile) * tile)
+
+
+def _place(tensor: Tensor) -> list[int]:
+    """Returns the address of a tensor ``(N, H, L, d)`` and its strides in bytes."""
+    return [tensor.data_ptr(), *(tensor.element_size() * stride for stride in tensor.stride())]
+
+
+def score(
+    query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], out: Tensor, widths: Tensor | None
+) -> None:
     """Computes the scores into ``out``; arguments are those of :func:`ahop_layers.ops.chunked.score`."""
     if _use_tiles(query, weight, bases):
         return _score_tiles(query, key, weight, bases, out)
-    plan = _score_plan(query.device, query.dtype, query.shape[-1], weight.shape[-1], bases, out.dtype)
-    if query.shape[:2].numel() * key.shape[-2] < 32 * WARP and query.shape[-2] > key.shape[-2]:
-        query, key, out = key, query, out.mT  # few keys leave lanes idle, and all bases are symmetric
-    query, key = _rows(query, plan, weight.shape[-1], PAD_QUERY), _rows(key, plan, weight.shape[-1], PAD_KEY)
-    weight = _weights(weight, plan)
-    if "near" in bases:  # exp(-x / width) is 2 ** (rate * x)
-        weight = torch.cat((weight, (-log2(e) / widths)[:, None].expand_as(weight)), 1)
-    (n, heads, length, _), count = query.shape, key.shape[-2]
-    slots = n * heads * -(-count // plan.pack)
-    programs = -(-slots * plan.layout.lanes // THREADS)
-    rows = division.rows_per_program(length, programs * plan.warps, query.device)
-    arguments = SCORE.pack(
-        *_place(query)[:4], *_place(key)[:4], *_place(out), weight.data_ptr(), weight.stride(0), slots, programs,
-        heads, length, count, rows,
-    )  # fmt: skip
-    nvrtc.run(query.device, [(plan.kernel, programs * -(-length // rows), THREADS, 0)], arguments)
+    problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, out.dtype)
+    _plan(problem).run((query, key), weight, out, None if widths is None else widths.contiguous())
 
 
 def score_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], needs_weights: bool
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of query, key and weight, in the dtype of a tensor or float32."""
+    """Computes the gradients of query, key and weight, contiguous and in their dtypes; empty where not needed."""
     if _use_tiles(query, weight, bases):
-        return attend.score_gradients(_tile_call(query, key, weight, bases, grad))
-    flat = not needs_weights and weight.shape[-1] >= MIN_FLAT
-    shape = query.dtype, query.shape[-1], weight.shape[-1]
-    plan = _backward_plan(query.device, *shape, bases, flat, grad.dtype)
-    keys = plan.warps * plan.layout.pairs
-    if _filled(query.shape[-2], keys) > 1.1 * _filled(key.shape[-2], keys):
-        key_grad, query_grad, weight_grad = _launch_backward(grad.mT, key, query, weight, plan)
-    else:
-        query_grad, key_grad, weight_grad = _launch_backward(grad, query, key, weight, plan)
+        return attend.score_gradients(_tile_call(query, key, weight, bases, grad), need)
+    problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
+    query_grad, key_grad, weight_grad = grads = [
+        torch.empty(x.shape if wanted else 0, dtype=x.dtype, device=x.device)
+        for x, wanted in zip((query, key, weight), need, strict=True)
+    ]
+    _plan(problem).run((query, key), weight, grad, None, grads)
     return query_grad, key_grad, weight_grad
-
-
-def _launch_backward(
-    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes gradients in float32, in launches whose partial sums fit in ``SCRATCH_BYTES``."""
-    n, size = weight.shape[-1], query.shape[-1] // weight.shape[-1]
-    query, key = _rows(query, plan, n, PAD_QUERY), _rows(key, plan, n, PAD_KEY)
-    weight = _weights(weight, plan)
-    parts = list(division.launches(query, key, plan.warps * plan.layout.pairs))
-    if len(parts) == 1:
-        query_grad, key_grad, weight_grad = _launch_part(grad, query, key, weight, plan)
-    else:
-        query_grad, key_grad = (torch.zeros(each.shape, device=grad.device) for each in (query, key))
-        weight_grad = torch.zeros(weight.shape, device=grad.device)
-        for batch, rows in parts:
-            sums = _launch_part(grad[batch, :, rows], query[batch, :, rows], key[batch], weight, plan)
-            query_grad[batch, :, rows] = sums[0]
-            key_grad[batch] += sums[1]
-            weight_grad += sums[2]
-    query_grad, key_grad = (_without_padding(each, plan.layout, n, size) for each in (query_grad, key_grad))
-    return query_grad, key_grad, weight_grad[..., :n]
-
-
-def _launch_part(grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    (n, heads, length, _), count = query.shape, key.shape[-2]
-    work = division.BackwardDivision(query, key, plan.warps * plan.layout.pairs, plan.warps)
-    parts = work.partial_sums(query, key, weight, plan.warps)
-    arguments = BACKWARD.pack(
-        *_place(grad)[:4], *_place(query)[:4], *_place(key)[:4], _place(grad)[4], weight.data_ptr(), weight.stride(0),
-        *(part.data_ptr() for part in parts),
-        heads, n * heads, length, count, work.rows, work.span, work.strips, work.chunks,
-    )  # fmt: skip
-    blocks = work.programs * work.chunks
-    nvrtc.run(query.device, [(plan.kernel, blocks, WARP * plan.warps, plan.shared)], arguments)
-    query_grad, key_grad = (part[0] if len(part) == 1 else part.sum(0) for part in parts[:2])
-    return query_grad, key_grad, parts[2].sum((0, 1, 2, 4))
 
 
 def _use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
     """Returns whether the blocks suit tensor cores: half precision, few blocks of 8, 16, 32... dimensions."""
     n, d = weight.shape[-1], query.shape[-1]
+    if query.dtype == torch.float32 or n > attend.MAX_BLOCKS or d > attend.MAX_DIMENSIONS:
+        return False
     whole = attend.kernel_shape(n, d // n, attend.CHUNK) == (n, d // n, attend.CHUNK)
-    fits = whole and n <= attend.MAX_BLOCKS and d <= attend.MAX_DIMENSIONS
-    return fits and query.dtype != torch.float32 and set(bases) <= {"dis", "dot"}
+    return whole and set(bases) <= {"dis", "dot"} and nvrtc.runs(query.device)
 
 
 def _tile_call(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], scores: Tensor) -> AttentionCall:
@@ -142,8 +268,8 @@ def _tile_call(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...
 
 
 def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], out: Tensor) -> None:
-    plan = attend.plan(_tile_call(query, key, weight, bases, out), scores=True)
-    weight = weight.contiguous()
+    call = _tile_call(query, key, weight, bases, out)
+    plan, weights = attend.plan(call, scores=True), attend.Weights(call)
     (n, heads, length, _), count = query.shape, key.shape[-2]
     blocks, keys_at_once = -(-plan.tiles // attend.SCORE_WARPS), attend.SCORE_WARPS * attend.ROWS
     programs = n * heads * blocks
@@ -151,111 +277,6 @@ def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, .
     chunks = -(-count // rows)
     queries, keys = plan.rows(query, 0, 1, False), plan.rows(key, 0, 1, False)
     arguments = TILES.pack(
-        *queries.place, *keys.place, *_place(out), weight.data_ptr(), 0, weight.stride(0), 0,
-        heads, length, count, rows, blocks, chunks,
-    )  # fmt: skip
+        *queries.place, *keys.place, *_place(out), *weights.place, heads, length, count, rows, blocks, chunks
+    )
     plan.run({"score_tiles": (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes)}, arguments)
-
-
-@lru_cache(maxsize=None)
-def _score_plan(
-    device: torch.device, dtype: torch.dtype, d: int, n: int, bases: tuple[str, ...], out: torch.dtype
-) -> Plan:
-    """Returns the plan of the forward pass; ``out`` is the dtype of the scores."""
-    # Two keys at a time: single dimensions in half precision, if the GPU has the instructions.
-    packed = n == d and dtype != torch.float32
-    packed = packed and (dtype == torch.float16 or torch.cuda.get_device_capability(device) >= (9, 0))
-    layout = choose_layout(n, d // n, alone=96, shared=64, step=1 + packed)
-    dtype = _padded_dtype(dtype, layout, n)
-    packed = packed and dtype != torch.float32 and layout.chunk % 2 == 0
-    flat = n >= MIN_FLAT and "near" not in bases
-    constants = {**_constants(layout, n, bases, dtype, out, flat), "packed": packed}
-    kernel = nvrtc.Kernel("score.cu", "score", constants, _index(device))
-    return Plan(kernel, dtype, layout, 1 + packed, THREADS // WARP)
-
-
-@lru_cache(maxsize=None)
-def _backward_plan(
-    device: torch.device,
-    dtype: torch.dtype,
-    d: int,
-    n: int,
-    bases: tuple[str, ...],
-    flat: bool,
-    grad: torch.dtype,
-) -> Plan:
-    """Returns the plan of the backward pass; ``grad`` is the dtype of the scores' gradient.
-
-    ``flat`` says that the sort is skipped where weights are constant: their gradient is not computed then.
-    """
-    layout = choose_layout(n, d // n, alone=32, shared=32)
-    dtype = _padded_dtype(dtype, layout, n)
-
-    def shared_bytes(warps: int) -> int:
-        rows = 2 * warps * 4 * layout.dims if warps > 1 else 0
-        return warps * len(bases) * layout.chunk * 4 * WARP + rows
-
-    # Wide rows have few keys in a warp: warps that add up their gradients of a query leave fewer partial sums.
-    most = 4 if layout.pairs <= (8 if n == d else 4) else 1
-    warps = next(each for each in (4, 2, 1) if each == 1 or (each <= most and shared_bytes(each) <= SHARED_BYTES))
-    tagged = n == d and dtype != torch.float32
-    constants = {**_constants(layout, n, bases, dtype, grad, flat), "tagged": tagged, "warps": warps}
-    kernel = nvrtc.Kernel("score_backward.cu", "score_backward", constants, _index(device))
-    return Plan(kernel, dtype, layout, 1, warps, shared_bytes(warps))
-
-
-def _constants(
-    layout: Layout, n: int, bases: tuple[str, ...], dtype: torch.dtype, scores: torch.dtype, flat: bool
-) -> dict[str, int]:
-    kinds = sum(KINDS.index(base) << 2 * place for place, base in enumerate(bases))
-    dtypes = {"dtype": DTYPES[dtype], "score_dtype": DTYPES[scores]}
-    return {**layout.constants(), **dtypes, "n": n, "bases": len(bases), "kinds": kinds, "may_be_flat": flat}
-
-
-def _index(device: torch.device) -> int:
-    return device.index or 0
-
-
-def _padded_dtype(dtype: torch.dtype, layout: Layout, n: int) -> torch.dtype:
-    """Returns float32 if blocks are padded with values that the dtype cannot hold, else the dtype."""
-    return torch.float32 if layout.blocks > n and dtype == torch.float16 else dtype
-
-
-def _rows(tensor: Tensor, plan: Plan, n: int, fill: float) -> Tensor:
-    """Returns the tensor with aligned rows of the plan's dimensions. Copies only if necessary.
-
-    Blocks are padded with zeros, which add nothing to a sum. Padding blocks hold ``fill``, once, and sort last.
-    """
-    tensor = tensor.to(plan.dtype)
-    layout, size = plan.layout, tensor.shape[-1] // n
-    if layout.dims == tensor.shape[-1]:
-        stretch = plan.dtype.itemsize * layout.stretch  # bytes of adjacent dimensions that a lane reads
-        return aligned(tensor, 4 * gcd(stretch // 4, 4) if stretch % 4 == 0 else plan.dtype.itemsize)
-    padded = tensor.new_zeros(*tensor.shape[:-1], layout.blocks, layout.block_size)
-    padded[..., :n, :size] = torch.unflatten(tensor, -1, (n, size))
-    padded[..., n:, 0] = fill
-    return padded.flatten(-2)
-
-
-def _without_padding(grad: Tensor, layout: Layout, n: int, size: int) -> Tensor:
-    if grad.shape[-1] == n * size:
-        return grad
-    return torch.unflatten(grad, -1, (layout.blocks, layout.block_size))[..., :n, :size].flatten(-2)
-
-
-def _weights(weight: Tensor, plan: Plan) -> Tensor:
-    """Returns weights ``(H, n_bases, blocks)``; weights of padding blocks, which sort last, are 0."""
-    added = plan.layout.blocks - weight.shape[-1]
-    if added:
-        return functional.pad(weight, (0, added))
-    return aligned(weight, 16) if weight.stride(1) == weight.shape[-1] else weight.contiguous()
-
-
-def _place(tensor: Tensor) -> list[int]:
-    """Returns the address of a tensor ``(N, H, L, d)`` and its strides in bytes."""
-    return [tensor.data_ptr(), *(tensor.element_size() * stride for stride in tensor.stride())]
-
-
-def _filled(count: int, tile: int) -> float:
-    """Returns the fraction of lanes that ``count`` keys in tiles of ``tile`` keys occupy."""
-    return count / (-(-count // tile) * tile)

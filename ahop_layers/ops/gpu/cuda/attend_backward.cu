@@ -500,8 +500,8 @@ KERNEL void attend_weights(const Backward p) {
     if (lane <= N) sums[lane] = total, samples[0][lane] = sampled;
     sync_warp();
     const float rest = samples[0][N] > 0 ? sums[N] / samples[0][N] : 0;
-    total = SCORES && lane < N ? sums[lane] : 0;
-    for (int i = 0; !SCORES && lane < N && i <= lane; ++i) total += sums[i] - rest * samples[0][i];
+    total = 0;
+    for (int i = 0; lane < N && i <= lane; ++i) total += sums[i] - (SCORES ? 0 : rest * samples[0][i]);
     const int place = h * BASES + base;
     const float weight = lane < N ? p.weights.weight[h * p.weights.weight_head + base * N + lane] : 0;
     const float slope = sum_warp(total * weight) * p.scaling;

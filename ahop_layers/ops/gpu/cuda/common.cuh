@@ -17,3 +17,17 @@ DEVICE float sum_warp(float x) {
     for (int distance = 1; distance < 32; distance *= 2) x += shuffle_xor(x, distance);
     return x;
 }
+
+enum { FLOAT, HALF, BFLOAT };
+constexpr int bytes_of(int dtype) { return dtype == FLOAT ? 4 : 2; }
+template <int DTYPE> struct HalfOf { typedef Float16 Type; };
+template <> struct HalfOf<BFLOAT> { typedef BFloat16 Type; };
+
+template <int DTYPE>
+DEVICE void store_float(char* place, float x) {
+    if constexpr (DTYPE == FLOAT) {
+        *(float*)place = x;
+    } else {
+        *(unsigned short*)place = HalfOf<DTYPE>::Type::pack(x, 0);
+    }
+}

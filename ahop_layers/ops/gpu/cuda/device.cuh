@@ -29,6 +29,7 @@ DEVICE bool any_lane(bool x) { return __any_sync(ALL_LANES, x); }
 DEVICE u32 add_atomically(u32* place, u32 x) { return atomicAdd(place, x); }
 
 // Minimum and maximum that are NaN if one argument is.
+#if __CUDA_ARCH__ >= 800
 DEVICE float max_nan(float a, float b) {
     float r;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -40,6 +41,10 @@ DEVICE float min_nan(float a, float b) {
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
+#else
+DEVICE float max_nan(float a, float b) { return a != a || b != b ? a + b : fmaxf(a, b); }
+DEVICE float min_nan(float a, float b) { return a != a || b != b ? a + b : fminf(a, b); }
+#endif
 
 DEVICE float exp2_approx(float x) {
     float r;

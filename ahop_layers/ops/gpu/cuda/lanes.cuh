@@ -7,7 +7,7 @@
 
 constexpr int GROUP = AHOP_GROUP, CHUNK = AHOP_CHUNK, WIDTH = AHOP_WIDTH, SPLIT = AHOP_SPLIT, COPIES = AHOP_COPIES;
 constexpr int RUN = AHOP_RUN, STRETCH = AHOP_STRETCH;  // adjacent blocks, and adjacent dimensions, of a lane
-constexpr int N = AHOP_N, BASES = AHOP_BASES;          // blocks without padding, and bases
+constexpr int N = AHOP_N, SIZE = AHOP_SIZE, BASES = AHOP_BASES;  // blocks and their sizes without padding, and bases
 constexpr int LANES = GROUP * COPIES, PAIRS = 32 / LANES, READERS = GROUP / SPLIT, PARTS = SPLIT * COPIES;
 constexpr int HELD = CHUNK * SPLIT, PER_LANE = HELD * WIDTH, BLOCKS = GROUP * CHUNK, BLOCK_SIZE = WIDTH * PARTS;
 constexpr int DIMS = BLOCKS * BLOCK_SIZE, RUN_STEP = READERS * RUN * BLOCK_SIZE;
@@ -18,11 +18,7 @@ constexpr bool MAY_BE_FLAT = AHOP_MAY_BE_FLAT;         // whether constant weigh
 enum { DIS, DOT, L1, NEAR };
 constexpr int kind_of(int base) { return AHOP_KINDS >> 2 * base & 3; }
 
-enum { FLOAT, HALF, BFLOAT };
-template <int DTYPE> struct HalfOf { typedef Float16 Type; };
-template <> struct HalfOf<BFLOAT> { typedef BFloat16 Type; };
 constexpr int DTYPE = AHOP_DTYPE, SCORE_DTYPE = AHOP_SCORE_DTYPE;  // of queries and keys, and of scores
-constexpr int bytes_of(int dtype) { return dtype == FLOAT ? 4 : 2; }
 constexpr int ITEM = bytes_of(DTYPE), SCORE_ITEM = bytes_of(SCORE_DTYPE);
 typedef HalfOf<DTYPE>::Type Half;
 
@@ -64,15 +60,6 @@ DEVICE void load_floats(float* x, const char* place) {
     }
 }
 
-template <int TYPE>
-DEVICE void store_float(char* place, float x) {
-    if constexpr (TYPE == FLOAT) {
-        *(float*)place = x;
-    } else {
-        *(unsigned short*)place = HalfOf<TYPE>::Type::pack(x, 0);
-    }
-}
-
 // The dimension of a row that a lane has in its register `slot`, after the first one.
 DEVICE int dimension_of(int slot) {
     return slot / (RUN * WIDTH) * RUN_STEP + slot % (RUN * WIDTH) / STRETCH * (PARTS * STRETCH) + slot % STRETCH;
@@ -109,9 +96,10 @@ DEVICE void exchange_halves(float* x, int distance, bool upper) {
     }
 }
 
-// The similarity of one dimension, added to `total`; `near` is not computed here.
-DEVICE float add_similarity(int kind, float query, float key, float total) {
+// The similarity of one dimension, added to `total`; `near` is 2^(rate * difference).
+DEVICE float add_similarity(int kind, float query, float key, float total, float rate = 0) {
     const float difference = query - key;
+    if (kind == NEAR) return total + exp2_approx(fabsf(difference) * rate);
     if (kind == DOT) return fmaf(query, key, total);
     if (kind == DIS) return fmaf(-difference, difference, total);
     return total - fabsf(difference);
@@ -128,7 +116,7 @@ DEVICE void share_out(float* totals, int lane) {
 // Computes the similarities of the blocks that this lane sorts.
 template <class T>
 DEVICE void compute_similarities(T (&values)[CHUNK], int kind, const float (&query)[PER_LANE],
-                                 const float (&key)[PER_LANE], Lane lane) {
+                                 const float (&key)[PER_LANE], Lane lane, float rate = 0) {
     constexpr int CHAINS = WIDTH == 1 ? 1 : HELD == 1 && WIDTH >= 4 ? 4 : 2;  // partial sums hide latency
     float totals[HELD];
 #pragma unroll
@@ -137,7 +125,7 @@ DEVICE void compute_similarities(T (&values)[CHUNK], int kind, const float (&que
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             const int slot = block * WIDTH + i;
-            sums[i % CHAINS] = add_similarity(kind, query[slot], key[slot], sums[i % CHAINS]);
+            sums[i % CHAINS] = add_similarity(kind, query[slot], key[slot], sums[i % CHAINS], rate);
         }
         totals[block] = CHAINS == 4 ? (sums[0] + sums[1]) + (sums[2 % CHAINS] + sums[3 % CHAINS])
                                     : CHAINS == 2 ? sums[0] + sums[1 % CHAINS] : sums[0];
@@ -147,7 +135,7 @@ DEVICE void compute_similarities(T (&values)[CHUNK], int kind, const float (&que
     for (int i = 0; i < CHUNK; ++i) {
 #pragma unroll
         for (int distance = GROUP; distance < LANES; distance *= 2) totals[i] += shuffle_xor(totals[i], distance);
-        values[i].set(totals[i]);
+        values[i].set(kind == NEAR ? totals[i] - (BLOCK_SIZE - SIZE) : totals[i]);  // where zeros are padding
     }
 }
 

@@ -1,17 +1,8 @@
 // Scores of queries and keys: a group of lanes keeps a key in registers, or two, and compares it with queries in turn.
-#include "lanes.cuh"
+#include "score_call.cuh"
 
 constexpr bool PACKED = AHOP_PACKED;  // two keys at a time in half precision, for blocks of one dimension
 constexpr int KEYS = PACKED ? 2 : 1, THREADS = 128;
-
-struct Score {
-    Tensor query, key, out;
-    i64 out_key;          // further stride of `out`, in bytes
-    const float* weight;  // (H, BASES, BLOCKS), folded; with `near` also (H, BASES, BLOCKS) of rates
-    i64 weight_head;
-    u32 slots, programs;
-    int heads, length, count, rows;
-};
 
 // Bases of single dimensions that have the order of the absolute differences share one sort, the first one.
 constexpr int shared_bases() {
@@ -74,14 +65,14 @@ struct OneKey {
 
     DEVICE void load(const char* first, const char*, Lane lane) { lane.load(key, first); }
 
-    DEVICE void compare(Value (&values)[CHUNK], int kind, const char* query, const float (&kept)[PER_LANE],
-                        Lane lane) const {
+    DEVICE void compare(Value (&values)[CHUNK], int kind, const char* query, const float (&kept)[PER_LANE], Lane lane,
+                        float rate) const {
         if constexpr (KEEPS_ROWS) {
-            compute_similarities(values, kind, kept, key, lane);
+            compute_similarities(values, kind, kept, key, lane, rate);
         } else {
             float row[PER_LANE];
             lane.load(row, query);
-            compute_similarities(values, kind, row, key, lane);
+            compute_similarities(values, kind, row, key, lane, rate);
         }
     }
 
@@ -113,7 +104,8 @@ struct TwoKeys {
         for (int i = 0; i < PER_LANE; ++i) keys[i] = select_bytes(a[i / 2], b[i / 2], i % 2 ? 0x7632 : 0x5410);
     }
 
-    DEVICE void compare(Two (&values)[CHUNK], int kind, const char* query, const float (&)[PER_LANE], Lane lane) const {
+    DEVICE void compare(Two (&values)[CHUNK], int kind, const char* query, const float (&)[PER_LANE], Lane lane,
+                        float) const {
         u32 row[WORDS];
         load_row(row, query, lane);
 #pragma unroll
@@ -157,7 +149,7 @@ DEVICE void weigh(float (&scores)[KEYS], const Keys::Item (&values)[CHUNK], int 
         for (int i = 0; i < CHUNK; ++i) {
             float x = Keys::value(values[i], which);
             if (kind_of(base) == DIS && changed) x *= -x;
-            if (kind_of(base) == NEAR) x = exp2_approx(-x * rate);
+            if (kind_of(base) == NEAR && changed) x = exp2_approx(-x * rate);
             sums[i % 2] = fmaf(x, bits_float(factors[i]), sums[i % 2]);
         }
         scores[which] += sums[0] + sums[1];
@@ -197,22 +189,23 @@ DEVICE void add_flat(float (&scores)[KEYS], const Keys& keys, const char* query,
     }
 }
 
-KERNEL void __launch_bounds__(THREADS) score(const Score p) {
+KERNEL void __launch_bounds__(THREADS) score(const ScoreCall p) {
     const Lane lane;
-    const u32 per_head = (p.count + KEYS - 1) / KEYS;
+    const u32 per_head = (p.count + KEYS - 1) / KEYS, slots = p.batch * p.heads * per_head;
     const u32 number = blockIdx.x % p.programs * (THREADS / LANES) + threadIdx.x / LANES;
-    const u32 slot = min(number, p.slots - 1), head = slot / per_head;  // lanes past the end repeat the last key
+    const u32 slot = min(number, slots - 1), head = slot / per_head;  // lanes past the end repeat the last key
     const int n = head / p.heads, h = head % p.heads, start = blockIdx.x / p.programs * p.rows;
     const int key = (slot - head * per_head) * KEYS, other = min(key + 1, p.count - 1);
-    const bool exists = number < p.slots && lane.index % LANES == 0, stores[2] = {exists, exists && key + 1 < p.count};
-    const float* weight = p.weight + h * p.weight_head;
-    const char* query = p.query.at(n, h) + start * p.query.row;
-    char* out = p.out.at(n, h) + start * p.out.row;
-    char* places[2] = {out + key * p.out_key, out + other * p.out_key};
+    const bool exists = number < slots && lane.index % LANES == 0, stores[2] = {exists, exists && key + 1 < p.count};
+    const Tensor &queries = p.query.ready, &all_keys = p.key.ready;
+    const float* weight = p.folded + h * FOLDED;
+    const char* query = queries.at(n, h) + start * queries.row;
+    char* out = p.scores.at(n, h) + start * p.scores.row;
+    char* places[2] = {out + key * p.scores_key, out + other * p.scores_key};
     float constants[BASES];
     const bool flat = find_flat(constants, weight, lane);
     Keys keys;
-    keys.load(p.key.at(n, h) + key * p.key.row, p.key.at(n, h) + other * p.key.row, lane);
+    keys.load(all_keys.at(n, h) + key * all_keys.row, all_keys.at(n, h) + other * all_keys.row, lane);
     for (int left = min(p.rows, p.length - start); left > 0; --left) {
         float scores[KEYS] = {}, kept[PER_LANE];
         if (KEEPS_ROWS) lane.load(kept, query);
@@ -225,7 +218,9 @@ KERNEL void __launch_bounds__(THREADS) score(const Score p) {
                 // All sorts share one network if the loop is not unrolled, and `each` is constant anyway.
 #pragma unroll
                 for (int each = 0; each < SORTS; ++each)
-                    if (each == sort) keys.compare(values, kind_of_sort(each), query, kept, lane);
+                    if (each == sort)
+                        keys.compare(values, kind_of_sort(each), query, kept, lane,
+                                     kind_of_sort(each) == NEAR ? weight[(BASES + each) * BLOCKS] : 0);
                 sort_group<UNROLLED == 1 ? 1 : 5>(values, lane.index);
 #pragma unroll
                 for (int each = 0; each < SORTS; ++each)
@@ -238,8 +233,8 @@ KERNEL void __launch_bounds__(THREADS) score(const Score p) {
             for (int distance = 1; distance < GROUP; distance *= 2)
                 scores[which] += shuffle_xor(scores[which], distance);
             if (stores[which]) store_float<SCORE_DTYPE>(places[which], scores[which]);
-            places[which] += p.out.row;
+            places[which] += p.scores.row;
         }
-        query += p.query.row;
+        query += queries.row;
     }
 }

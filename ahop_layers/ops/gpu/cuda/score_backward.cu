@@ -4,24 +4,13 @@
 // carries the place in shared memory where its block expects that weight through the sort. Then rank j writes weight j
 // to the place that it carries. Every lane has its own bank. Several warps have different keys of the same queries, and
 // add up the gradients of a query in shared memory.
-#include "lanes.cuh"
+#include "score_call.cuh"
 
 constexpr int WARPS = AHOP_WARPS, THREADS = 32 * WARPS, KEYS = WARPS * PAIRS;
 constexpr bool TAGGED = AHOP_TAGGED;  // half precision: the place is in bits of a value that it does not use
 // A value with its place takes twice the instructions, so less of the code is unrolled.
 constexpr int NETWORKS = N > 48 && !TAGGED ? 1 : UNROLLED, LEVELS = GROUP >= 16 && !TAGGED ? 1 : 5;
 constexpr int TAG_BITS = 10, PLACES = CHUNK * 32;  // places of a base: slot * 32 + lane, or its member in a group
-
-struct ScoreBackward {
-    Tensor grad, query, key;
-    i64 grad_key;  // further stride of `grad`, in bytes
-    const float* weight;
-    i64 weight_head;
-    float* query_grad;   // (strips, N, H, L, DIMS)
-    float* key_grad;     // (chunks, N, H, S, DIMS)
-    float* weight_grad;  // (strips, chunks, N, H, WARPS, BASES, BLOCKS)
-    int heads, all_heads, length, count, rows, span, strips, chunks;
-};
 
 // A value and its place. The places remain a permutation for all values, including NaN.
 struct Placed {
@@ -163,18 +152,18 @@ DEVICE void deliver(float* region, float (&weight_grad)[CHUNK], const u32 (&weig
     }
 }
 
-KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
+KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
     SHARED_MEMORY(shared);
     const Lane lane;
-    const int warp = threadIdx.x / 32, programs = p.all_heads * p.strips;
+    const int warp = threadIdx.x / 32, all_heads = p.batch * p.heads, programs = all_heads * p.strips;
     const int program = blockIdx.x % programs, strip = program % p.strips, chunk = blockIdx.x / programs;
     const int head = program / p.strips;
     const int n = head / p.heads, h = head % p.heads, start = chunk * p.rows, first_tile = strip * p.span;
     const int tiles = min(p.span, (p.count + KEYS - 1) / KEYS - first_tile), rows = min(p.rows, p.length - start);
-    const float* weight = p.weight + h * p.weight_head;
+    const float* weight = p.folded + h * FOLDED;
     float* const ranked = (float*)shared + warp * BASES * PLACES;  // weights at the ranks of all blocks
     float* const own_ranked = ranked + lane.index - lane.member;   // those of this group
-    float* const rows_grad = p.query_grad + ((i64)(strip * p.all_heads + head) * p.length + start) * DIMS;
+    float* const rows_grad = p.query_parts + ((i64)(strip * all_heads + head) * p.length + start) * DIMS;
     float constants[BASES], weight_grad[BASES][CHUNK] = {};
     const bool flat = find_flat(constants, weight, lane);
     const int kept = RowSums::first(lane.index);
@@ -184,11 +173,12 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
     for (int tile = 0; tile < tiles; ++tile) {
         const int number = (first_tile + tile) * KEYS + threadIdx.x / LANES, own = min(number, p.count - 1);
         const bool valid = number < p.count;  // lanes past the last key repeat it and store nothing
-        const char* query = p.query.at(n, h) + start * p.query.row;
-        const char* grad_place = p.grad.at(n, h) + start * p.grad.row + own * p.grad_key;
+        const Tensor &queries_place = p.query.ready, &keys = p.key.ready;
+        const char* query = queries_place.at(n, h) + start * queries_place.row;
+        const char* grad_place = p.scores.at(n, h) + start * p.scores.row + own * p.scores_key;
         float key[PER_LANE], key_grad[PER_LANE] = {};
-        lane.load(key, p.key.at(n, h) + own * p.key.row);
-        for (int row = 0; row < rows; ++row, query += p.query.row, grad_place += p.grad.row) {
+        lane.load(key, keys.at(n, h) + own * keys.row);
+        for (int row = 0; row < rows; ++row, query += queries_place.row, grad_place += p.scores.row) {
             float grad = 0;
             if (valid) load_floats<1, SCORE_DTYPE>(&grad, grad_place);
             float* const row_grad = rows_grad + (i64)row * DIMS + lane.dimension;
@@ -266,17 +256,17 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreBackward p) {
                 turn ^= 1;  // the buffers take turns, so one barrier for each row is enough
             }
         }
-        float* const place = p.key_grad + ((i64)(chunk * p.all_heads + head) * p.count + own) * DIMS + lane.dimension;
+        float* const place = p.key_parts + ((i64)(chunk * all_heads + head) * p.count + own) * DIMS + lane.dimension;
         constexpr int UNIT = gcd(STRETCH, 4);
 #pragma unroll
         for (int i = 0; valid && i < PER_LANE; i += UNIT) copy_floats<UNIT>(place + dimension_of(i), key_grad + i);
     }
-    const i64 part = ((strip * p.chunks + chunk) * (i64)p.all_heads + head) * WARPS + warp;
+    const i64 part = (((strip * p.chunks + chunk) * (i64)p.batch + n) * WARPS + warp) * p.heads + h;
     const bool is_copy = lane.index % LANES >= GROUP;
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
         RankSums::reduce(weight_grad[base], lane.index);
-        float* const place = p.weight_grad + (part * BASES + base) * BLOCKS + lane.position;
+        float* const place = p.weight_parts + (part * BASES + base) * BLOCKS + lane.position;
 #pragma unroll
         for (int i = 0; i < RankSums::kept(); ++i)
             if (RankSums::stores(lane.index) && !is_copy) place[RankSums::first(lane.index) + i] = weight_grad[base][i];

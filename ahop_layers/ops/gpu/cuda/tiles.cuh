@@ -16,16 +16,14 @@ constexpr int DIS_AT = AHOP_DIS_AT;                          // index of `dis` a
 constexpr bool BF16 = AHOP_BF16;                             // or float16
 constexpr int MASK = AHOP_MASK;                              // see below
 constexpr bool CAUSAL = AHOP_CAUSAL, DROPOUT = AHOP_DROPOUT;
-constexpr bool SCORES = AHOP_SCORES;                         // scores alone, without attention; weights are folded
+constexpr bool SCORES = AHOP_SCORES;                         // scores alone, without attention
 constexpr bool HALF_SCORES = SCORES && MASK != 2;            // whether they are not float32
 constexpr int THREADS = AHOP_THREADS, BLOCKS_PER_SM = AHOP_BLOCKS_PER_SM;  // at most, and at least
 
 constexpr int ROWS = 16, DIM = N * SIZE, BASES = DOT + DIS, CHUNKS = DIM / 8, WIDTH_CHUNKS = WIDTH / 8;
 enum { NO_MASK, BLOCKED, ADDED_FLOAT, ADDED_HALF, ADDED_BFLOAT };
 
-template <bool B> struct HalfOf { typedef Float16 Type; };
-template <> struct HalfOf<true> { typedef BFloat16 Type; };
-typedef HalfOf<BF16>::Type Half;
+typedef HalfOf<BF16 ? BFLOAT : HALF>::Type Half;
 
 // Bytes of a row in shared memory: an odd number of 16, so that matrices of 8 rows touch all banks once. Matrices are
 // loaded by four, so a row has room for a multiple of four.
@@ -195,8 +193,8 @@ struct Weights {
     }
 };
 
-// Loads the weights of a head. Those of attention are folded: weight . cumsum(sorted) == folded . sorted. `dis` comes
-// first here, at index DIS_AT in memory, and its weights are doubled.
+// Loads the weights of a head and folds them: weight . cumsum(sorted) == folded . sorted. `dis` comes first here, at
+// index DIS_AT in memory, and its weights are doubled.
 DEVICE void load_weights(float (&u)[BASES][N], const Weights& weights, int h, float scaling = 1) {
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
@@ -206,7 +204,7 @@ DEVICE void load_weights(float (&u)[BASES][N], const Weights& weights, int h, fl
         float total = 0;
 #pragma unroll
         for (int i = N - 1; i >= 0; --i) {
-            total = weight[i] + (SCORES ? 0 : total);
+            total += weight[i];
             u[base][i] = (DIS && base == 0 ? 2 * total : total) * factor;
         }
     }
