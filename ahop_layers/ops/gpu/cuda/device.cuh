@@ -215,7 +215,12 @@ struct Float16 {
 
     static DEVICE u32 pack(float low, float high) {
         u32 r;
+#if __CUDA_ARCH__ >= 800
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+        asm("{.reg .b16 a, b; cvt.rn.f16.f32 a, %1; cvt.rn.f16.f32 b, %2; mov.b32 %0, {a, b};}"
+            : "=r"(r) : "f"(low), "f"(high));
+#endif
         return r;
     }
 
