@@ -174,8 +174,7 @@ SCORES = {  # d and blocks, dtype, bases
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "n", "dtype", "bases"), quick(SCORES))
 def test_scores_and_gradients_on_the_cpu(d, n, dtype, bases, emulated, monkeypatch):
-    monkeypatch.setattr(division, "slots", lambda device: 1)
-    monkeypatch.setattr(division, "PROGRAMS_PER_SLOT", 3)  # several tiles of keys per program
+    monkeypatch.setattr(division, "slots", lambda device: 3)  # several tiles of keys per program
     query, key = torch.randn(1, 2, 5, d).to(dtype), torch.randn(1, 2, 19, d).to(dtype)
     check_against_reference(query, key, torch.randn(2, len(bases), n) / d, bases)
 

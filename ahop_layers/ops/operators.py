@@ -29,6 +29,7 @@ from ahop_layers.errors import (
 )
 from ahop_layers.ops import chunked, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
+from ahop_layers.ops.protocols import Kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
 
 
@@ -139,8 +140,12 @@ def score_pairs(
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
         tensors = _canonical(query, key, weight, batch)
-        score: Any = _Score.apply if is_plain_call(*tensors) else torch.ops.ahop.score.default
-        scores = score(*tensors, ",".join(names), backend, autocast, widths, missing)
+        if is_plain_call(*tensors):
+            kernel = choose_kernel(backend, query, names, weight.shape[-1], missing)
+            score: Any = _Score.apply if tracked else _score_by
+            scores = score(kernel, *tensors, names, wide if autocast else dtype, widths, missing)
+        else:
+            scores = torch.ops.ahop.score.default(*tensors, ",".join(names), backend, autocast, widths, missing)
         scores = scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
     return scores.to(wide if autocast else dtype)
 
@@ -424,22 +429,36 @@ def _save_score(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: under checkpointing, a second read raises
-    plain = not torch.is_grad_enabled() and is_plain_call(grad, *saved)
-    backward: Any = _score_backward if plain else torch.ops.ahop.score_backward.default
-    return needed_grads(ctx, lambda *args: backward(*args, ctx.widths), 3, (grad, *saved, *ctx.options))
+    backward = torch.ops.ahop.score_backward.default
+    args = (grad, *ctx.saved_tensors, *ctx.options)
+    return needed_grads(ctx, lambda *args: backward(*args, ctx.widths), 3, args)
+
+
+def _score_by(kernel: Kernel, *args: Any) -> Tensor:
+    return kernel.score(*args)
 
 
 class _Score(torch.autograd.Function):
-    """``ahop::score`` and its gradient without the dispatcher, see :func:`is_plain_call`."""
+    """The scores of a kernel and their gradient without the dispatcher, see :func:`is_plain_call`."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, kernel: Kernel, *args: Any) -> Tensor:
         """Computes the scores."""
-        _save_score(ctx, inputs, inputs[0])
-        return _score(*inputs)
+        ctx.save_for_backward(*args[:3])
+        ctx.kernel, ctx.names, ctx.widths = kernel, args[3], args[5]
+        return kernel.score(*args)
 
-    backward = staticmethod(_differentiate_score)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Computes the gradients; a second derivative is refused by the operator."""
+        tensors, need = ctx.saved_tensors, ctx.needs_input_grad[1:4]
+        if torch.is_grad_enabled() or not is_plain_call(grad):
+            operator = torch.ops.ahop.score_backward.default
+            grads = operator(grad, *tensors, ",".join(ctx.names), "auto", need, ctx.widths)
+        else:
+            grads = ctx.kernel.score_backward(grad, *tensors, ctx.names, need, ctx.widths)
+        query, key, weight = (x if wanted else None for x, wanted in zip(grads, need, strict=True))
+        return None, query, key, weight if weight is None else weight.to(tensors[2].dtype), None, None, None, None
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor weight, str bases, str backend"

@@ -1,11 +1,16 @@
 """How the work of a call is divided among programs."""
 
 from functools import lru_cache
+from itertools import product
 
 import torch
 
-PROGRAMS_PER_SLOT = 8
-"""Maximum number of programs of a backward pass per concurrently running warp."""
+from ahop_layers.ops.chunked import SCRATCH_BYTES
+
+START = 0.5  # the time to load the keys of a program, in those of a query
+TAIL = 0.7  # the time in which the last programs end, in those of a program
+SCRATCH_COST = 0.04  # of each SCRATCH_BYTES of parts, as a fraction of the time of all work
+MOST_PARTS = 4096
 
 
 @lru_cache(maxsize=None)
@@ -14,12 +19,11 @@ def slots(device: torch.device) -> int:
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def rows_per_program(length: int, warps: int, device: torch.device, unit: int = 1, most_chunks: int = 65535) -> int:
+def rows_per_program(length: int, warps: int, device: torch.device, unit: int = 1) -> int:
     """Returns the number of queries per program, a multiple of ``unit``, those that the kernel processes at a time."""
     units = -(-length // unit)
-    # Loading the keys takes about as long as half a query, or as two tiles of queries.
-    start, waves = (0.5, 6) if unit == 1 else (2, 1)
-    return unit * max(_even_split(units, warps, slots(device), start, waves), -(-units // min(65535, most_chunks)))
+    start, waves = (START, 6) if unit == 1 else (2, 1)  # the keys of tiles take as long as two tiles of queries
+    return unit * max(_even_split(units, warps, slots(device), start, waves), -(-units // 65535))
 
 
 @lru_cache(maxsize=4096)
@@ -35,3 +39,27 @@ def _even_split(length: int, warps: int, slots: int, start: float, least_waves: 
 
     most = length * warps // (least_waves * slots)
     return min(range(1, max(1, min(length, most)) + 1), key=time)
+
+
+@lru_cache(maxsize=4096)
+def divide(tiles: int, length: int, warps: int, slots: int, strip_bytes: int, chunk_bytes: int) -> tuple[int, int]:
+    """Returns the numbers of tiles of keys and of queries that a program of a backward pass processes.
+
+    More strips of tiles and chunks of queries fill the GPU better, but each has a part of the gradients, of
+    ``strip_bytes`` or ``chunk_bytes``. ``warps`` is the number of those that have the same tile and queries.
+    """
+
+    def cost(division: tuple[int, int]) -> float:
+        span, rows = division
+        strips, chunks = -(-tiles // span), -(-length // rows)
+        program, all_work = span * (rows + START), tiles * (length + chunks * START) * warps / slots
+        time = max(program, all_work + TAIL * program)
+        parts = strips * strip_bytes + chunks * chunk_bytes
+        return time / (tiles * length * warps / slots) + SCRATCH_COST * parts / SCRATCH_BYTES
+
+    return min(product(_sizes(tiles), _sizes(length)), key=cost)
+
+
+def _sizes(total: int) -> set[int]:
+    """Returns the sizes of equal parts that cover ``total``."""
+    return {-(-total // parts) for parts in range(1, min(total, MOST_PARTS) + 1)}

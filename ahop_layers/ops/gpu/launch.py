@@ -44,9 +44,8 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
         return False
     if missing:
         return blocks <= unknown.MAX_BLOCKS
-    # A block is a sum that lanes share, except that no lane sums ``near``.
-    is_full = blocks == query.shape[-1]
-    return query.shape[-1] <= (1 if is_full else 2) * MAX_DIMENSIONS and (is_full or "near" not in bases)
+    most = MAX_DIMENSIONS if blocks == query.shape[-1] else 2 * MAX_DIMENSIONS
+    return query.shape[-1] <= most and blocks <= MAX_DIMENSIONS
 
 
 def score(

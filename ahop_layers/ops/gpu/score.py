@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.chunked import SCRATCH_BYTES, Need
+from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.gpu import attend, division, nvrtc
 from ahop_layers.ops.gpu.layout import WARP, Layout, choose_layout
 from ahop_layers.ops.protocols import AttentionCall
@@ -22,7 +22,6 @@ SHARED_BYTES = 99 * 2**10  # that a block may use on every GPU of compute capabi
 THREADS = 4 * WARP  # of the forward kernel
 MANY = 256  # threads of kernels that copy and add numbers
 MOST_GROUPS = 64  # of parts of the weights' gradient, which are summed first
-LEAST_PARTS = 4  # of a gradient that are allowed even if they take more than the scratch memory
 
 CALL = Struct("<36q11i4x")
 TILES = Struct("<17q6i")
@@ -149,21 +148,13 @@ class Plan:
         return {"score": (programs * -(-length // rows), THREADS, 0)}, [0] * 4
 
     def _divide_backward(self, need: Need) -> tuple[dict[str, Launch], list[int]]:
-        """Cuts keys into strips of tiles, and queries into chunks; returns launches, and sizes of parts of gradients.
-
-        There are enough programs to fill the GPU several times. Beyond that, a program processes several tiles and
-        writes fewer parts.
-        """
+        """Cuts keys into strips and queries into chunks; returns launches, and sizes of parts of gradients."""
         (length, count), program, device = self.lengths, self.program, self.problem.device
         queries, keys = (self.all_heads * each * program.layout.dims for each in self.lengths)
-        most_strips, most_chunks = (max(LEAST_PARTS, SCRATCH_BYTES // (4 * size)) for size in (queries, keys))
-        tiles = -(-count // (program.warps * program.layout.pairs))
-        span = max(1, self.all_heads * tiles // (division.PROGRAMS_PER_SLOT * division.slots(device)))
-        span = max(span, -(-tiles // most_strips))
-        strips = -(-tiles // span)
+        tiles, warps = -(-count // (program.warps * program.layout.pairs)), self.all_heads * program.warps
+        span, rows = division.divide(tiles, length, warps, division.slots(device), 4 * queries, 4 * keys)
+        strips, chunks, weights = -(-tiles // span), -(-length // rows), self.heads * len(self.problem.bases)
         programs = self.all_heads * strips
-        rows = division.rows_per_program(length, programs * program.warps, device, 1, most_chunks)
-        chunks, weights = -(-length // rows), self.heads * len(self.problem.bases)
         parts = strips * chunks * self.batch * program.warps
         groups = min(parts, MOST_GROUPS) if need[2] else 0
         self.division = rows, programs, span, strips, chunks, program.warps, groups
