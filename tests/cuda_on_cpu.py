@@ -17,7 +17,7 @@ KERNELS = {
         ("score_prepare", "score_backward", "score_sum", "score_sum_weights"), "ScoreCall"
     ),
     "score_tiles.cu": {"score_tiles": "TileScore"},
-    "softmax.cu": {"softmax": "Softmax"},
+    "softmax.cu": dict.fromkeys(("softmax", "softmax_backward"), "Softmax"),
 }
 LAUNCH = """
 extern "C" void launch_{name}(const {parameter}* p, int blocks, int threads, int bytes) {{

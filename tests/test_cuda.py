@@ -199,7 +199,14 @@ def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
 def test_softmax_on_the_cpu(dtype, emulated):
     scores = 3 * torch.randn(2, 3, 5, 70)
     scores[0, 1, 2], scores[1, 0, 3, ::2], scores[1, 2, 1, 4] = -torch.inf, -torch.inf, torch.nan
-    torch.testing.assert_close(gpu.softmax(scores, dtype, True), sliced.softmax(scores, dtype, True), equal_nan=True)
+    weights, log_sum = expected = sliced.softmax(scores, dtype, True)
+    torch.testing.assert_close(gpu.softmax(scores, dtype, True), expected, equal_nan=True)
+    for slopes in (torch.randn(scores.shape), torch.randn(scores.shape).to(dtype)):
+        expected = sliced.softmax_backward(scores.clone(), log_sum, slopes, dtype)
+        torch.testing.assert_close(
+            gpu.softmax_backward(scores.clone(), log_sum, slopes, dtype), expected, equal_nan=True
+        )
+        torch.testing.assert_close(expected[0], weights, equal_nan=True)
 
 
 @needs_compiler
@@ -279,7 +286,7 @@ COMPILED = {
         lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0),
     ],
     "score_tiles.cu": [constants(4, 16, 8, mask=2) | {"scores": 1}],
-    "softmax.cu": [{"dtype": dtype} for dtype in range(3)],
+    "softmax.cu": [{"dtype": dtype, "slope_dtype": dtype} for dtype in range(3)],
     "attend.cu": [constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3)],
 }
 COMPILED["attend_backward.cu"] = COMPILED["attend.cu"] + COMPILED["score_tiles.cu"]

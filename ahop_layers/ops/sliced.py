@@ -105,16 +105,15 @@ class Sliced:
             tensor.new_zeros(tensor.shape if wanted else 0, dtype=log_sum.dtype)
             for tensor, wanted in zip(call[1:4], need[1:], strict=True)
         )
+        compute = getattr(self.kernel, "softmax_backward", softmax_backward)
         for part in _slices(call.query, call.key):
             part_grad, remaining = part.of_queries(grad), part.remaining(call)
-            weights = part.mask_(self.kernel.score(*part.inputs(call)), call)
-            weights.sub_(part.of_queries(log_sum).unsqueeze(-1)).exp_()
+            scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
+            slopes = part_grad @ part.of_keys(value).mT
+            slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
+            weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
+            del scores, slopes
             if need[0] or need[1] or need[3]:
-                weights_grad = (part_grad @ part.of_keys(value).mT).to(log_sum.dtype)
-                weights_grad = _drop_(weights_grad, remaining, call.dropout)
-                rounded = out.dtype != log_sum.dtype  # its error would reach the gradient of the footprint weights
-                products = weights * weights_grad if rounded else part_grad * part.of_queries(out)
-                score_grad = weights_grad.sub_(products.sum(-1, keepdim=True)).mul_(weights)
                 grads = self.kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
                 if need[0]:
                     part.of_queries(query_grad).copy_(grads[0])
@@ -123,7 +122,7 @@ class Sliced:
                 if need[3]:
                     weight_grad[part.heads] += grads[2]
             if need[2]:
-                part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).to(value.dtype).mT @ part_grad)
+                part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).mT @ part_grad)
         return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad
 
 
@@ -139,6 +138,18 @@ def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, T
         log_sums = log_sums.masked_fill(empty, torch.inf)
         weights.masked_fill_(empty, 0.0)
     return weights.to(dtype), log_sums.squeeze(-1)
+
+
+def softmax_backward(scores: Tensor, log_sum: Tensor, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Computes the weights in a dtype, and the gradients of the scores from those of the weights, ``slopes``.
+
+    The readout is not used: its rounding would reach the gradient of the footprint weights. That of the log-sum-exp is
+    divided out.
+    """
+    weights, slopes = scores.sub_(log_sum.unsqueeze(-1)).exp_(), slopes.to(scores.dtype)
+    total = weights.sum(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).tiny)  # 0 if all keys are masked
+    score_grad = (slopes - (weights * slopes).sum(-1, keepdim=True).div_(total)).mul_(weights)
+    return weights.to(dtype), score_grad
 
 
 def _slices(query: Tensor, key: Tensor) -> Iterator[_Slice]:

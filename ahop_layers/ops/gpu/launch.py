@@ -16,7 +16,7 @@ from ahop_layers.ops.reference import fold
 
 MAX_DIMENSIONS = 1024
 MAX_BASES = 8
-SOFTMAX = Struct("<4qi4x")
+SOFTMAX = Struct("<5qi4x")
 SOFTMAX_ROWS = 8  # of a thread block
 
 
@@ -92,13 +92,27 @@ def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, T
     if scores.dtype != torch.float32 or dtype not in lanes.DTYPES:
         return sliced.softmax(scores, dtype, masked)
     weights, log_sum = torch.empty_like(scores, dtype=dtype), scores.new_empty(scores.shape[:-1])
-    rows, count = log_sum.numel(), scores.shape[-1]
-    arguments = SOFTMAX.pack(*(each.data_ptr() for each in (scores, weights, log_sum)), rows, count)
-    launch = _softmax_kernel(scores.device.index or 0, lanes.DTYPES[dtype]), -(-rows // SOFTMAX_ROWS), 256, 0
-    nvrtc.run(scores.device, [launch], arguments)
+    _run_softmax("softmax", scores, weights, log_sum)
     return weights, log_sum
 
 
+def softmax_backward(scores: Tensor, log_sum: Tensor, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Computes the weights in a dtype, and the gradients of the scores, in their memory, from those of the weights."""
+    if scores.dtype != torch.float32 or not {dtype, slopes.dtype} <= lanes.DTYPES.keys():
+        return sliced.softmax_backward(scores, log_sum, slopes, dtype)
+    weights = torch.empty_like(scores, dtype=dtype)
+    _run_softmax("softmax_backward", scores, weights, log_sum.contiguous(), slopes.contiguous())
+    return weights, scores
+
+
+def _run_softmax(name: str, scores: Tensor, weights: Tensor, log_sum: Tensor, slopes: Tensor | None = None) -> None:
+    codes = lanes.DTYPES[weights.dtype], lanes.DTYPES[weights.dtype if slopes is None else slopes.dtype]
+    pointers = (0 if each is None else each.data_ptr() for each in (scores, weights, log_sum, slopes))
+    arguments = SOFTMAX.pack(*pointers, log_sum.numel(), scores.shape[-1])
+    kernel = _softmax_kernel(scores.device.index or 0, name, *codes)
+    nvrtc.run(scores.device, [(kernel, -(-log_sum.numel() // SOFTMAX_ROWS), 256, 0)], arguments)
+
+
 @lru_cache(maxsize=None)
-def _softmax_kernel(index: int, dtype: int) -> nvrtc.Kernel:
-    return nvrtc.Kernel("softmax.cu", "softmax", {"dtype": dtype}, index)
+def _softmax_kernel(index: int, name: str, dtype: int, slope_dtype: int) -> nvrtc.Kernel:
+    return nvrtc.Kernel("softmax.cu", name, {"dtype": dtype, "slope_dtype": slope_dtype}, index)

@@ -17,8 +17,8 @@ struct Placed {
     float x;
     u32 place;
     DEVICE void set(float value) { x = value; }
-    DEVICE void set_place(int slot, int member, int) { place = 32 * slot + member; }
-    DEVICE void restore(int) {}
+    DEVICE void set_place(int slot, int member) { place = 32 * slot + member; }
+    DEVICE void restore() {}
     static DEVICE void order(Placed& a, Placed& b) {
         const bool swap = a.x < b.x;
         const Placed first = a;
@@ -33,37 +33,30 @@ struct Placed {
     }
 };
 
-// The same in one word, whose order as an integer is that of the value.
+// The same in one word: the place is in the last bits of the value, which half precision rounds. Beside a NaN, a value
+// and its place can appear twice.
 struct Word {
-    int x;
+    float x;
     u32 place;
-    DEVICE void set(float value) { x = float_bits(value); }
-    // Negative numbers have the opposite order as integers. All similarities but `dot` are negative or 0.
-    DEVICE void flip(int kind) { x ^= kind == DOT ? x >> 31 & 0x7fffffff : 0x7fffffff; }
-    DEVICE void set_place(int slot, int member, int kind) {
-        x = (x & -(1 << TAG_BITS)) | (32 * slot + member);
-        flip(kind);
+    DEVICE void set(float value) { x = value; }
+    DEVICE void set_place(int slot, int member) {
+        x = bits_float((float_bits(x) & -(1 << TAG_BITS)) | (32 * slot + member));
     }
-    DEVICE void restore(int kind) {
-        flip(kind);
-        place = x & ((1 << TAG_BITS) - 1);  // which remains in the value: half precision rounds by more
-    }
+    DEVICE void restore() { place = float_bits(x) & ((1 << TAG_BITS) - 1); }
     static DEVICE void order(Word& a, Word& b) {
-        const int larger = max(a.x, b.x);
-        b.x = min(a.x, b.x);
+        const float larger = fmaxf(a.x, b.x);
+        b.x = fminf(a.x, b.x);
         a.x = larger;
     }
     DEVICE Word of_lanes(Word sent, int distance, bool upper) const {
-        const int other = float_bits(shuffle_xor(bits_float(sent.x), distance));
-        return {upper ? min(x, other) : max(x, other)};
+        const float other = shuffle_xor(sent.x, distance);
+        return {upper ? fminf(x, other) : fmaxf(x, other)};
     }
 };
 
 template <bool> struct ItemOf { typedef Placed Type; };
 template <> struct ItemOf<true> { typedef Word Type; };
 typedef ItemOf<TAGGED>::Type Item;
-DEVICE float value_of(Placed item) { return item.x; }
-DEVICE float value_of(Word item) { return bits_float(item.x); }
 
 // Sums over the pairs of a warp by recursive halving: a lane keeps half of its COUNT values and sends the other half.
 // With an odd number of values, every lane keeps all of them.
@@ -143,12 +136,12 @@ DEVICE void add_slopes(int kind, float slope, float query, float key, float& que
 
 // Writes the weights of sorted values to their places, and adds the values to the gradient of the weights.
 DEVICE void deliver(float* region, float (&weight_grad)[CHUNK], const u32 (&weights)[CHUNK], Item (&items)[CHUNK],
-                    float grad, int kind) {
+                    float grad) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
-        items[i].restore(kind);
+        items[i].restore();
         region[items[i].place] = bits_float(weights[i]);
-        weight_grad[i] = fmaf(grad, value_of(items[i]), weight_grad[i]);
+        weight_grad[i] = fmaf(grad, items[i].x, weight_grad[i]);
     }
 }
 
@@ -202,7 +195,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
                         if constexpr (!KEEPS_ROWS) lane.load(queries, query);
                         compute_similarities(items, kind_of(each), queries, key, lane);
 #pragma unroll
-                        for (int i = 0; i < CHUNK; ++i) items[i].set_place(i, lane.member, kind_of(each));
+                        for (int i = 0; i < CHUNK; ++i) items[i].set_place(i, lane.member);
                     }
                     sort_group<LEVELS>(items, lane.index);
                     float* const region = own_ranked + base * PLACES;
@@ -210,7 +203,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
                     load_words<CHUNK>(factors, loaded_again((const char*)(weight + base * BLOCKS + lane.position)));
 #pragma unroll
                     for (int each = 0; each < BASES; ++each)
-                        if (each == base) deliver(region, weight_grad[each], factors, items, grad, kind_of(each));
+                        if (each == base) deliver(region, weight_grad[each], factors, items, grad);
                 }
             }
             sync_warp();
