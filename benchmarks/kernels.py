@@ -31,18 +31,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import ahop_layers as ah
 from ahop_layers.hopfield import Hopfield
 from ahop_layers.ops import reference
+from ahop_layers.ops.attend import attend
 from ahop_layers.ops.gpu.layout import comparators
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable
 
 BASES = ("dis", "dot")
-BASELINES = ("paper", "folded", "compiled", "our float32", "our full", "one block", "plain layer")
-Method = Callable[[Tensor, Tensor, Tensor], Tensor]
+BASELINES = ("paper", "folded", "compiled", "our float32", "our full", "one block", "plain layer", "fused dot product")
+ATTENTIONS = [(256, 6, 197, 64), (8, 12, 1024, 64), (2, 3, 50, 64)]  # N, H, L, d; half precision, 4 blocks
+Method = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ GPU_CASES = [
     Case(1, 100_000, 64, heads=8, floors={"folded": (30, 8)}, memory=20),
     Case(256, 256, 16),
     Case(256, 256, 1024),
+    Case(50, 33, 80, n=2, blocks=5),
     *(
         Case(
             1024,
@@ -325,16 +329,43 @@ def measure_layer() -> Iterator[dict[str, object]]:
 
     for backward in (False, True):
         times = least_milliseconds({name: partial(train, layer, backward) for name, layer in layers.items()})
+        case = f"Hopfield layer, {size} x {size} static patterns, d {d}, n {n}, float32"
         ratio = times["plain layer"] / times["ours"]
-        blank = {f"{name}/ours": None for name in BASELINES}
-        numbers = {"ours_ms": times["ours"], "caller_ms": None, **blank, "plain layer/ours": ratio}
-        numbers |= {"ours/limit": None, "compiled/limit": None, "extra_MB": None, "folded/ours_memory": None}
-        yield {
-            "case": f"Hopfield layer, {size} x {size} static patterns, d {d}, n {n}, float32",
-            "pass": "forward + backward" if backward else "forward",
-            **_shown(numbers),
-            "below_floor": "plain layer" if backward and ratio < 1 / 4 else "",
-        }
+        row = _row_without_case(case, backward, {"ours_ms": times["ours"], "plain layer/ours": ratio})
+        yield row | {"below_floor": "plain layer" if backward and ratio < 1 / 4 else ""}
+
+
+def _row_without_case(name: str, backward: bool, numbers: dict[str, float]) -> dict[str, object]:
+    """Returns a row with these numbers, in the columns of :func:`measure`."""
+    columns = ["ours_ms", "caller_ms", *(f"{name}/ours" for name in BASELINES)]
+    columns += ["ours/limit", "compiled/limit", "extra_MB", "folded/ours_memory"]
+    shown = _shown({column: numbers.get(column) for column in columns})
+    return {"case": name, "pass": "forward + backward" if backward else "forward", **shown, "below_floor": ""}
+
+
+def measure_attention() -> Iterator[dict[str, object]]:
+    """Yields the rows of fused attention with 4 blocks in half precision, compared with the fused dot product."""
+    for shape in ATTENTIONS:
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for _ in range(4)]
+        query, key, value, grad = (tensor.requires_grad_(index < 3) for index, tensor in enumerate(tensors))
+        weight = torch.randn(shape[1], 2, 4, generator=generator).cuda().div_(32).requires_grad_()
+        beta = torch.ones(shape[1], 2, device="cuda", requires_grad=True)
+
+        def ours(query: Tensor, key: Tensor, value: Tensor, *weights: Tensor) -> Tensor:
+            readout = attend(query, key, value, weights[0], BASES, beta=weights[1])
+            assert readout is not None
+            return readout
+
+        for backward in (False, True):
+            inputs = query, key, value, weight, beta
+            step = partial(call, ours, inputs, grad, backward)
+            dot = partial(call, functional.scaled_dot_product_attention, inputs[:3], grad, backward)
+            times = {name: milliseconds(each, "cuda") for name, each in (("ours", step), ("dot", dot))}
+            numbers = {"ours_ms": times["ours"], "caller_ms": caller_milliseconds(step)}
+            numbers["fused dot product/ours"] = times["dot"] / times["ours"]
+            case = f"attention, {' x '.join(map(str, shape))}, 4 blocks, bfloat16"
+            yield _row_without_case(case, backward, numbers)
 
 
 def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -384,6 +415,8 @@ def measure_all(cases: list[Case], device: str, threads: int) -> Iterator[dict[s
         yield from measure(case, device, threads, known)
     if device == "cpu" and cases == CPU_CASES:
         yield from measure_layer()
+    if device == "cuda" and cases == GPU_CASES:
+        yield from measure_attention()
 
 
 def first_call_seconds() -> float:

@@ -72,6 +72,20 @@ def of_half_precision(rows: Sequence[Row]) -> str:
     return table(["queries x keys", *(f"{label}, {dtype}" for label in PASSES for dtype in dtypes)], body)
 
 
+def of_attention(rows: Sequence[Row]) -> str:
+    """Milliseconds of fused attention with 4 blocks, and their speed relative to the fused dot product."""
+    columns = {
+        "ms": "ours_ms",
+        "ms on the caller's clock": "caller_ms",
+        "speed, dot product 1": "fused dot product/ours",
+    }
+    body = []
+    for (case,), pair in group([row for row in rows if row["case"].startswith("attention")], "case").items():
+        size = case.removeprefix("attention, ").removesuffix(", 4 blocks, bfloat16")
+        body.append([size, *(number(row[column]) for row in pair for column in columns.values())])
+    return table(["N x H x L x d", *(f"{label}, {name}" for label in PASSES for name in columns)], body)
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draws the speedup over plain PyTorch as bars, one panel per device; rows without it are left out."""
     devices = group([row for row in rows if row["paper/ours"] and not has_blocks(row)], "device")

@@ -179,6 +179,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels-half": lambda: by_device(
         "kernels", rows_of("kernels.csv", device="NVIDIA H200"), kernels_report.of_half_precision
     ),
+    "kernels-attention": lambda: by_device(
+        "kernels", rows_of("kernels.csv", device="NVIDIA H200"), kernels_report.of_attention
+    ),
     "blocks": lambda: by_device("kernels", block_rows(), kernels_report.of_blocks),
     "throughput": lambda: of_images("throughput"),
     "timing": lambda: by_device(
