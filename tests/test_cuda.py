@@ -195,6 +195,27 @@ def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
 
 
 @needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "mask"), [(64, torch.bool), pytest.param(101, None, marks=pytest.mark.full)])
+def test_attention_of_full_footprints_on_the_cpu(d, mask, emulated, monkeypatch):
+    """One sort gives weights and gradients, as exact as two sorts, or as plain PyTorch in the same dtype."""
+    inputs = [torch.randn(2, 2, size, d, dtype=torch.bfloat16) for size in (20, 30, 30, 20)]
+    call = AttentionCall(*inputs[:3], torch.randn(2, 2, d) / d, make_mask(mask, 2, 20, 30), bases=BOTH, causal=d == 64)
+    kernel, called, at_once = sliced.Sliced(gpu), [], score.attend_backward
+    monkeypatch.setattr(score, "attend_backward", lambda *args: called.append(args) or at_once(*args))
+    results = *kernel.forward(call), (True,) * 4
+    ours = kernel.backward(call, inputs[3], *results)
+    assert len(called) == 1
+    monkeypatch.setattr(gpu, "sorts_once", lambda *args: False)
+    twice = kernel.backward(call, inputs[3], *results)
+    call = call._replace(beta=torch.ones(2, 2))
+    theirs, exact = (by_pytorch(call, inputs[3], kind)[1:5] for kind in (torch.bfloat16, torch.float64))
+    for name, a, right, *others in zip(NAMES[1:], ours, exact, twice, theirs, strict=False):
+        error, *allowed = ((each.double() - right).norm() for each in (a, *others))
+        assert error <= 1.5 * max(allowed), f"{name}: error {error:.3e}, of two sorts and PyTorch {allowed}"
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", score.DTYPES, ids=str)
 def test_softmax_on_the_cpu(dtype, emulated):
     scores = 3 * torch.randn(2, 3, 5, 70)
@@ -282,8 +303,8 @@ COMPILED = {
         lane_constants(1024, 64, BOTH, torch.bfloat16, packed=0),
     ],
     "score_backward.cu": [
-        lane_constants(64, 64, BOTH, torch.float16, warps=1, tagged=1),
-        lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0),
+        lane_constants(64, 64, BOTH, torch.float16, warps=1, tagged=1, attends=1),
+        lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0, attends=0),
     ],
     "score_tiles.cu": [constants(4, 16, 8, mask=2) | {"scores": 1}],
     "softmax.cu": [{"dtype": dtype, "slope_dtype": dtype} for dtype in range(3)],

@@ -9,7 +9,11 @@ from ahop_layers.ops.reference import accumulation_dtype
 
 
 class Kernel(Protocol):
-    """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`; ``softmax`` as in ``sliced`` is optional."""
+    """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`.
+
+    Further ones are optional: ``softmax`` and ``softmax_backward`` as in ``sliced``, and ``attend_backward`` for calls
+    that ``sorts_once`` accepts.
+    """
 
     unavailable: Callable[[], str | None]
     detail: Callable[[], str]

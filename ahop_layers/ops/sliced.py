@@ -6,7 +6,7 @@ the log-sum-exp of each query, so no tensor of size L x S is kept.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,13 +108,20 @@ class Sliced:
         compute = getattr(self.kernel, "softmax_backward", softmax_backward)
         for part in _slices(call.query, call.key):
             part_grad, remaining = part.of_queries(grad), part.remaining(call)
-            scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
             slopes = part_grad @ part.of_keys(value).mT
-            slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
-            weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
-            del scores, slopes
-            if need[0] or need[1] or need[3]:
-                grads = self.kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
+            found = self._gradients_at_once(part, call, slopes, part_grad, out, log_sum) if all(need) else None
+            grads: Sequence[Tensor] = ()
+            if found is not None:
+                *grads, weights = found
+            else:
+                scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
+                slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
+                weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
+                del scores
+                if need[0] or need[1] or need[3]:
+                    grads = self.kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
+            del slopes
+            if grads:
                 if need[0]:
                     part.of_queries(query_grad).copy_(grads[0])
                 if need[1]:
@@ -124,6 +131,21 @@ class Sliced:
             if need[2]:
                 part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).mT @ part_grad)
         return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad
+
+    def _gradients_at_once(
+        self, part: _Slice, call: AttentionCall, slopes: Tensor, grad: Tensor, out: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, ...] | None:
+        """Computes the gradients of scores and the weights from ``slopes``, where the kernel sorts once for both."""
+        query, key, weight, bases = part.inputs(call)
+        kernel: Any = self.kernel
+        added = call.mask is not None and call.mask.dtype != torch.bool
+        if added or call.seed is not None or not hasattr(kernel, "sorts_once"):
+            return None
+        if not kernel.sorts_once(query, weight, bases):
+            return None
+        means = (grad * part.of_queries(out)).sum(-1, dtype=log_sum.dtype)
+        slopes = part.mask_(slopes, call)
+        return kernel.attend_backward(slopes, part.of_queries(log_sum), means, query, key, weight, bases)
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,21 @@ def score_backward(
     return lanes.score_backward(grad, query, key, _wide(weight), tuple(bases), need)
 
 
+def sorts_once(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
+    """Returns whether :func:`attend_backward` supports a call: full footprints in half precision."""
+    return query.dtype != torch.float32 and weight.shape[-1] == query.shape[-1] and "near" not in bases
+
+
+def attend_backward(
+    slopes: Tensor, log_sum: Tensor, means: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes the gradients of attention's scores, and its weights: :func:`score` and the rest would sort twice.
+
+    See :func:`ahop_layers.ops.gpu.score.attend_backward` for the arguments.
+    """
+    return lanes.attend_backward(slopes, log_sum.contiguous(), means, query, key, weight, tuple(bases))
+
+
 def _wide(weight: Tensor) -> Tensor:
     return weight if weight.dtype == torch.float32 else weight.float()
 

@@ -14,6 +14,7 @@ from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.gpu import attend, division, nvrtc
 from ahop_layers.ops.gpu.layout import WARP, Layout, choose_layout
 from ahop_layers.ops.protocols import AttentionCall
+from ahop_layers.ops.reference import fold, sorted_similarities
 
 KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -21,9 +22,10 @@ MIN_FLAT = 9  # from this number of blocks on, the sort is skipped where the wei
 SHARED_BYTES = 99 * 2**10  # that a block may use on every GPU of compute capability 8.0 or newer
 THREADS = 4 * WARP  # of the forward kernel
 MANY = 256  # threads of kernels that copy and add numbers
+SAMPLES = 8  # batch entries, queries and keys of which means are computed
 MOST_GROUPS = 64  # of parts of the weights' gradient, which are summed first
 
-CALL = Struct("<36q11i4x")
+CALL = Struct("<40q11i4x")
 TILES = Struct("<17q6i")
 Launch = tuple[int, int, int]
 """Thread blocks, their threads, and their bytes of shared memory."""
@@ -40,6 +42,7 @@ class Problem(NamedTuple):
     bases: tuple[str, ...]
     scores: torch.dtype
     need: Need | None = None  # of the backward pass
+    attends: bool = False  # whether it is that of attention
 
 
 class Program(NamedTuple):
@@ -68,7 +71,7 @@ def _forward_program(problem: Problem) -> Program:
 
 
 def _backward_program(problem: Problem) -> Program:
-    _, dtype, (*_, d), _, n, bases, _, need = problem
+    _, dtype, (*_, d), _, n, bases, _, need, attends = problem
     layout = choose_layout(n, d // n, alone=32, shared=32)
     dtype = _padded_dtype(problem, layout)
 
@@ -81,7 +84,7 @@ def _backward_program(problem: Problem) -> Program:
     warps = next(each for each in (4, 2, 1) if each == 1 or (each <= most and shared_bytes(each) <= SHARED_BYTES))
     flat = n >= MIN_FLAT and need is not None and not need[2]  # constant weights have a gradient
     tagged = n == d and dtype != torch.float32
-    constants = {**_constants(problem, layout, dtype, flat), "tagged": tagged, "warps": warps}
+    constants = {**_constants(problem, layout, dtype, flat), "tagged": tagged, "warps": warps, "attends": attends}
     return Program("score_backward.cu", constants, dtype, layout, 1, warps, shared_bytes(warps))
 
 
@@ -131,6 +134,8 @@ class Plan:
 
     def _is_better_swapped(self, length: int, count: int) -> bool:
         """Returns whether fewer lanes are idle if queries and keys change places; all bases are symmetric."""
+        if self.problem.attends:
+            return False
         if not self.problem.need:
             return self.all_heads * count < 32 * WARP and length > count
         keys = self.program.warps * self.program.layout.pairs
@@ -144,7 +149,7 @@ class Plan:
         (length, count), program = self.lengths, self.program
         programs = -(-self.all_heads * -(-count // program.keys) * program.layout.lanes // THREADS)
         rows = division.rows_per_program(length, programs * program.warps, self.problem.device)
-        self.division = rows, programs, 0, 0, 0, 0, 0
+        self.division, self.is_direct = (rows, programs, 0, 0, 0, 0, 0), (False, False)
         return {"score": (programs * -(-length // rows), THREADS, 0)}, [0] * 4
 
     def _divide_backward(self, need: Need) -> tuple[dict[str, Launch], list[int]]:
@@ -157,17 +162,21 @@ class Plan:
         programs = self.all_heads * strips
         parts = strips * chunks * self.batch * program.warps
         groups = min(parts, MOST_GROUPS) if need[2] else 0
-        self.division = rows, programs, span, strips, chunks, program.warps, groups
-        summed = sum(each for each, wanted in zip(self.lengths, self.in_order(need), strict=True) if wanted)
-        summed = summed * self.all_heads * self.problem.query[-1] + groups * weights * self.problem.n
+        self.division, self.parts = (rows, programs, span, strips, chunks, program.warps, groups), parts
+        # A single part in float32 is the gradient itself.
+        single = self.problem.dtype == torch.float32 and not self.is_padded
+        wanted = self.in_order(need)
+        self.is_direct = single and wanted[0] and strips == 1, single and wanted[1] and chunks == 1
+        rows_summed = sum(self.lengths[side] for side in (0, 1) if wanted[side] and not self.is_direct[side])
+        summed = rows_summed * self.all_heads * self.problem.query[-1] + groups * weights * self.problem.n
         launches = {
             "score_backward": (programs * chunks, WARP * program.warps, program.shared),
             "score_sum": (-(-summed // MANY), MANY, 0),
+            "score_sum_weights": (self.folding, MANY, 0),
         }
-        if need[2]:
-            launches["score_sum_weights"] = self.folding, MANY, 0
-        of_weights = parts * weights * program.layout.blocks, groups * weights * self.problem.n
-        return launches, [queries * strips, keys * chunks, *of_weights]
+        launches = dict(list(launches.items())[: 3 if need[2] else 2 if summed else 1])
+        of_rows = queries * strips * (not self.is_direct[0]), keys * chunks * (not self.is_direct[1])
+        return launches, [*of_rows, parts * weights * program.layout.blocks, groups * weights * self.problem.n]
 
     def run(
         self,
@@ -176,8 +185,9 @@ class Plan:
         scores: Tensor,
         widths: Tensor | None = None,
         grads: Sequence[Tensor | None] = (None, None, None),
+        attention: Sequence[Tensor | None] = (None, None, None, None),
     ) -> None:
-        """Computes the scores of query and key, or gradients from those of the scores."""
+        """Computes the scores of query and key, or gradients from those of the scores, or of attention."""
         inputs, layout, item = self.in_order(pair), self.program.layout, self.program.dtype.itemsize
         sizes = [0 if self._is_ready(x) else x.shape[-2] * self.all_heads * layout.dims for x in inputs]
         scratch = torch.empty(self.places[-1] + item * sum(sizes), dtype=torch.uint8, device=scores.device)
@@ -190,11 +200,14 @@ class Plan:
             rows += [*given, column, *((copied, *strides) if size else given)]
             copied += item * size
         *heads, down, across = _place(scores)
+        addresses = [0 if x is None else x.data_ptr() for x in (*self.in_order(grads[:2]), grads[2], *attention)]
+        for side in (0, 1):
+            if self.is_direct[side]:
+                places[1 + side], addresses[side] = addresses[side], 0
         arguments = CALL.pack(
             *rows, *heads, *self.in_order((down, across)), weight.data_ptr(), *weight.stride(),
             0 if widths is None else widths.data_ptr(), *places,
-            *(0 if x is None else x.data_ptr() for x in (*self.in_order(grads[:2]), grads[2])),
-            self.batch, self.heads, *self.lengths, *self.division,
+            *addresses, self.batch, self.heads, *self.lengths, *self.division,
         )  # fmt: skip
         prepare = self.prepare, self.folding + -(-sum(sizes) // MANY), MANY, 0
         nvrtc.run(scores.device, [prepare, *self.launches], arguments)
@@ -236,12 +249,49 @@ def score_backward(
     if _use_tiles(query, weight, bases):
         return attend.score_gradients(_tile_call(query, key, weight, bases, grad), need)
     problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
-    query_grad, key_grad, weight_grad = grads = [
-        torch.empty(x.shape if wanted else 0, dtype=x.dtype, device=x.device)
-        for x, wanted in zip((query, key, weight), need, strict=True)
-    ]
+    query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
     _plan(problem).run((query, key), weight, grad, None, grads)
     return query_grad, key_grad, weight_grad
+
+
+def attend_backward(
+    slopes: Tensor,
+    log_sum: Tensor,
+    means: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bases: tuple[str, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes the gradients of :func:`score_backward` from those of attention's weights, and these weights.
+
+    ``slopes (N, H, L, S)`` are -inf if a pair is masked, ``means (N, H, L)`` are their means over keys.
+    """
+    shapes, need = (query.shape, key.shape, weight.shape[-1]), (True, True, True)
+    plan = _plan(Problem(query.device, query.dtype, *shapes, bases, slopes.dtype, need, attends=True))
+    query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
+    shares = torch.empty_like(slopes)
+    rests = torch.empty(plan.parts, query.shape[1], device=query.device)
+    plan.run((query, key), weight, slopes, None, grads, (log_sum, means, shares, rests))
+    # The gradients of a query's scores have the sum 0, except that the readout, and so the mean, was rounded.
+    weight_grad -= rests.sum(0)[:, None, None] * _sampled_means(query, key, weight, bases, log_sum).cumsum(-1)
+    return query_grad, key_grad, weight_grad, shares
+
+
+def _sampled_means(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], log_sum: Tensor) -> Tensor:
+    """Returns the mean of sorted similarities ``(H, n_bases, n)``, by the weights of attention, of some pairs."""
+    batch, length, count = (-(-size // SAMPLES) for size in (query.shape[0], query.shape[2], key.shape[2]))
+    queries, keys = query[::batch, :, ::length].float(), key[::batch, :, ::count].float()
+    values = torch.stack([sorted_similarities(queries, keys, base) for base in bases], 2)  # (N, H, n_bases, L, S, n)
+    scores = torch.einsum("nhblsr,hbr->nhls", values, fold(weight))
+    shares = (scores - log_sum[::batch, :, ::length, None]).exp_().clamp_(max=1)
+    total = shares.sum((0, 2, 3)).clamp_(min=torch.finfo(torch.float32).tiny)
+    return torch.einsum("nhblsr,nhls->hbr", values, shares) / total[:, None, None]
+
+
+def _empty_grads(tensors: Sequence[Tensor], need: Need) -> list[Tensor]:
+    pairs = zip(tensors, need, strict=True)
+    return [torch.empty(x.shape if wanted else 0, dtype=x.dtype, device=x.device) for x, wanted in pairs]
 
 
 def _use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
