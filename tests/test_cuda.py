@@ -39,6 +39,7 @@ def emulated(monkeypatch):
         monkeypatch.setattr(attend, "_limits", lambda device: attend.Limits(0, block, 2 * block, 3))
 
     monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
+    monkeypatch.setattr(nvrtc, "compile_together", lambda programs, index: None)
     monkeypatch.setattr(nvrtc, "capability", lambda device: (9, 0))
     monkeypatch.setattr(attend, "_plans", {})
     caches = attend._kernel, missing._kernel, score._plan, gpu._softmax_kernel
@@ -201,8 +202,8 @@ def test_attention_of_full_footprints_on_the_cpu(d, mask, emulated, monkeypatch)
     """One sort gives weights and gradients, as exact as two sorts, or as plain PyTorch in the same dtype."""
     inputs = [torch.randn(2, 2, size, d, dtype=torch.bfloat16) for size in (20, 30, 30, 20)]
     call = AttentionCall(*inputs[:3], torch.randn(2, 2, d) / d, make_mask(mask, 2, 20, 30), bases=BOTH, causal=d == 64)
-    kernel, called, at_once = sliced.Sliced(gpu), [], score.attend_backward
-    monkeypatch.setattr(score, "attend_backward", lambda *args: called.append(args) or at_once(*args))
+    kernel, called, at_once = sliced.Sliced(gpu), [], gpu.attend_backward
+    monkeypatch.setattr(gpu, "attend_backward", lambda *args: called.append(args) or at_once(*args))
     results = *kernel.forward(call), (True,) * 4
     ours = kernel.backward(call, inputs[3], *results)
     assert len(called) == 1

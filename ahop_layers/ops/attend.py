@@ -139,6 +139,7 @@ class _Attend(torch.autograd.Function):
         """Computes the readout."""
         call = AttentionCall(*inputs)
         _check_no_mask_grad(ctx.needs_input_grad[5])
+        plan.compile_ahead()
         out, log_sum = plan.forward(call)
         ctx.plan, ctx.options = plan, (*call[6:9], call.scaling)
         ctx.save_for_backward(*call[:6], call.beta, out, log_sum)

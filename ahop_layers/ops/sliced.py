@@ -85,6 +85,8 @@ class Sliced:
         if call.key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
         compute = getattr(self.kernel, "softmax", softmax)
+        if call.weight.requires_grad and hasattr(self.kernel, "compile_ahead"):
+            self.kernel.compile_ahead(call.query, call.weight, call.bases)
         for part in _slices(call.query, call.key):
             scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
             dtype = value.dtype if call.seed is None else scores.dtype
@@ -105,21 +107,26 @@ class Sliced:
             tensor.new_zeros(tensor.shape if wanted else 0, dtype=log_sum.dtype)
             for tensor, wanted in zip(call[1:4], need[1:], strict=True)
         )
-        compute = getattr(self.kernel, "softmax_backward", softmax_backward)
+        kernel: Any = self.kernel
+        compute, once = getattr(kernel, "softmax_backward", softmax_backward), self._sorts_once(call, need)
+        if once:
+            keys = per_query_head(call.key, call.query.shape[1])
+            centers = kernel.mean_similarities(call.query, keys, call.weight, call.bases, log_sum)
         for part in _slices(call.query, call.key):
             part_grad, remaining = part.of_queries(grad), part.remaining(call)
             slopes = part_grad @ part.of_keys(value).mT
-            found = self._gradients_at_once(part, call, slopes, part_grad, out, log_sum) if all(need) else None
             grads: Sequence[Tensor] = ()
-            if found is not None:
-                *grads, weights = found
+            if once:
+                means = (part_grad * part.of_queries(out)).sum(-1, dtype=log_sum.dtype)
+                statistics = part.of_queries(log_sum), means, centers[part.heads]
+                *grads, weights = kernel.attend_backward(part.mask_(slopes, call), *statistics, *part.inputs(call))
             else:
-                scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
+                scores = part.mask_(kernel.score(*part.inputs(call)), call)
                 slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
                 weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
                 del scores
                 if need[0] or need[1] or need[3]:
-                    grads = self.kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
+                    grads = kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
             del slopes
             if grads:
                 if need[0]:
@@ -132,20 +139,12 @@ class Sliced:
                 part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).mT @ part_grad)
         return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad
 
-    def _gradients_at_once(
-        self, part: _Slice, call: AttentionCall, slopes: Tensor, grad: Tensor, out: Tensor, log_sum: Tensor
-    ) -> tuple[Tensor, ...] | None:
-        """Computes the gradients of scores and the weights from ``slopes``, where the kernel sorts once for both."""
-        query, key, weight, bases = part.inputs(call)
-        kernel: Any = self.kernel
+    def _sorts_once(self, call: AttentionCall, need: Sequence[bool]) -> bool:
+        """Returns whether the kernel computes weights and all gradients of scores from one sort."""
         added = call.mask is not None and call.mask.dtype != torch.bool
-        if added or call.seed is not None or not hasattr(kernel, "sorts_once"):
-            return None
-        if not kernel.sorts_once(query, weight, bases):
-            return None
-        means = (grad * part.of_queries(out)).sum(-1, dtype=log_sum.dtype)
-        slopes = part.mask_(slopes, call)
-        return kernel.attend_backward(slopes, part.of_queries(log_sum), means, query, key, weight, bases)
+        possible = all(need) and call.seed is None and not added and call.query.numel() > 0
+        sorts_once = getattr(self.kernel, "sorts_once", lambda *args: False)
+        return possible and sorts_once(call.query, call.weight, call.bases)
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:

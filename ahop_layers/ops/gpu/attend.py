@@ -94,9 +94,8 @@ def occupancy(shape: Shape, forward: bool) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=None)
-def _kernel(name: str, index: int, constants: tuple[tuple[str, int], ...], warps: int, blocks: int) -> nvrtc.Kernel:
-    source = SOURCES.get(name, "attend_backward.cu")
-    return nvrtc.Kernel(source, name, {**dict(constants), "threads": 32 * warps, "blocks_per_sm": blocks}, index)
+def _kernel(name: str, index: int, source: str, constants: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
+    return nvrtc.Kernel(source, name, dict(constants), index)
 
 
 class Plan:
@@ -195,12 +194,22 @@ class Plan:
         nvrtc.run(self.device, kernels, arguments)
 
     def _load(self, name: str) -> nvrtc.Kernel:
-        is_forward = name == "attend_forward"
-        constants = self.forward_constants if is_forward else self.constants
-        sizes = occupancy(self.shape, True) if is_forward else (self.key_warps, 1)
-        sizes = (SCORE_WARPS, 1) if name == "score_tiles" else sizes
-        kernel = self.kernels[name] = _kernel(name, self.limits.device, tuple(constants.items()), *sizes)
+        kernel = self.kernels[name] = _kernel(name, self.limits.device, *self._program(name))
         return kernel
+
+    def _program(self, name: str) -> tuple[str, tuple[tuple[str, int], ...]]:
+        """Returns the source file and the constants of a kernel."""
+        is_forward = name == "attend_forward"
+        warps, blocks = occupancy(self.shape, True) if is_forward else (self.key_warps, 1)
+        warps = SCORE_WARPS if name == "score_tiles" else warps
+        constants = {**(self.forward_constants if is_forward else self.constants), "threads": 32 * warps}
+        return SOURCES.get(name, "attend_backward.cu"), tuple({**constants, "blocks_per_sm": blocks}.items())
+
+    def compile_ahead(self) -> None:
+        """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
+        if not self.kernels:
+            programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
+            nvrtc.compile_together([(source, dict(constants)) for source, constants in programs], self.limits.device)
 
     def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> Rows:
         """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""

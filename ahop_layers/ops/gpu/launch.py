@@ -88,14 +88,14 @@ def sorts_once(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
     return query.dtype != torch.float32 and weight.shape[-1] == query.shape[-1] and "near" not in bases
 
 
-def attend_backward(
-    slopes: Tensor, log_sum: Tensor, means: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the gradients of attention's scores, and its weights: :func:`score` and the rest would sort twice.
+attend_backward, mean_similarities = lanes.attend_backward, lanes.mean_similarities
 
-    See :func:`ahop_layers.ops.gpu.score.attend_backward` for the arguments.
-    """
-    return lanes.attend_backward(slopes, log_sum.contiguous(), means, query, key, weight, tuple(bases))
+
+def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...]) -> None:
+    """Compiles the kernels of a training step of attention that is not fused."""
+    if not lanes.use_tiles(query, weight, bases) and "near" not in bases:
+        sizes, once = (query.shape[-1], weight.shape[-1]), sorts_once(query, weight, bases)
+        lanes.compile_ahead(query.device, query.dtype, *sizes, bases, torch.float32, once)
 
 
 def _wide(weight: Tensor) -> Tensor:

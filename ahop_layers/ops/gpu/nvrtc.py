@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from importlib.util import find_spec
@@ -221,6 +222,17 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], index: int) -> 
     image = compiled(source, dict(constants), architecture(index))
     _check(_driver().cuModuleLoadData(byref(module), image), f"load {source}")
     return module
+
+
+def compile_together(programs: Sequence[tuple[str, Mapping[str, int]]], index: int) -> None:
+    """Compiles sources with their constants at the same time, one in each thread, and loads them on a device."""
+
+    def load(program: tuple[str, Mapping[str, int]]) -> None:
+        _enter_context(index)
+        _module(program[0], tuple(sorted(program[1].items())), index)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        list(pool.map(load, programs))
 
 
 def run(device: torch.device, launches: Sequence[tuple[Kernel, int, int, int]], arguments: bytes) -> None:

@@ -236,17 +236,36 @@ def score(
     query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], out: Tensor, widths: Tensor | None
 ) -> None:
     """Computes the scores into ``out``; arguments are those of :func:`ahop_layers.ops.chunked.score`."""
-    if _use_tiles(query, weight, bases):
+    if use_tiles(query, weight, bases):
         return _score_tiles(query, key, weight, bases, out)
+    if weight.requires_grad and "near" not in bases:
+        compile_ahead(query.device, query.dtype, query.shape[-1], weight.shape[-1], bases, out.dtype)
     problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, out.dtype)
     _plan(problem).run((query, key), weight, out, None if widths is None else widths.contiguous())
+
+
+@lru_cache(maxsize=None)
+def compile_ahead(
+    device: torch.device,
+    dtype: torch.dtype,
+    d: int,
+    n: int,
+    bases: tuple[str, ...],
+    scores: torch.dtype,
+    attends: bool = False,
+) -> None:
+    """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
+    problem = Problem(device, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, scores)
+    further = problem._replace(need=(True, True, True), attends=attends, scores=dtype if attends else scores)
+    programs = _forward_program(problem), _backward_program(further)
+    nvrtc.compile_together([(each.source, each.constants) for each in programs], device.index or 0)
 
 
 def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, contiguous and in their dtypes; empty where not needed."""
-    if _use_tiles(query, weight, bases):
+    if use_tiles(query, weight, bases):
         return attend.score_gradients(_tile_call(query, key, weight, bases, grad), need)
     problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
     query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
@@ -258,27 +277,29 @@ def attend_backward(
     slopes: Tensor,
     log_sum: Tensor,
     means: Tensor,
+    centers: Tensor,
     query: Tensor,
     key: Tensor,
     weight: Tensor,
     bases: tuple[str, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the gradients of :func:`score_backward` from those of attention's weights, and these weights.
+    """Computes the gradients of :func:`score_backward` from those of attention's weights, and the weights, by one sort.
 
-    ``slopes (N, H, L, S)`` are -inf if a pair is masked, ``means (N, H, L)`` are their means over keys.
+    ``slopes (N, H, L, S)`` are the gradients of the weights, or -inf if a pair is masked, ``means (N, H, L)`` their
+    means over keys, and ``centers`` those of :func:`mean_similarities`.
     """
     shapes, need = (query.shape, key.shape, weight.shape[-1]), (True, True, True)
     plan = _plan(Problem(query.device, query.dtype, *shapes, bases, slopes.dtype, need, attends=True))
     query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
     shares = torch.empty_like(slopes)
     rests = torch.empty(plan.parts, query.shape[1], device=query.device)
-    plan.run((query, key), weight, slopes, None, grads, (log_sum, means, shares, rests))
+    plan.run((query, key), weight, slopes, None, grads, (log_sum.contiguous(), means, shares, rests))
     # The gradients of a query's scores have the sum 0, except that the readout, and so the mean, was rounded.
-    weight_grad -= rests.sum(0)[:, None, None] * _sampled_means(query, key, weight, bases, log_sum).cumsum(-1)
+    weight_grad -= rests.sum(0)[:, None, None] * centers.cumsum(-1)
     return query_grad, key_grad, weight_grad, shares
 
 
-def _sampled_means(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], log_sum: Tensor) -> Tensor:
+def mean_similarities(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], log_sum: Tensor) -> Tensor:
     """Returns the mean of sorted similarities ``(H, n_bases, n)``, by the weights of attention, of some pairs."""
     batch, length, count = (-(-size // SAMPLES) for size in (query.shape[0], query.shape[2], key.shape[2]))
     queries, keys = query[::batch, :, ::length].float(), key[::batch, :, ::count].float()
@@ -294,7 +315,7 @@ def _empty_grads(tensors: Sequence[Tensor], need: Need) -> list[Tensor]:
     return [torch.empty(x.shape if wanted else 0, dtype=x.dtype, device=x.device) for x, wanted in pairs]
 
 
-def _use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
+def use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
     """Returns whether the blocks suit tensor cores: half precision, few blocks of 8, 16, 32... dimensions."""
     n, d = weight.shape[-1], query.shape[-1]
     if query.dtype == torch.float32 or n > attend.MAX_BLOCKS or d > attend.MAX_DIMENSIONS:
