@@ -444,6 +444,8 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, *args: Any) -> Tensor:
         """Computes the scores."""
+        if hasattr(kernel, "compile_ahead"):
+            kernel.compile_ahead(args[0], *args[2:5])
         ctx.save_for_backward(*args[:3])
         ctx.kernel, ctx.names, ctx.widths = kernel, args[3], args[5]
         return kernel.score(*args)

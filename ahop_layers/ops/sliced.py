@@ -86,7 +86,7 @@ class Sliced:
             return out.zero_(), log_sum.fill_(torch.inf)
         compute = getattr(self.kernel, "softmax", softmax)
         if call.weight.requires_grad and hasattr(self.kernel, "compile_ahead"):
-            self.kernel.compile_ahead(call.query, call.weight, call.bases)
+            self.kernel.compile_ahead(call.query, call.weight, call.bases, log_sum.dtype, attends=True)
         for part in _slices(call.query, call.key):
             scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
             dtype = value.dtype if call.seed is None else scores.dtype

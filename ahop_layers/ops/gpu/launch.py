@@ -91,11 +91,13 @@ def sorts_once(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
 attend_backward, mean_similarities = lanes.attend_backward, lanes.mean_similarities
 
 
-def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...]) -> None:
-    """Compiles the kernels of a training step of attention that is not fused."""
+def compile_ahead(
+    query: Tensor, weight: Tensor, bases: tuple[str, ...], scores: torch.dtype, attends: bool = False
+) -> None:
+    """Compiles the kernels of a training step: of scores in a dtype, or of attention that is not fused."""
     if not lanes.use_tiles(query, weight, bases) and "near" not in bases:
-        sizes, once = (query.shape[-1], weight.shape[-1]), sorts_once(query, weight, bases)
-        lanes.compile_ahead(query.device, query.dtype, *sizes, bases, torch.float32, once)
+        once = attends and sorts_once(query, weight, bases)
+        lanes.compile_ahead(query.device, query.dtype, query.shape[-1], weight.shape[-1], bases, scores, once)
 
 
 def _wide(weight: Tensor) -> Tensor:

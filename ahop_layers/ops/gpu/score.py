@@ -238,8 +238,6 @@ def score(
     """Computes the scores into ``out``; arguments are those of :func:`ahop_layers.ops.chunked.score`."""
     if use_tiles(query, weight, bases):
         return _score_tiles(query, key, weight, bases, out)
-    if weight.requires_grad and "near" not in bases:
-        compile_ahead(query.device, query.dtype, query.shape[-1], weight.shape[-1], bases, out.dtype)
     problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, out.dtype)
     _plan(problem).run((query, key), weight, out, None if widths is None else widths.contiguous())
 
