@@ -10,7 +10,7 @@ from ahop_layers.ops.chunked import SCRATCH_BYTES
 START = 0.5  # the time to load the keys of a program, in those of a query
 TAIL = 0.7  # the time in which the last programs end, in those of a program
 SCRATCH_COST = 0.04  # of each SCRATCH_BYTES of parts, as a fraction of the time of all work
-MOST_PARTS = 4096
+MOST_PARTS = 512  # of a gradient, which a thread adds up
 
 
 @lru_cache(maxsize=None)

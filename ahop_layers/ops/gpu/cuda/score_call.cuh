@@ -91,6 +91,7 @@ KERNEL void score_prepare(const ScoreCall p) {
 
 DEVICE float sum_parts(const float* parts, i64 stride, int first, int end, int step = 1) {
     float total = 0;
+#pragma unroll 8
     for (int part = first; part < end; part += step) total += parts[part * stride];
     return total;
 }
