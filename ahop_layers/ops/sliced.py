@@ -144,7 +144,7 @@ class Sliced:
         added = call.mask is not None and call.mask.dtype != torch.bool
         possible = all(need) and call.seed is None and not added and call.query.numel() > 0
         sorts_once = getattr(self.kernel, "sorts_once", lambda *args: False)
-        return possible and sorts_once(call.query, call.weight, call.bases)
+        return possible and sorts_once(call.query, call.weight, call.bases, call.causal or call.mask is not None)
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:

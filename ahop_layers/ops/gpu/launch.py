@@ -43,7 +43,7 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
     if not supported or len(bases) > MAX_BASES or not all(base in lanes.KINDS for base in bases):
         return False
     if missing:
-        return blocks <= unknown.MAX_BLOCKS
+        return blocks <= (unknown.MAX_BLOCKS if newest >= (8, 0) else unknown.MAX_BLOCKS // 2)
     most = MAX_DIMENSIONS if blocks == query.shape[-1] else 2 * MAX_DIMENSIONS
     return query.shape[-1] <= most and blocks <= MAX_DIMENSIONS
 
@@ -83,9 +83,13 @@ def score_backward(
     return lanes.score_backward(grad, query, key, _wide(weight), tuple(bases), need)
 
 
-def sorts_once(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
-    """Returns whether :func:`attend_backward` supports a call: full footprints in half precision."""
-    return query.dtype != torch.float32 and weight.shape[-1] == query.shape[-1] and "near" not in bases
+def sorts_once(query: Tensor, weight: Tensor, bases: Sequence[str], masked: bool = False) -> bool:
+    """Returns whether :func:`attend_backward` supports a call: full footprints in half precision.
+
+    Masked pairs have an infinite slope there, which in float16 could be an overflow.
+    """
+    kinds = (torch.bfloat16,) if masked else (torch.bfloat16, torch.float16)
+    return query.dtype in kinds and weight.shape[-1] == query.shape[-1] and "near" not in bases
 
 
 attend_backward, mean_similarities = lanes.attend_backward, lanes.mean_similarities

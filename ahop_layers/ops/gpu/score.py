@@ -20,6 +20,7 @@ KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MIN_FLAT = 9  # from this number of blocks on, the sort is skipped where the weights make the order irrelevant
 SHARED_BYTES = 99 * 2**10  # that a block may use on every GPU of compute capability 8.0 or newer
+OLDER_SHARED_BYTES = 64 * 2**10
 THREADS = 4 * WARP  # of the forward kernel
 MANY = 256  # threads of kernels that copy and add numbers
 SAMPLES = 8  # batch entries, queries and keys of which means are computed
@@ -71,7 +72,8 @@ def _forward_program(problem: Problem) -> Program:
 
 
 def _backward_program(problem: Problem) -> Program:
-    _, dtype, (*_, d), _, n, bases, _, need, attends = problem
+    device, dtype, (*_, d), _, n, bases, _, need, attends = problem
+    room = SHARED_BYTES if nvrtc.capability(device) >= (8, 0) else OLDER_SHARED_BYTES
     layout = choose_layout(n, d // n, alone=32, shared=32)
     dtype = _padded_dtype(problem, layout)
 
@@ -81,7 +83,7 @@ def _backward_program(problem: Problem) -> Program:
 
     # Wide rows have few keys in a warp: warps that add up their gradients of a query leave fewer parts.
     most = 4 if layout.pairs <= (8 if n == d else 4) else 1
-    warps = next(each for each in (4, 2, 1) if each == 1 or (each <= most and shared_bytes(each) <= SHARED_BYTES))
+    warps = next(each for each in (4, 2, 1) if each == 1 or (each <= most and shared_bytes(each) <= room))
     flat = n >= MIN_FLAT and need is not None and not need[2]  # constant weights have a gradient
     tagged = n == d and dtype != torch.float32
     constants = {**_constants(problem, layout, dtype, flat), "tagged": tagged, "warps": warps, "attends": attends}
@@ -169,12 +171,11 @@ class Plan:
         self.is_direct = single and wanted[0] and strips == 1, single and wanted[1] and chunks == 1
         rows_summed = sum(self.lengths[side] for side in (0, 1) if wanted[side] and not self.is_direct[side])
         summed = rows_summed * self.all_heads * self.problem.query[-1] + groups * weights * self.problem.n
-        launches = {
-            "score_backward": (programs * chunks, WARP * program.warps, program.shared),
-            "score_sum": (-(-summed // MANY), MANY, 0),
-            "score_sum_weights": (self.folding, MANY, 0),
-        }
-        launches = dict(list(launches.items())[: 3 if need[2] else 2 if summed else 1])
+        launches = {"score_backward": (programs * chunks, WARP * program.warps, program.shared)}
+        if summed:
+            launches["score_sum"] = -(-summed // MANY), MANY, 0
+        if need[2]:
+            launches["score_sum_weights"] = self.folding, MANY, 0
         of_rows = queries * strips * (not self.is_direct[0]), keys * chunks * (not self.is_direct[1])
         return launches, [*of_rows, parts * weights * program.layout.blocks, groups * weights * self.problem.n]
 

@@ -7,6 +7,7 @@
 //
 // With ATTENDS, the gradients of attention: `scores` are those of its weights, or -inf if a pair is masked, and `means`
 // their means over the keys of a query. The sorted values give the weights, `shares`, and the gradients of the scores.
+// In float16, -inf is an overflow that has to be seen, and no pair is masked.
 #include "score_call.cuh"
 
 constexpr int WARPS = AHOP_WARPS, THREADS = 32 * WARPS, KEYS = WARPS * PAIRS;
@@ -226,7 +227,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
 #pragma unroll
                 for (int distance = 1; distance < GROUP; distance *= 2) score += shuffle_xor(score, distance);
                 const i64 place = (i64)head * p.length + start + row;
-                const bool counts = valid && grad != -INFINITE;
+                const bool counts = valid && (SCORE_DTYPE == HALF || grad != -INFINITE);
                 const float share = counts ? exp2_approx((score - p.log_sum[place]) * LOG2_E) : 0;
                 grad = counts ? share * (grad - p.means[place]) : 0;
                 if (lane.index % LANES == 0) rest += grad;
