@@ -3,8 +3,10 @@
 import shutil
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,6 +374,28 @@ def test_the_cache_survives_damage_and_processes_that_write_at_once(tmp_path, mo
     )
     runs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [run.wait() for run in runs] == [0] * 2
+
+
+def test_sources_are_compiled_at_the_same_time(monkeypatch):
+    """Two threads meet inside the compiler, and its errors are raised."""
+    both, loaded = threading.Barrier(2, timeout=10), []
+
+    def compiled(source, constants, architecture):
+        both.wait()
+        if constants.get("wrong"):
+            raise AHopError(f"{source} does not compile")
+        return source.encode()
+
+    monkeypatch.setattr(nvrtc, "compiled", compiled)
+    monkeypatch.setattr(nvrtc, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(nvrtc, "_enter_context", lambda index: None)
+    driver = SimpleNamespace(cuModuleLoadData=lambda module, image: loaded.append(image) or 0)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    nvrtc.compile_together([("score.cu", {"n": -1}), ("score_backward.cu", {"n": -1})], 0)
+    assert sorted(loaded) == [b"score.cu", b"score_backward.cu"]
+    with pytest.raises(AHopError, match=r"softmax.cu does not compile"):
+        nvrtc.compile_together([("softmax.cu", {"wrong": 1}), ("score.cu", {"n": -2})], 0)
+    nvrtc._module.cache_clear()
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
