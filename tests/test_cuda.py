@@ -198,44 +198,6 @@ def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(("d", "mask", "dtype"), [
-    (64, torch.bool, torch.bfloat16),
-    pytest.param(101, None, torch.bfloat16, marks=pytest.mark.full),
-    pytest.param(48, None, torch.float16, marks=pytest.mark.full),
-])  # fmt: skip
-def test_attention_of_full_footprints_on_the_cpu(d, mask, dtype, emulated, monkeypatch):
-    """One sort gives weights and gradients, as exact as two sorts, or as plain PyTorch in the same dtype."""
-    inputs = [torch.randn(2, 2, size, d, dtype=dtype) for size in (20, 30, 30, 20)]
-    call = AttentionCall(*inputs[:3], torch.randn(2, 2, d) / d, make_mask(mask, 2, 20, 30), bases=BOTH, causal=d == 64)
-    kernel, called, at_once = sliced.Sliced(gpu), [], gpu.attend_backward
-    monkeypatch.setattr(gpu, "attend_backward", lambda *args: called.append(args) or at_once(*args))
-    results = *kernel.forward(call), (True,) * 4
-    ours = kernel.backward(call, inputs[3], *results)
-    assert len(called) == 1
-    monkeypatch.setattr(gpu, "sorts_once", lambda *args: False)
-    twice = kernel.backward(call, inputs[3], *results)
-    call = call._replace(beta=torch.ones(2, 2))
-    theirs, exact = (by_pytorch(call, inputs[3], kind)[1:5] for kind in (dtype, torch.float64))
-    for name, a, right, *others in zip(NAMES[1:], ours, exact, twice, theirs, strict=False):
-        error, *allowed = ((each.double() - right).norm() for each in (a, *others))
-        assert error <= 1.5 * max(allowed), f"{name}: error {error:.3e}, of two sorts and PyTorch {allowed}"
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_an_overflow_of_float16_reaches_the_gradients(emulated):
-    """Loss scaling has to see it, also where it looks like a masked pair."""
-    query, key, value, grad = (torch.randn(1, 1, 4, 48, dtype=torch.float16) for _ in range(4))
-    value[..., 2, :], grad[..., 1, :] = -3e4, 3e4
-    kernel, masked = sliced.Sliced(gpu), torch.zeros(1, 1, 4, 4, dtype=torch.bool)
-    for mask in (None, masked):
-        call = AttentionCall(query, key, value, torch.randn(1, 2, 48) / 48, mask, bases=BOTH)
-        grads = kernel.backward(call, grad, *kernel.forward(call), (True,) * 4)
-        assert not any(grads[place].isfinite().all() for place in (0, 1, 3))
-
-
-@needs_compiler
 @pytest.mark.parametrize("dtype", score.DTYPES, ids=str)
 def test_softmax_on_the_cpu(dtype, emulated):
     scores = 3 * torch.randn(2, 3, 5, 70)
@@ -323,8 +285,8 @@ COMPILED = {
         lane_constants(1024, 64, BOTH, torch.bfloat16, packed=0),
     ],
     "score_backward.cu": [
-        lane_constants(64, 64, BOTH, torch.float16, warps=1, tagged=1, attends=1),
-        lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0, attends=0),
+        lane_constants(64, 64, BOTH, torch.float16, warps=1, tagged=1),
+        lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0),
     ],
     "score_tiles.cu": [constants(4, 16, 8, mask=2) | {"scores": 1}],
     "softmax.cu": [{"dtype": dtype, "slope_dtype": dtype} for dtype in range(3)],

@@ -291,7 +291,12 @@ struct BFloat16 : HalfType<BFloat16> {
 };
 
 struct Float16 : HalfType<Float16> {
+#ifdef __aarch64__
+    using Number = __fp16;  // g++ has _Float16 on ARM from version 13 on
+#else
+    using Number = _Float16;
+#endif
     static constexpr u32 ONES = 0x3c003c00;
-    static float to_float(u32 x) { _Float16 h; std::memcpy(&h, &x, 2); return h; }
-    static u32 from_float(float x) { _Float16 h = x; u32 r = 0; std::memcpy(&r, &h, 2); return r; }
+    static float to_float(u32 x) { Number h; std::memcpy(&h, &x, 2); return h; }
+    static u32 from_float(float x) { Number h = x; u32 r = 0; std::memcpy(&r, &h, 2); return r; }
 };

@@ -11,8 +11,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 class Kernel(Protocol):
     """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`.
 
-    Further ones are optional: ``softmax`` and ``softmax_backward`` as in ``sliced``, ``attend_backward`` and
-    ``mean_similarities`` for calls that ``sorts_once`` accepts, and ``compile_ahead``.
+    Further ones are optional: ``softmax`` and ``softmax_backward`` as in ``sliced``, and ``compile_ahead``.
     """
 
     unavailable: Callable[[], str | None]

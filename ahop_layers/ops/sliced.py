@@ -86,7 +86,7 @@ class Sliced:
             return out.zero_(), log_sum.fill_(torch.inf)
         compute = getattr(self.kernel, "softmax", softmax)
         if call.weight.requires_grad and hasattr(self.kernel, "compile_ahead"):
-            self.kernel.compile_ahead(call.query, call.weight, call.bases, log_sum.dtype, attends=True)
+            self.kernel.compile_ahead(call.query, call.weight, call.bases, log_sum.dtype)
         for part in _slices(call.query, call.key):
             scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
             dtype = value.dtype if call.seed is None else scores.dtype
@@ -108,27 +108,16 @@ class Sliced:
             for tensor, wanted in zip(call[1:4], need[1:], strict=True)
         )
         kernel: Any = self.kernel
-        compute, once = getattr(kernel, "softmax_backward", softmax_backward), self._sorts_once(call, need)
-        if once:
-            keys = per_query_head(call.key, call.query.shape[1])
-            centers = kernel.mean_similarities(call.query, keys, call.weight, call.bases, log_sum)
+        compute = getattr(kernel, "softmax_backward", softmax_backward)
         for part in _slices(call.query, call.key):
             part_grad, remaining = part.of_queries(grad), part.remaining(call)
+            scores = part.mask_(kernel.score(*part.inputs(call)), call)
             slopes = part_grad @ part.of_keys(value).mT
-            grads: Sequence[Tensor] = ()
-            if once:
-                means = (part_grad * part.of_queries(out)).sum(-1, dtype=log_sum.dtype)
-                statistics = part.of_queries(log_sum), means, centers[part.heads]
-                *grads, weights = kernel.attend_backward(part.mask_(slopes, call), *statistics, *part.inputs(call))
-            else:
-                scores = part.mask_(kernel.score(*part.inputs(call)), call)
-                slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
-                weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
-                del scores
-                if need[0] or need[1] or need[3]:
-                    grads = kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
-            del slopes
-            if grads:
+            slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
+            weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
+            del scores, slopes
+            if need[0] or need[1] or need[3]:
+                grads = kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
                 if need[0]:
                     part.of_queries(query_grad).copy_(grads[0])
                 if need[1]:
@@ -138,13 +127,6 @@ class Sliced:
             if need[2]:
                 part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).mT @ part_grad)
         return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad
-
-    def _sorts_once(self, call: AttentionCall, need: Sequence[bool]) -> bool:
-        """Returns whether the kernel computes weights and all gradients of scores from one sort."""
-        added = call.mask is not None and call.mask.dtype != torch.bool
-        possible = all(need) and call.seed is None and not added and call.query.numel() > 0
-        sorts_once = getattr(self.kernel, "sorts_once", lambda *args: False)
-        return possible and sorts_once(call.query, call.weight, call.bases, call.causal or call.mask is not None)
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ def rows_per_program(length: int, warps: int, device: torch.device, unit: int = 
     """Returns the number of queries per program, a multiple of ``unit``, those that the kernel processes at a time."""
     units = -(-length // unit)
     start, waves = (START, 6) if unit == 1 else (2, 1)  # the keys of tiles take as long as two tiles of queries
-    return unit * max(_even_split(units, warps, slots(device), start, waves), -(-units // 65535))
+    return unit * _even_split(units, warps, slots(device), start, waves)
 
 
 @lru_cache(maxsize=4096)

@@ -31,19 +31,19 @@ def unavailable() -> str | None:
 
 def detail() -> str:
     """Returns one line on how these kernels run here."""
-    name, least = torch.cuda.get_device_name(), nvrtc.capability(torch.device("cuda"))
-    fused = "" if least >= (8, 0) else ", attention is not fused: compute capability below 8.0"
+    name, capability = torch.cuda.get_device_name(), nvrtc.capability(torch.device("cuda"))
+    fused = "" if capability >= (8, 0) else ", attention is not fused: compute capability below 8.0"
     return f"{name}, CUDA C++ kernels{fused}"
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
     """Returns whether these kernels support the tensor, implement the bases and can hold the blocks."""
-    newest = nvrtc.capability(query.device)
-    supported = query.dtype in lanes.DTYPES and newest >= ((8, 0) if query.dtype == torch.bfloat16 else (7, 0))
+    capability = nvrtc.capability(query.device)
+    supported = query.dtype in lanes.DTYPES and capability >= ((8, 0) if query.dtype == torch.bfloat16 else (7, 0))
     if not supported or len(bases) > MAX_BASES or not all(base in lanes.KINDS for base in bases):
         return False
     if missing:
-        return blocks <= (unknown.MAX_BLOCKS if newest >= (8, 0) else unknown.MAX_BLOCKS // 2)
+        return blocks <= (unknown.MAX_BLOCKS if capability >= (8, 0) else unknown.MAX_BLOCKS // 2)
     most = MAX_DIMENSIONS if blocks == query.shape[-1] else 2 * MAX_DIMENSIONS
     return query.shape[-1] <= most and blocks <= MAX_DIMENSIONS
 
@@ -59,7 +59,7 @@ def score(
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` in ``dtype``, by default float32."""
     if missing:
-        return unknown.score(query, key, fold(weight), bases, widths).to(dtype or torch.float32)
+        return unknown.score(query, key, fold(weight, torch.float32), bases, widths).to(dtype or torch.float32)
     if query.shape[:2].numel() * max(query.shape[-2], key.shape[-2]) >= 2**31:  # indices have 32 bits
         return chunked.score(query, key, weight, bases, dtype, widths)
     out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=dtype or torch.float32, device=query.device)
@@ -83,25 +83,11 @@ def score_backward(
     return lanes.score_backward(grad, query, key, _wide(weight), tuple(bases), need)
 
 
-def sorts_once(query: Tensor, weight: Tensor, bases: Sequence[str], masked: bool = False) -> bool:
-    """Returns whether :func:`attend_backward` supports a call: full footprints in half precision.
-
-    Masked pairs have an infinite slope there, which in float16 could be an overflow.
-    """
-    kinds = (torch.bfloat16,) if masked else (torch.bfloat16, torch.float16)
-    return query.dtype in kinds and weight.shape[-1] == query.shape[-1] and "near" not in bases
-
-
-attend_backward, mean_similarities = lanes.attend_backward, lanes.mean_similarities
-
-
-def compile_ahead(
-    query: Tensor, weight: Tensor, bases: tuple[str, ...], scores: torch.dtype, attends: bool = False
-) -> None:
-    """Compiles the kernels of a training step: of scores in a dtype, or of attention that is not fused."""
+def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...], scores: torch.dtype) -> None:
+    """Compiles the kernels of a training step with scores in a dtype."""
     if not lanes.use_tiles(query, weight, bases) and "near" not in bases:
-        once = attends and sorts_once(query, weight, bases)
-        lanes.compile_ahead(query.device, query.dtype, query.shape[-1], weight.shape[-1], bases, scores, once)
+        sizes = query.shape[-1], weight.shape[-1]
+        lanes.compile_ahead(query.device, query.dtype, *sizes, bases, scores, weight.requires_grad)
 
 
 def _wide(weight: Tensor) -> Tensor:
@@ -110,7 +96,7 @@ def _wide(weight: Tensor) -> Tensor:
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
     """Computes the softmax of scores ``(N, H, L, S)`` in a dtype, and the log-sum-exp ``(N, H, L)``, in one kernel."""
-    if scores.dtype != torch.float32 or dtype not in lanes.DTYPES:
+    if _needs_plain_softmax(scores, dtype):
         return sliced.softmax(scores, dtype, masked)
     weights, log_sum = torch.empty_like(scores, dtype=dtype), scores.new_empty(scores.shape[:-1])
     _run_softmax("softmax", scores, weights, log_sum)
@@ -119,11 +105,16 @@ def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, T
 
 def softmax_backward(scores: Tensor, log_sum: Tensor, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Computes the weights in a dtype, and the gradients of the scores, in their memory, from those of the weights."""
-    if scores.dtype != torch.float32 or not {dtype, slopes.dtype} <= lanes.DTYPES.keys():
+    if _needs_plain_softmax(scores, dtype):
         return sliced.softmax_backward(scores, log_sum, slopes, dtype)
     weights = torch.empty_like(scores, dtype=dtype)
     _run_softmax("softmax_backward", scores, weights, log_sum.contiguous(), slopes.contiguous())
     return weights, scores
+
+
+def _needs_plain_softmax(scores: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether the device has no instructions for a dtype."""
+    return dtype == torch.bfloat16 and nvrtc.capability(scores.device) < (8, 0)
 
 
 def _run_softmax(name: str, scores: Tensor, weights: Tensor, log_sum: Tensor, slopes: Tensor | None = None) -> None:

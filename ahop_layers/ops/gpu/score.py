@@ -14,7 +14,6 @@ from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.gpu import attend, division, nvrtc
 from ahop_layers.ops.gpu.layout import WARP, Layout, choose_layout
 from ahop_layers.ops.protocols import AttentionCall
-from ahop_layers.ops.reference import fold, sorted_similarities
 
 KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -23,10 +22,9 @@ SHARED_BYTES = 99 * 2**10  # that a block may use on every GPU of compute capabi
 OLDER_SHARED_BYTES = 64 * 2**10
 THREADS = 4 * WARP  # of the forward kernel
 MANY = 256  # threads of kernels that copy and add numbers
-SAMPLES = 8  # batch entries, queries and keys of which means are computed
 MOST_GROUPS = 64  # of parts of the weights' gradient, which are summed first
 
-CALL = Struct("<40q11i4x")
+CALL = Struct("<36q11i4x")
 TILES = Struct("<17q6i")
 Launch = tuple[int, int, int]
 """Thread blocks, their threads, and their bytes of shared memory."""
@@ -43,7 +41,6 @@ class Problem(NamedTuple):
     bases: tuple[str, ...]
     scores: torch.dtype
     need: Need | None = None  # of the backward pass
-    attends: bool = False  # whether it is that of attention
 
 
 class Program(NamedTuple):
@@ -72,7 +69,7 @@ def _forward_program(problem: Problem) -> Program:
 
 
 def _backward_program(problem: Problem) -> Program:
-    device, dtype, (*_, d), _, n, bases, _, need, attends = problem
+    device, dtype, (*_, d), _, n, bases, _, need = problem
     room = SHARED_BYTES if nvrtc.capability(device) >= (8, 0) else OLDER_SHARED_BYTES
     layout = choose_layout(n, d // n, alone=32, shared=32)
     dtype = _padded_dtype(problem, layout)
@@ -86,7 +83,7 @@ def _backward_program(problem: Problem) -> Program:
     warps = next(each for each in (4, 2, 1) if each == 1 or (each <= most and shared_bytes(each) <= room))
     flat = n >= MIN_FLAT and need is not None and not need[2]  # constant weights have a gradient
     tagged = n == d and dtype != torch.float32
-    constants = {**_constants(problem, layout, dtype, flat), "tagged": tagged, "warps": warps, "attends": attends}
+    constants = {**_constants(problem, layout, dtype, flat), "tagged": tagged, "warps": warps}
     return Program("score_backward.cu", constants, dtype, layout, 1, warps, shared_bytes(warps))
 
 
@@ -136,8 +133,6 @@ class Plan:
 
     def _is_better_swapped(self, length: int, count: int) -> bool:
         """Returns whether fewer lanes are idle if queries and keys change places; all bases are symmetric."""
-        if self.problem.attends:
-            return False
         if not self.problem.need:
             return self.all_heads * count < 32 * WARP and length > count
         keys = self.program.warps * self.program.layout.pairs
@@ -164,7 +159,7 @@ class Plan:
         programs = self.all_heads * strips
         parts = strips * chunks * self.batch * program.warps
         groups = min(parts, MOST_GROUPS) if need[2] else 0
-        self.division, self.parts = (rows, programs, span, strips, chunks, program.warps, groups), parts
+        self.division = rows, programs, span, strips, chunks, program.warps, groups
         # A single part in float32 is the gradient itself.
         single = self.problem.dtype == torch.float32 and not self.is_padded
         wanted = self.in_order(need)
@@ -186,9 +181,8 @@ class Plan:
         scores: Tensor,
         widths: Tensor | None = None,
         grads: Sequence[Tensor | None] = (None, None, None),
-        attention: Sequence[Tensor | None] = (None, None, None, None),
     ) -> None:
-        """Computes the scores of query and key, or gradients from those of the scores, or of attention."""
+        """Computes the scores of query and key, or gradients from those of the scores."""
         inputs, layout, item = self.in_order(pair), self.program.layout, self.program.dtype.itemsize
         sizes = [0 if self._is_ready(x) else x.shape[-2] * self.all_heads * layout.dims for x in inputs]
         scratch = torch.empty(self.places[-1] + item * sum(sizes), dtype=torch.uint8, device=scores.device)
@@ -201,7 +195,7 @@ class Plan:
             rows += [*given, column, *((copied, *strides) if size else given)]
             copied += item * size
         *heads, down, across = _place(scores)
-        addresses = [0 if x is None else x.data_ptr() for x in (*self.in_order(grads[:2]), grads[2], *attention)]
+        addresses = [0 if x is None else x.data_ptr() for x in (*self.in_order(grads[:2]), grads[2])]
         for side in (0, 1):
             if self.is_direct[side]:
                 places[1 + side], addresses[side] = addresses[side], 0
@@ -251,12 +245,11 @@ def compile_ahead(
     n: int,
     bases: tuple[str, ...],
     scores: torch.dtype,
-    attends: bool = False,
+    trains_weights: bool,
 ) -> None:
     """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
     problem = Problem(device, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, scores)
-    further = problem._replace(need=(True, True, True), attends=attends, scores=dtype if attends else scores)
-    programs = _forward_program(problem), _backward_program(further)
+    programs = _forward_program(problem), _backward_program(problem._replace(need=(True, True, trains_weights)))
     nvrtc.compile_together([(each.source, each.constants) for each in programs], device.index or 0)
 
 
@@ -270,43 +263,6 @@ def score_backward(
     query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
     _plan(problem).run((query, key), weight, grad, None, grads)
     return query_grad, key_grad, weight_grad
-
-
-def attend_backward(
-    slopes: Tensor,
-    log_sum: Tensor,
-    means: Tensor,
-    centers: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: tuple[str, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the gradients of :func:`score_backward` from those of attention's weights, and the weights, by one sort.
-
-    ``slopes (N, H, L, S)`` are the gradients of the weights, or -inf if a pair is masked, ``means (N, H, L)`` their
-    means over keys, and ``centers`` those of :func:`mean_similarities`.
-    """
-    shapes, need = (query.shape, key.shape, weight.shape[-1]), (True, True, True)
-    plan = _plan(Problem(query.device, query.dtype, *shapes, bases, slopes.dtype, need, attends=True))
-    query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
-    shares = torch.empty_like(slopes)
-    rests = torch.empty(plan.parts, query.shape[1], device=query.device)
-    plan.run((query, key), weight, slopes, None, grads, (log_sum.contiguous(), means, shares, rests))
-    # The gradients of a query's scores have the sum 0, except that the readout, and so the mean, was rounded.
-    weight_grad -= rests.sum(0)[:, None, None] * centers.cumsum(-1)
-    return query_grad, key_grad, weight_grad, shares
-
-
-def mean_similarities(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], log_sum: Tensor) -> Tensor:
-    """Returns the mean of sorted similarities ``(H, n_bases, n)``, by the weights of attention, of some pairs."""
-    batch, length, count = (-(-size // SAMPLES) for size in (query.shape[0], query.shape[2], key.shape[2]))
-    queries, keys = query[::batch, :, ::length].float(), key[::batch, :, ::count].float()
-    values = torch.stack([sorted_similarities(queries, keys, base) for base in bases], 2)  # (N, H, n_bases, L, S, n)
-    scores = torch.einsum("nhblsr,hbr->nhls", values, fold(weight))
-    shares = (scores - log_sum[::batch, :, ::length, None]).exp_().clamp_(max=1)
-    total = shares.sum((0, 2, 3)).clamp_(min=torch.finfo(torch.float32).tiny)
-    return torch.einsum("nhblsr,nhls->hbr", values, shares) / total[:, None, None]
 
 
 def _empty_grads(tensors: Sequence[Tensor], need: Need) -> list[Tensor]:

@@ -4,15 +4,10 @@
 // carries the place in shared memory where its block expects that weight through the sort. Then rank j writes weight j
 // to the place that it carries. Every lane has its own bank. Several warps have different keys of the same queries, and
 // add up the gradients of a query in shared memory.
-//
-// With ATTENDS, the gradients of attention: `scores` are those of its weights, or -inf if a pair is masked, and `means`
-// their means over the keys of a query. The sorted values give the weights, `shares`, and the gradients of the scores.
-// In float16, -inf is an overflow that has to be seen, and no pair is masked.
 #include "score_call.cuh"
 
 constexpr int WARPS = AHOP_WARPS, THREADS = 32 * WARPS, KEYS = WARPS * PAIRS;
 constexpr bool TAGGED = AHOP_TAGGED;  // half precision: the place is in bits of a value that it does not use
-constexpr bool ATTENDS = AHOP_ATTENDS;
 // A value with its place takes twice the instructions, so less of the code is unrolled.
 constexpr int NETWORKS = N > 48 && !TAGGED ? 1 : UNROLLED, LEVELS = GROUP >= 16 && !TAGGED ? 1 : 5;
 constexpr int TAG_BITS = 10, PLACES = CHUNK * 32;  // places of a base: slot * 32 + lane, or its member in a group
@@ -139,23 +134,15 @@ DEVICE void add_slopes(int kind, float slope, float query, float key, float& que
     }
 }
 
-// Writes the weights of sorted values to their places, copies the values, and returns their weighted sum.
-DEVICE float deliver(float* region, float (&sorted)[CHUNK], const u32 (&weights)[CHUNK], Item (&items)[CHUNK]) {
-    float sums[2] = {};
+// Writes the weights of sorted values to their places, and adds the values to the gradient of the weights.
+DEVICE void deliver(float* region, float (&weight_grad)[CHUNK], const u32 (&weights)[CHUNK], Item (&items)[CHUNK],
+                    float grad) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
         items[i].restore();
         region[items[i].place] = bits_float(weights[i]);
-        sorted[i] = items[i].x;
-        sums[i % 2] = fmaf(bits_float(weights[i]), sorted[i], sums[i % 2]);
+        weight_grad[i] = fmaf(grad, items[i].x, weight_grad[i]);
     }
-    return sums[0] + sums[1];
-}
-
-// Adds sorted values to the gradient of the weights.
-DEVICE void add_values(float (&weight_grad)[CHUNK], const float (&sorted)[CHUNK], float grad) {
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) weight_grad[i] = fmaf(grad, sorted[i], weight_grad[i]);
 }
 
 KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
@@ -170,7 +157,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
     float* const ranked = (float*)shared + warp * BASES * PLACES;  // weights at the ranks of all blocks
     float* const own_ranked = ranked + lane.index - lane.member;   // those of this group
     float* const rows_grad = p.query_parts + ((i64)(strip * all_heads + head) * p.length + start) * DIMS;
-    float constants[BASES], weight_grad[BASES][CHUNK] = {}, rest = 0;
+    float constants[BASES], weight_grad[BASES][CHUNK] = {};
     const bool flat = find_flat(constants, weight, lane);
     const int kept = RowSums::first(lane.index);
     const bool stores = RowSums::stores(lane.index);
@@ -187,7 +174,6 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
         for (int row = 0; row < rows; ++row, query += queries_place.row, grad_place += p.scores.row) {
             float grad = 0;
             if (valid) load_floats<1, SCORE_DTYPE>(&grad, grad_place);
-            float sorted[ATTENDS ? BASES : 1][CHUNK], score = 0;
             float* const row_grad = rows_grad + (i64)row * DIMS + lane.dimension;
             float before[KEPT] = {};
 #pragma unroll
@@ -216,25 +202,9 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
                     u32 factors[CHUNK];
                     load_words<CHUNK>(factors, loaded_again((const char*)(weight + base * BLOCKS + lane.position)));
 #pragma unroll
-                    for (int each = 0; each < BASES; ++each) {
-                        if (each != base) continue;
-                        score += deliver(region, sorted[ATTENDS ? each : 0], factors, items);
-                        if (!ATTENDS) add_values(weight_grad[each], sorted[0], grad);
-                    }
+                    for (int each = 0; each < BASES; ++each)
+                        if (each == base) deliver(region, weight_grad[each], factors, items, grad);
                 }
-            }
-            if constexpr (ATTENDS) {
-#pragma unroll
-                for (int distance = 1; distance < GROUP; distance *= 2) score += shuffle_xor(score, distance);
-                const i64 place = (i64)head * p.length + start + row;
-                const bool counts = valid && (SCORE_DTYPE == HALF || grad != -INFINITE);
-                const float share = counts ? exp2_approx((score - p.log_sum[place]) * LOG2_E) : 0;
-                grad = counts ? share * (grad - p.means[place]) : 0;
-                if (lane.index % LANES == 0) rest += grad;
-                if (valid && lane.index % LANES == 0)
-                    store_float<SCORE_DTYPE>(p.shares + (place * p.count + own) * SCORE_ITEM, share);
-#pragma unroll
-                for (int base = 0; base < BASES; ++base) add_values(weight_grad[base], sorted[base], grad);
             }
             sync_warp();
             float query_grad[PER_LANE] = {};
@@ -286,8 +256,6 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
     }
     const i64 part = (((strip * p.chunks + chunk) * (i64)p.batch + n) * WARPS + warp) * p.heads + h;
     const bool is_copy = lane.index % LANES >= GROUP;
-    rest = ATTENDS ? sum_warp(rest) : 0;
-    if (ATTENDS && lane.index == 0) p.rests[part] = rest;
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
         RankSums::reduce(weight_grad[base], lane.index);

@@ -33,9 +33,6 @@ struct ScoreCall {
     float* weight_sums;   // (groups, H, BASES, N)
     char *query_grad, *key_grad;  // (N, H, L, D), or no pointer
     float* weight_grad;           // (H, BASES, N)
-    const float *log_sum, *means; // of attention, see score_backward.cu: (N, H, L)
-    char* shares;                 // (N, H, L, S)
-    float* rests;                 // (strips, chunks, N, warps, H)
     int batch, heads, length, count;
     int rows, programs;              // queries of a program, and programs with the same queries
     int span, strips, chunks, warps; // tiles of keys in a strip, strips of a head, and chunks of queries
