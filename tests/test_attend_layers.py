@@ -183,7 +183,7 @@ def test_small_calls_on_the_cpu_are_separate_operations(calls, monkeypatch):
 
 
 def test_choice_on_a_gpu(monkeypatch):
-    """Full footprints and calls of a fused kernel take ahop::attend; without kernels, none does."""
+    """Full footprints and calls of a fused kernel take ahop::attend; without kernels, only large scores do."""
     with FakeTensorMode():
         query, key, value = (torch.empty(N, H, rows, D, device="cuda") for rows in (L, S, S))
         full, blocks = (torch.empty(H, 2, n, device="cuda") for n in (D, 2))
@@ -193,8 +193,13 @@ def test_choice_on_a_gpu(monkeypatch):
         monkeypatch.setattr("ahop_layers.ops.gpu.attend.serves", lambda *args, fused=fused: fused)
         assert prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
         assert prefers_attend(AttentionCall(*tensors, blocks, bases=("dis", "dot"))) is fused
+    monkeypatch.setattr("ahop_layers.ops.gpu.attend.serves", lambda *args: False)
+    low = [tensor.bfloat16() for tensor in tensors]
+    assert not prefers_attend(AttentionCall(*low, full, bases=("dis", "dot")))  # no instructions for bfloat16
     monkeypatch.setattr("ahop_layers.ops.gpu.nvrtc.capability", lambda device: (0, 0))
     assert not prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
+    monkeypatch.setattr("ahop_layers.ops.attend.SCORES_BYTES", 0)
+    assert prefers_attend(AttentionCall(*tensors, full, bases=("dis", "dot")))
 
 
 def test_causal_masks():

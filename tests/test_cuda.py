@@ -149,9 +149,11 @@ def test_scores_of_unknown_values_on_the_cpu(d, n, bases, emulated):
     query, key = torch.randn(1, 2, 3, d), torch.randn(1, 2, 5, d)
     query[0, 0, 1, : d // 2] = key[0, 1, 2, ::3] = key[0, 0, 3] = torch.nan
     weight, widths = torch.randn(2, len(bases), n) / n, torch.linspace(0.3, 2, len(bases))
-    found = missing.score(query, key, weight, bases, widths)
-    exact = missing_similarity(*(x.double() for x in (query, key, weight)), bases, None, widths.double())
+    found = gpu.score(query, key, weight, bases, None, widths, missing=True)
+    exact = missing_similarity(*(x.double() for x in (query, key, fold(weight))), bases, None, widths.double())
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    low = gpu.score(query, key, weight.half(), bases, None, widths, missing=True)
+    torch.testing.assert_close(low, gpu.score(query, key, weight.half().float(), bases, None, widths, missing=True))
     assert (found == -torch.inf).sum() == 3
 
 
@@ -184,7 +186,7 @@ def test_scores_and_gradients_on_the_cpu(d, n, dtype, bases, emulated, monkeypat
 
 @needs_compiler
 @pytest.mark.slow
-def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
+def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated, monkeypatch):
     """Few keys of many queries change places, half precision is rounded once, and NaN stays in its row."""
     query, key = torch.randn(2, 9, 1, 24).transpose(1, 2), torch.randn(2, 1, 3, 48)[..., ::2]
     weight = torch.nn.functional.pad(torch.randn(1, 2, 1), (23, 0))
@@ -193,6 +195,8 @@ def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated):
     frozen = gpu.score_backward(grad, query, key, weight, BOTH, (True, True, False))
     torch.testing.assert_close(frozen[:2], tuple(grads[:2]))  # the sort is skipped
     assert torch.equal(gpu.score(query, key, weight, BOTH, torch.bfloat16), scores.bfloat16())
+    monkeypatch.setattr(score, "GPU_SCRATCH_BYTES", 0)  # each batch entry by itself
+    torch.testing.assert_close(gpu.score_backward(grad, query, key, weight, BOTH, (True,) * 3), tuple(grads))
     query[0, 0, 1, 5] = torch.nan
     assert torch.equal(gpu.score(query, key, weight, BOTH).isnan().any(-1), query.isnan().any(-1))
 

@@ -100,14 +100,14 @@ def test_a_lazily_negated_tensor_is_negated():
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that are called."""
+    """Records the operators that are called, and their arguments."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(func)
+        self.seen[func] = args
         return func(*args, **(kwargs or {}))
 
 
@@ -121,8 +121,12 @@ def test_modes_and_profilers_see_the_operators_and_the_same_gradients():
     for mode in (recorder, nullcontext()):
         with mode:
             grads.append(torch.autograd.grad(ah.adaptive_similarity(*tensors).sum(), tensors))
-    assert {torch.ops.ahop.score.default, torch.ops.ahop.score_backward.default} <= recorder.seen
+    assert {torch.ops.ahop.score.default, torch.ops.ahop.score_backward.default} <= recorder.seen.keys()
     assert all(map(torch.equal, *grads))
+    scores = ah.adaptive_similarity(*tensors, backend="chunked")
+    with recorder:
+        scores.sum().backward()
+    assert recorder.seen[torch.ops.ahop.score_backward.default][5] == "chunked"
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from ahop_layers.errors import AHopError, check_floating, check_probability, des
 from ahop_layers.ops import operators
 from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
-from ahop_layers.ops.gpu import nvrtc
+from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.operators import check_tensor, register
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
@@ -30,13 +30,12 @@ LARGEST_OFFSET = 1e3  # rows of an additive mask whose largest value is farther 
 def prefers_attend(call: AttentionCall) -> bool:
     """Returns whether :func:`attend` is preferable to separate operations that keep all scores and weights.
 
-    That is so where a fused kernel supports the call, for full footprints on a GPU, whose sort dominates the time, and
-    for large scores.
+    That is so where a fused kernel supports the call, for full footprints that a kernel of a GPU sorts, which dominates
+    the time, and for large scores.
     """
-    if call.query.is_cuda and nvrtc.capability(call.query.device) == (0, 0):
-        return False
-    fast = call.query.is_cuda and (call.weight.shape[-1] == call.query.shape[-1] or fused.serves(call))
-    return fast or is_large(call.query, call.key)
+    query, n = call.query, call.weight.shape[-1]
+    fast = query.is_cuda and (fused.serves(call) or (n == query.shape[-1] and gpu.serves(query, call.bases, n)))
+    return fast or is_large(query, call.key)
 
 
 def is_large(query: Tensor, key: Tensor) -> bool:

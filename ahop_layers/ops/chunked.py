@@ -21,8 +21,10 @@ from ahop_layers.ops.reference import (
     missing_similarity,
 )
 
-# Memory of one tile, slice or launch: with the buffers of a sort, a call takes less than 64 MB besides its results.
+# Memory of one tile or slice: with the buffers of a sort, a call takes less than 64 MB besides its results. Slices and
+# launches on a GPU take more, because to start an operation is expensive there.
 SCRATCH_BYTES = 40 * 2**20
+GPU_SCRATCH_BYTES = 5 * SCRATCH_BYTES
 # How many times as much memory a pair takes where values can be unknown, and weights differ between pairs, and where
 # blocks are also normalized, and their values differ between pairs as well.
 MISSING_COPIES, NORMALIZED_COPIES = 3, 5

@@ -455,8 +455,9 @@ class _Score(torch.autograd.Function):
         """Computes the gradients; a second derivative is refused by the operator."""
         tensors, need = ctx.saved_tensors, ctx.needs_input_grad[1:4]
         if torch.is_grad_enabled() or not is_plain_call(grad):
+            backend = next(name for name, kernel in KERNELS.items() if kernel is ctx.kernel)
             operator = torch.ops.ahop.score_backward.default
-            grads = operator(grad, *tensors, ",".join(ctx.names), "auto", need, ctx.widths)
+            grads = operator(grad, *tensors, ",".join(ctx.names), backend, need, ctx.widths)
         else:
             grads = ctx.kernel.score_backward(grad, *tensors, ctx.names, need, ctx.widths)
         query, key, weight = (x if wanted else None for x, wanted in zip(grads, need, strict=True))

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.chunked import SCRATCH_BYTES
+from ahop_layers.ops.chunked import GPU_SCRATCH_BYTES, SCRATCH_BYTES
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.protocols import AttentionCall, Kernel
 from ahop_layers.ops.reference import accumulation_dtype
 
-GPU_SCRATCH = 5  # how many times as much scratch memory slices take on a GPU, where starting an operation is expensive
 PAIR_VALUES = 4  # number of values of the accumulation dtype that a slice holds for each pair of query and key
 
 
@@ -162,7 +161,7 @@ def _slices(query: Tensor, key: Tensor) -> Iterator[_Slice]:
         return
     group = heads // key_heads
     pair_bytes = PAIR_VALUES * accumulation_dtype(query.dtype).itemsize
-    scratch = SCRATCH_BYTES if query.device.type == "cpu" else GPU_SCRATCH * SCRATCH_BYTES
+    scratch = SCRATCH_BYTES if query.device.type == "cpu" else GPU_SCRATCH_BYTES
     room = max(1, scratch // (pair_bytes * count))
     row_step = _even(length, room)
     room //= row_step

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops.gpu import nvrtc
+from ahop_layers.ops.gpu.score import KINDS
 
-KINDS = ("dis", "dot", "l1", "near")
 MAX_BLOCKS = 4096
 KEYS, THREADS = 32, 128
 ARGUMENTS = Struct("<12q8i")

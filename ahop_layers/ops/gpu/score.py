@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.chunked import Need
+from ahop_layers.ops.chunked import GPU_SCRATCH_BYTES, Need
 from ahop_layers.ops.gpu import attend, division, nvrtc
 from ahop_layers.ops.gpu.layout import WARP, Layout, choose_layout
 from ahop_layers.ops.protocols import AttentionCall
@@ -261,8 +261,23 @@ def score_backward(
         return attend.score_gradients(_tile_call(query, key, weight, bases, grad), need)
     problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
     query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
-    _plan(problem).run((query, key), weight, grad, None, grads)
+    _run_backward(problem, query, key, weight, grad, grads)
     return query_grad, key_grad, weight_grad
+
+
+def _run_backward(
+    problem: Problem, query: Tensor, key: Tensor, weight: Tensor, grad: Tensor, grads: Sequence[Tensor]
+) -> None:
+    """Computes gradients at once, or each half of a batch whose parts of gradients need too much scratch memory."""
+    plan, half = _plan(problem), query.shape[0] // 2
+    if half == 0 or plan.places[-1] <= GPU_SCRATCH_BYTES:
+        return plan.run((query, key), weight, grad, None, grads)
+    rest = torch.empty_like(grads[2])
+    for part, weight_grad in ((slice(half), grads[2]), (slice(half, None), rest)):
+        queries, keys = query[part], key[part]
+        smaller = problem._replace(query=queries.shape, key=keys.shape)
+        _run_backward(smaller, queries, keys, weight, grad[part], (grads[0][part], grads[1][part], weight_grad))
+    grads[2].add_(rest)
 
 
 def _empty_grads(tensors: Sequence[Tensor], need: Need) -> list[Tensor]:
