@@ -10,6 +10,7 @@ import seed_offset
 import torch
 
 CUDA = torch.cuda.is_available()
+collect_ignore = ["seeds"]  # its sitecustomize.py is not the one that Debian's Python has imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
