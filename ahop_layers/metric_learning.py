@@ -22,7 +22,7 @@ class AdaptiveDistance(BaseDistance):  # type: ignore[misc]
 
     Args:
         dim: dimension of the embeddings.
-        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; None means its default.
+        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`.
         keywords: arguments of ``BaseDistance``: ``normalize_embeddings``, ``p``, ``power``. ``is_inverted`` is True.
 
     >>> import torch

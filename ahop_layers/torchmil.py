@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_sizes, describe
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
+from ahop_layers.ops.reference import accumulation_dtype
 
 
 class AdaptivePool(nn.Module):
@@ -66,7 +67,8 @@ class AdaptivePool(nn.Module):
         pooled, weights = self.pooling.pool_packed(X[real], real.sum(1), return_association=True)
         if not return_att:
             return pooled
-        lowest = torch.finfo(X.dtype).tiny  # for padding, and for a weight of zero from a sparse separation
-        mean = weights.mean((1, 2)).clamp(min=lowest).log()
+        wide = accumulation_dtype(X.dtype)
+        lowest = torch.finfo(wide).tiny  # for padding, and for a weight of zero from a sparse separation
+        mean = weights.mean((1, 2), dtype=wide).clamp(min=lowest).log().to(X.dtype)
         att = mean.new_full(real.shape, math.log(lowest))
         return pooled, att.masked_scatter(real, mean)

@@ -172,3 +172,8 @@ def test_no_weight_decay_names_the_similarities_until_they_are_reverted():
     ah.revert_(model)
     assert model.no_weight_decay() == before
     assert "no_weight_decay" not in vars(model)
+    model.no_weight_decay = own = lambda: {"cls_token"}
+    ah.adapt_(model)
+    assert model.no_weight_decay() == {"cls_token", *added}
+    ah.revert_(model)
+    assert model.no_weight_decay is own

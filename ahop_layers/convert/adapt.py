@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -294,7 +293,10 @@ def revert_(model: nn.Module) -> list[str]:
     for module in adapted.values():
         restore_class_(module)
     adapted |= make_plain(model)
-    vars(model).pop("no_weight_decay", None)
+    exempt = vars(model).get("no_weight_decay")
+    if isinstance(exempt, _Exempt):
+        del model.no_weight_decay
+        vars(model).update(exempt.replaced)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
     return list(outermost(adapted))
@@ -311,12 +313,24 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if original_class(module) is not None}
 
 
+class _Exempt(NamedTuple):
+    """Stands for the method ``no_weight_decay`` of a model; unlike a closure, it can be pickled."""
+
+    names: set[str]
+    replaced: dict[str, Any]  # an attribute of the model itself, if it had one
+
+    def __call__(self) -> set[str]:
+        return set(self.names)
+
+
 def exempt_from_decay(model: nn.Module) -> None:
     """Adds the similarities to what ``model.no_weight_decay()`` returns, which optimizers of timm ask for."""
     similarity = {id(parameter) for parameter in similarity_parameters(model)}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in similarity}
     own: Any = getattr(model, "no_weight_decay", set)
-    vars(model)["no_weight_decay"] = partial(set, {*own(), *names})  # unlike a closure, it can be pickled
+    given = {"no_weight_decay": own} if "no_weight_decay" in vars(model) else {}
+    replaced = own.replaced if isinstance(own, _Exempt) else given
+    vars(model)["no_weight_decay"] = _Exempt({*own(), *names}, replaced)
 
 
 def _warn_about_peft(model: nn.Module) -> None:
