@@ -86,8 +86,3 @@ def test_packed_bags(separation, steps):
     weights = pool.pooling.pool_packed(x[mask], mask.sum(1), return_association=True)[1]
     assert weights.shape == (13, 2, 1)
     assert torch.equal(maps["pooling"], weights)
-
-
-def test_a_model_without_adaptive_layers():
-    with pytest.raises(ah.AHopError, match="expected a model that calls adaptive layers, got TransformerEncoder"):
-        ah.association_maps(encoder(), torch.randn(2, 5, 16))

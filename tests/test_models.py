@@ -3,11 +3,11 @@
 import pytest
 import torch
 from frameworks import framework
-from torch import nn
+from test_call import Relate
 
 import ahop_layers as ah
 from tests.models import huggingface, image_models, others
-from tests.models.check import Case, Failed, check, coverage
+from tests.models.check import Case, Failed, check
 
 pytestmark = pytest.mark.slow
 
@@ -106,26 +106,16 @@ def test_every_image_model_is_counted_on_the_meta_device():
     assert [case.model for case in image_models.cases(rows)] == ["small"]
 
 
-class Wrong(nn.Module):
-    """Attends, and counts its calls in its output."""
+class Wrong(Relate):
+    """Counts its calls in its output."""
 
-    def __init__(self):
-        super().__init__()
-        self.num_heads, self.calls = 2, 0
-        self.into = nn.Linear(16, 16)
+    calls = 0
 
     def forward(self, x):
         self.calls += 1
-        q = self.into(x).unflatten(-1, (2, 8)).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(q, q, q) + self.calls
+        return super().forward(x) + self.calls
 
 
 def test_the_check_finds_a_model_that_changes():
     with pytest.raises(Failed, match="an output changed by"):
         check(Case("here", "wrong", lambda: (Wrong(), (torch.randn(2, 5, 16),))), compile=False)
-
-
-def test_a_model_without_attention_is_not_counted():
-    with pytest.raises(ah.AHopError) as error:
-        ah.adapt_(nn.Sequential(nn.Linear(3, 3)), example=torch.randn(2, 3))
-    assert coverage(error.value)["coverage"] == "none"

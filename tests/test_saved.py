@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from test_call import Two
 from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
@@ -18,24 +19,13 @@ def encoder(layers=2):
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
 
 
-class Called(nn.Module):
-    """Attends with two shapes of heads."""
-
-    num_heads = 2
-
-    def forward(self, x):
-        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
-        attend = nn.functional.scaled_dot_product_attention
-        return attend(q, q, q) + attend(q[..., :4], q[..., :4], q)
-
-
 @pytest.mark.parametrize(("make", "options"), [
     (encoder, {"blocks": 4}),
     (encoder, {"blocks": [2, torch.tensor([0, 1] * 4)], "debias": True, "separation": "entmax"}),
     (encoder, {"blocks": ah.Blocks(2, normalize=True)}),
     (lambda: ah.AssociativeMemory.preset("A-Hop", torch.randn(5, 16)), None),
     (lambda: nn.Sequential(ah.AdaptiveHopfield(16, num_heads=2), ah.AdaptiveHopfieldPooling(16)), None),
-    (lambda: nn.Sequential(Called()), {"example": torch.randn(2, 3, 16)}),
+    (lambda: nn.Sequential(Two()), {"example": torch.randn(2, 3, 16)}),
 ])  # fmt: skip
 def test_saved_similarities_are_loaded(make, options, tmp_path):
     first, path = make(), tmp_path / "similarities.safetensors"

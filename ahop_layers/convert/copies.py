@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers import hopfield as layers
 from ahop_layers.convert.discover import in_eval_mode
-from ahop_layers.convert.registry import CONVERTERS, Converter, full_name
+from ahop_layers.convert.registry import ADAPTIVE_LAYERS, CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import SimilarityOptions
@@ -23,12 +22,8 @@ _CORE = ("embed_dim", "kdim", "vdim", "head_dim", "pattern_dim", "out_dim", "num
          "add_zero_attn", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
          "out_proj", "bias_k", "bias_v", "p_norm_weight", "p_norm_bias")  # fmt: skip
 _SEPARATIONS = ("softmax", "sparsemax", "entmax15")
-_ADAPTIVE = (layers.AdaptiveHopfield, layers.AdaptiveHopfieldLayer, layers.AdaptiveHopfieldPooling)
 # An adaptive layer derives from our plain one, and from that of hflayers if it is installed.
-_KINDS = {
-    kind: [each for each in adaptive.__mro__ if each.__name__.removeprefix("Adaptive") == kind]
-    for kind, adaptive in zip(("Hopfield", "HopfieldLayer", "HopfieldPooling"), _ADAPTIVE, strict=True)
-}
+_KINDS = {kind.__name__.removeprefix("Adaptive"): kind.__mro__ for kind in ADAPTIVE_LAYERS[1:]}
 
 
 def find_copies(
@@ -38,8 +33,8 @@ def find_copies(
 
     With ``like``, a class of hflayers or of this package, those that ``selected`` chooses are converted unchecked.
     """
-    told = next((kind for kind, known in _KINDS.items() if like in known), None)
-    if like is not None and told is None:
+    told = getattr(like, "__name__", "").removeprefix("Adaptive")
+    if like is not None and like not in _KINDS.get(told, ()):
         raise AHopError(f"like must be Hopfield, HopfieldLayer or HopfieldPooling, got {like!r}")
     if like is not None and selected is None:
         raise AHopError("like needs where, which chooses the modules that are copies of it, got where=None")

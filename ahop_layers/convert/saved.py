@@ -1,8 +1,7 @@
 """Saved models: similarities alone, and adapted models in the format of transformers, the hub or timm."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -282,9 +281,8 @@ def _options(entry: dict[str, Any], similarity: SimilaritySource | None) -> Simi
     return SimilarityOptions(separation=separation, **options)
 
 
-@contextmanager
-def _without(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """Leaves parts of a model out of its state dicts."""
+def _without(model: nn.Module, names: list[str]) -> Any:
+    """Leaves parts of a model out of its state dicts, until the context that it returns ends."""
 
     def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         starts = tuple(f"{prefix}{name}." if name else prefix for name in names)
@@ -292,8 +290,4 @@ def _without(model: nn.Module, names: list[str]) -> Iterator[None]:
             del state[key]
 
     register: Any = model.register_state_dict_post_hook
-    handle = register(drop)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register(drop)
