@@ -96,9 +96,7 @@ class Mask(NamedTuple):
     def join(self, other: "Mask") -> "Mask":
         """Combines two masks of the same keys into one."""
         blocked, added = _join(torch.logical_or, self.blocked, other.blocked), _join(torch.add, self.added, other.added)
-        appended = self.appended if self.causal else other.appended
-        if self.causal and other.causal:
-            appended = min(self.appended, other.appended)
+        appended = min((mask.appended for mask in (self, other) if mask.causal), default=0)
         return Mask(blocked, added, self.causal or other.causal, appended)
 
     def grow(self) -> "Mask":
@@ -127,27 +125,22 @@ def combine_masks(
     n, h, length, keys = shape
     parts = []
     if association is not None:
-        layouts = {"(L, S)": ((length, keys), (1, 1)), "(N * heads, L, S)": ((n * h, length, keys), (n, h))}
-        parts.append(_as_mask(names[1], association, layouts, (length, keys)))
+        layouts = ("(L, S)", (length, keys), (1, 1, length, keys)), ("(N * heads, L, S)", (n * h, length, keys), shape)
+        parts.append(_as_mask(names[1], association, *layouts))
     if padding is not None:
-        parts.append(_as_mask(names[0], padding, {"(N, S)": ((n, keys), (n, 1))}, (1, keys)))
+        parts.append(_as_mask(names[0], padding, ("(N, S)", (n, keys), (n, 1, 1, keys))))
     return reduce(Mask.join, parts) if parts else None
 
 
-def _as_mask(
-    name: str, mask: object, layouts: dict[str, tuple[tuple[int, ...], tuple[int, int]]], pairs: tuple[int, int]
-) -> Mask:
-    """Interprets a mask by its dtype: a float is added, True blocks.
-
-    A layout maps a description to the shape of a mask, and to the batch and heads ``(N, H)`` of ``(N, H, *pairs)``.
-    """
+def _as_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Mask:
+    """Reads a mask by its dtype; a layout has a name, the shape of a mask, and that which broadcasts to the scores."""
     if not isinstance(mask, Tensor):
         raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
-    batch = next((batch for shape, batch in layouts.values() if tuple(mask.shape) == shape), None)
-    if batch is None:
-        expected = " or ".join(f"{layout} = {shape}" for layout, (shape, _) in layouts.items())
+    wide = next((wide for _, shape, wide in layouts if tuple(mask.shape) == shape), None)
+    if wide is None:
+        expected = " or ".join(f"{layout} = {shape}" for layout, shape, _ in layouts)
         raise AHopError(f"{name} must be {expected}, got {describe(mask)}")
-    mask = mask.reshape(*batch, *pairs)
+    mask = mask.reshape(wide)
     if mask.is_floating_point():
         return Mask(added=mask)
     if mask.dtype == torch.uint8:

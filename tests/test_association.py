@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ahop_layers import AdaptiveSimilarity, AHopError
+from ahop_layers import AdaptiveSimilarity
 from ahop_layers.association import Mask, Padded, associate, combine_masks
 from ahop_layers.separation import Separation
+from tests.samples import refuses
 
 N, H, L, S, D, E = 2, 3, 4, 5, 6, 7
 
@@ -108,6 +109,5 @@ def test_wrong_masks_raise():
         (5, None, "stored_pattern_padding_mask must be a tensor or None, got int"),
         (None, [[True]], "association_mask must be a tensor or None, got list"),
     ):
-        with pytest.raises(AHopError, match=message):
-            combine_masks(padding, association, shape)
+        refuses(message, combine_masks, padding, association, shape)
     assert combine_masks(None, None, shape) is None

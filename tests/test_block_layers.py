@@ -20,12 +20,6 @@ BLOCKS = {
 }
 
 
-def test_attention_blocks_are_those_of_one_head():
-    assert ah.AdaptiveAttention(16, 2, blocks=4).similarity.w.shape == (2, 2, 4)
-    with pytest.raises(ah.AHopError, match="blocks must divide d = 8: expected one of 1, 2, 4, 8, got 16"):
-        ah.AdaptiveAttention(16, 2, blocks=16)
-
-
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 def test_an_adapted_model_computes_the_same(blocks):
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -54,13 +48,6 @@ def test_hopfield_layers_start_as_the_original(name):
     for layer in (built, plain):
         torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
     assert all(map(torch.equal, ah.similarity_parameters(plain), ah.similarity_parameters(built)))
-
-
-def test_blocks_of_static_patterns_are_those_of_a_pattern():
-    static = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}
-    layer = ah.AdaptiveHopfield(12, num_heads=1, **static, disable_out_projection=True, blocks=3)
-    assert layer.association_core.similarity.w.shape == (1, 2, 3)
-    assert layer(torch.randn(2, 5, 12)).shape == (2, 5, 12)
 
 
 def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(monkeypatch):

@@ -160,8 +160,8 @@ def test_dropout_is_that_of_the_call():
 
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.randn(4, 2, 8), torch.randn(3, 2, 8)]).transpose(1, 2)
-    with pytest.raises(ah.AHopError, match="must not be nested"):
-        similarity_attention(ah.AdaptiveSimilarity(8, 2), Separation(), nested, nested, nested)
+    parts = ah.AdaptiveSimilarity(8, 2), Separation()
+    refuses("must not be nested", similarity_attention, *parts, nested, nested, nested)
 
 
 @pytest.mark.parametrize("blocks", [None, 4])
@@ -285,8 +285,8 @@ def test_what_cannot_be_adapted_is_passed_over_with_a_reason(make, name, reason)
 
 
 def test_bad_arguments_of_attention_by_hand():
-    with pytest.raises(ah.AHopError, match="0: separation must be None for attention by hand, got 'sparsemax'"):
-        ah.adapt_(nn.Sequential(ByHand()), example=torch.randn(2, 5, 16), by_hand=True, separation="sparsemax")
+    options = {"example": torch.randn(2, 5, 16), "by_hand": True, "separation": "sparsemax"}
+    refuses("0: separation must be None .* by hand, got 'sparsemax'", ah.adapt_, nn.Sequential(ByHand()), **options)
     refuses("by_hand=True needs example", ah.adapt_, ByHand(), by_hand=True)
 
 
@@ -364,12 +364,8 @@ def test_calls_with_different_heads_have_a_similarity_each():
     assert isinstance(model[0].similarity, SimilarityList)
     assert list(named_similarities(model)) == ["0.similarity.0", "0.similarity.1"]
     assert len(ah.similarity_parameters(model)) == 4
-    twin = pickle.loads(pickle.dumps(model))
-    assert torch.equal(twin(x), model(x))
     model.load_state_dict(original)  # resets the similarities
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
-    ah.revert_(model)
-    assert torch.equal(model(x), expected)
 
 
 def test_a_given_similarity_is_copied_for_each_shape():
@@ -411,12 +407,12 @@ def test_a_call_that_attends_differently_raises(kind, name, first, message):
 
 
 def test_copies_pickles_state_dicts_and_revert():
-    model, x = nn.Sequential(Relate(), ByHand()), torch.randn(2, 5, 16)
+    model, x = nn.Sequential(Relate(), ByHand(), Two()), torch.randn(2, 5, 16)
     expected, state, names = model(x), copy.deepcopy(model.state_dict()), [list(vars(part)) for part in model.modules()]
     ah.adapt_(model, example=x, by_hand=True)
     perturb(model)
     output = model(x)
-    other = nn.Sequential(Relate(), ByHand())
+    other = nn.Sequential(Relate(), ByHand(), Two())
     ah.adapt_(other, example=x, by_hand=True)
     other.load_state_dict(model.state_dict())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other):
@@ -425,8 +421,8 @@ def test_copies_pickles_state_dicts_and_revert():
         assert torch.equal(twin(x), expected)
     model.load_state_dict(state)
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
-    assert ah.revert_(model) == ["0", "1"]
-    assert [type(part) for part in model] == [Relate, ByHand]
+    assert ah.revert_(model) == ["0", "1", "2"]
+    assert [type(part) for part in model] == [Relate, ByHand, Two]
     assert [list(vars(part)) for part in model.modules()] == names
     assert torch.equal(model(x), expected)
 

@@ -12,10 +12,11 @@ import torch
 from test_hopfield import NO_NORM, WITHOUT_PARAMETERS
 
 import ahop_layers as ah
-from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, AHopError, hopfield
+from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, hopfield
 from ahop_layers.hflayers import transformer
 from ahop_layers.hflayers.auxiliary.data import BitPatternSet
 from ahop_layers.hopfield.adaptive import is_dot_product
+from tests.samples import refuses
 
 NAMES = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
 OWN, ADAPTIVE = ({name: getattr(hopfield, prefix + name) for name in NAMES} for prefix in ("", "Adaptive"))
@@ -254,8 +255,7 @@ def test_bit_patterns_contain_signals_in_one_class_only():
         ({"fraction_targets": 1.0}, "fraction_targets must be between 0 and 1, got 1.0"),
         ({"num_bags": 0}, "num_bags must be an integer of at least 1, got 0"),
     ):
-        with pytest.raises(AHopError, match=message):
-            BitPatternSet(**sizes | arguments)
+        refuses(message, BitPatternSet, **sizes | arguments)
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
@@ -278,12 +278,11 @@ def test_state_dict_for_hflayers_needs_the_dot_product():
     layer = torch.nn.Sequential(AdaptiveHopfield(8, num_heads=2))
     with torch.no_grad():
         layer[0].association_core.similarity.w[1, 1, 3] += 1e-3
-    with pytest.raises(AHopError, match=r"0\.association_core\.similarity must be the dot product for hflayers"):
-        ah.hflayers_state_dict(layer)
-    with pytest.raises(AHopError, match="separation must be softmax for hflayers, got 'sparsemax'"):
-        ah.hflayers_state_dict(AdaptiveHopfield(8, separation="sparsemax"))
-    with pytest.raises(AHopError, match="scaling must be fixed"):
-        ah.hflayers_state_dict(AdaptiveHopfield(8, scaling=torch.nn.Parameter(torch.ones(()))))
+    refuses(r"0\.association_core\.similarity must be the dot product", ah.hflayers_state_dict, layer)
+    sparse = AdaptiveHopfield(8, separation="sparsemax")
+    refuses("separation must be softmax for hflayers, got 'sparsemax'", ah.hflayers_state_dict, sparse)
+    learned = AdaptiveHopfield(8, scaling=torch.nn.Parameter(torch.ones(())))
+    refuses("scaling must be fixed", ah.hflayers_state_dict, learned)
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

@@ -1,7 +1,6 @@
 """AdaptiveAttention, ``nn.MultiheadAttention`` with a learned similarity, and Adaptive, the base of such modules."""
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -17,8 +16,10 @@ from ahop_layers.similarity.adaptive import Associator, BlocksArgument, Init, Si
 
 def attend_mask(mask: Tensor | None, is_causal: bool) -> Mask | None:
     """Converts the masks of ``scaled_dot_product_attention``: True = attend, a float is added to the scores."""
-    parts = [] if mask is None else [Mask(blocked=~mask) if mask.dtype == torch.bool else Mask(added=mask)]
-    return reduce(Mask.join, [*parts, Mask(causal=True)] if is_causal else parts) if parts or is_causal else None
+    if mask is None:
+        return Mask(causal=True) if is_causal else None
+    blocked, added = (~mask, None) if mask.dtype == torch.bool else (None, mask)
+    return Mask(blocked, added, bool(is_causal))
 
 
 class Adaptive(Associator):
@@ -164,7 +165,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         shape = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
         mask = combine_masks(key_padding_mask, attn_mask, shape, ("key_padding_mask", "attn_mask"))
         if is_causal and attn_mask is None:
-            mask = (mask or Mask()).join(Mask(causal=True))
+            mask = (mask or Mask())._replace(causal=True)
         for extra_k, extra_v in self._extra_keys():
             k, v = (torch.cat([x, extra.expand(shape[0], -1, -1, -1)], 2) for x, extra in ((k, extra_k), (v, extra_v)))
             mask = None if mask is None else mask.grow()

@@ -255,7 +255,8 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         bags, parts = check_bags(instances, bag_sizes), (partial(project, 1), partial(project, 2))
         packed = Packed(*bags, *parts, zero_association=core.add_zero_attn, keep_keys=core.steps != 0)
         queries = self.pooling_weights if hopfield._batch_first else self.pooling_weights.transpose(0, 1)
-        output, weights = core.retrieve(hopfield.heads(queries, 0), packed)
+        settings = core.scaling, core.steps, core.update_steps_eps
+        output, weights = core.retrieve(hopfield.heads(queries, 0), packed, *settings)
         output = hopfield.activate(output).flatten(1)
         return (output, packed.of_instances(weights)) if return_association else output
 

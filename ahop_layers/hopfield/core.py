@@ -14,9 +14,6 @@ from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import Associator, reset
 
-# The scaling of the scores, the number of update steps, and their convergence threshold.
-Settings = tuple[float | Tensor, Steps, float | Tensor]
-
 
 class Retrieval(NamedTuple):
     """The result of a core, as in hflayers; entries that were not requested are None."""
@@ -166,12 +163,10 @@ class AssociationCore(Associator):
         if part == 2 and self.value_as_connected:
             pattern = self._linear(pattern, 1)
         split = self._split(self._linear(pattern, part), part)
-        return self.normalize(split) if self.normalize_pattern and part < 2 else split
-
-    def normalize(self, state: Tensor) -> Tensor:
-        """Applies layer normalization in the association space."""
-        shape, eps = state.shape[-1:], self.normalize_pattern_eps
-        return functional.layer_norm(state, shape, self.p_norm_weight, self.p_norm_bias, eps)
+        if part == 2 or not self.normalize_pattern:
+            return split
+        affine = self.p_norm_weight, self.p_norm_bias
+        return functional.layer_norm(split, split.shape[-1:], *affine, self.normalize_pattern_eps)
 
     def _linear(self, pattern: Tensor, part: int) -> Tensor:
         """Applies the linear projection of part 0, 1 or 2 (query, key, value); a static part has none."""
@@ -200,10 +195,10 @@ class AssociationCore(Associator):
 
 
     def retrieve(
-        self, query: Tensor, stored: Stored, need_weights: bool = True, settings: Settings | None = None
-    ) -> tuple[Tensor, Any]:
+        self, query: Tensor, stored: Stored, scaling: float | Tensor, steps: Steps, eps: float | Tensor,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
-        scaling, steps, eps = settings or (self.scaling, self.steps, self.update_steps_eps)
         overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
         score: Similarity = self.score if overridden or self.similarity is None else self.similarity
         if isinstance(scaling, Tensor) and scaling.ndim == 1:
@@ -236,9 +231,9 @@ class AssociationCore(Associator):
         mask = combine_masks(key_padding_mask, attn_mask, (batch, self.num_heads, length, stored))
         padded = Padded(k, v, mask, self.add_zero_attn)
         steps = self.steps if update_steps_max is self.update_steps_max else as_steps(update_steps_max)
-        settings = 1.0 if scaling is None else scaling, steps, update_steps_eps
+        scaling = 1.0 if scaling is None else scaling
         weighted = need_weights or return_raw_associations or has_hooks(self)
-        output, weights = self.retrieve(q, padded, weighted, settings)
+        output, weights = self.retrieve(q, padded, scaling, steps, update_steps_eps, weighted)
         mean = weights.mean(1) if need_weights else None
         projected = padded.value.expand(batch, -1, -1, -1) if return_pattern_projections else None
         return Retrieval(output.transpose(0, 1), mean, weights, projected)
