@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
-from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris, make_friedman1
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import RidgeCV
 from sklearn.metrics import roc_auc_score
-from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OrdinalEncoder, StandardScaler
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import ahop_layers as ah
@@ -157,7 +154,10 @@ def test_strings_are_not_read_as_numbers():
         assert AdaptiveMemoryClassifier(random_state=0).fit(rows, codes).score(rows, codes) == 1
 
 
-def test_categories_of_another_type_are_refused(few_steps):
+def test_categories_of_another_type_are_refused(few_steps, fitted):
+    refuses("feature 1 was numeric in fit, got 'a'", fitted.predict, np.array([[1.0, "a", 2.0, 3.0]], dtype=object))
+    with pytest.raises(TypeError, match="argument must be a string or a number"):
+        fitted.predict(np.array([[1.0, {}, 2.0, 3.0]], dtype=object))
     codes = np.repeat([1, 2, 3, 4], 10)[:, None]
     labels = codes[:, 0] % 2
     model = AdaptiveMemoryClassifier(random_state=0).fit(codes.astype(str), labels)
@@ -176,12 +176,6 @@ def test_categories_of_another_type_are_refused(few_steps):
     refuses("feature 0 must have categories like 1, got '1'", model.predict, pandas.DataFrame({"code": ["1"]}))
 
 
-def test_a_numeric_feature_stays_numeric(fitted):
-    refuses("feature 1 was numeric in fit, got 'a'", fitted.predict, np.array([[1.0, "a", 2.0, 3.0]], dtype=object))
-    with pytest.raises(TypeError, match="argument must be a string or a number"):
-        fitted.predict(np.array([[1.0, {}, 2.0, 3.0]], dtype=object))
-
-
 def test_data_frames_keep_the_order_of_columns_and_categories(few_steps):
     pandas = pytest.importorskip("pandas")
     rows, labels = words()
@@ -195,6 +189,8 @@ def test_data_frames_keep_the_order_of_columns_and_categories(few_steps):
     assert np.array_equal(model.predict_proba(frame.astype({"color": object})), expected)
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame[["size", "color", "number"]])
+    with pytest.raises(ValueError, match=r"2-dimensional container but got .*Series"):
+        model.predict(frame["number"])
 
 
 def test_a_weight_is_a_repetition_and_order_does_not_matter(few_steps):
@@ -279,14 +275,6 @@ def test_few_and_kmeans_cases():
     with pytest.warns(UserWarning, match="n_cases=1000 exceeds the 149 rows to choose from") as warned:
         assert len(AdaptiveMemoryClassifier(n_cases=1000, random_state=0).fit(X, Y).cases_) == 149
     assert warned[0].filename == __file__
-
-
-def test_pipelines_and_searches(few_steps):
-    rows = np.column_stack([X.astype(object), np.where(X[:, 0] > 5.8, "long", "short")])
-    columns = ColumnTransformer([("words", OrdinalEncoder(), [4])], remainder=StandardScaler())
-    model = make_pipeline(columns, AdaptiveMemoryClassifier(random_state=0))
-    search = GridSearchCV(model, {"adaptivememoryclassifier__n_cases": [20, 40]}, cv=2).fit(rows, Y)
-    assert search.best_score_ > 0.8
 
 
 @pytest.mark.parametrize("rows", [np.ones((30, 2)), np.full((30, 1), np.nan)], ids=["constant", "missing"])

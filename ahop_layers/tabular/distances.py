@@ -37,7 +37,7 @@ class Term(NamedTuple):
 
     def scores(self, query: Tensor, key: Tensor, weight: Tensor | None = None, missing: bool = False) -> Tensor:
         """Compares ``(..., L, d)`` with ``(..., S, d)``: the mean over ranks, or their sum by ``weight (d,)``."""
-        query, key = self._raised(query), self._raised(key)
+        query, key = query**self.power, key**self.power
         if self.kind == "cosine":
             return normalize(query, dim=-1) @ normalize(key, dim=-1).mT
         base = BASES[self.kind]
@@ -52,14 +52,11 @@ class Term(NamedTuple):
 
     def bins(self, query: Tensor, patterns: Tensor, candidates: Tensor, edges: list[int]) -> Tensor:
         """Means over bins of ranks, of queries and their candidates: ``(L, d), (N, d), (L, C) -> (L, C, bins)``."""
-        query, patterns = self._raised(query), self._raised(patterns)
+        query, patterns = query**self.power, patterns**self.power
         found = features(query, patterns, candidates, (BASES[self.kind],), (1.0,), edges)[..., 1:]
         if self.kind != "Sorensen":
             return found
         return found / self._mass(query, patterns).gather(1, candidates)[..., None]
-
-    def _raised(self, rows: Tensor) -> Tensor:
-        return rows if self.power == 1 else rows**self.power
 
     @staticmethod
     def _mass(query: Tensor, key: Tensor) -> Tensor:
@@ -109,11 +106,10 @@ class RowSimilarity(nn.Module):
         merged: dict[Term, Tensor] = {}
         for term, weight in zip(terms, weights, strict=True):
             twin = term._replace(ranked=True)
-            if term.ranked or twin in terms:  # a factor is an equal weight of all ranks
+            if twin in terms:  # a factor is an equal weight of all ranks
                 ranks = weight @ (pool[1:] if term.ranked else pool[:1]).to(weight)
-                merged[twin] = merged[twin] + ranks if twin in merged else ranks
-            else:
-                merged[term] = weight
+                term, weight = twin, merged[twin] + ranks if twin in merged else ranks
+            merged[term] = weight
         self.terms = tuple(merged)
         for index, weight in enumerate(merged.values()):
             self.register_buffer(f"weight_{index}", weight)
@@ -171,13 +167,8 @@ LEARNED = ("not sorted", "trimmed", "learned")
 """Distances with parameters: factors of terms, the share of the best ranks, and weights of ranks."""
 
 
-class Chosen(NamedTuple):
-    """A distance: its name and frame, the similarity, and the mean held-out error of each distance by its name."""
-
-    name: str
-    frame: str
-    similarity: RowSimilarity
-    errors: dict[str, float]
+Chosen = tuple[str, str, RowSimilarity, dict[str, float]]
+"""Name and frame of a distance, its similarity, and the mean held-out error of each distance by its name."""
 
 
 class Questions(NamedTuple):
@@ -215,15 +206,21 @@ def choose(frames: dict[str, Tensor], targets: Tensor, count: int, name: str, ge
         generator: draws the queries.
     """
     if name not in PLAIN:
-        plain = _plain_errors(frames, targets, count)
-        frame = PLAIN[min(plain, key=plain.__getitem__)][0] if plain else "standardized"
+        trials = {frame: ask(rows, targets, count, TRIAL_QUERIES, TRIAL_STORED) for frame, rows in frames.items()}
+
+        def trial_error(plain: tuple[str, Term]) -> float:
+            asked = trials[plain[0]]
+            return asked.errors(asked.scores(plain[1]).topk(count).indices).mean().item()
+
+        enough = all(len(asked.query) for asked in trials.values())
+        frame = min(PLAIN.values(), key=trial_error)[0] if enough else "standardized"
         asked = ask(frames[frame], targets, count, QUERIES, STORED, generator)
         if len(asked.query):
             return _Regression(asked, frame, count).choose(name)
-        name = f"standardized {TERMS['standardized'][0][0].kind}"  # too few rows
+        name = "standardized L1"  # too few rows
     frame, term = PLAIN[name]
     similarity = RowSimilarity([term], [torch.ones(1, dtype=torch.float64)], [frames[frame].shape[1]])
-    return Chosen(name, frame, similarity, {})
+    return name, frame, similarity, {}
 
 
 def ask(
@@ -253,16 +250,6 @@ def ask(
     return Questions(query[usable], rows, target[usable], targets, blocked[usable], missing)
 
 
-def _plain_errors(frames: dict[str, Tensor], targets: Tensor, count: int) -> dict[str, float]:
-    """Returns the mean error of a few queries for each plain distance, none if there are no queries."""
-    asked = {frame: ask(rows, targets, count, TRIAL_QUERIES, TRIAL_STORED) for frame, rows in frames.items()}
-    return {
-        name: asked[frame].errors(asked[frame].scores(term).topk(count).indices).mean().item()
-        for name, (frame, term) in PLAIN.items()
-        if len(asked[frame].query)
-    }
-
-
 class _Regression:
     """Scores of the terms of one frame for the candidates of each query, and what is learned from them."""
 
@@ -290,16 +277,16 @@ class _Regression:
 
         If another distance has a smaller error by more than a standard error, ``"auto"`` is that one.
         """
-        found = {each: self._fixed(term, torch.ones(1)) for each, term in self.plain.items()}
-        widths = torch.tensor([0, *self.edges]).diff() / self.edges[-1]
-        kept = [pad(widths[:count], (0, len(widths) - count)) for count in range(1, len(widths) + 1)]
+        found = {each: self._result([term], torch.ones(1)) for each, term in self.plain.items()}
         if name in ("auto", "trimmed"):
-            found["trimmed"] = min((self._fixed(term, each) for term in self.ranked for each in kept), key=_mean)
+            widths = torch.tensor([0, *self.edges]).diff() / self.edges[-1]
+            kept = [pad(widths[:count], (0, len(widths) - count)) for count in range(1, len(widths) + 1)]
+            found["trimmed"] = min((self._result([term], each) for term in self.ranked for each in kept), key=_mean)
         if name in ("auto", "not sorted"):
-            found["not sorted"] = self._solved(self.even)
+            found["not sorted"] = self._result(self.even)
         if name in ("auto", "learned"):
             groups = [*([term] for term in self.ranked), [*self.ranked, *self.even]]
-            found["learned"] = min(map(self._solved, groups), key=_mean)
+            found["learned"] = min(map(self._result, groups), key=_mean)
         if name == "auto":
             name, gain = "learned", 0.0
             for each, other in found.items():
@@ -310,28 +297,49 @@ class _Regression:
         weight = self._solve(terms) if weight is None else weight
         weights = torch.split(weight.double(), [self.features[term].shape[-1] for term in terms])
         errors = {each: _mean(result) for each, result in found.items()}
-        return Chosen(name, self.frame, RowSimilarity(terms, weights, self.edges), errors)
+        return name, self.frame, RowSimilarity(terms, weights, self.edges), errors
 
-    def _fixed(self, term: Term, weight: Tensor) -> "_Result":
-        """Returns the result of a term with given weights."""
-        return _Result(self.errors(self.features[term] @ weight), [term], weight)
-
-    def _solved(self, terms: list[Term]) -> "_Result":
-        """Returns the result of terms whose weights are learned; each half of the queries is held out once."""
-        errors, fold = torch.zeros(len(self.distance)), torch.arange(len(self.distance)) // 2 % 2
+    def _result(self, terms: list[Term], weight: Tensor | None = None) -> "_Result":
+        """Returns the result of terms with given weights, or with learned ones: each half is held out once."""
         values = torch.cat([self.features[term] for term in terms], -1)
+        if weight is not None:
+            return _Result(self.errors(values @ weight), terms, weight)
+        errors, fold = torch.zeros(len(self.distance)), torch.arange(len(self.distance)) // 2 % 2
         for held in (fold == 0, fold == 1):
-            weight = self._solve(terms, ~held if len(errors) > 2 else held)
-            errors[held] = self.errors(values @ weight)[held]
+            learned = self._solve(terms, ~held if len(errors) > 2 else held)
+            errors[held] = self.errors(values @ learned)[held]
         return _Result(errors, terms, None)
 
     def _solve(self, terms: list[Term], rows: Tensor | slice = slice(None)) -> Tensor:
-        """Returns weights of the features of terms that are learned from some queries, or from all."""
-        parts = [self.features[term][rows] for term in terms]
+        """Returns weights of the features of terms ``(f,)`` with which softmax picks candidates near the target.
+
+        The expected distance of some queries, or of all, is minimized, from the weights whose probabilities fall
+        exponentially with it.
+        """
+        parts, distance = [self.features[term][rows] for term in terms], self.distance[rows]
         sizes = [part.shape[-1] for part in parts]
         penalty = torch.tensor([RANK_PENALTY if term.ranked else PENALTY for term in terms])
         penalty = penalty.repeat_interleave(torch.tensor(sizes))
-        return solve_distance(torch.cat(parts, -1), sizes, self.distance[rows], penalty)
+        problem, deviation = Problem(torch.cat(parts, -1), torch.zeros_like(distance), 1, sizes).scaled()
+        flat = problem.features.flatten(0, 1)
+        unit = distance.topk(min(NEAR, distance.shape[1]), largest=False).values.mean().clamp(min=1e-30)
+        distance = distance / unit
+        wanted = (-distance).softmax(1)
+
+        def cross_entropy(weight: Tensor) -> tuple[float, Tensor]:
+            log = (flat @ weight).view(distance.shape).log_softmax(1)
+            return loss_of(-(wanted * log).sum(1), log.exp() - wanted, weight)
+
+        def expectation(weight: Tensor) -> tuple[float, Tensor]:
+            p = (flat @ weight).view(distance.shape).softmax(1)
+            mean = (p * distance).sum(1, keepdim=True)
+            return loss_of(mean, p * (distance - mean), weight)
+
+        def loss_of(losses: Tensor, slope: Tensor, weight: Tensor) -> tuple[float, Tensor]:
+            value = losses.mean() + penalty @ weight.square()
+            return value.item(), slope.flatten() @ flat / len(distance) + 2 * penalty * weight
+
+        return minimize(expectation, minimize(cross_entropy, torch.zeros_like(penalty))) / deviation
 
 
 class _Result(NamedTuple):
@@ -344,37 +352,6 @@ class _Result(NamedTuple):
 
 def _mean(result: _Result) -> float:
     return result.errors.mean().item()
-
-
-def solve_distance(values: Tensor, sizes: list[int], distance: Tensor, penalty: Tensor) -> Tensor:
-    """Returns the weights of features ``(f,)`` with which softmax picks candidates that are near the target.
-
-    The expected ``distance (L, C)`` is minimized, from the weights whose probabilities fall exponentially with it.
-
-    Args:
-        values: features ``(L, C, f)``, of ``sizes`` for each term.
-        penalty: factor of the square of each weight ``(f,)``.
-    """
-    problem, deviation = Problem(values, torch.zeros_like(distance), 1, sizes).scaled()
-    flat = problem.features.flatten(0, 1)
-    unit = distance.topk(min(NEAR, distance.shape[1]), largest=False).values.mean().clamp(min=1e-30)
-    distance = distance / unit
-    wanted = (-distance).softmax(1)
-
-    def cross_entropy(weight: Tensor) -> tuple[float, Tensor]:
-        log = (flat @ weight).view(distance.shape).log_softmax(1)
-        return loss_of(-(wanted * log).sum(1), log.exp() - wanted, weight)
-
-    def expectation(weight: Tensor) -> tuple[float, Tensor]:
-        p = (flat @ weight).view(distance.shape).softmax(1)
-        mean = (p * distance).sum(1, keepdim=True)
-        return loss_of(mean, p * (distance - mean), weight)
-
-    def loss_of(losses: Tensor, slope: Tensor, weight: Tensor) -> tuple[float, Tensor]:
-        value = losses.mean() + penalty @ weight.square()
-        return value.item(), slope.flatten() @ flat / len(distance) + 2 * penalty * weight
-
-    return minimize(expectation, minimize(cross_entropy, torch.zeros_like(penalty))) / deviation
 
 
 def _finite(score: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Nearest-neighbor estimators with a learned similarity."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ class _Neighbors(TabularEstimator):
     n_neighbors: int = 5
     memory_: AssociativeMemory
     _frame: str = "standardized"
-    _center: Array
-    _rate: Array
+    _center: Array | float
+    _rate: Array | float
 
     def kneighbors(
         self, X: ArrayLike | None = None, n_neighbors: int | None = None, return_distance: bool = True
@@ -63,15 +64,12 @@ class _Neighbors(TabularEstimator):
         things = "stored rows" if X is not None else "other stored rows"
         wanted = self.n_neighbors if n_neighbors is None else n_neighbors
         count = check_count("n_neighbors", wanted, len(self.memory_.patterns) - (X is None), things)
-
-        def nearest(part: Tensor) -> Tensor:
-            scores, indices = self._search(part, count + (X is None))
-            return torch.stack([-scores, indices.to(scores.dtype)], 1)
-
-        distances, found = self._apply(nearest, queries).swapaxes(0, 1)
-        neighbors = found.astype(np.int64)
+        found = self._apply(partial(self._search, count=count + (X is None)), queries)
+        distances, neighbors = -found[:, 0], found[:, 1].astype(np.int64)
         if X is None:
-            distances, neighbors = _without_self(distances, neighbors)
+            others = neighbors != np.arange(len(neighbors))[:, None]
+            others[others.all(1), -1] = False  # rows equal to row i came before it
+            distances, neighbors = (each[others].reshape(len(each), -1) for each in (distances, neighbors))
         return (distances, neighbors) if return_distance else neighbors
 
     def _columns(self, X: ArrayLike) -> Array:
@@ -79,8 +77,8 @@ class _Neighbors(TabularEstimator):
         check_is_fitted(self, "memory_")
         return _in_frame(self._frame, self._validated(X, reset=False), self._center, self._rate)
 
-    def _search(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Returns the scores and indices ``(n, count)`` of the most similar stored rows.
+    def _search(self, rows: Tensor, count: int) -> Tensor:
+        """Returns the scores and indices ``(n, 2, count)`` of the most similar stored rows.
 
         Weights of ranks are applied to the best rows of a first search without them.
         """
@@ -89,7 +87,7 @@ class _Neighbors(TabularEstimator):
         ranked = isinstance(similarity, RowSimilarity) and any(term.ranked for term in similarity.terms)
         if not ranked or size >= len(stored):
             scores, indices = self.memory_.search(rows, count)
-            return scores, indices
+            return torch.stack([scores, indices.to(scores.dtype)], 1)
         missing = bool(rows.isnan().any() or stored.isnan().any())
         found = []
         for part in torch.split(rows, max(1, FIRST_SCORES // len(stored))):
@@ -98,12 +96,11 @@ class _Neighbors(TabularEstimator):
             for some, near in zip(torch.split(part, step), torch.split(places, step), strict=True):
                 exact = similarity(some[:, None], stored[near], missing).squeeze(1)
                 scores, order = exact.sort(descending=True, stable=True)  # equal scores are ordered by index
-                found.append((scores[:, :count], near.gather(1, order)[:, :count]))
-        scores, indices = (torch.cat(each) for each in zip(*found, strict=True))
-        return scores, indices
+                found.append(torch.stack([scores, near.gather(1, order).to(scores.dtype)], 1)[..., :count])
+        return torch.cat(found)
 
 
-def standard_scales(rows: Array) -> Array:
+def _standard_scales(rows: Array) -> Array:
     """Returns the shift and the factor of each feature ``(2, features)`` that give it mean 0 and variance 1."""
     known = (torch.tensor(column[~np.isnan(column)]) for column in rows.T)
     scales = [
@@ -181,8 +178,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, _Neighbors):
             raise AHopError(f"variant must be a variant or None, got {self.variant!r}")
         device = self._check_device()
         seed = self._seed()
-        unscaled = np.repeat([[0.0], [1.0]], features.shape[1], axis=1)
-        center, rate = standard_scales(features) if self.standardize else unscaled
+        center, rate = _standard_scales(features) if self.standardize else (0.0, 1.0)
         patterns = torch.from_numpy((features - center) * rate)
         form = {"bases": bases, "init": bases[0], "blocks": self.blocks}
         memory = AssociativeMemory.preset("A-Hop", patterns.float().to(device), labels=target, **form)
@@ -255,16 +251,16 @@ class AdaptiveNeighborsRegressor(MultiOutputMixin, RegressorMixin, _Neighbors): 
         check_sizes(n_neighbors=self.n_neighbors)
         check_choice("similarity", self.similarity, ("auto", *PLAIN, *LEARNED))
         seed = self._seed()
-        scales = {"standardized": standard_scales(rows), "one scale": _one_scale(rows)}
+        scales: dict[str, Any] = {"standardized": _standard_scales(rows), "one scale": _one_scale(rows)}
         frames = {name: torch.from_numpy(_in_frame(name, rows, *each)) for name, each in scales.items()}
         targets = torch.from_numpy(outputs.reshape(len(outputs), -1).astype(np.float64))
         targets = targets - targets.mean(0)  # coordinates far from the origin lose their digits in float32
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            chosen = choose(frames, targets, int(self.n_neighbors), self.similarity, generator)
-        self.memory_ = AssociativeMemory(frames[chosen.frame], chosen.similarity.double())
-        self.similarity_, self.errors_, self._frame = chosen.name, chosen.errors, chosen.frame
-        self._center, self._rate = scales[chosen.frame]
+            name, frame, similarity, errors = choose(frames, targets, int(self.n_neighbors), self.similarity, generator)
+        self.memory_ = AssociativeMemory(frames[frame], similarity.double())
+        self.similarity_, self.errors_, self._frame = name, errors, frame
+        self._center, self._rate = scales[frame]
         self._outputs = outputs.astype(np.float64)
         return self
 
@@ -275,22 +271,14 @@ class AdaptiveNeighborsRegressor(MultiOutputMixin, RegressorMixin, _Neighbors): 
         return mean
 
 
-def _one_scale(rows: Array) -> Array:
-    """Returns the shift and the factor of each feature ``(2, features)`` that map all values to (0, 1]."""
+def _one_scale(rows: Array) -> tuple[float, float]:
+    """Returns the shift and the factor that map all values to (0, 1]."""
     low, high = (np.nanmin(rows), np.nanmax(rows)) if not np.isnan(rows).all() else (0.0, 0.0)
     step = (high - low or 1.0) / LEVELS
-    return np.repeat([[low - step], [1 / (high - low + step)]], rows.shape[1], axis=1)
+    return low - step, 1 / (high - low + step)
 
 
-def _in_frame(frame: str, rows: Array, center: Array, rate: Array) -> Array:
+def _in_frame(frame: str, rows: Array, center: Array | float, rate: Array | float) -> Array:
     """Returns rows as they are compared; on one scale, unknown values are 0."""
     moved: Array = (rows - center) * rate
     return moved if frame == "standardized" else np.maximum(np.nan_to_num(moved, nan=0.0), 0.0)
-
-
-def _without_self(distances: Array, neighbors: Array) -> tuple[Array, Array]:
-    """Removes row i from its own neighbors ``(n, k + 1)``, or the last neighbor if row i is not among them."""
-    others = neighbors != np.arange(len(neighbors))[:, None]
-    others[others.all(1), -1] = False
-    shape = (len(neighbors), -1)
-    return distances[others].reshape(shape), neighbors[others].reshape(shape)

@@ -137,8 +137,11 @@ def fit_projection(
     ``(n, 1)``, or ``(n, classes)`` in one-hot encoding. The generator, which draws samples and damage, is on the CPU.
     Returns the leave-one-out error of each step.
     """
+    weight, group = examples.weight.cpu().numpy(), examples.target.argmax(1).cpu().numpy()
+    typical = np.array([np.median(weight[group == number]) for number in range(examples.target.shape[1])])
+    unit = torch.from_numpy(np.minimum(weight, typical[group]))  # at most the median of a class, or of all rows
     mean = (examples.weight[:, None] * examples.target).mean(0)
-    centered = examples._replace(target=examples.target - mean, unit=_units(examples))
+    centered = examples._replace(target=examples.target - mean, unit=unit.to(mean.device))
     # Rows are sorted by target, so that every k-th one is a fair sample.
     sample = network.encoding(examples.rows[:: math.ceil(len(examples.rows) / JUDGED_ROWS)])
     spread = (sample - sample.mean(0)).abs().mean(0).cpu() + torch.finfo(torch.float64).eps
@@ -151,13 +154,6 @@ def fit_projection(
     if len(mean) > 1:
         _calibrate(network, left_out, examples.take(judged))
     return history
-
-
-def _units(examples: Examples) -> Tensor:
-    """Returns the part of each weight to leave out: at most the median weight of a class, or of all rows."""
-    weight, group = examples.weight.cpu().numpy(), examples.target.argmax(1).cpu().numpy()
-    typical = np.array([np.median(weight[group == number]) for number in range(examples.target.shape[1])])
-    return torch.from_numpy(np.minimum(weight, typical[group])).to(examples.weight.device)
 
 
 def _learn(
@@ -183,7 +179,12 @@ def _learn(
         own = asked = kernel(columns, columns)
         if damage:
             asked = kernel(_damaged(network, columns, damage, generator), columns)
-        outputs = _leave_one_out(own, asked, target, weight, unit, settings.regularization.exp())
+        strength = settings.regularization.exp()
+        inverse = torch.linalg.inv(own + torch.diag(strength / weight))
+        readout = inverse @ target
+        # Leaving a part of the weight of a row out is an update of rank one of the matrix.
+        change = readout / (weight * (weight - unit) / (strength * unit) + inverse.diagonal())[:, None]
+        outputs = asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
         error = (weight[:, None] * (outputs - target).square()).sum() / weight.sum()
         penalties = zip((FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY), settings, strict=False)
         penalty = sum(strength * values.square().sum() for strength, values in penalties)
@@ -209,21 +210,6 @@ def _start(network: ProjectionNetwork, examples: Examples, linear: bool, generat
     start = [features, shapes, features, typical.log(), size, torch.tensor(-1.0)]
     # On the CPU: sums over the columns of a feature are not reproducible on a GPU.
     return Settings(*(value.to("cpu", torch.float64, copy=True) for value in start))
-
-
-def _leave_one_out(
-    own: Tensor, asked: Tensor, target: Tensor, weight: Tensor, unit: Tensor, strength: Tensor
-) -> Tensor:
-    """Computes outputs ``(n, outputs)`` for queries, each from a readout of all cases but its own.
-
-    ``own`` is the kernel of the cases ``(n, n)``, and ``asked`` that of the queries and the cases; query i is case i,
-    damaged or not. ``strength`` is the regularization.
-    """
-    inverse = torch.linalg.inv(own + torch.diag(strength / weight))
-    readout = inverse @ target
-    # Leaving a part of a weight out is an update of rank one of the matrix.
-    change = readout / (weight * (weight - unit) / (strength * unit) + inverse.diagonal())[:, None]
-    return asked @ readout - (asked * inverse.T).sum(1, keepdim=True) * change
 
 
 def _solve(
@@ -253,7 +239,7 @@ def _solve(
     own = asked = apply_in_chunks(kernel, columns) @ basis
     if damage:
         asked = apply_in_chunks(kernel, _damaged(network, columns, damage, generator)) @ basis
-    candidates: list[tuple[float, int, Tensor, Tensor]] = []
+    candidates: list[tuple[float, Tensor, Tensor]] = []
     for strength in settings.regularization.exp() * REGULARIZATION:
         inverse = 1 / (values.clamp(min=0) + strength)
         readout = inverse[:, None] * moments
@@ -261,8 +247,8 @@ def _solve(
         change = (unit / (1 - leverage).clamp(min=1e-9))[:, None] * (target - own @ readout)
         outputs = asked @ readout - ((asked * own) @ inverse)[:, None] * change
         error = (weight[:, None] * (outputs - target).square()).sum().item()
-        candidates.append((error, len(candidates), readout, outputs))
-    _, _, readout, left_out = min(candidates)
+        candidates.append((error, readout, outputs))
+    _, readout, left_out = min(candidates, key=lambda candidate: candidate[0])
     network.readout = basis @ readout
     network.linear = factor * network.cases.T @ network.readout
     return judged, left_out
