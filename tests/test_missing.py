@@ -1,4 +1,4 @@
-"""Memories with unknown values: NaN in queries and in stored patterns."""
+"""Unknown values, NaN in queries and in stored patterns: scores of all kernels, similarities and memories."""
 
 import copy
 import itertools
@@ -73,9 +73,8 @@ def stretched(values, u):
     return float(np.sort(values)[::-1] @ np.array(overlap) @ u)
 
 
-def pair_score(query, key, folded, similarity, numbers, constant):
+def pair_score(query, key, folded, bases, widths, numbers, constant=None):
     """The score of one pair in one resolution: blocks of known dimensions, normalized if there is a constant."""
-    widths = [1.0] * len(similarity.names) if similarity.widths is None else similarity.widths.tolist()
     known, blocks = ~np.isnan(query + key), []
     for block in range(numbers.max() + 1):
         inside = numbers == block
@@ -86,8 +85,7 @@ def pair_score(query, key, folded, similarity, numbers, constant):
         if constant is not None:
             pair = [each - each.mean() for each in pair]
             pair = [each / (np.linalg.norm(each) * math.sqrt(width / m) + constant) for each in pair]
-        each_base = zip(similarity.names, widths, strict=True)
-        blocks.append([value(base, *pair, unit).sum() * width / m for base, unit in each_base])
+        blocks.append([value(base, *pair, unit).sum() * width / m for base, unit in zip(bases, widths, strict=True)])
     if not blocks:
         return -math.inf
     return sum(stretched(values, u) for values, u in zip(np.array(blocks).T, folded, strict=True))
@@ -108,12 +106,14 @@ def by_pairs(similarity, query, key):
     """Scores ``(L, S)`` by a loop over pairs in float64, which states the definition."""
     query = query.double() if similarity.bias is None else query.double() - similarity.bias.detach().double()
     query, key, scores = query.numpy(), key.double().numpy(), np.zeros((len(query), len(key)))
+    widths = getattr(similarity, "widths", None)
     for index, entry in enumerate(getattr(similarity, "blocks", ())):
         folded = reference.fold(similarity.footprint_weight(index).detach().double()).numpy()
         constant = 1e-3 * getattr(similarity, f"norm_{index}").item() if entry.normalize else None
+        options = similarity.names, np.ones(len(folded)) if widths is None else widths.tolist()
         numbers = entry.numbers(similarity.dim).numpy()
         for i, j in np.ndindex(*scores.shape):
-            scores[i, j] += pair_score(query[i], key[j], folded, similarity, numbers, constant)
+            scores[i, j] += pair_score(query[i], key[j], folded, *options, numbers, constant)
     table = similarity if isinstance(similarity, TableSimilarity) else getattr(similarity, "table", None)
     for i, j in np.ndindex(*scores.shape) if table is not None else ():
         scores[i, j] += table_score(table, query[i], key[j])
@@ -123,15 +123,42 @@ def by_pairs(similarity, query, key):
 def by_hand(memory, query):
     """Scores ``(L, N)`` from the formula in float64."""
     similarity, patterns = memory.similarity, memory.patterns.double()
-    if hasattr(similarity, "table") or hasattr(similarity, "norm_0"):
-        return by_pairs(similarity, query, patterns)
     if isinstance(similarity, ah.AdaptiveSimilarity):
-        folded = reference.fold(similarity.footprint_weight().detach().double())
-        widths = None if similarity.widths is None else similarity.widths.double()
-        return reference.missing_similarity(query.double(), patterns, folded, similarity.names, widths=widths)
+        return by_pairs(similarity, query, patterns)
     query, key = query.double()[:, None], patterns
     values = {"dot_product": query * key, "negative_distance": -((query - key) ** 2)}
     return patterns.shape[1] * values.get(similarity.__name__, -(query - key).abs()).nanmean(-1)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_scores_of_all_backends_follow_the_definition(backend, missing):
+    """With missing values: all combinations of NaN on both sides of four dimensions."""
+    masks = torch.tensor(list(itertools.product([False, True], repeat=4))) & missing
+    query, key = (random(16, 4, seed=seed).masked_fill(masks, torch.nan) for seed in (1, 2))
+    bases, widths = ("l1", "near", "dot", "near", "dis"), torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0], dtype=torch.float64)
+    weight = random(5, 4, seed=3)
+    scores = ah.adaptive_similarity(query, key, weight, bases, widths=widths, missing=missing, backend=backend)
+    options = reference.fold(weight).numpy(), bases, widths.tolist(), np.arange(4)
+    expected = [[pair_score(each, other, *options) for other in key.numpy()] for each in query.numpy()]
+    torch.testing.assert_close(scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+def test_gradients_with_missing_values_are_finite_and_right():
+    query, key = torch.randn(2, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    query[0, 2], key[1, 4] = torch.nan, torch.nan
+    weight = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    options = {"bases": ("l1", "near"), "widths": torch.tensor([1.0, 0.5], dtype=torch.float64), "missing": True}
+    assert torch.autograd.gradcheck(lambda weight: ah.adaptive_similarity(query, key, weight, **options), weight)
+
+
+def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
+    query, key, weight = torch.randn(9, 6), torch.randn(11, 6), torch.randn(2, 6)
+    query[torch.rand(9, 6) < 0.3] = torch.nan
+    options = {"bases": ("l1", "dot"), "missing": True, "backend": "chunked"}
+    expected = ah.adaptive_similarity(query, key, weight, **options)
+    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 4000)
+    assert torch.equal(ah.adaptive_similarity(query, key, weight, **options), expected)
 
 
 def check(memory, query, scores):

@@ -12,6 +12,7 @@ from torch import nn
 import ahop_layers as ah
 from ahop_layers.ops import reference
 from ahop_layers.similarity.adaptive import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
+from ahop_layers.similarity.widths import quantiles, units
 from tests.samples import Scaled, refuses
 
 BASES = ("dis", "dot", "l1")
@@ -55,14 +56,11 @@ def by_hand(similarity, query, key):
     """The score of every resolution by the public function on normalized rows, with block numbers."""
     scores = 0
     for index, entry in enumerate(similarity.blocks):
-        n = entry.count(12)
-        numbers = torch.arange(12) // (12 // n) if entry.named is None else entry.named
-        assert torch.equal(entry.numbers(12), numbers)
-        pair = (query, key)
+        numbers, pair = entry.numbers(12), (query, key)
         if entry.normalize:
             constant = 1e-3 * root_mean_square_norm(key, numbers)
             pair = (normalized_by_hand(rows, numbers, constant) for rows in pair)
-        scores = scores + ah.adaptive_similarity(*pair, similarity.footprint_weight(index), similarity.bases, numbers)
+        scores = scores + ah.adaptive_similarity(*pair, similarity.footprint_weight(index), similarity.names, numbers)
     return scores
 
 
@@ -104,16 +102,23 @@ def test_initial_values():
         assert torch.equal(ah.AdaptiveSimilarity(12, init=init, blocks=blocks).w, weights[0])
 
 
+@pytest.fixture(scope="module")
+def agreement():
+    """The name of a registered base."""
+    ah.register_base("agreement", lambda query, key: torch.exp(-((query - key) ** 2)))
+    yield "agreement"
+    del reference.BASES["agreement"]
+
+
+@pytest.mark.parametrize(("base", "power"), [("agreement", 2), ("near", 1)])
 @pytest.mark.parametrize("blocks", [UNEQUAL, ah.Blocks(UNEQUAL, normalize=True)], ids=str)
-def test_a_registered_base_never_sees_padding(blocks):
-    """This base is 1 for a pair of zeros, so that zero padding would count."""
-    ah.register_base(f"agreement_{id(blocks)}", lambda query, key: torch.exp(-((query - key) ** 2)))
-    bases = ("dot", f"agreement_{id(blocks)}")
-    initial = ah.AdaptiveSimilarity(12, bases=bases, init=bases[1], blocks=UNEQUAL).double()
+def test_a_base_that_is_not_zero_for_zeros_never_sees_padding(base, power, blocks, agreement):
+    """These bases are 1 for a pair of zeros, so that zero padding would count."""
+    initial = ah.AdaptiveSimilarity(12, bases=("dot", base), init=base, blocks=UNEQUAL).double()
     query, key = (rows.requires_grad_() for rows in pair(2, length=2, count=3))
-    exact = torch.exp(-((query.unsqueeze(-2) - key.unsqueeze(-3)) ** 2)).sum(-1)
+    exact = torch.exp(-((query.unsqueeze(-2) - key.unsqueeze(-3)).abs() ** power)).sum(-1)
     torch.testing.assert_close(initial(query, key), exact)
-    similarity = randomized(ah.AdaptiveSimilarity(12, bases=bases, blocks=blocks).double())
+    similarity = randomized(ah.AdaptiveSimilarity(12, bases=("dot", base), blocks=blocks).double())
     torch.testing.assert_close(similarity(query, key), by_hand(similarity, query, key))
     assert torch.autograd.gradcheck(similarity, (query, key))
 
@@ -249,9 +254,6 @@ def test_a_state_dict_of_other_bases_or_with_values_that_are_not_finite_changes_
     for bases in (("dis", "l1"), ("dot", "dis"), ("dot",)):
         state = ah.AdaptiveSimilarity(12, 3, bases, bases[0], True, similarity.blocks).state_dict()
         refuses(f"must have the bases dis, dot, got {', '.join(bases)}$", similarity.load_state_dict, state)
-    layer = ah.AdaptiveAttention(24, 2)
-    with pytest.raises(ah.AHopError, match="the state dict must have the bases dot, got dis, dot"):
-        ah.AdaptiveAttention(24, 2, bases=("dot",)).load_state_dict(layer.state_dict(), strict=False)
     for name in ("w", "beta", "bias", "norm_0"):
         for bad in (torch.nan, torch.inf):
             broken = copy.deepcopy(before)
@@ -279,6 +281,55 @@ def test_other_blocks_of_the_same_number_are_loaded():
     similarity.load_state_dict(source.state_dict())
     query, key = pair(dtype=torch.float32)
     assert torch.equal(similarity(query, key), source(query, key))
+
+
+NEAR = ("l1", ("near", 0.1), ("near", 0.5))
+
+
+def test_widths_are_quantiles_and_scale_with_the_data():
+    keys = torch.rand(300, 8)
+    similarity = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(keys)
+    assert similarity.widths[0] == 1
+    values = (keys[:, None] - keys).abs().flatten()
+    expected = torch.quantile(values[values > 0][:100_000], torch.tensor([0.1, 0.5]))
+    torch.testing.assert_close(similarity.widths[1:], expected, rtol=0.05, atol=0)
+    large = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(1000 * keys)
+    torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
+
+
+def test_patterns_without_differences_have_width_one():
+    for keys in (torch.ones(5, 3), torch.rand(1, 3)):
+        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_widths_(keys)
+        assert torch.equal(similarity.widths, torch.ones(3))
+
+
+def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
+    similarity = ah.AdaptiveSimilarity(6, bases=NEAR, init="uniform")
+    similarity.units = torch.rand(6) + 0.5
+    similarity.fix_widths_(torch.randn(20, 6))
+    other = ah.AdaptiveSimilarity(6, bases=NEAR, init="l1")
+    other.load_state_dict(similarity.state_dict())
+    query, key = torch.randn(3, 6), torch.randn(5, 6)
+    assert torch.equal(other(query, key), similarity(query, key))
+    plain = ah.AdaptiveSimilarity(6, bases=NEAR, init="l1")
+    other.load_state_dict(plain.state_dict())
+    assert other.units is None
+    with pytest.raises(ah.AHopError, match=r"must have the bases l1, near 0\.2, got l1, near 0\.1, near 0\.5"):
+        ah.AdaptiveSimilarity(6, bases=("l1", ("near", 0.2)), init="l1").load_state_dict(similarity.state_dict())
+
+
+def test_units_divide_the_dimensions():
+    similarity = ah.AdaptiveSimilarity(4, bases=NEAR, init="uniform").fix_widths_(torch.randn(20, 4))
+    query, key, unit = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0.1, 2.0, 1.0, 30.0])
+    expected = similarity(query / unit, key / unit)
+    similarity.units = unit
+    torch.testing.assert_close(similarity(query, key), expected)
+
+
+def test_quantiles_and_units_of_differences():
+    assert quantiles(torch.tensor([0.0, 2.0, 2.0, 4.0, 4.0]), [0.25, 1.0]) == [1.0, 4.0]
+    assert quantiles(torch.zeros(3), [0.5]) == [1.0]
+    assert units(torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0], [2.0, 0.0, 3.0]])).tolist() == [2.0, 1.0, 1.0]
 
 
 @pytest.mark.slow

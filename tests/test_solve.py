@@ -7,6 +7,7 @@ import ahop_layers as ah
 from ahop_layers.learning import questions
 from ahop_layers.learning.ranks import bin_edges, block_features, features, pools
 from ahop_layers.learning.regression import Problem
+from ahop_layers.variants import Replaced
 
 pytestmark = pytest.mark.usefixtures("small_fit")
 
@@ -17,14 +18,6 @@ def random_generator(seed=0):
 
 def uniform(n, d, seed=0):
     return torch.rand(n, d, generator=random_generator(seed))
-
-
-def replaced(share, low=0.0, high=1.0):
-    def damage(x, generator):
-        wrong = torch.rand(x.shape, generator=generator) < share * torch.rand(len(x), 1, generator=generator)
-        return torch.where(wrong, low + (high - low) * torch.rand(x.shape, generator=generator), x)
-
-    return damage
 
 
 def accuracy(memory, damage, seed=7):
@@ -78,7 +71,7 @@ def test_gradient_is_that_of_autograd(bounded):
 def test_learned_similarity_beats_l1_at_any_scale():
     found = []
     for scale in (1e-3, 1e3):
-        memory, damage = ah.AssociativeMemory(uniform(150, 24) * scale), replaced(0.95, 0.0, scale)
+        memory, damage = ah.AssociativeMemory(uniform(150, 24) * scale), Replaced((0.0, 0.95), 0.0, scale)
         rows = dict(memory.fit(damage).rows)
         found.append(accuracy(memory, damage))
         assert rows["learned"] > rows["L1"] + 0.05
@@ -92,7 +85,7 @@ def test_dimensions_in_different_units_get_units_of_their_own(monkeypatch):
         monkeypatch.setattr(f"ahop_layers.learning.{name}", value)
 
     def damage(unit):
-        wrong = replaced(0.6, 0.0, unit)
+        wrong = Replaced((0.0, 0.6), torch.zeros(16), unit)
         return lambda x, generator: wrong(x + 0.03 * unit * torch.randn(x.shape, generator=generator), generator)
 
     for scales in (torch.ones(16), 10 ** torch.linspace(-3, 3, 16)):
@@ -109,8 +102,8 @@ def test_labels_leave_the_own_pattern_out():
     centers = uniform(8, 32, seed=1)[labels]
     patterns, fresh = ((centers + 0.02 * torch.randn(96, 32, generator=generator)).clamp(0, 1) for _ in range(2))
     memory = ah.AssociativeMemory(patterns, labels=labels * 10)
-    memory.fit(replaced(0.9))
-    fresh = replaced(0.5)(fresh, generator)
+    memory.fit(Replaced((0.0, 0.9), 0.0, 1.0))
+    fresh = Replaced((0.0, 0.5), 0.0, 1.0)(fresh, generator)
     for found in (memory.classify(fresh), memory.labels[memory.recall(fresh)]):
         assert (found == 10 * labels).double().mean() > 0.95
 
@@ -170,7 +163,7 @@ def test_weights_of_a_network_are_solved(keywords):
 def test_weights_of_other_dtypes_are_solved(dtype):
     patterns = uniform(60, 16).to(dtype)
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("l1", "dot"), init="l1")
-    memory.fit(ah.variants.Replaced((0.0, 0.6)))
+    memory.fit(Replaced((0.0, 0.6)))
     assert memory.similarity.w.dtype == dtype
     assert (memory.recall(patterns) == torch.arange(60)).all()
     assert memory.retrieve(patterns).sub(patterns).abs().max() < 0.05
@@ -196,10 +189,8 @@ def test_widths_that_a_user_set_stay():
 
 def test_both_kinds_of_the_default_damage_are_in_every_split_of_the_queries():
     """Every second query decides what is chosen, and the others are reported."""
-    query = questions.draw(
-        questions.any_damage((20,)), torch.rand(50, 20), None, torch.Generator().manual_seed(0)
-    ).query
-    missing = query.isnan().any(-1).float()
+    asked = questions.draw(questions.any_damage((20,)), torch.rand(50, 20), None, random_generator())
+    missing = asked.query.isnan().any(-1).float()
     assert 0.3 < missing[::2].mean() < 0.6
     assert 0.3 < missing[1::2].mean() < 0.6
 

@@ -8,18 +8,26 @@ import torch
 import ahop_layers as ah
 from ahop_layers.ops.reference import BASES, fold, sorted_similarities
 
+UNEQUAL = torch.tensor([0, 1, 1, 2, 0, 3, 3, 3, 3, 4, 2, 0])
+
 
 @pytest.mark.parametrize("base", ["dis", "dot", "l1"])
-@pytest.mark.parametrize("d", [1, 8])
-def test_footprint_is_the_k_optimal_similarity(base, d):
-    """Theorem "Equivalence form": the sum of the k largest similarities is the maximum over k-dimensional subspaces."""
+@pytest.mark.parametrize(("d", "blocks"), [(1, None), (8, None), (12, 1), (12, 3), (12, UNEQUAL)], ids=str)
+def test_footprint_is_the_k_optimal_similarity(base, d, blocks):
+    """Theorem "Equivalence form": the sum of the k largest similarities is the maximum over k-dimensional subspaces.
+
+    With blocks, it is the maximum over the sums of any k blocks.
+    """
     query, key = torch.randn(3, d, dtype=torch.float64), torch.randn(4, d, dtype=torch.float64)
-    per_dimension = BASES[base].value(query[:, None], key[None])
+    values = BASES[base].value(query[:, None], key[None])
+    numbers = blocks if isinstance(blocks, torch.Tensor) else torch.arange(d) // (d // (blocks or d))
+    n = int(numbers.max()) + 1
+    values = torch.stack([values[..., numbers == block].sum(-1) for block in range(n)], -1)
     best = [
-        torch.stack([per_dimension[..., list(subset)].sum(-1) for subset in combinations(range(d), k)]).amax(0)
-        for k in range(1, d + 1)
+        torch.stack([values[..., list(subset)].sum(-1) for subset in combinations(range(n), k)]).amax(0)
+        for k in range(1, n + 1)
     ]
-    torch.testing.assert_close(ah.footprint(query, key, base), torch.stack(best, -1))
+    torch.testing.assert_close(ah.footprint(query, key, base, blocks), torch.stack(best, -1))
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -56,21 +64,31 @@ def test_unsorted_footprint_is_optimal_for_anisotropic_noise():
     assert torch.equal(scores.argmax(-1), likelihood.argmax(-1))
 
 
-def test_masked_lemma_by_its_own_formula():
-    """Lemma "masked variant": w . delta(sorted) with w = 1 counts equal dimensions, the ranking of the likelihood."""
+@pytest.mark.parametrize("n", [24, 8])
+def test_masked_lemma_by_its_own_formula(n):
+    """Lemma "masked variant": w . delta(sorted) with w = 1 counts equal dimensions, the ranking of the likelihood.
+
+    Counting equal blocks ranks patterns by likelihood if whole blocks are replaced, and not for other masks.
+    """
     d, masked = 24, 0.5
     patterns = torch.randint(0, 4, (50, d)).double()  # few values, so that patterns share some
-    index = torch.randint(50, (400,))
-    mask = torch.rand(400, d) < masked
-    query = torch.where(mask, torch.randint(0, 4, (400, d)).double(), patterns[index])
-    delta = (sorted_similarities(query, patterns, "dis") == 0).double()
-    scores = delta @ torch.ones(d, dtype=torch.float64)
-    different = (query[:, None] != patterns[None]).double().sum(-1)
-    likelihood = different * torch.log(torch.tensor(masked * 0.25, dtype=torch.float64))
-    torch.testing.assert_close(scores, d - different)
-    assert torch.equal(scores.amax(-1, keepdim=True) == scores, likelihood.amax(-1, keepdim=True) == likelihood)
-    origin = scores.gather(-1, index[:, None])
-    assert (origin >= (~mask).sum(-1, keepdim=True)).all()
+    index, mask = torch.randint(50, (400,)), torch.rand(400, n) < masked
+    noise = torch.randint(0, 4, (400, d)).double()
+    query = torch.where(mask.repeat_interleave(d // n, 1), noise, patterns[index])
+    delta = (sorted_similarities(query, patterns, "dis", n) == 0).double()
+    scores = delta @ torch.ones(n, dtype=torch.float64)
+    equal = (query[:, None] == patterns[None]).unflatten(-1, (n, d // n)).all(-1)
+    torch.testing.assert_close(scores, equal.double().sum(-1))
+    by_chance = torch.tensor(masked * 0.25 ** (d // n), dtype=torch.float64)
+    likelihood = torch.where(equal, (1 - masked + by_chance).log(), by_chance.log()).sum(-1)
+    best = likelihood >= likelihood.amax(-1, keepdim=True) - 1e-9
+    assert torch.equal(scores == scores.amax(-1, keepdim=True), best)
+    assert (scores.gather(-1, index[:, None]) >= (~mask).sum(-1, keepdim=True)).all()
+    # A mask that hits one dimension of each of 8 blocks leaves no block equal, although 16 of 24 dimensions are.
+    query = patterns[index].clone()
+    query[:, ::3] = 1 - query[:, ::3]
+    scores = (sorted_similarities(query, patterns, "dis", 8) == 0).double().sum(-1)
+    assert (scores.gather(-1, index[:, None]) == 0).all()
 
 
 def test_debias_retrieves_every_biased_pattern():

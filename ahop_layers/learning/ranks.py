@@ -10,11 +10,8 @@ from torch.nn.functional import one_hot, pad
 
 from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import block_sums, pair_values
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.images import Learnable
-
-Base = str | tuple[str, float]
-"""A base of a similarity, or ``("clip", q)`` for the differences of clipped L1, a baseline."""
 
 BINS = 14
 """Number of rank bins from the largest similarity on."""
@@ -71,11 +68,12 @@ def stretched_pools(known: Tensor, edges: list[int]) -> Tensor:
 
 
 def sorted_similarities(
-    query: Tensor, key: Tensor, bases: Sequence[Base], widths: Sequence[float]
+    query: Tensor, key: Tensor, bases: Sequence[BaseArgument], widths: Sequence[float]
 ) -> tuple[Iterator[Tensor], Tensor | None]:
     """Similarities of each base in descending order, and the number of known dimensions, None if all are known.
 
-    Unknown values come last and are NaN. All bases except ``dot`` share one sort.
+    Unknown values come last and are NaN. All bases except ``dot`` share one sort. ``("clip", q)`` is clipped L1, a
+    baseline.
     """
     difference = (query - key).abs_()
     missing = difference.isnan()
@@ -106,26 +104,11 @@ def _sort_(values: Tensor) -> Tensor:
     return values
 
 
-def stretch(values: Tensor, known: Tensor, edges: Tensor) -> Tensor:
-    """Averages ``values (..., d)`` over bins of ranks, after the first ``known (...)`` of d were stretched to d ranks.
-
-    ``edges (b,)`` are the last rank of each bin. The result is ``(..., b)``, 0 if no value is known.
-    """
-    d = values.shape[-1]
-    total = pad(values.nan_to_num(0.0).cumsum(-1), (1, 0))
-    place = edges.to(values.dtype) * (known[..., None] / d)
-    low = place.floor().long().clamp(max=d - 1)
-    start = total.gather(-1, low)
-    reached = start + (place - low) * (total.gather(-1, low + 1) - start)
-    widths = edges.diff(prepend=edges.new_zeros(1))
-    return reached.diff(prepend=torch.zeros_like(reached[..., :1])) * (d / known.clamp(min=1)[..., None]) / widths
-
-
 def features(
     query: Tensor,
     patterns: Tensor,
     candidates: Tensor,
-    bases: Sequence[Base],
+    bases: Sequence[BaseArgument],
     widths: Sequence[float],
     edges: list[int],
 ) -> Tensor:
@@ -237,13 +220,22 @@ def pairs(query: Tensor, patterns: Tensor, candidates: Tensor, least: int = 0) -
 
 
 def _pooled(values: Tensor, known: Tensor | None, pool: Tensor, edges: list[int]) -> Tensor:
-    """Averages sorted values over all ranks and over bins: ``(..., n) -> (..., 1 + bins)``."""
+    """Averages sorted values over all ranks and over bins: ``(..., n) -> (..., 1 + bins)``.
+
+    The first ``known (...)`` values are stretched to n ranks; without any, the averages are 0.
+    """
     if known is None:
         return values @ pool.mT
-    ends = torch.tensor(edges, device=values.device)
-    binned = stretch(values, known, ends)
-    share = (ends.diff(prepend=ends.new_zeros(1)) / ends[-1]).to(values.dtype)
-    return torch.cat([(binned @ share)[..., None], binned], -1)
+    n, ends = edges[-1], torch.tensor(edges, device=values.device)
+    widths = ends.diff(prepend=ends.new_zeros(1))
+    total = pad(values.nan_to_num(0.0).cumsum(-1), (1, 0))
+    place = ends.to(values.dtype) * (known[..., None] / n)
+    low = place.floor().long().clamp(max=n - 1)
+    start = total.gather(-1, low)
+    reached = start + (place - low) * (total.gather(-1, low + 1) - start)
+    binned = reached.diff(prepend=torch.zeros_like(reached[..., :1])) * (n / known.clamp(min=1)[..., None]) / widths
+    mean = binned @ (widths / n).to(values.dtype)
+    return torch.cat([mean[..., None], binned], -1)
 
 
 def rows_at_once(query: Tensor, elements: int) -> int:

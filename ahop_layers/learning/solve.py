@@ -23,7 +23,7 @@ from torch.nn.functional import normalize, pad
 
 from ahop_layers.learning.candidates import CANDIDATES, Queries, find_candidates
 from ahop_layers.learning.questions import Questions
-from ahop_layers.learning.ranks import BINS, Base, bin_edges, block_features, candidate_scores, features, pools
+from ahop_layers.learning.ranks import BINS, bin_edges, block_features, candidate_scores, features, pools
 from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity.adaptive import BaseArgument
@@ -89,7 +89,7 @@ class Learned(NamedTuple):
         report: held-out accuracy.
     """
 
-    bases: tuple[Base, ...]
+    bases: tuple[BaseArgument, ...]
     widths: tuple[float, ...]
     units: Tensor | None
     weights: Tensor
@@ -97,7 +97,7 @@ class Learned(NamedTuple):
     report: Report
 
 
-def fixed_weights(bases: Sequence[Base], edges: list[int]) -> dict[str, list[Tensor]]:
+def fixed_weights(bases: Sequence[BaseArgument], edges: list[int]) -> dict[str, list[Tensor]]:
     """Returns the weights ``(n_bases, 1 + bins)`` of fixed scores: each base alone, and L1 trimmed at each edge."""
     names = {"l1": "L1", "dis": "Euclid", "dot": "dot product", "near": "near", "clip": "clipped L1"}
     fixed: dict[str, list[Tensor]] = {}
@@ -118,7 +118,7 @@ def _trimmed(edges: list[int]) -> list[Tensor]:
     return [pad(widths[:kept], (1, len(edges) - kept)) for kept in range(1, len(edges) + 1)]
 
 
-def _kind(base: Base) -> str:
+def _kind(base: BaseArgument) -> str:
     return base if isinstance(base, str) else base[0]
 
 
@@ -127,7 +127,7 @@ class _Setting(NamedTuple):
 
     units: Tensor | None
     patterns: Tensor
-    bases: list[Base]
+    bases: list[BaseArgument]
     widths: list[float]
     learned: int
     queries: Queries
@@ -141,11 +141,9 @@ class _Setting(NamedTuple):
 
 def _setting(unit: Tensor | None, patterns: Tensor, bases: Sequence[BaseArgument], queries: Queries) -> _Setting:
     """Adds the bases of baselines, and the widths of all."""
-    named: list[Base] = [*bases, "dis", *(("clip", q) for q in CLIPS)]
-    given = [(row, base[1]) for row, base in enumerate(named) if not isinstance(base, str)]
-    widths = dict.fromkeys(range(len(named)), 1.0)
-    found = quantiles(differences(patterns), [q for _, q in given])
-    widths.update(zip((row for row, _ in given), found, strict=True))
+    named: list[BaseArgument] = [*bases, "dis", *(("clip", q) for q in CLIPS)]
+    found = quantiles(differences(patterns), [1.0 if isinstance(base, str) else base[1] for base in named])
+    widths = [1.0 if isinstance(base, str) else width for base, width in zip(named, found, strict=True)]
     distinct: dict[tuple[str, float], int] = {}
     for row in range(len(bases)):  # discrete values may give several quantiles the same width
         distinct.setdefault((_kind(named[row]), widths[row]), row)

@@ -74,22 +74,20 @@ class ImageSimilarity(nn.Module):
         places = torch.arange(channels * height * width, device="cpu").view(channels, height, width)
         self.dim = places.numel()
         self.register_buffer("dark", torch.zeros(()))
-        self.pixels = self._view("pixels", places.reshape(1, -1), PIXELS)
+        self.pixels = self._view(places.reshape(1, -1), PIXELS)
         pairs = torch.cat([_pairs(places, *offset) for offset in OFFSETS], -1)
-        self.contrasts = self._view("contrasts", pairs, CONTRASTS, Blocks(1)) if pairs.numel() else None
+        self.contrasts = self._view(pairs, CONTRASTS, Blocks(1)) if pairs.numel() else None
         found = {size: _patches(places, size) for size in dict.fromkeys(sizes)}
         self.sizes = tuple(size for size, index in found.items() if size > 1 and len(index) > 1)
         self.patches = nn.ModuleList()
         for size in self.sizes:
             blocks = Blocks(len(found[size]), normalize=True)
-            self.patches.append(self._view(f"patches_{size}", found[size].reshape(1, -1), ("dot",), blocks))
+            self.patches.append(self._view(found[size].reshape(1, -1), ("dot",), blocks))
         self.reset_parameters()
 
-    def _view(
-        self, name: str, index: Tensor, bases: Sequence[BaseArgument], blocks: Blocks | None = None
-    ) -> AdaptiveSimilarity:
+    def _view(self, index: Tensor, bases: Sequence[BaseArgument], blocks: Blocks | None = None) -> AdaptiveSimilarity:
         """Returns the similarity of a view whose values depend on the pixels ``index (pixels of a value, values)``."""
-        self.register_buffer(f"_index_{name}", index, persistent=False)
+        self.register_buffer(f"_index_{len(self._buffers)}", index, persistent=False)
         return AdaptiveSimilarity(index.shape[1], bases=bases, init="uniform", blocks=blocks)
 
     @torch.no_grad()
@@ -140,8 +138,7 @@ class ImageSimilarity(nn.Module):
         return self.views(key)
 
     def _indices(self) -> list[Tensor]:
-        names = ["pixels", *(["contrasts"] if self.contrasts is not None else [])]
-        return [getattr(self, f"_index_{name}") for name in (*names, *(f"patches_{size}" for size in self.sizes))]
+        return [buffer for name, buffer in self.named_buffers(recurse=False) if name.startswith("_index_")]
 
     def views(self, rows: Tensor) -> list[Tensor]:
         """Returns what each of the :meth:`parts` compares of the images ``rows (..., d)``.
