@@ -87,6 +87,16 @@ def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """The default group of torch.distributed, with this process as its only rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("torch.distributed with gloo is not available")
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills uninitialized memory with NaN, so that an element a kernel does not write shows up."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

@@ -1,4 +1,8 @@
-"""Inputs of scores, a similarity, changes of weights, and a check of errors, that several test files use."""
+"""Inputs of scores, a similarity, changes of weights, checks of errors and states, and threads, for several files."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,6 +37,37 @@ def refuses(message, call, *args, **keywords):
     """Checks that a call raises AHopError with a message."""
     with pytest.raises(ah.AHopError, match=message):
         call(*args, **keywords)
+
+
+@contextmanager
+def unchanged(module):
+    """Checks that the block changes no tensor of a module and replaces no parameter."""
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    parameters = dict(module.named_parameters())
+    yield
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    assert all(parameters[name] is parameter for name, parameter in module.named_parameters())
+
+
+@contextmanager
+def repeated_in_threads(call, count):
+    """Repeats ``call(number)`` in threads until the block ends, and raises the error of a call."""
+    done = threading.Event()
+
+    def repeat(number):
+        calls = 0
+        while not (calls and done.is_set()):
+            call(number)
+            calls += 1
+
+    with ThreadPoolExecutor(count) as pool:
+        threads = [pool.submit(repeat, number) for number in range(count)]
+        try:
+            yield
+        finally:
+            done.set()
+    for thread in threads:
+        thread.result()
 
 
 def perturb(model, size=0.1):

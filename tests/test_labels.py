@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ahop_layers.errors import AHopError
 from ahop_layers.memory import AssociativeMemory
+from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import search as search_module
 from ahop_layers.memory.fit import label_loss
 from ahop_layers.variants import Noisy
+from tests.samples import refuses
 
 LABELS = torch.arange(61) ** 2 % 17 * 3 - 5  # nine classes, not consecutive, some negative
 
@@ -27,7 +28,7 @@ def check_gradients(got, expected, inputs):
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_class_scores_are_the_log_sum_exp_of_a_class(block, scale, monkeypatch):
-    monkeypatch.setattr(search_module, "QUERY_ROWS", 9)
+    monkeypatch.setattr(memory_module, "QUERY_ROWS", 9)
     memory = AssociativeMemory.preset("A-Hop", scale * torch.randn(61, 8).double(), labels=LABELS, prior=True)
     torch.nn.init.normal_(memory.prior, std=5.0)
     x, classes = (scale * torch.randn(23, 8).double()).requires_grad_(), LABELS.unique()
@@ -92,8 +93,8 @@ def test_a_checkpoint_without_labels_loads_into_a_memory_without_labels():
     memory.load_state_dict(AssociativeMemory(torch.ones(2, 3), "dot").state_dict())
     assert memory.labels is None
     labeled = AssociativeMemory(torch.eye(3), "dot", labels=[0, 1, 1])
-    with pytest.raises(AHopError, match="labels must not be in the state dict: the memory has none"):
-        memory.load_state_dict(labeled.state_dict())
+    message = "labels must not be in the state dict: the memory has none"
+    refuses(message, memory.load_state_dict, labeled.state_dict())
     assert len(memory.patterns) == 2
 
 
@@ -167,22 +168,18 @@ SHAPE, KIND = r"labels must be \(N,\) = \(6,\)", r"labels must be integers or st
     (lambda m, p: AssociativeMemory(p).add(p, labels=range(6)), "labels must not be given: the memory has none"),
     (lambda m, p: m.add(p), "labels must be given: the memory has labels, got none"),
     (lambda m, p: m.add(p, labels=[1]), rf"{SHAPE}, one for each pattern, got \(1,\)"),
-    (lambda m, p: m.add(p, labels=p[:, 0]), "labels must be integers"),
     (lambda m, p: AssociativeMemory(p, labels=3), rf"{SHAPE}, .* got \(\)"),
     (lambda m, p: AssociativeMemory.preset("M-Hop", p, labels=[1, 2]), rf"{SHAPE}, .* got \(2,\)"),
     (lambda m, p: AssociativeMemory(p, labels=p[:, 0] > 0), f"{KIND}, .* got torch.bool"),
     (lambda m, p: AssociativeMemory(p, labels="abcdef"), "labels must be a sequence, got str"),
     (lambda m, p: AssociativeMemory(p, labels=[None] * 6), f"{KIND}, .* got others"),
     (lambda m, p: m.add(p, labels=["a"] * 6), "labels must be integers, as those stored, got strings"),
-    (lambda m, p: m.classify(p[:, :3]), "queries x must be .* the d = 4 of the"),
-    (lambda m, p: m.fit(Noisy(0.1), by="class"), "by must be one of pattern, label, got 'class'"),
     (lambda m, p: m.fit(([0, 3], p[:2]), by="label"), "labels of data must be labels of stored patterns, got 3"),
     (lambda m, p: m.fit(([0, 1], p), by="label"), r"labels of data must be \(N,\) = \(6,\), one for each query"),
     (lambda m, p: m.fit(([0.5], p[:1]), by="label"), "labels of data must be integers .* got torch.float32"),
     (lambda m, p: m.fit((["a"], p[:1]), by="label"), "labels of data must be integers, as those stored"),
     (lambda m, p: m.fit((torch.zeros(0).long(), p[:0]), by="label"), "data must be index .* n >= 1"),
     (lambda m, p: m.fit((torch.zeros(2).long(), p[:2, :3]), by="label"), "data must be index .* with d = 4"),
-    (lambda m, p: m.fit((torch.tensor([0]), None), by="label"), "query must be a tensor, got NoneType"),
     (
         lambda m, p: AssociativeMemory.preset("K-Hop", p, labels=range(6)).fit(by="label"),
         "by='label' needs a memory with objective='retrieval'",
@@ -191,6 +188,5 @@ SHAPE, KIND = r"labels must be \(N,\) = \(6,\)", r"labels must be integers or st
 def test_errors(call, message):
     patterns = torch.rand(6, 4)
     memory = AssociativeMemory(patterns, "adaptive", labels=[0, 1, 2, 0, 1, 2])
-    with pytest.raises(AHopError, match=message):
-        call(memory, patterns)
+    refuses(message, call, memory, patterns)
     assert len(memory.patterns) == len(memory.labels) == 6

@@ -8,8 +8,6 @@ from math import comb, log
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
@@ -70,17 +68,6 @@ def test_the_shortlist_never_misses_the_most_likely_pattern(bias_known):
     query = variant.sample(patterns, 200)[1]
     every = accuracy.log_likelihood(variant, query[:, None], patterns[None], bias_known=bias_known)
     assert torch.equal(most_likely(variant, query, patterns, bias_known=bias_known), every.argmax(-1))
-
-
-@given(st.floats(0, 0.9), st.floats(0, 1.0), st.floats(0, 1.0), st.sampled_from(["M-Hop", "U-Hop", "A-Hop"]))
-@settings(max_examples=25, deadline=None)
-def test_no_memory_exceeds_the_bayes_limit(mask, noise, bias, name):
-    """Compares expected accuracies on the same queries, with a tolerance of five standard errors."""
-    variant, patterns = Mixed(mask, noise, bias), synthetic(40, 8, 0)
-    index, query = variant.sample(patterns, 400, torch.Generator().manual_seed(0))
-    limit = (most_likely(variant, query, patterns) == index).double()
-    difference = (AssociativeMemory.preset(name, patterns).recall(query) == index).double() - limit
-    assert difference.mean() <= 5 * difference.std() / 400**0.5 + 1e-12
 
 
 def test_the_bayes_limit_of_a_known_and_a_guessed_bias_and_without_noise():

@@ -13,7 +13,7 @@ import benchmarks.search.__main__ as command
 from benchmarks.harness.rows import read
 from benchmarks.search import ar, data, measure, packaged, rivals
 from benchmarks.search.data import ForeignBlock, Images, ReplacedPixels
-from benchmarks.search_costs import extrapolation, main
+from benchmarks.search_costs import main
 
 pytestmark = pytest.mark.slow
 
@@ -224,12 +224,6 @@ def test_all_parts_run_and_are_reported(tmp_path, capsys):
     assert "Extrapolated to 1,000,000,000 patterns" in shown
     main([*sizes.split(), "--parts", "exact", "--output", str(output)])  # replaces rows
     assert len(read(output)) == len(rows)
-
-
-def test_the_extrapolation_is_proportional_to_the_largest_measurement():
-    base = {"part": "exact", "queries": "2", "dim": "64"}
-    rows = [base | {"patterns": "1000", "seconds": "9"}, base | {"patterns": "20000000", "seconds": "0.03"}]
-    assert extrapolation(rows).splitlines()[-1] == "| exact | 2 | 20,000,000 | 256 | 3 | 1.50 | 0.50 |"
 
 
 def test_unknown_parts_are_refused(refused):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
+from tests.samples import repeated_in_threads
 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install '.[serve]'")
@@ -43,29 +44,19 @@ def served():
 
 def test_clients_search_while_others_add_and_remove(served):
     memory, post = served
-    wrong, done = [], threading.Event()
+    random = [torch.Generator().manual_seed(seed) for seed in range(4)]
 
-    def search(seed):
-        generator = torch.Generator().manual_seed(seed)
-        while not done.is_set():
-            number = torch.randint(40, (), generator=generator).item()
-            ((hit, second),) = post("search", rows=[[number + 0.1, None, *[number] * 4]], k=2)
-            if hit["id"] != f"row {number}" or not 0 <= second["confidence"] <= hit["confidence"] <= 1:
-                wrong.append((number, hit))
+    def search(thread):
+        number = torch.randint(40, (), generator=random[thread]).item()
+        ((hit, second),) = post("search", rows=[[number + 0.1, None, *[number] * 4]], k=2)
+        assert hit["id"] == f"row {number}"
+        assert 0 <= second["confidence"] <= hit["confidence"] <= 1
 
-    threads = [threading.Thread(target=search, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with repeated_in_threads(search, 4):
         for number in range(100, 130):
             assert post("add", rows=[[number] * 6], ids=[f"row {number}"]) == 41 + (number - 99) // 2
             if number % 2:
                 post("remove", ids=[f"row {number}"])
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert not wrong
     assert memory.ids == [f"row {i}" for i in [*range(40), *range(100, 130, 2)]]
 
 

@@ -277,16 +277,7 @@ def test_without_a_process_group_sharding_is_refused():
     refuses(r"shard_ needs torch\.distributed: call .*init_process_group first", ah.AssociativeMemory(PATTERNS).shard_)
 
 
-@pytest.fixture
-def group(tmp_path):
-    if not (distributed.is_available() and distributed.is_gloo_available()):
-        pytest.skip("torch.distributed with gloo is not available")
-    distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-def test_a_failed_communication_is_not_blamed_on_the_device(group, monkeypatch):
+def test_a_failed_communication_is_not_blamed_on_the_device(process_group, monkeypatch):
     memory = ah.AssociativeMemory(torch.eye(3)).shard_()
     monkeypatch.setattr(distributed, "all_gather", Mock(side_effect=RuntimeError("connection closed by peer")))
     with pytest.raises(RuntimeError, match="connection closed by peer") as raised:
@@ -295,7 +286,7 @@ def test_a_failed_communication_is_not_blamed_on_the_device(group, monkeypatch):
     refuses("group must support tensors on meta", Shard, None, 3, torch.device("meta"))
 
 
-def test_invalid_queries_raise_on_every_rank(group, monkeypatch):
+def test_invalid_queries_raise_on_every_rank(process_group, monkeypatch):
     memory, gather = ah.AssociativeMemory(torch.eye(3)).shard_(), Shard.gather
     monkeypatch.setattr(Shard, "agree", lambda self, call, device: None)
     sent = []
