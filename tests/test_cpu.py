@@ -332,6 +332,7 @@ def test_what_is_served():
     query = torch.empty(1, 1, 1, 12)
     assert cpu.serves(query, SHARED, 4)
     assert cpu.serves(query, SHARED, 12, missing=True)
+    assert cpu.serves(query, SHARED, 1, missing=True)
     assert not cpu.serves(query, SHARED, 4, missing=True)
 
 
@@ -358,10 +359,10 @@ def test_bases_of_the_distance_share_a_sort(n, d, bases):
         check_scores(*inputs(*shape, d, bases, dtype, blocks=n), bases)
 
 
-@pytest.mark.parametrize(("n", "missing"), [(4, False), (12, False), (12, True)])
+@pytest.mark.parametrize(("n", "missing"), [(4, False), (12, False), (12, True), (1, True)])
 def test_near_with_constant_weights_and_half_precision(n, missing):
     query, key, weight = inputs(2, 3, 5, 30, 12, SHARED, blocks=n)
-    weight[0, ::2], weight[1], weight[2, 3] = 0.5, -0.7, 0.0
+    weight[0, ::2, :-1], weight[1, :, :-1], weight[2, 3] = 0.0, 0.0, 0.0  # equal for all ranks, after a reverse cumsum
     if missing:
         forget(0.3, query, key)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -379,9 +380,10 @@ def test_missing_values(d, bases):
         check_scores(query, key, weight, bases, missing=True)
 
 
+@pytest.mark.parametrize("n", [18, 1])
 @pytest.mark.parametrize("base", [*ALL, "near"])
-def test_infinity_beside_missing_values(base):
-    query, key, weight = (each.abs() for each in inputs(1, 1, 4, 40, 18, (base,)))  # 1e10 does not cancel
+def test_infinity_beside_missing_values(base, n):
+    query, key, weight = (each.abs() for each in inputs(1, 1, 4, 40, 18, (base,), blocks=n))  # 1e10 does not cancel
     forget(0.2, query, key)
     query[0, 0, 0, 3], query[0, 0, 1, 4] = torch.inf, 0.0
     key[0, 0, 5, 3], key[0, 0, 6, 2:5], key[0, 0, 7], key[0, 0, 8] = torch.inf, -torch.inf, 1e10, torch.inf

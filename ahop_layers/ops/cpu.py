@@ -122,10 +122,11 @@ def detail() -> str:
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-    """Returns whether this kernel supports the call; values can be missing only if every dimension is a block."""
-    if missing and blocks < query.shape[-1]:
+    """Returns whether this kernel supports the call; values can be missing only in blocks of one or all dimensions."""
+    d = query.shape[-1]
+    if missing and blocks not in (1, d):
         return False
-    fits = query.shape[-1] <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS
+    fits = d <= (MAX_BLOCKS if missing else MAX_DIMENSIONS) and blocks <= MAX_BLOCKS
     supported = query.device.type == "cpu" and query.dtype in DTYPE_CODES
     return fits and supported and all(base in BASE_CODES for base in bases)
 
@@ -142,6 +143,8 @@ def score(
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     weight = fold(weight, scores.dtype)
+    if missing:  # a single block has the score of blocks of one dimension with equal weights
+        weight = weight.expand(-1, -1, query.shape[-1])
     _run("ahop_forward", (query, key, weight, scores), bases, widths=widths, missing=missing)
     return scores.to(dtype or scores.dtype)
 

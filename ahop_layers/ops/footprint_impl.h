@@ -726,6 +726,46 @@ INLINE void FN(weigh_known)(int32_t base, const FN(buffers) *at, const T *stretc
     }
 }
 
+/* Add a base with equal weights, for which the order of dimensions does not matter: the sum of those that are known. */
+INLINE void FN(sum_known)(int32_t base, const FN(buffers) *at, const T *stretched, int64_t pitch, int64_t v)
+{
+    const V *query = at->query + v * at->query_pitch, *keys = at->keys + v * at->pitch;
+    V total = {0}, weight = {0};
+    for (int64_t i = 0; i < at->d;) {
+        const int64_t end = least(i + RUN, at->d);
+        V sum = {0};
+        for (; i < end; i++) {
+            const V value = FN(compare)(base, at->width, base == DOT ? -query[i] : query[i], keys[i]);
+            sum += (V)((I)value & FN(both)(query[i], keys[i]));
+        }
+        total += sum;
+    }
+    UNROLL for (int lane = 0; lane < LANES; lane++) weight[lane] = stretched[at->known[v][lane] * pitch];
+    at->sums[v] += weight * total;
+}
+
+#define SUM_KNOWN(base) case base: FN(sum_known)(base, &one, stretched, call->n_bases * at->d, v); break;
+
+/* Returns whether the weights of a base are equal, or zero, for all dimensions. */
+INLINE int FN(is_flat)(const FN(buffers) *at, int64_t b) { return at->ranks[b] < at->d; }
+
+/* Add all bases with equal weights, and minus infinity where no dimension is known. */
+static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors)
+{
+    for (int64_t row = 0; row < rows; row++) {
+        FN(buffers) one = FN(only_row)(at, row, vectors);
+        FN(count_known)(call, &one, vectors);
+        for (int64_t b = 0; b < call->n_bases; b++) {
+            const T *stretched = at->stretched + b * at->d;
+            one.width = at->widths[b];
+            for (int64_t v = 0; FN(is_flat)(at, b) && v < vectors; v++)
+                switch (call->bases[b]) { SUM_KNOWN(DIS) SUM_KNOWN(DOT) SUM_KNOWN(L1) SUM_KNOWN(NEAR) }
+        }
+        for (int64_t v = 0; v < vectors; v++)
+            one.sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
+    }
+}
+
 #define WEIGH(base)                                                             \
     {                                                                           \
         if (mode == UNKNOWN_LAST)                                               \
@@ -772,13 +812,11 @@ static void FN(forward_shared)(const call_t *call, const FN(buffers) *at, int do
         const step_t *network = FN(fill)(dot ? DOT : L1, mode, &one, 0, vectors);
         int neighbors = FN(sort)(network, one.x, at->d, at->height, vectors, mode != UNKNOWN_LAST);
         for (int64_t b = 0; b < call->n_bases; b++)
-            if ((call->bases[b] == DOT) == dot && (mode != PLAIN || at->ranks[b] == at->d)) {
+            if ((call->bases[b] == DOT) == dot && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
                 one.width = at->widths[b];
                 FN(weigh_shared)(call, &one, mode, neighbors, b, vectors);
                 neighbors = 0;
             }
-        for (int64_t v = 0; mode == UNKNOWN_LAST && v < vectors; v++)
-            one.sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
     }
 }
 
@@ -790,11 +828,13 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
     int64_t sorted[2] = {0}, near = 0; /* bases that need sorted |q-k| and q*k of single dimensions */
     memset(at->sums, 0, (size_t)(rows * vectors * BYTES));
     for (int64_t b = 0; b < call->n_bases; b++)
-        if (at->blocks == at->d && (special || at->ranks[b] == at->d)) {
+        if (at->blocks == at->d && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
             sorted[call->bases[b] == DOT]++;
             near |= call->bases[b] == NEAR;
         }
     const int share = near || sorted[0] > 1;
+    if (mode == UNKNOWN_LAST)
+        FN(forward_flat)(call, at, rows, vectors);
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int64_t ranks = special ? at->blocks : at->ranks[b];
         const T *weights = at->weights + b * at->blocks;
