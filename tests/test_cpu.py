@@ -116,14 +116,15 @@ def check(query, key, weight, bases):
     check_grads(separated_grad(query, key, bases, weight.shape[-1]).to(scores.dtype), query, key, weight, bases)
 
 
-def check_scores(query, key, weight, bases, missing=False):
+def check_scores(query, key, weight, bases, missing=False, constant=None):
     """Compares scores of saturating bases and of missing values, where NaN and infinity are those of the reference."""
     dtype = chunked.accumulation_dtype(query.dtype)
     widths = torch.tensor(WIDTHS[: len(bases)], dtype=dtype)
     double = [tensor.double() for tensor in (query, key, weight)]
-    got = cpu.score(query, key, weight.to(dtype), bases, widths=widths, missing=missing)
-    low = chunked.score(query, key, weight.to(dtype), bases, widths=widths, missing=missing)
-    exact = chunked.score(*double, bases, widths=widths.double(), missing=missing)
+    own = None if constant is None else constant.to(dtype)
+    got = cpu.score(query, key, weight.to(dtype), bases, None, widths, missing, own)
+    low = chunked.score(query, key, weight.to(dtype), bases, None, widths, missing, constant=own)
+    exact = chunked.score(*double, bases, None, widths.double(), missing, constant=constant)
     special = ~exact.isfinite()
     assert got.dtype == dtype
     torch.testing.assert_close(got[special], exact[special].to(dtype), rtol=0, atol=0, equal_nan=True)
@@ -388,6 +389,22 @@ def test_infinity_beside_missing_values(base, n):
     query[0, 0, 0, 3], query[0, 0, 1, 4] = torch.inf, 0.0
     key[0, 0, 5, 3], key[0, 0, 6, 2:5], key[0, 0, 7], key[0, 0, 8] = torch.inf, -torch.inf, 1e10, torch.inf
     check_scores(query, key, weight, (base,), missing=True)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 6), (5, 10), (33, 99), (40, 640), (7, 7)])
+def test_normalized_blocks_with_missing_values(n, d):
+    for shape, dtype in product(SMALL, (torch.float32, torch.float64)):
+        query, key, weight = inputs(*shape, d, ("dot",), dtype, blocks=n)
+        constant = torch.linspace(0.1, 1.0, shape[0] * shape[1], dtype=torch.float64).view(*shape[:2], 1, 1, 1)
+        assert cpu.serves_normalized(query, ("dot",), n)
+        forget(0.3, query)
+        for each in (weight, weight * (torch.arange(n) == n - 1)):  # the second one is equal for all ranks
+            check_scores(query, key, each, ("dot",), True, constant)
+        infinite = query.clone()
+        infinite[0, 0, 0, d // 2] = torch.inf
+        check_scores(infinite, key, weight, ("dot",), True, constant)
+        forget(0.3, key)
+        check_scores(query, key, weight, ("dot",), True, constant)
 
 
 def test_known_values_are_scored_as_without_missing_ones():

@@ -27,7 +27,7 @@ from ahop_layers.errors import (
     describe,
     divisors,
 )
-from ahop_layers.ops import chunked, correlations, onnx, reference
+from ahop_layers.ops import chunked, cpu, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
 from ahop_layers.ops.protocols import Kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
@@ -135,8 +135,8 @@ def score_pairs(
                 parts = _canonical(query, key, weight, batch)
                 if constant is not None:
                     constant = constant.to(wide).expand(*batch, 1, 1, 1).reshape(*parts[0].shape[:2], 1, 1, 1)
-                if constant is not None and numbers is None and correlations.serves(query, names):
-                    scores = _score_correlations(*parts, names, constant)
+                if constant is not None and numbers is None and cpu.serves_normalized(query, names, weight.shape[-1]):
+                    scores = cpu.score(*parts, names, wide, None, True, constant)
                 else:
                     scores = chunked.score(*parts, names, wide, widths, missing, numbers, constant)
                 scores = scores.reshape(*batch, *scores.shape[-2:])
@@ -151,25 +151,6 @@ def score_pairs(
             scores = torch.ops.ahop.score.default(*tensors, ",".join(names), backend, autocast, widths, missing)
         scores = scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
     return scores.to(wide if autocast else dtype)
-
-
-def _score_correlations(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, ...], constant: Tensor) -> Tensor:
-    """Scores normalized blocks with unknown values, in tiles of bounded memory; a kernel sorts their similarities."""
-    (outer, heads, length, d), count, n = query.shape, key.shape[-2], weight.shape[-1]
-    scores, ones = query.new_empty(outer, heads, length, count), query.new_ones(outer, heads, 1, n)
-    room = chunked.SCRATCH_BYTES // max(1, 64 * outer * heads)  # eight numbers of float64 for each value
-    columns = max(1, 2 * room // d)
-    rows = max(1, room // (n * columns))
-    asked = [correlations.known_rows(part, n, False) for part in torch.split(query, rows, -2)]
-    for start in range(0, count, columns):
-        keys = correlations.known_rows(key[:, :, start : start + columns], n, True)
-        for place, queries in enumerate(asked):
-            found = scores[:, :, place * rows : (place + 1) * rows, start : start + columns]
-            values = correlations.correlate(queries, keys, names, constant, query.dtype).flatten(3, 4)
-            pairs = zip(values, weight.unsqueeze(-2).unbind(1), strict=True)
-            parts = [score_pairs(ones, each, own, ("dot",), None, None, True) for each, own in pairs]
-            found.copy_(torch.stack(parts).sum(0).view_as(found))
-    return scores
 
 
 def autocast_dtype(query: Tensor, key: Tensor) -> torch.dtype | None:

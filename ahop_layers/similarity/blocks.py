@@ -176,7 +176,10 @@ def _constant(norm: Tensor, own: Tensor) -> Tensor:
 
 
 def known_constant(key: Tensor, n: int, norm: Tensor, gather: Tensor | None) -> Tensor:
-    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: a scalar, or ``(..., 1, 1, 1)``."""
+    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: ``(..., 1, 1, 1)``.
+
+    It is a scalar if the norm is set, so that it does not depend on the keys.
+    """
     if not torch.compiler.is_compiling() and norm > 0:
         return EPSILON * norm
     norms, present = _known_norms(key, n, gather)
