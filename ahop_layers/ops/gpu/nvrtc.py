@@ -160,14 +160,15 @@ def shared_limits(index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=None)
 def architecture(index: int) -> str:
-    """Returns the architecture to compile for: that of the device, or the newest one that this NVRTC knows."""
+    """Returns the architecture to compile for: that of the device, or the newest before it that this NVRTC knows."""
     major, minor = torch.cuda.get_device_capability(index)
     nvrtc, count = _nvrtc(), c_int()
     nvrtc.nvrtcGetNumSupportedArchs(byref(count))
     known = (c_int * count.value)()
     nvrtc.nvrtcGetSupportedArchs(known)
     number = 10 * major + minor
-    return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(known)}"
+    older = [each for each in known if each <= number]  # whose PTX the driver compiles for the device
+    return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(older, default=number)}"
 
 
 def runs(device: torch.device) -> bool:
