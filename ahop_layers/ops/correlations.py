@@ -32,7 +32,7 @@ def known_rows(rows: Tensor, n: int, are_keys: bool) -> KnownRows:
     blocks = torch.unflatten(rows, -1, (n, -1)).transpose(-2, -3)
     blocks = blocks.mT if are_keys else blocks
     unknown = blocks.isnan()
-    values = torch.where(unknown, 0.0, blocks).to(WIDE, memory_format=torch.contiguous_format)
+    values = torch.where(unknown, 0.0, blocks - rows.nanmean()).to(WIDE, memory_format=torch.contiguous_format)
     return KnownRows((~unknown).to(WIDE) if unknown.any() else None, values, values.square())
 
 
