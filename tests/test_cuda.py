@@ -202,16 +202,6 @@ def test_scores_of_nan_constant_weights_and_strides_on_the_cpu(emulated, monkeyp
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [300.0, 1e-4])
-def test_products_beyond_the_range_of_float16_on_the_cpu(scale, emulated):
-    query, key, weight = scale * torch.randn(1, 1, 3, 64), scale * torch.randn(1, 1, 5, 64), torch.randn(1, 2, 64) / 64
-    query, key = query.half(), key.half()
-    exact = folded_similarity(query.double(), key.double(), fold(weight.double()), BOTH)
-    torch.testing.assert_close(gpu.score(query, key, weight, BOTH).double(), exact, rtol=1e-4, atol=0)
-
-
-@needs_compiler
 @pytest.mark.parametrize("dtype", score.DTYPES, ids=str)
 def test_softmax_on_the_cpu(dtype, emulated):
     scores = 3 * torch.randn(2, 3, 5, 70)

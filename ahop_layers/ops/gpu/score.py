@@ -57,10 +57,9 @@ class Program(NamedTuple):
 
 def _forward_program(problem: Problem) -> Program:
     device, dtype, (*_, d), _, n, bases, *_ = problem
-    # Two keys at a time: single dimensions in half precision, if the GPU has the instructions. Products could overflow
-    # in float16, or lose digits.
-    has_range = dtype == torch.bfloat16 or (dtype == torch.float16 and "dot" not in bases)
-    packed = n == d and has_range and nvrtc.capability(device) >= ((9, 0) if dtype == torch.bfloat16 else (8, 0))
+    # Two keys at a time: single dimensions in half precision, if the GPU has the instructions.
+    packed = n == d and dtype != torch.float32 and nvrtc.capability(device) >= (8, 0)
+    packed = packed and (dtype == torch.float16 or nvrtc.capability(device) >= (9, 0))
     layout = choose_layout(n, d // n, alone=96, shared=64, step=1 + packed)
     dtype = _padded_dtype(problem, layout)
     packed = packed and dtype != torch.float32 and layout.chunk % 2 == 0
