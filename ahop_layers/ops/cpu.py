@@ -126,7 +126,7 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
     d = query.shape[-1]
     if missing and blocks not in (1, d):
         return False
-    fits = d <= (MAX_BLOCKS if missing else MAX_DIMENSIONS) and blocks <= MAX_BLOCKS
+    fits = d <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS
     supported = query.device.type == "cpu" and query.dtype in DTYPE_CODES
     return fits and supported and all(base in BASE_CODES for base in bases)
 
@@ -152,8 +152,6 @@ def score(
     """
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     weight = fold(weight, scores.dtype)
-    if missing and constant is None:  # a single block has the score of blocks of one dimension with equal weights
-        weight = weight.expand(-1, -1, query.shape[-1])
     _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing, constant)
     return scores.to(dtype or scores.dtype)
 

@@ -71,7 +71,7 @@ typedef struct {
     int64_t dtype, need, threads;
     int64_t slice;  /* nanoseconds after which a call returns, so that Python can handle signals */
     int64_t paired; /* key s is scored against query s only: `length` is 1, the third stride separates queries */
-    int64_t missing; /* NaN is an unknown value; `blocks` equals d, except with `constant`; without a backward pass */
+    int64_t missing; /* NaN is an unknown value; `blocks` is d, or 1, or has a `constant`; without a backward pass */
 } call_t;
 
 /* How a call is split into tasks, and how many of them have run. The split depends on the shape alone, so sums are

@@ -694,7 +694,7 @@ static void FN(count_known)(const call_t *call, const FN(buffers) *at, int64_t v
         for (int64_t i = 0; i < at->d; i++)
             known -= FN(both)(query[i], keys[i]);
         at->known[v] = known;
-        for (int lane = 0; lane < LANES; lane++)
+        for (int lane = 0; at->blocks == at->d && lane < LANES; lane++)
             if (!at->is_stretched[known[lane]])
                 FN(stretch)(call, at, known[lane]);
     }
@@ -731,27 +731,27 @@ INLINE void FN(weigh_known)(int32_t base, const FN(buffers) *at, const T *stretc
 }
 
 /* Add a base with equal weights, for which the order of dimensions does not matter: the sum of those that are known. */
-INLINE void FN(sum_known)(int32_t base, const FN(buffers) *at, const T *stretched, int64_t pitch, int64_t v)
+INLINE void FN(sum_known)(int32_t base, const FN(buffers) *at, T weight, int64_t v)
 {
     const V *query = at->query + v * at->query_pitch, *keys = at->keys + v * at->pitch;
-    V total = {0}, weight = {0};
+    V total = {0}, many = {0};
     for (int64_t i = 0; i < at->d;) {
         const int64_t end = least(i + RUN, at->d);
         V sum = {0};
         for (; i < end; i++) {
-            const V value = FN(compare)(base, at->width, base == DOT ? -query[i] : query[i], keys[i]);
+            const V value = FN(compare)(base, at->width, query[i], keys[i]);
             sum += (V)((I)value & FN(both)(query[i], keys[i]));
         }
         total += sum;
     }
-    UNROLL for (int lane = 0; lane < LANES; lane++) weight[lane] = stretched[at->known[v][lane] * pitch];
-    at->sums[v] += weight * total;
+    UNROLL for (int lane = 0; lane < LANES; lane++) many[lane] = (T)most(1, at->known[v][lane]);
+    at->sums[v] += weight * (T)at->d / many * total;
 }
 
-#define SUM_KNOWN(base) case base: FN(sum_known)(base, &one, stretched, call->n_bases * at->d, v); break;
+#define SUM_KNOWN(base) case base: FN(sum_known)(base, &one, at->weights[b * at->blocks], v); break;
 
-/* Returns whether the weights of a base are equal, or zero, for all dimensions. */
-INLINE int FN(is_flat)(const FN(buffers) *at, int64_t b) { return at->ranks[b] < at->blocks; }
+/* Returns whether the weights of a base are equal, or zero, for all dimensions, as those of a single block are. */
+INLINE int FN(is_flat)(const FN(buffers) *at, int64_t b) { return at->ranks[b] < at->blocks || at->blocks < at->d; }
 
 /* Add all bases with equal weights, and minus infinity where no dimension is known. */
 static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors)
@@ -760,7 +760,6 @@ static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t 
         FN(buffers) one = FN(only_row)(at, row, vectors);
         FN(count_known)(call, &one, vectors);
         for (int64_t b = 0; b < call->n_bases; b++) {
-            const T *stretched = at->stretched + b * at->d;
             one.width = at->widths[b];
             for (int64_t v = 0; FN(is_flat)(at, b) && v < vectors; v++)
                 switch (call->bases[b]) { SUM_KNOWN(DIS) SUM_KNOWN(DOT) SUM_KNOWN(L1) SUM_KNOWN(NEAR) }
@@ -809,7 +808,7 @@ INLINE I FN(correlate)(const V *query, const V *keys, int64_t width, T constant,
 /* Score blocks that are normalized for each pair, by products. As q*k, they are sorted by their negatives. */
 static void FN(forward_correlations)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors)
 {
-    const int64_t width = at->d / at->blocks;
+    const int64_t width = at->d / at->blocks, flat = at->ranks[0] < at->blocks;
     for (int64_t row = 0; row < rows; row++) {
         FN(buffers) one = FN(only_row)(at, row, vectors);
         for (int64_t v = 0; v < vectors; v++) {
@@ -828,11 +827,11 @@ static void FN(forward_correlations)(const call_t *call, const FN(buffers) *at, 
             for (int lane = 0; lane < LANES; lane++)
                 if (!at->is_stretched[known[lane]])
                     FN(stretch)(call, at, known[lane]);
-            if (FN(is_flat)(at, 0))
+            if (flat)
                 UNROLL for (int lane = 0; lane < LANES; lane++)
                     one.sums[v][lane] += at->stretched[known[lane] * at->blocks] * total[lane];
         }
-        if (!FN(is_flat)(at, 0)) {
+        if (!flat) {
             FN(sort)(at->network, one.x, at->blocks, at->height, vectors, 0);
             for (int64_t v = 0; v < vectors; v++)
                 FN(weigh_known)(L1, &one, at->stretched, at->blocks, v);
@@ -918,7 +917,7 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int64_t ranks = special ? at->blocks : at->ranks[b];
         const T *weights = at->weights + b * at->blocks;
-        if (!ranks || (ranks == at->d && (mode == UNKNOWN_LAST || (share && call->bases[b] != DOT))))
+        if (!ranks || mode == UNKNOWN_LAST || (ranks == at->d && share && call->bases[b] != DOT))
             continue;
         if (ranks == at->d) {
             for (int64_t row = 0; row < rows; row++) {
