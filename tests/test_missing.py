@@ -11,7 +11,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.memory import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.memory import search as search_module
-from ahop_layers.ops import chunked, correlations, reference
+from ahop_layers.ops import chunked, reference
 from tests.samples import refuses
 
 SIMILARITIES = ["auto", "dot", "dis", "l1", "adaptive", "normalized", "table"]
@@ -217,18 +217,6 @@ def test_blocks_follow_the_definition_for_all_combinations_of_known_dimensions(b
         monkeypatch.setattr(chunked, "SCRATCH_BYTES", 20000)
         torch.testing.assert_close(similarity(query, key, missing=True), expected)
     torch.testing.assert_close(similarity(query, key, missing=True).detach(), expected)  # on the path with gradients
-
-
-@pytest.mark.parametrize("complete", [True, False])
-@pytest.mark.parametrize(("n", "offset"), [(4, 0.0), (4, 1e4), (2, 0.0), (12, 0.0)])
-def test_normalized_blocks_are_matrix_products(n, offset, complete):
-    query, key = unknown(random(2, 5, 12) + offset, 0.4), random(2, 7, 12, seed=2) + offset
-    key, constant, bases = key if complete else unknown(key, 0.3), torch.tensor(0.1), ("dis", "dot")
-    values, present = reference.known_blocks(query, key, bases, n, constant=constant)
-    rows = correlations.known_rows(query, n, False), correlations.known_rows(key, n, True)
-    found = correlations.correlate(*rows, bases, constant, torch.float64)
-    expected = torch.stack(values).masked_fill(~present, torch.nan)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("blocks", ["normalized permuted", "several"])

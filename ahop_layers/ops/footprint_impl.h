@@ -654,19 +654,19 @@ static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, con
 /* Compute the weights of lanes that know m blocks: the integral of the weights over m intervals of equal length. */
 static void FN(stretch)(const call_t *call, const FN(buffers) *at, int64_t m)
 {
-    const int64_t d = at->blocks;
+    const int64_t blocks = at->blocks;
     for (int64_t b = 0; b < call->n_bases; b++) {
-        const double *integrals = at->integrals + b * (d + 1);
-        T *to = at->stretched + (m * call->n_bases + b) * d;
+        const double *integrals = at->integrals + b * (blocks + 1);
+        T *to = at->stretched + (m * call->n_bases + b) * blocks;
         double last = 0;
         for (int64_t i = 0; i < m; i++) {
-            const double place = (double)((i + 1) * d) / (double)m;
-            const int64_t rank = least((int64_t)place, d - 1);
+            const double place = (double)((i + 1) * blocks) / (double)m;
+            const int64_t rank = least((int64_t)place, blocks - 1);
             const double next = integrals[rank] + (place - (double)rank) * (integrals[rank + 1] - integrals[rank]);
             to[i] = (T)(next - last);
             last = next;
         }
-        memset(to + m, 0, (size_t)(d - m) * sizeof(T));
+        memset(to + m, 0, (size_t)(blocks - m) * sizeof(T));
     }
     at->is_stretched[m] = 1;
 }
@@ -674,15 +674,30 @@ static void FN(stretch)(const call_t *call, const FN(buffers) *at, int64_t m)
 /* Add up the weights of each base in descending order of similarity. */
 static void FN(integrate)(const call_t *call, const FN(buffers) *at)
 {
-    const int64_t d = at->blocks;
+    const int64_t blocks = at->blocks;
     for (int64_t b = 0; b < call->n_bases; b++) {
-        const T *weights = at->weights + b * d;
-        double *integrals = at->integrals + b * (d + 1);
+        const T *weights = at->weights + b * blocks;
+        double *integrals = at->integrals + b * (blocks + 1);
         integrals[0] = 0;
-        for (int64_t i = 0; i < d; i++)
-            integrals[i + 1] = integrals[i] + (call->bases[b] == DOT ? -weights[d - 1 - i] : weights[i]);
+        for (int64_t i = 0; i < blocks; i++)
+            integrals[i + 1] = integrals[i] + (call->bases[b] == DOT ? -weights[blocks - 1 - i] : weights[i]);
     }
-    memset(at->is_stretched, 0, (size_t)d + 1);
+    memset(at->is_stretched, 0, (size_t)blocks + 1);
+}
+
+/* Compute the weights of lanes for as many blocks as each of them knows, unless they are there. */
+static void FN(stretch_lanes)(const call_t *call, const FN(buffers) *at, I known)
+{
+    for (int lane = 0; lane < LANES; lane++)
+        if (!at->is_stretched[known[lane]])
+            FN(stretch)(call, at, known[lane]);
+}
+
+/* Give lanes that know nothing the score minus infinity. */
+static void FN(mark_unknown)(const FN(buffers) *at, int64_t vectors)
+{
+    for (int64_t v = 0; v < vectors; v++)
+        at->sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
 }
 
 /* Count the known dimensions of each lane for one query. */
@@ -694,9 +709,8 @@ static void FN(count_known)(const call_t *call, const FN(buffers) *at, int64_t v
         for (int64_t i = 0; i < at->d; i++)
             known -= FN(both)(query[i], keys[i]);
         at->known[v] = known;
-        for (int lane = 0; at->blocks == at->d && lane < LANES; lane++)
-            if (!at->is_stretched[known[lane]])
-                FN(stretch)(call, at, known[lane]);
+        if (at->blocks == at->d) /* a single block has one weight */
+            FN(stretch_lanes)(call, at, known);
     }
 }
 
@@ -764,8 +778,7 @@ static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t 
             for (int64_t v = 0; FN(is_flat)(at, b) && v < vectors; v++)
                 switch (call->bases[b]) { SUM_KNOWN(DIS) SUM_KNOWN(DOT) SUM_KNOWN(L1) SUM_KNOWN(NEAR) }
         }
-        for (int64_t v = 0; v < vectors; v++)
-            one.sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
+        FN(mark_unknown)(&one, vectors);
     }
 }
 
@@ -808,36 +821,27 @@ INLINE I FN(correlate)(const V *query, const V *keys, int64_t width, T constant,
 /* Score blocks that are normalized for each pair, by products. As q*k, they are sorted by their negatives. */
 static void FN(forward_correlations)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors)
 {
-    const int64_t width = at->d / at->blocks, flat = at->ranks[0] < at->blocks;
+    const int64_t width = at->d / at->blocks;
     for (int64_t row = 0; row < rows; row++) {
         FN(buffers) one = FN(only_row)(at, row, vectors);
         for (int64_t v = 0; v < vectors; v++) {
             const V *query = one.query, *keys = one.keys + v * at->pitch;
-            V *x = one.x + v * at->height, total = {0}, sum = {0}, exact;
+            V *x = one.x + v * at->height, sum = {0}, exact;
             I known = {0};
             for (int64_t block = 0; block < at->blocks; block++, query += width, keys += width) {
                 V value;
                 const I present = FN(correlate)(query, keys, width, at->constant, &value);
-                total -= (V)((I)value & present);
                 x[block] = FN(enter)(UNKNOWN_LAST, -value, present, (I){0}, (I){0}, &exact, &sum);
                 known -= present;
             }
             at->known[v] = known;
             one.sums[v] = sum;
-            for (int lane = 0; lane < LANES; lane++)
-                if (!at->is_stretched[known[lane]])
-                    FN(stretch)(call, at, known[lane]);
-            if (flat)
-                UNROLL for (int lane = 0; lane < LANES; lane++)
-                    one.sums[v][lane] += at->stretched[known[lane] * at->blocks] * total[lane];
+            FN(stretch_lanes)(call, at, known);
         }
-        if (!flat) {
-            FN(sort)(at->network, one.x, at->blocks, at->height, vectors, 0);
-            for (int64_t v = 0; v < vectors; v++)
-                FN(weigh_known)(L1, &one, at->stretched, at->blocks, v);
-        }
+        FN(sort)(at->network, one.x, at->blocks, at->height, vectors, 0);
         for (int64_t v = 0; v < vectors; v++)
-            one.sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
+            FN(weigh_known)(L1, &one, at->stretched, at->blocks, v);
+        FN(mark_unknown)(&one, vectors);
     }
 }
 

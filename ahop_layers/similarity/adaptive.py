@@ -24,7 +24,6 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
-from ahop_layers.ops import correlations
 from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
 from ahop_layers.separation import Separation
@@ -349,9 +348,6 @@ class AdaptiveSimilarity(nn.Module):
         query, key, numbers, constant = self._arranged(resolution, query, key, missing=missing)
         if not missing:
             return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
-        if constant is not None and numbers is None and correlations.serves(query, (self.names[at],)):
-            first, second = correlations.known_rows(query, n, False), correlations.known_rows(key, n, True)
-            return correlations.correlate(first, second, (self.names[at],), constant, query.dtype)[0]
         widths = None if width is None else width[None]
         (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths, constant)
         return values.masked_fill(~known, torch.nan)
