@@ -28,7 +28,7 @@ from tests.test_gpu import check_against_reference, results
 
 BOTH = ("dis", "dot")
 NAMES = ("out", "query", "key", "value", "weight", "beta")
-QUICK = {"both bases", "one group", "one dimension", "pairs of keys", "tensor cores"}
+QUICK = {"both bases", "one group", "several heads of a block", "one dimension", "pairs of keys", "tensor cores"}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 needs_nvrtc = pytest.mark.skipif(nvrtc.library_error() is not None, reason=f"needs NVRTC: {nvrtc.library_error()}")
 
@@ -56,6 +56,9 @@ def emulated(monkeypatch):
 CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
     "both bases": ((1, 2, 2, 20, 70, 64, 64, 4), {"bytes": 50_000}),  # three groups of keys
     "one group": ((1, 2, 2, 20, 40, 64, 64, 4), {}),
+    "several heads of a block": ((5, 2, 2, 36, 150, 16, 16, 2), {"causal": True, "bytes": 60_000}),
+    "warps without keys": ((5, 2, 2, 36, 20, 16, 16, 2), {"mask": torch.bool}),
+    "sixteen warps": ((6, 1, 1, 250, 300, 8, 8, 1), {"bytes": 60_000}),
     "strips in turns": ((1, 2, 1, 40, 140, 32, 32, 4), {"causal": True, "mask": torch.bool, "bytes": 40_000}),
     "strips of a block": ((2, 2, 2, 20, 140, 16, 20, 1), {"mask": torch.float32}),
     "eight blocks": ((1, 1, 1, 20, 33, 64, 24, 8), {"dtype": torch.float16, "dropout": 0.3, "causal": True}),

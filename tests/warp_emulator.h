@@ -45,7 +45,7 @@ inline std::vector<Fiber> fibers;
 inline std::vector<Meeting> meetings;  // of each warp, and of the block
 inline std::function<void()> body;
 inline ucontext_t scheduler;
-inline int thread, threads, block;
+inline int thread, threads, block, blocks;
 inline bool progress;
 
 inline void pause() { swapcontext(&fibers[thread].context, &scheduler); }
@@ -77,8 +77,8 @@ void in_warp(T& argument, Act act) {
     meet(meeting, thread / 32 * 32, std::min(threads, thread / 32 * 32 + 32), [&] { act((T**)meeting.arguments); });
 }
 
-inline void launch(int blocks, int count, int bytes, std::function<void()> kernel) {
-    threads = count, body = kernel;
+inline void launch(int number, int count, int bytes, std::function<void()> kernel) {
+    blocks = number, threads = count, body = kernel;
     for (block = 0; block < blocks; ++block) {
         shared.assign(bytes, (char)0xff);
         fibers = std::vector<Fiber>(threads);
@@ -111,6 +111,7 @@ inline void launch(int blocks, int count, int bytes, std::function<void()> kerne
 #define threadIdx (emulator::Index{emulator::thread})
 #define blockIdx (emulator::Index{emulator::block})
 #define blockDim (emulator::Index{emulator::threads})
+#define gridDim (emulator::Index{emulator::blocks})
 
 inline u32 shared_address(const void* pointer) { return (const char*)pointer - emulator::shared.data(); }
 inline u32 float_bits(float x) { u32 r; std::memcpy(&r, &x, 4); return r; }
@@ -141,7 +142,6 @@ inline void store_release(u32* place, u32 x) { *place = x; }
 struct Barrier { unsigned short count, left; u32 phase; };
 inline Barrier& barrier_at(u32 address) { return *(Barrier*)&emulator::shared.at(address); }
 inline void barrier_init(u32 address, unsigned short count) { barrier_at(address) = {count, count, 0}; }
-inline void barrier_remove(u32) {}
 inline void barrier_arrive(u32 address) {
     Barrier& barrier = barrier_at(address);
     if (--barrier.left == 0) barrier.left = barrier.count, ++barrier.phase;
@@ -157,6 +157,7 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 
 inline const char* loaded_again(const char* place) { return place; }
+inline void prefetch(const char*) {}
 
 inline u32 select_bytes(u32 low, u32 high, u32 selector) {
     const u64 both = (u64)high << 32 | low;

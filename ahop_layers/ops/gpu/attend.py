@@ -19,11 +19,11 @@ MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloa
 KEYS = 32  # of a tile of the forward kernel
 SCORE_WARPS = 4  # of a block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
+LEAST_SLOTS = 4  # of the ring of the backward kernel
 MOST_PLANS = 4096
 
-SOURCES = {"attend_forward": "attend.cu", "score_tiles": "score_tiles.cu"}
 FORWARD = Struct("<27q5iI2f")
-BACKWARD = Struct("<49q8iI2f4x")
+BACKWARD = Struct("<49q9iI2f")
 
 
 class Shape(NamedTuple):
@@ -86,9 +86,9 @@ def serves(call: AttentionCall) -> bool:
     return known and n <= MAX_BLOCKS and n * size <= MAX_DIMENSIONS and width <= MAX_DIMENSIONS
 
 
-def occupancy(shape: Shape, forward: bool) -> tuple[int, int]:
-    """Returns the most warps in a block, and blocks on a multiprocessor, for which the registers suffice."""
-    if not forward or shape.n * shape.size > 64 or shape.width > 64:
+def occupancy(shape: Shape) -> tuple[int, int]:
+    """Returns the most warps in a block of the forward kernel, and blocks on a multiprocessor, that registers allow."""
+    if shape.n * shape.size > 64 or shape.width > 64:
         return 8, 1
     return (8, 2) if shape.n <= 4 else (4, 3)
 
@@ -132,58 +132,57 @@ class Plan:
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
         self.score_bytes = 2 * SCORE_WARPS * ROWS * (dim_bytes + norm_bytes)
-        self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes))
+        self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes), causal)
         self._plan_backward(len(bases), has_dis)
 
-    def _plan_forward(self, own: int) -> None:
-        most, blocks = occupancy(self.shape, True)
+    def _plan_forward(self, own: int, causal: bool) -> None:
+        most, blocks = occupancy(self.shape)
+        heads, wide = self.batch * self.heads, -(-self.tiles // 16)
+        if blocks == 2 and not causal and 16 * wide <= 1.1 * self.tiles:
+            # Twice as many queries for each copy of the keys, if that leaves enough blocks.
+            most, blocks = (16, 1) if heads * wide >= 2 * self.limits.multiprocessors else (most, blocks)
         room = min(self.limits.block, self.limits.multiprocessor // blocks - RESERVED)
         fitting = (room - most * own) // (KEYS * self.row)
         # An area for all keys has one of few sizes, each of which is a kernel.
         enough = [tiles for tiles in (2, 4, fitting) if -(-self.count // KEYS) <= tiles <= fitting]
-        if enough:
-            tiles, areas = enough[0], 1
-        else:
-            tiles, areas = 2 if blocks == 2 and fitting >= 6 else 1, 3
+        tiles, areas = (enough[0], 1) if enough else (max(1, min(4, fitting // 3)), 3)
         if areas * tiles > fitting:  # fewer blocks where shared memory is too small
             room = min(self.limits.block, self.limits.multiprocessor - RESERVED)
-        self.forward_constants = {**self.constants, "tiles": tiles, "areas": areas}
         groups = areas * tiles * KEYS * self.row
-        most = max(1, min(most, (room - groups) // own, self.tiles))
-        self.warps = _even_warps(self.tiles, most, self.batch * self.heads, self.limits.multiprocessors)
-        self.blocks = -(-self.tiles // self.warps)
-        self.shared = groups + self.warps * own
+        fitting = max(1, min(most, (room - groups) // own, self.tiles))
+        warps = _even_warps(self.tiles, fitting, heads, self.limits.multiprocessors)
+        self.blocks = -(-self.tiles // warps)
+        self.forward_launch = heads * self.blocks, 32 * warps, groups + warps * own
+        sizes = {"tiles": tiles, "areas": areas, "threads": 32 * most, "blocks_per_sm": blocks}
+        self.forward_constants = {**self.constants, **sizes}
 
     def _plan_backward(self, bases: int, has_dis: bool) -> None:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
-        tile = ROWS * (self.row + 8) + 512 * (dims // CHUNK + has_dis)
+        tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
         room = min(self.limits.block, self.limits.multiprocessor - RESERVED) - 16
-        warps, _ = occupancy(self.shape, False)
-        while warps > 1 and warps * ROWS * self.row + tile + 16 * warps > room:
+        warps, own = 8, ROWS * self.row
+        while warps > 1 and warps * own + LEAST_SLOTS * (tile + 16 * warps) > room:
             warps //= 2
         tile += 16 * warps  # barriers
-        self.key_warps, self.strips = warps, -(-self.count // (ROWS * warps))
-        own = 16 + warps * ROWS * self.row
-        fitting = max(1, min(self.tiles, (room + 16 - own) // tile))
-        self.chunk_tiles = -(-self.tiles // -(-self.tiles // fitting))  # chunks of about equal length
-        # One block has all keys of a head if its queries fit, and there are enough heads.
-        alone = self.chunk_tiles == self.tiles and self.group == 1 and heads >= self.limits.multiprocessors
-        self.span = self.strips if alone else 1
+        fitting, key_tiles = (room - warps * own) // tile, -(-self.count // ROWS)
+        # A block has all keys of a head if its queries fit and there are enough heads. It has several heads if warps
+        # without keys in the last round can load the next one.
+        alone = self.tiles <= fitting and self.group == 1 and heads >= self.limits.multiprocessors
+        self.key_warps, self.strips = warps, 1 if alone else -(-key_tiles // warps)
+        self.strip_tiles, self.items = -(-key_tiles // self.strips), heads // self.group * self.strips
+        blocks = min(self.items, self.limits.multiprocessors) if alone and key_tiles % warps else self.items
+        self.slots = min(fitting, self.tiles * self.group * -(-self.items // blocks))
         sizes = (
-            heads * self.tiles * dims * ROWS if self.strips > self.span else 0,  # query_sums
+            heads * self.tiles * dims * ROWS if self.strips > 1 else 0,  # query_sums
             heads * self.tiles * ROWS * 2,  # statistics
-            heads * self.strips * warps * (bases * n + 1),  # weight_parts
+            heads * key_tiles * (bases * n + 1),  # weight_parts
             1 + heads * self.tiles,  # turns
         )
         self.scratch, self.places = sum(sizes), [4 * sum(sizes[:index]) for index in range(4)]
         lanes = min(16, 1 << (self.shape.width // CHUNK - 1).bit_length())
         self.launches = {
             "attend_statistics": (-(-heads * self.tiles * ROWS * lanes // 256), 256, 0),
-            "attend_backward": (
-                heads // self.group * -(-self.strips // self.span),
-                32 * warps,
-                own + self.chunk_tiles * tile,
-            ),
+            "attend_backward": (blocks, 32 * warps, 16 + warps * own + self.slots * tile),
         }
         self.launches_of_rows = dict(self.launches)
         self.launches["attend_weights"] = self.heads * bases, 512, 4 * 512 + 64 * (n + 1)
@@ -199,11 +198,11 @@ class Plan:
 
     def _program(self, name: str) -> tuple[str, tuple[tuple[str, int], ...]]:
         """Returns the source file and the constants of a kernel."""
-        is_forward = name == "attend_forward"
-        warps, blocks = occupancy(self.shape, True) if is_forward else (self.key_warps, 1)
-        warps = SCORE_WARPS if name == "score_tiles" else warps
-        constants = {**(self.forward_constants if is_forward else self.constants), "threads": 32 * warps}
-        return SOURCES.get(name, "attend_backward.cu"), tuple({**constants, "blocks_per_sm": blocks}.items())
+        if name == "attend_forward":
+            return "attend.cu", tuple(self.forward_constants.items())
+        warps = SCORE_WARPS if name == "score_tiles" else self.key_warps
+        constants = {**self.constants, "threads": 32 * warps, "blocks_per_sm": 1}
+        return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
 
     def compile_ahead(self) -> None:
         """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
@@ -244,8 +243,7 @@ class Plan:
             _address(call.seed), log_sum.data_ptr(),
             self.heads, self.group, self.length, self.count, self.blocks, *self.dropout, call.scaling,
         )  # fmt: skip
-        launch = self.batch * self.heads * self.blocks, 32 * self.warps, self.shared
-        self.run({"attend_forward": launch}, arguments)
+        self.run({"attend_forward": self.forward_launch}, arguments)
         if self.is_padded[1]:
             results = call.empty_results()[0].copy_(results[..., : call.value.shape[-1]])
         return results, log_sum
@@ -294,8 +292,8 @@ class Plan:
             *(number for place in outputs for number in place),
             mask_key, *weights.place, _address(call.seed), log_sum, statistics, sums, turns, parts,
             weight_grads[0].data_ptr(), 0 if call.beta is None else weight_grads[1].data_ptr(),
-            self.batch, self.heads, self.group, self.length, self.count, self.strips, self.span, self.chunk_tiles,
-            *self.dropout, call.scaling,
+            self.batch, self.heads, self.group, self.length, self.count,
+            self.strips, self.strip_tiles, self.items, self.slots, *self.dropout, call.scaling,
         )  # fmt: skip
         self.run(self.launches if need_weights else self.launches_of_rows, arguments)
         return weight_grads

@@ -1,11 +1,12 @@
 // Fused attention, backward, in three kernels: a sum per query, all gradients, and the sum of the weights' gradients.
 // With SCORES, the same without attention: the gradients of the scores are given, in place of the mask.
 //
-// A warp owns 16 keys and values and keeps their gradients in registers; those of all warps of a block are a strip. A
-// block streams chunks of queries. Its warps work on different tiles of a chunk, and add to the gradient of a tile in
-// shared memory in a fixed order. A block has one strip, or all of a head if its queries are a single chunk. Blocks
-// with other strips of the same head add to the gradient of a tile in turns. Each similarity is sorted once: the sorted
-// values give the score, and their order the derivatives.
+// A block has one or more items: all keys of a head, or a strip of them. A warp owns 16 keys at a time and keeps their
+// gradients in registers. Tiles of queries pass through a ring in shared memory. The warps visit each of them in the
+// order of their keys and add to its gradient. After the last visit, a warp stores that gradient and copies another
+// tile to its place: one that has no keys left, if there is one. No thread waits for a whole block. Blocks with other
+// strips of the same head add to the gradient of a tile in turns. Each similarity is sorted once: the sorted values
+// give the score, and their order the derivatives.
 #include "tiles.cuh"
 
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
@@ -13,10 +14,12 @@ constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of those of the scores
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
+constexpr int DELAY = 2;                             // steps from the last visit of a tile until it is stored
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
 // barriers, sums).
 constexpr int SECOND = ROWS * DIM_BYTES, NORMS = SECOND + ROWS * WIDTH_BYTES, OWN_BYTES = NORMS + ROWS * NORM_BYTES;
-constexpr int STATISTICS = OWN_BYTES, BARRIERS = STATISTICS + ROWS * 8, TILE_SUMS = BARRIERS + 8 * VISITS;
+constexpr int STATISTICS = OWN_BYTES, READY = STATISTICS + ROWS * 8, BARRIERS = READY + 16;
+constexpr int TILE_SUMS = BARRIERS + 8 * VISITS;
 constexpr int TILE_BYTES = TILE_SUMS + SUMS * SUM_BYTES;
 
 struct Backward {
@@ -28,9 +31,10 @@ struct Backward {
     float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
     float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier blocks added, if there are several
     u32* turns;           // the number of blocks that started, then (N * H, tiles): that of blocks that added
-    float* weight_parts;  // (N * H, strips * WARPS, PARTS)
+    float* weight_parts;  // (N * H, tiles of keys, PARTS)
     float *weight_grad, *beta_grad;  // (H, BASES, N), (H, BASES)
-    int batch, heads, group, length, count, strips, span, chunk_tiles;
+    int batch, heads, group, length, count;
+    int strips, strip_tiles, items, slots;  // of a head, tiles of keys in each, all, and places of the ring
     u32 threshold;
     float factor, scaling;
 };
@@ -89,7 +93,7 @@ DEVICE void subtract_rows(float (&chunks)[CHUNKS][4], const float (&sums)[4], co
 struct OwnKeys {
     Lane lane;
     Pairs pairs;
-    const char* own;  // the tile in shared memory
+    char* own;        // the tile in shared memory
     u32 address;      // of the tile
     int first;        // index of the first key
     float factor;     // of the shares that dropout keeps
@@ -97,7 +101,38 @@ struct OwnKeys {
     RankedWeights<N, Half> ranked[BASES];
     float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[4];
 
-    DEVICE void set_weights(const Backward& p, int h) {
+    // Prepares the keys and values from `start` on.
+    DEVICE void begin(const Backward& p, int n, int h, int start) {
+        first = start;
+        sync_warp();
+        copy_rows<DIM>(address, p.key.at(n, h), p.key.row, first, ROWS, p.count, lane.index, 32);
+        if (!SCORES)
+            copy_rows<WIDTH>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
+        copies_commit();
+        clear();
+        copies_wait<0>();
+        sync_warp();
+        store_norms<true>(own + NORMS, own, lane.index);
+        const int next = first + WARPS * ROWS + lane.index % ROWS;  // of this warp, unless the item ends before
+        if (next < p.count && lane.index < ROWS) prefetch(p.key.at(n, h) + next * p.key.row);
+        if (next < p.count && lane.index >= ROWS && !SCORES) prefetch(p.value.at(n, h) + next * p.value.row);
+    }
+
+    // Stores the gradients of the keys and values.
+    DEVICE void finish(const Backward& p, int n, int h) {
+        if (DIS) subtract_rows(key_grad, key_sums, own, lane);
+        const int left = p.count - first;
+        store_rows<DIM>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
+        if (!SCORES)
+            store_rows<WIDTH>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
+                              p.value_grad.row, left, lane);
+    }
+
+    // Prepares the queries of head `index` of N * H.
+    DEVICE void set_head(const Backward& p, int n, int index) {
+        const int h = index % p.heads;
+        pairs = Pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, p.threshold};
+        pairs.seed(p.seed, index);
         float u[BASES][N];
         load_weights(u, p.weights, h, p.scaling);
         score_grad = 0;
@@ -137,16 +172,18 @@ struct OwnKeys {
 
     // Sorts the similarities of 8 queries from `query` on. Sets the shares and the derivatives of all blocks, and of
     // `dis` alone, as columns `half` of left factors, with keys as rows.
-    DEVICE void differentiate(int half, int query, const char* tile, u32 tile_address,
-                              const u32 (&keys)[CHUNKS + CHUNKS % 2][2], const u32 (&norms)[N][2],
-                              const u32 (&values)[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2], u32 (&shares)[4],
+    DEVICE void differentiate(int half, int query, const char* tile, u32 tile_address, u32 (&shares)[4],
                               u32 (&slopes)[N][4], u32 (&distances)[N][4]) {
+        u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2];
+        load_own<DIM>(keys, address + lane.pair<DIM>());
+        load_own_norms(norms, own + NORMS, lane);
         Similarities similarities;
         similarities.compute(keys, tile_address + 8 * half * DIM_BYTES + lane.quad<DIM>(), norms,
                              tile + NORMS + 128 * half + 16 * lane.row + 2 * lane.column, ROWS);
         float products[4] = {};
         if (!SCORES) {
-            u32 streamed[(WIDTH + 31) / 32 * 4];
+            u32 values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2], streamed[(WIDTH + 31) / 32 * 4];
+            load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
             load_streamed<WIDTH>(streamed, tile_address + SECOND + 8 * half * WIDTH_BYTES + lane.quad<WIDTH>());
             multiply_rows<0, WIDTH_CHUNKS>(products, values, streamed);
         }
@@ -210,16 +247,9 @@ struct OwnKeys {
     // Adds the gradients of all pairs with a tile of 16 queries from `query` on, as its visitor `number`.
     DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number) {
         u32 shares[4], slopes[N][4], distances[N][4];
-        {
-            u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2], values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2];
-            load_own<DIM>(keys, address + lane.pair<DIM>());
-            load_own_norms(norms, own + NORMS, lane);
-            if (!SCORES) load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                differentiate(half, query + 8 * half, tile, tile_address, keys, norms, values, shares, slopes,
-                              distances);
-        }
+        for (int half = 0; half < 2; ++half)
+            differentiate(half, query + 8 * half, tile, tile_address, shares, slopes, distances);
         if (!SCORES)
             multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[4] { return shares; },
                                     tile_address + SECOND + lane.pair<WIDTH>());
@@ -264,7 +294,7 @@ struct OwnKeys {
         end_visit(tile_address, number);
     }
 
-    // Waits until the visitor before this one has left.
+    // Waits until `number` visitors have left.
     static DEVICE void await_visit(u32 tile_address, u32 number) {
         if (number == 0) return;
         const u32 barrier = tile_address + BARRIERS + (number - 1) % VISITS * 8;
@@ -311,26 +341,58 @@ DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u3
     return false;
 }
 
-// Starts copying a tile of queries from `first` on, with what belongs to it. `used`: the place has barriers.
-DEVICE void copy_queries(const Backward& p, char* tile, int n, int h, int first, bool used, Lane lane) {
-    const u32 address = shared_address(tile);
-    copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
-    if (!SCORES)
-        copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
-    const float2* from = p.statistics + ((i64)n * p.heads + h) * tiles_of(p.length) * ROWS + first;
-    if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
-    if (lane.index < VISITS) {
-        const u32 barrier = address + BARRIERS + 8 * lane.index;
-        if (used) barrier_remove(barrier);
-        barrier_init(barrier, 32);
+// The tiles that pass through the ring: those of all queries of an item, then those of the next item.
+struct Ring {
+    const Backward& p;
+    char* places;
+    int number, strip, items;        // the first item of this block, its strip, and the number of items of this block
+    int keys, first_key;             // tiles of keys of an item, and the index of the first one
+    int first_query, tiles, length;  // the first tile of queries that sees a key, tiles of a head, and of an item
+
+    DEVICE Ring(const Backward& p, char* places, int number) : p(p), places(places), number(number) {
+        strip = number % p.strips, items = (p.items - number + gridDim.x - 1) / gridDim.x;
+        first_key = strip * p.strip_tiles, keys = min(p.strip_tiles, tiles_of(p.count) - first_key);
+        first_query = CAUSAL ? min(first_key, tiles_of(p.length) - 1) : 0;
+        tiles = tiles_of(p.length) - first_query, length = tiles * p.group;
     }
+
+    DEVICE int key_head(int item) const { return (number + item * gridDim.x) / p.strips; }  // of N * Hk
+    DEVICE int head(int entry) const { return key_head(entry / length) * p.group + entry % length / tiles; }
+    DEVICE int query(int entry) const { return (first_query + entry % length % tiles) * ROWS; }
+    DEVICE char* place(int entry) const { return places + entry % p.slots * TILE_BYTES; }
+
+    // Starts copying a tile of queries, with what belongs to it.
+    DEVICE void copy(int entry, Lane lane) const {
+        const int index = head(entry), n = index / p.heads, h = index % p.heads, first = query(entry);
+        char* const tile = place(entry);
+        const u32 address = shared_address(tile);
+        copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
+        if (!SCORES)
+            copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+        copies_commit();
+        const float2* from = p.statistics + (i64)index * tiles_of(p.length) * ROWS + first;
+        if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i)
-        *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
-}
+        for (int i = 0; i < SUMS; ++i)
+            *(float4*)(tile + TILE_SUMS + i * SUM_BYTES + 16 * lane.index) = make_float4(0, 0, 0, 0);
+    }
+
+    // Waits for the copy, and lets the visitors come.
+    DEVICE void open(char* tile, Lane lane) const {
+        copies_wait<0>();
+        sync_warp();
+        store_norms<false>(tile + NORMS, tile, lane.index);
+        barrier_arrive(shared_address(tile) + READY);
+    }
+
+    // The last strip that visits a tile of queries.
+    DEVICE int last_strip(int query) const {
+        return CAUSAL && query + ROWS < p.length ? min(query / ROWS / p.strip_tiles, p.strips - 1) : p.strips - 1;
+    }
+};
 
 // Stores the gradient of a tile of queries, or adds it to what other blocks still add to.
-DEVICE void store_queries(const Backward& p, char* tile, int n, int h, int number, int mine, int last, Lane lane) {
+DEVICE void store_queries(const Backward& p, char* tile, int index, int first, int mine, int last, Lane lane) {
     const char* const sums = tile + TILE_SUMS + 16 * lane.index;
     float query_grad[CHUNKS][4];
 #pragma unroll
@@ -340,95 +402,86 @@ DEVICE void store_queries(const Backward& p, char* tile, int n, int h, int numbe
         OwnKeys::load_sum(all, sums + CHUNKS * SUM_BYTES);
         subtract_rows(query_grad, all, tile, lane);
     }
-    const int first = number * ROWS;
-    const i64 place = ((i64)n * p.heads + h) * tiles_of(p.length) + number;
+    const i64 place = (i64)index * tiles_of(p.length) + first / ROWS;
     if (add_in_turn(query_grad, p.query_sums + place * CHUNKS * 32, p.turns + 1 + place, mine, last, lane))
-        store_rows<DIM>(query_grad, 1, 1, tile, p.query_grad.at(n, h) + first * p.query_grad.row, p.query_grad.row,
-                        p.length - first, lane);
+        store_rows<DIM>(query_grad, 1, 1, tile,
+                        p.query_grad.at(index / p.heads, index % p.heads) + first * p.query_grad.row,
+                        p.query_grad.row, p.length - first, lane);
     sync_warp();
 }
 
 KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Backward p) {
     SHARED_MEMORY(shared);
-    const int warp = threadIdx.x / 32, query_tiles = tiles_of(p.length), key_heads = p.heads / p.group;
+    const int warp = threadIdx.x / 32;
     char* const own_tile = shared + 16 + warp * OWN_BYTES;
-    char* const tiles = shared + 16 + WARPS * OWN_BYTES;
-
     // Blocks work in the order in which they start: one that waits for its turn waits for blocks that run.
     if (threadIdx.x == 0) *(u32*)shared = add_atomically(p.turns, 1);
     sync_block();
-    const int number = *(const u32*)shared, blocks = (p.strips + p.span - 1) / p.span;  // of a head
-    const int mine = number % blocks, n = number / blocks / key_heads, key_head = number / blocks % key_heads;
-    const int end_strip = min(p.strips, (mine + 1) * p.span);
+    const Ring ring(p, shared + 16 + WARPS * OWN_BYTES, *(const u32*)shared);
     OwnKeys own;
     const Lane lane = own.lane;
     own.own = own_tile;
     own.address = shared_address(own_tile);
     own.factor = p.factor;
-    int used = 0;  // tiles of queries that have barriers
-    for (int strip = mine * p.span; strip < end_strip; ++strip) {
-        const int active = min(WARPS, tiles_of(p.count) - strip * WARPS);  // warps that have keys
-        own.first = (strip * WARPS + warp) * ROWS;
-        sync_warp();
-        const char *keys = p.key.at(n, key_head), *values = p.value.at(n, key_head);
-        copy_rows<DIM>(own.address, keys, p.key.row, own.first, ROWS, p.count, lane.index, 32);
-        if (!SCORES)
-            copy_rows<WIDTH>(own.address + SECOND, values, p.value.row, own.first, ROWS, p.count, lane.index, 32);
-        copies_commit();
-        copies_wait<0>();
-        sync_warp();
-        store_norms<true>(own_tile + NORMS, own_tile, lane.index);
-        own.clear();
-        for (int h = key_head * p.group; h < (key_head + 1) * p.group; ++h) {
-            const int index = n * p.heads + h;
-            own.set_weights(p, h);
-            own.pairs = Pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, p.threshold};
-            own.pairs.seed(p.seed, index);
-            for (int start = 0; start < query_tiles; start += p.chunk_tiles) {
-                const int count = min(p.chunk_tiles, query_tiles - start), end = (start + count) * ROWS;
-                if (CAUSAL && end <= mine * p.span * WARPS * ROWS) continue;  // these queries do not see the keys
-                if (strip == mine * p.span) {
-                    for (int i = warp; i < count; i += WARPS)
-                        copy_queries(p, tiles + i * TILE_BYTES, n, h, (start + i) * ROWS, i < used, lane);
-                    used = max(used, count);
-                    copies_commit();
-                    copies_wait<0>();
-                    sync_warp();
-                    for (int i = warp; i < count; i += WARPS)
-                        store_norms<false>(tiles + i * TILE_BYTES + NORMS, tiles + i * TILE_BYTES, lane.index);
-                    sync_block();
+    const int entries = ring.items * ring.length;
+    for (int i = warp; i < min(p.slots, entries); i += WARPS) {
+        const u32 address = shared_address(ring.place(i));
+        if (lane.index <= VISITS) barrier_init(address + (lane.index < VISITS ? BARRIERS + 8 * lane.index : READY), 32);
+        ring.copy(i, lane);
+    }
+    sync_block();  // all barriers are there
+    for (int i = warp; i < min(p.slots, entries); i += WARPS) ring.open(ring.place(i), lane);
+
+    char* opening = nullptr;  // a tile that is being copied
+    auto open = [&] {
+        if (opening) ring.open(opening, lane);
+        opening = nullptr;
+    };
+    auto store = [&](int entry) {
+        char* const tile = ring.place(entry);
+        const int first = ring.query(entry);
+        open();
+        OwnKeys::await_visit(shared_address(tile), (entry / p.slots + 1) * ring.keys);
+        store_queries(p, tile, ring.head(entry), first, ring.strip, ring.last_strip(first), lane);
+        if (entry + p.slots < entries) ring.copy(entry + p.slots, lane), opening = tile;
+    };
+
+    const int key_heads = p.heads / p.group, rest = (ring.keys - 1) % WARPS + 1;  // warps with keys in the last round
+    const int storing = rest < WARPS ? WARPS - rest : WARPS;                       // warps that store tiles
+    for (int item = 0; item < ring.items; ++item) {
+        const int head = ring.key_head(item), n = head / key_heads, begin = item * ring.length;
+        int stored = rest == WARPS ? warp : warp < rest ? ring.length : warp - rest;  // the next one
+        for (int key = warp; key < ring.keys; key += WARPS) {
+            const bool is_last = key + WARPS >= ring.keys;
+            int index = head * p.group, query = ring.first_query * ROWS;
+            int place = begin % p.slots, turn = begin / p.slots;
+            own.begin(p, n, head % key_heads, (ring.first_key + key) * ROWS);
+            for (int step = 0; step < ring.length; ++step) {
+                open();
+                // If the ring has room, all warps store at the same step: none waits for another one then.
+                const int safe = p.slots < WARPS + 5 ? step - DELAY + 1 : (step - DELAY) / WARPS * WARPS;
+                if (is_last && rest == WARPS && stored < safe) store(begin + stored), stored += WARPS;
+                if (query == ring.first_query * ROWS) own.set_head(p, n, index);
+                char* const tile = ring.places + place * TILE_BYTES;
+                const u32 address = shared_address(tile), visit = turn * ring.keys + key;
+                while (!barrier_passed(address + READY, turn % 2)) {}
+                if (CAUSAL && query + ROWS <= own.first) {
+                    OwnKeys::await_visit(address, visit);
+                    OwnKeys::end_visit(address, visit);
+                } else {
+                    own.add_tile(query, tile, address, visit);
                 }
-                // A warp starts with the tile of its number. At tile i come first the warps up to i, the largest first.
-                const int steps = max(count, active), before = (strip - mine * p.span) * WARPS;
-                for (int step = 0; step < steps && warp < active; ++step) {
-                    const int i = warp + step < steps ? warp + step : warp + step - steps, query = (start + i) * ROWS;
-                    if (i >= count) continue;
-                    const int most = min(i, active - 1);
-                    const int order = before + (warp <= i ? most - warp : most + active - warp);
-                    char* const tile = tiles + i * TILE_BYTES;
-                    if (CAUSAL && query + ROWS <= own.first) {
-                        OwnKeys::await_visit(shared_address(tile), order);
-                        OwnKeys::end_visit(shared_address(tile), order);
-                    } else {
-                        own.add_tile(query, tile, shared_address(tile), order);
-                    }
+                query += ROWS;
+                if (query >= p.length) {
+                    own.store_weights(p.weight_parts + ((i64)index * tiles_of(p.count) + own.first / ROWS) * PARTS);
+                    query = ring.first_query * ROWS, ++index;
                 }
-                if (strip + 1 < end_strip) continue;
-                sync_block();
-                const int last = CAUSAL ? min(blocks - 1, (end - 1) / (p.span * WARPS * ROWS)) : blocks - 1;
-                for (int i = warp; i < count; i += WARPS)
-                    store_queries(p, tiles + i * TILE_BYTES, n, h, start + i, mine, last, lane);
+                if (++place == p.slots) place = 0, ++turn;
             }
-            own.store_weights(p.weight_parts + (((i64)index * p.strips + strip) * WARPS + warp) * PARTS);
+            own.finish(p, n, head % key_heads);
         }
-        if (own.first >= p.count) continue;
-        if (DIS) subtract_rows(own.key_grad, own.key_sums, own_tile, lane);
-        char* const key_grad = p.key_grad.at(n, key_head) + own.first * p.key_grad.row;
-        char* const value_grad = p.value_grad.at(n, key_head) + own.first * p.value_grad.row;
-        const int left = p.count - own.first;
-        store_rows<DIM>(own.key_grad, 1, 1, own_tile, key_grad, p.key_grad.row, left, lane);
-        if (!SCORES)
-            store_rows<WIDTH>(own.value_grad, 1, 1, own_tile + SECOND, value_grad, p.value_grad.row, left, lane);
+        for (; stored < ring.length; stored += storing) store(begin + stored);
+        open();
     }
 }
 
@@ -473,7 +526,7 @@ KERNEL void attend_weights(const Backward p) {
     SHARED_MEMORY(shared);
     float* const sums = (float*)shared;
     float(*const samples)[N + 1] = (float(*)[N + 1])(sums + blockDim.x);  // of each warp
-    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, each = p.strips * WARPS, warp = threadIdx.x / 32;
+    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, each = tiles_of(p.count), warp = threadIdx.x / 32;
     const int threads = blockDim.x / (N + 1) * (N + 1), column = threadIdx.x % (N + 1);
     const bool is_dis = DIS && (BASES == 1 || base == DIS_AT);
     float total = 0, x[BASES][N];

@@ -107,6 +107,9 @@ DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"
 template <int LEFT>
 DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 
+// Copies a line of memory to the cache of all multiprocessors.
+DEVICE void prefetch(const char* place) { asm volatile("prefetch.global.L2 [%0];" :: "l"(place)); }
+
 // Two words of memory that blocks pass to each other.
 DEVICE u32 load_acquire(const u32* place) {
     u32 r;
@@ -121,10 +124,6 @@ DEVICE void store_release(u32* place, u32 x) {
 // A barrier of 8 bytes in shared memory: `count` threads arrive, then it passes to the next phase.
 DEVICE void barrier_init(u32 address, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(address), "r"(count) : "memory");
-}
-
-DEVICE void barrier_remove(u32 address) {
-    asm volatile("mbarrier.inval.shared.b64 [%0];" :: "r"(address) : "memory");
 }
 
 DEVICE void barrier_arrive(u32 address) {
