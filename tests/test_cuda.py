@@ -241,14 +241,17 @@ OF_SIZE = """
     if (n == N) {
         float values[N], factors[N];
         RankedWeights<N, BFloat16> ranked;
-        unsigned words[RankedWeights<N, BFloat16>::WORDS];
+        unsigned words[N];
         for (int i = 0; i < N; ++i) values[i] = x[i], factors[i] = u[i];
         ranked.set(factors);
         Sorter<N>::halve(factors);
         *sum = Sorter<N>::weighted_sum(values, factors, 0);
         for (int i = 0; i < N; ++i) values[i] = x[i];
-        ranked.sort(values, words);
-        for (int i = 0; i < N; ++i) x[i] = values[i], weights[i] = words[i / 2] >> 16 * (i % 2) & 0xffff;
+        float reversed[N];
+        for (int i = 0; i < N; ++i) reversed[i] = x[N - 1 - i];
+        ranked.look_up(ranked.sort(values), ranked.sort(reversed), words);
+        for (int i = 0; i < N; ++i) weights[i] = words[i] & 0xffff, weights[2 * N - 1 - i] = words[i] >> 16;
+        for (int i = 0; i < N; ++i) x[i] = values[i];
     }
 """
 
@@ -262,13 +265,13 @@ def test_sorting_networks_and_weights_by_rank():
         cases = [*product((0.0, 1.0), repeat=n), *torch.randn(20, n).tolist()]
         for case in cases:
             x, u = torch.tensor(case), torch.arange(1.0, n + 1)
-            values, weights, total = x.clone(), torch.zeros(n, dtype=torch.int32), torch.zeros(1)
+            values, weights, total = x.clone(), torch.zeros(2, n, dtype=torch.int32), torch.zeros(1)
             library.run(n, *(nvrtc.c_void_p(each.data_ptr()) for each in (values, u, weights, total)))
             torch.testing.assert_close(values, x.sort(descending=True).values, rtol=1e-5, atol=1e-30)
             torch.testing.assert_close(total, (x.sort(descending=True).values @ u)[None])
-            found = (weights << 16).view(torch.float32)
-            assert sorted(found.tolist()) == u.tolist()  # a permutation, which orders the values
-            torch.testing.assert_close(x[found.argsort()], x.sort(descending=True).values)
+            for found in (weights << 16).view(torch.float32):  # of the values, and of them in the other direction
+                assert sorted(found.tolist()) == u.tolist()  # a permutation, which orders the values
+                torch.testing.assert_close(x[found.argsort()], x.sort(descending=True).values)
 
 
 def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):

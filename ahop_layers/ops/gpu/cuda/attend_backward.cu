@@ -191,7 +191,7 @@ struct OwnKeys {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int key = first + lane.row + 8 * row;
-            u32 weights[2][BASES][RankedWeights<N, Half>::WORDS];
+            u32 ranks[2][BASES];
             float grads[2], kept[2];
 #pragma unroll
             for (int side = 0; side < 2; ++side) {
@@ -199,7 +199,7 @@ struct OwnKeys {
                 similarities.of_pair(2 * row + side, x);
 #pragma unroll
                 for (int i = 0; i < BASES; ++i) {
-                    ranked[i].sort(x[i], weights[side][i]);
+                    ranks[side][i] = RankedWeights<N, Half>::sort(x[i]);
 #pragma unroll
                     for (int j = 0; j < N; ++j) score = fmaf(x[i][j], exponents[i][j], score);
                 }
@@ -230,13 +230,15 @@ struct OwnKeys {
             const int place = 2 * half + row;
             const u32 both = Half::pack(grads[0], grads[1]);
             if (!SCORES) shares[place] = Half::pack(kept[0], kept[1]);
+            u32 weights[BASES][N];
+#pragma unroll
+            for (int i = 0; i < BASES; ++i) ranked[i].look_up(ranks[0][i], ranks[1][i], weights[i]);
 #pragma unroll
             for (int block = 0; block < N; ++block) {
                 u32 slope = MINUS_ZEROS;
 #pragma unroll
                 for (int i = 0; i < BASES; ++i) {
-                    const u32 first = weights[0][i][block / 2], second = weights[1][i][block / 2];
-                    slope = Half::fma(select_bytes(first, second, block % 2 ? 0x7632 : 0x5410), both, slope);
+                    slope = Half::fma(weights[i][block], both, slope);
                     if (DIS && i == 0) distances[block][place] = slope;
                 }
                 slopes[block][place] = slope;

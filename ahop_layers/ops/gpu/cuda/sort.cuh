@@ -86,7 +86,6 @@ template <int N, class Half>
 struct RankedWeights {
     static constexpr bool BYTES = N <= 4;
     static constexpr int BITS = BYTES ? 8 : 4;
-    static constexpr int WORDS = (N + 1) / 2;
     u32 low[2], high[2];
 
     DEVICE void set(const float (&u)[N]) {
@@ -103,8 +102,8 @@ struct RankedWeights {
         }
     }
 
-    // Sorts the values, and returns the weights at the ranks of the blocks, two adjacent blocks in a word.
-    DEVICE void sort(float (&x)[N], u32 (&weights)[WORDS]) const {
+    // Sorts the values, and returns the selectors of the blocks.
+    static DEVICE u32 sort(float (&x)[N]) {
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = bits_float((float_bits(x[i]) & ~31u) | (BITS * i));
         Sorter<N>::sort(x);
@@ -113,16 +112,26 @@ struct RankedWeights {
         if (N > 1) ranks = funnel_left(ranks, ranks | (BYTES ? 0x22 : 1) * (N - 1), float_bits(x[N - 1]));
 #pragma unroll
         for (int i = 1; i < N - 1; ++i) ranks |= funnel_left(0, BYTES ? 0x22 * i : i, float_bits(x[i]));
+        return ranks;
+    }
+
+    // Looks up the weights of two pairs: those of a block are in one word.
+    DEVICE void look_up(u32 first, u32 second, u32 (&weights)[N]) const {
+        constexpr u32 EVEN = 0x0f0f0f0f;
+        const u32 merged[2] = {(first & EVEN) | (second << 4 & ~EVEN), (first >> 4 & EVEN) | (second & ~EVEN)};
 #pragma unroll
-        for (int i = 0; i < WORDS; i += BYTES ? 1 : 2) {
-            const u32 selector = i ? ranks >> 16 : ranks;
-            if (BYTES) {
-                weights[i] = select_bytes(low[0], low[1], selector);
-            } else {
+        for (int block = 0; block < N; ++block) {
+            if (BYTES && block % 2 == 0) {  // with the next block
+                const u32 left = select_bytes(low[0], low[1], first >> 8 * block);
+                const u32 right = select_bytes(low[0], low[1], second >> 8 * block);
+                weights[block] = select_bytes(left, right, 0x5410);
+                if (block + 1 < N) weights[block + 1] = select_bytes(left, right, 0x7632);
+            } else if (!BYTES && block % 4 < 2) {  // with the block two after it
+                const u32 selector = merged[block % 2] >> 4 * (block - block % 2);
                 const u32 lows = select_bytes(low[0], low[1], selector);
                 const u32 highs = select_bytes(high[0], high[1], selector);
-                weights[i] = select_bytes(lows, highs, 0x5140);
-                if (i + 1 < WORDS) weights[i + 1] = select_bytes(lows, highs, 0x7362);
+                weights[block] = select_bytes(lows, highs, 0x5140);
+                if (block + 2 < N) weights[block + 2] = select_bytes(lows, highs, 0x7362);
             }
         }
     }
