@@ -44,7 +44,10 @@ from benchmarks.harness.rows import RESULTS, ResultTable
 
 BASES = ("dis", "dot")
 BASELINES = ("paper", "folded", "compiled", "our float32", "our full", "one block", "plain layer", "fused dot product")
-ATTENTIONS = [(256, 6, 197, 64), (8, 12, 1024, 64), (2, 3, 50, 64)]  # N, H, L, d; half precision, 4 blocks
+ATTENTIONS = {  # N, H, L, d
+    f"attention, {' x '.join(map(str, shape))}, 4 blocks, bfloat16": shape
+    for shape in ((256, 6, 197, 64), (8, 12, 1024, 64), (2, 3, 50, 64))
+}
 Method = Callable[..., Tensor]
 
 
@@ -343,9 +346,9 @@ def _row_without_case(name: str, backward: bool, numbers: dict[str, float]) -> d
     return {"case": name, "pass": "forward + backward" if backward else "forward", **shown, "below_floor": ""}
 
 
-def measure_attention() -> Iterator[dict[str, object]]:
-    """Yields the rows of fused attention with 4 blocks in half precision, compared with the fused dot product."""
-    for shape in ATTENTIONS:
+def measure_attention(names: list[str]) -> Iterator[dict[str, object]]:
+    """Yields rows of fused attention with 4 blocks in half precision, compared with the fused dot product."""
+    for name, shape in ((name, ATTENTIONS[name]) for name in names):
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for _ in range(4)]
         query, key, value, grad = (tensor.requires_grad_(index < 3) for index, tensor in enumerate(tensors))
@@ -361,11 +364,10 @@ def measure_attention() -> Iterator[dict[str, object]]:
             inputs = query, key, value, weight, beta
             step = partial(call, ours, inputs, grad, backward)
             dot = partial(call, functional.scaled_dot_product_attention, inputs[:3], grad, backward)
-            times = {name: milliseconds(each, "cuda") for name, each in (("ours", step), ("dot", dot))}
+            times = {method: milliseconds(each, "cuda") for method, each in (("ours", step), ("dot", dot))}
             numbers = {"ours_ms": times["ours"], "caller_ms": caller_milliseconds(step)}
             numbers["fused dot product/ours"] = times["dot"] / times["ours"]
-            case = f"attention, {' x '.join(map(str, shape))}, 4 blocks, bfloat16"
-            yield _row_without_case(case, backward, numbers)
+            yield _row_without_case(name, backward, numbers)
 
 
 def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -408,15 +410,14 @@ def sweep(device: str, dimensions: tuple[int, ...]) -> Iterator[dict[str, object
             }
 
 
-def measure_all(cases: list[Case], device: str, threads: int) -> Iterator[dict[str, object]]:
-    """Yields the rows of these cases, and on a CPU those of the Hopfield layer unless only some cases are measured."""
+def measure_all(cases: list[Case], attentions: list[str], device: str, threads: int) -> Iterator[dict[str, object]]:
+    """Yields the rows of these cases and attentions, and of a layer on a CPU unless only some cases are measured."""
     known: dict[tuple[str, bool], float] = {}
     for case in cases:
         yield from measure(case, device, threads, known)
     if device == "cpu" and cases == CPU_CASES:
         yield from measure_layer()
-    if device == "cuda" and cases == GPU_CASES:
-        yield from measure_attention()
+    yield from measure_attention(attentions)
 
 
 def first_call_seconds() -> float:
@@ -444,17 +445,19 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="measure small problems with many d instead of the cases")
     options = parser.parse_args()
     cases = [case for case in CASES[options.device] if options.only in case.name]
+    attentions = [name for name in ATTENTIONS if options.device == "cuda" and options.only in name]
     if options.sweep and options.only:
         parser.error("--only selects cases, and --sweep has none: expected one of them, got both")
-    if not cases:
-        names = "; ".join(case.name for case in CASES[options.device])
+    if not cases and not attentions:
+        known = ATTENTIONS if options.device == "cuda" else ()
+        names = "; ".join([*(case.name for case in CASES[options.device]), *known])
         parser.error(f"--only: expected a part of one of these names: {names}; got {options.only!r}")
     torch.set_num_threads(options.threads)
     output = options.output or RESULTS / ("sweep.csv" if options.sweep else "kernels.csv")
     results = ResultTable(output, options.device)
     print(f"{results.origin['device']}, torch {results.origin['torch']}")
     rows: list[dict[str, object]] = []
-    measured = measure_all(cases, options.device, options.threads)
+    measured = measure_all(cases, attentions, options.device, options.threads)
     for row in sweep(options.device, SWEEP_DIMENSIONS) if options.sweep else measured:
         widths = [58 if options.sweep else 38, 18, *(max(9, len(name)) for name in list(row)[2:])]
         if not rows:
