@@ -325,10 +325,10 @@ def test_constant_weights_of_one_head():
 
 
 def test_what_is_served():
-    """The number of blocks is limited by the networks, d by the scratch memory."""
-    for n, d in ((4096, 4096), (4096, 8192), (1, 16384)):
+    """Blocks and dimensions are limited by the scratch memory."""
+    for n, d in ((2**16, 2**16), (2**16, 2**17), (1, 2**18)):
         assert cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
-    for n, d in ((4097, 4097), (4097, 8194), (1, 16385)):
+    for n, d in ((2**16 + 1, 2**16 + 1), (2**16 + 1, 2**17 + 2), (1, 2**18 + 1)):
         assert not cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
     query = torch.empty(1, 1, 1, 12)
     assert cpu.serves(query, SHARED, 4)
@@ -405,6 +405,29 @@ def test_normalized_blocks_with_missing_values(n, d):
         check_scores(infinite, key, weight, ("dot",), True, constant)
         forget(0.3, key)
         check_scores(query, key, weight, ("dot",), True, constant)
+
+
+def test_every_pair_knows_another_number_of_blocks():
+    """Only the weights of some of these numbers are kept."""
+    for d, bases, constant in ((400, SHARED, None), (800, ("dot",), torch.full((1, 2, 1, 1, 1), 0.5).double())):
+        query, key, weight = inputs(1, 2, 5, 500, d, bases, blocks=400)
+        for row in range(500):
+            key[..., row, : row * 4 // 5 * (d // 400)] = torch.nan
+        check_scores(query, key, weight, bases, True, constant)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("bases", [("l1", "dis"), ("near", "near")], ids="-".join)
+def test_thousands_of_blocks(bases, missing):
+    """Those of an image of 96 x 96 pixels: 144 runs of 64 are added up in float32. Terms of one sign do not cancel."""
+    query, key, weight = inputs(1, 1, 2, 9, 9216, bases)
+    if missing:
+        forget(0.3, query, key)
+    weight, widths = weight.abs(), torch.tensor([1.0, 0.5])
+    got = cpu.score(query, key, weight, bases, None, widths, missing)
+    double = [each.double() for each in (query, key, weight)]
+    exact = chunked.score(*double, bases, None, widths.double(), missing)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_known_values_are_scored_as_without_missing_ones():

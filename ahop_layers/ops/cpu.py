@@ -22,8 +22,7 @@ from ahop_layers.ops import chunked
 from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.reference import accumulation_dtype, fold
 
-MAX_BLOCKS = 4096
-MAX_DIMENSIONS = 16384  # bounds the scratch memory, which grows with d
+MAX_BLOCKS, MAX_DIMENSIONS = 2**16, 2**18  # bound the scratch memory
 BASE_CODES = {"dis": 0, "dot": 1, "l1": 2, "near": 3}
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 = range(11)

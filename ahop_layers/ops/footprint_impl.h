@@ -196,10 +196,11 @@ typedef struct {
     T *numbers, *weights, constant;
     FN(width) *widths, width; /* of each base, and of the current one */
     /* For missing values, else NULL: the known dimensions of each lane; the weights of lanes that know m dimensions,
-     * [m][base][rank], and whether FN(stretch) has computed them; sums of the first weights, [base][0 to d]. */
+     * [place][base][rank]; the place of m, from 1 on, or 0 unless FN(stretch) has computed them; how many places are
+     * used, of `most_used`; sums of the first weights, [base][0 to d]. */
     I *known;
     T *stretched;
-    char *is_stretched;
+    int32_t *places, *used, most_used;
     double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
@@ -549,8 +550,10 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     buffers->values = take(&arena, most((blocks + 1) * columns, 2 * rows * vectors) * BYTES);
     if (call->missing) {
         buffers->known = take(&arena, vectors * BYTES);
-        buffers->stretched = take(&arena, (blocks + 1) * weights * (int64_t)sizeof(T)); /* few of its pages are used */
-        buffers->is_stretched = take(&arena, blocks + 1);
+        buffers->most_used = (int32_t)least(blocks + 1, 2 * vectors * LANES); /* enough for the pairs of one query */
+        buffers->stretched = take(&arena, buffers->most_used * weights * (int64_t)sizeof(T));
+        buffers->places = take(&arena, (blocks + 1) * (int64_t)sizeof(int32_t));
+        buffers->used = take(&arena, sizeof(int32_t));
         buffers->integrals = take(&arena, call->n_bases * (blocks + 1) * (int64_t)sizeof(double));
     }
     if (backward) {
@@ -657,7 +660,7 @@ static void FN(stretch)(const call_t *call, const FN(buffers) *at, int64_t m)
     const int64_t blocks = at->blocks;
     for (int64_t b = 0; b < call->n_bases; b++) {
         const double *integrals = at->integrals + b * (blocks + 1);
-        T *to = at->stretched + (m * call->n_bases + b) * blocks;
+        T *to = at->stretched + (*at->used * call->n_bases + b) * blocks;
         double last = 0;
         for (int64_t i = 0; i < m; i++) {
             const double place = (double)((i + 1) * blocks) / (double)m;
@@ -668,7 +671,13 @@ static void FN(stretch)(const call_t *call, const FN(buffers) *at, int64_t m)
         }
         memset(to + m, 0, (size_t)(blocks - m) * sizeof(T));
     }
-    at->is_stretched[m] = 1;
+    at->places[m] = ++*at->used;
+}
+
+static void FN(forget_stretched)(const FN(buffers) *at)
+{
+    memset(at->places, 0, (size_t)(at->blocks + 1) * sizeof *at->places);
+    *at->used = 0;
 }
 
 /* Add up the weights of each base in descending order of similarity. */
@@ -682,15 +691,22 @@ static void FN(integrate)(const call_t *call, const FN(buffers) *at)
         for (int64_t i = 0; i < blocks; i++)
             integrals[i + 1] = integrals[i] + (call->bases[b] == DOT ? -weights[blocks - 1 - i] : weights[i]);
     }
-    memset(at->is_stretched, 0, (size_t)blocks + 1);
+    FN(forget_stretched)(at);
 }
 
 /* Compute the weights of lanes for as many blocks as each of them knows, unless they are there. */
 static void FN(stretch_lanes)(const call_t *call, const FN(buffers) *at, I known)
 {
     for (int lane = 0; lane < LANES; lane++)
-        if (!at->is_stretched[known[lane]])
+        if (!at->places[known[lane]])
             FN(stretch)(call, at, known[lane]);
+}
+
+/* Make room for the weights of one query and several vectors of keys. */
+static void FN(make_room)(const FN(buffers) *at, int64_t vectors)
+{
+    if (at->most_used <= at->blocks && *at->used + vectors * LANES > at->most_used)
+        FN(forget_stretched)(at);
 }
 
 /* Give lanes that know nothing the score minus infinity. */
@@ -703,6 +719,7 @@ static void FN(mark_unknown)(const FN(buffers) *at, int64_t vectors)
 /* Count the known dimensions of each lane for one query. */
 static void FN(count_known)(const call_t *call, const FN(buffers) *at, int64_t vectors)
 {
+    FN(make_room)(at, vectors);
     for (int64_t v = 0; v < vectors; v++) {
         const V *query = at->query + v * at->query_pitch, *keys = at->keys + v * at->pitch;
         I known = {0};
@@ -722,7 +739,7 @@ INLINE void FN(weigh_known)(int32_t base, const FN(buffers) *at, const T *stretc
     const T *weights[LANES];
     int64_t largest = 0, equal = 1;
     UNROLL for (int lane = 0; lane < LANES; lane++) {
-        weights[lane] = stretched + known[lane] * pitch;
+        weights[lane] = stretched + (at->places[known[lane]] - 1) * pitch;
         largest = most(largest, known[lane]);
         equal &= known[lane] == known[0];
     }
@@ -824,6 +841,7 @@ static void FN(forward_correlations)(const call_t *call, const FN(buffers) *at, 
     const int64_t width = at->d / at->blocks;
     for (int64_t row = 0; row < rows; row++) {
         FN(buffers) one = FN(only_row)(at, row, vectors);
+        FN(make_room)(at, vectors);
         for (int64_t v = 0; v < vectors; v++) {
             const V *query = one.query, *keys = one.keys + v * at->pitch;
             V *x = one.x + v * at->height, sum = {0}, exact;
