@@ -80,7 +80,7 @@ def of_attention(rows: Sequence[Row]) -> str:
         "speed, dot product 1": "fused dot product/ours",
     }
     body = []
-    for (case,), pair in group([row for row in rows if row["case"].startswith("attention")], "case").items():
+    for (case,), pair in group(rows, "case").items():
         size = case.removeprefix("attention, ").removesuffix(", 4 blocks, bfloat16")
         body.append([size, *(number(row[column]) for row in pair for column in columns.values())])
     return table(["N x H x L x d", *(f"{label}, {name}" for label in PASSES for name in columns)], body)

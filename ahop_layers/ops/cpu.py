@@ -147,10 +147,11 @@ def score(
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
 
-    With a ``constant (N, H, 1, 1, 1)``, see :func:`serves_normalized`.
+    With a ``constant (N, H, 1, 1, 1)``, NaN is missing too, see :func:`serves_normalized`.
     """
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     weight = fold(weight, scores.dtype)
+    missing = missing or constant is not None
     _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing, constant)
     return scores.to(dtype or scores.dtype)
 

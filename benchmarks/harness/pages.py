@@ -71,6 +71,11 @@ def block_rows() -> list[Row]:
     return [row for rows in devices if any(map(kernels_report.has_blocks, rows)) for row in rows]
 
 
+def attention_rows() -> list[Row]:
+    """Returns the rows of the kernel benchmark that measure fused attention."""
+    return [row for row in rows_of("kernels.csv") if row["case"].startswith("attention")]
+
+
 def vit_rows(*parts: str) -> list[Row]:
     """Returns the rows of some parts of the benchmark of vision transformers, of models with their default sizes."""
     sizes = {name: model.settings for name, model in vit.MODELS.items()}
@@ -180,7 +185,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "kernels", rows_of("kernels.csv", device="NVIDIA H200"), kernels_report.of_half_precision
     ),
     "kernels-attention": lambda: by_device(
-        "kernels", rows_of("kernels.csv", device="NVIDIA H200"), kernels_report.of_attention
+        "kernels --device cuda --only attention", attention_rows(), kernels_report.of_attention
     ),
     "blocks": lambda: by_device("kernels", block_rows(), kernels_report.of_blocks),
     "throughput": lambda: of_images("throughput"),

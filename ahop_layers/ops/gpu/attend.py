@@ -138,9 +138,9 @@ class Plan:
     def _plan_forward(self, own: int, causal: bool) -> None:
         most, blocks = occupancy(self.shape)
         heads, wide = self.batch * self.heads, -(-self.tiles // 16)
-        if blocks == 2 and not causal and 16 * wide <= 1.1 * self.tiles:
-            # Twice as many queries for each copy of the keys, if that leaves enough blocks.
-            most, blocks = (16, 1) if heads * wide >= 2 * self.limits.multiprocessors else (most, blocks)
+        fills = 16 * wide <= 1.1 * self.tiles and heads * wide >= 2 * self.limits.multiprocessors
+        if blocks == 2 and fills and not causal:
+            most, blocks = 16, 1  # twice as many queries for each copy of the keys
         room = min(self.limits.block, self.limits.multiprocessor // blocks - RESERVED)
         fitting = (room - most * own) // (KEYS * self.row)
         # An area for all keys has one of few sizes, each of which is a kernel.
@@ -149,8 +149,8 @@ class Plan:
         if areas * tiles > fitting:  # fewer blocks where shared memory is too small
             room = min(self.limits.block, self.limits.multiprocessor - RESERVED)
         groups = areas * tiles * KEYS * self.row
-        fitting = max(1, min(most, (room - groups) // own, self.tiles))
-        warps = _even_warps(self.tiles, fitting, heads, self.limits.multiprocessors)
+        warps = max(1, min(most, (room - groups) // own, self.tiles))
+        warps = _even_warps(self.tiles, warps, heads, self.limits.multiprocessors)
         self.blocks = -(-self.tiles // warps)
         self.forward_launch = heads * self.blocks, 32 * warps, groups + warps * own
         sizes = {"tiles": tiles, "areas": areas, "threads": 32 * most, "blocks_per_sm": blocks}
