@@ -30,7 +30,8 @@ BOTH = ("dis", "dot")
 NAMES = ("out", "query", "key", "value", "weight", "beta")
 QUICK = {"both bases", "one group", "several heads of a block", "one dimension", "pairs of keys", "tensor cores"}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-needs_nvrtc = pytest.mark.skipif(nvrtc.library_error() is not None, reason=f"needs NVRTC: {nvrtc.library_error()}")
+no_nvrtc = nvrtc.library_error()
+needs_nvrtc = pytest.mark.skipif(no_nvrtc is not None, reason=f"{no_nvrtc}: make test-cuda installs it")
 
 
 @pytest.fixture

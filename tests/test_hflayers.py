@@ -261,7 +261,7 @@ def test_bit_patterns_contain_signals_in_one_class_only():
 @pytest.mark.parametrize("name", ADAPTIVE)
 @pytest.mark.parametrize("module", ["ahop_layers.hopfield", "hflayers"])
 def test_a_plain_layer_can_be_adapted_and_loads_the_state_dict_of_an_adaptive_one(module, name):
-    kind = getattr(pytest.importorskip(module), name)
+    kind = getattr(pytest.importorskip(module, reason="hopfield-layers is not installed: make test-hflayers"), name)
     plain, adaptive = kind(12, num_heads=3, hidden_size=4), ADAPTIVE[name](12, num_heads=3, hidden_size=4)
     x = torch.randn(3, 5, 12)
     before = plain.eval()(x)
