@@ -243,17 +243,32 @@ def test_dropout_draws_from_the_generator_of_torch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dropout", "need"), [
-    ("pairs", 0.3, [False, True, True, False]),
-    pytest.param("none", 0.0, [True] * 4, marks=pytest.mark.full),
+    ("pairs", 0.3, [False, True, True, False, True]),
+    pytest.param("none", 0.0, [True] * 4 + [False], marks=pytest.mark.full),
 ])  # fmt: skip
 def test_opcheck(name, dropout, need):
     mask, seed, inputs = masks()[name], torch.tensor([7]) if dropout else None, problem(key_heads=2)
     options = ("dis,dot", True, dropout, "auto")
-    torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options))
-    inputs = [tensor.detach() for tensor in inputs]
-    out, log_sum = torch.ops.ahop.attend(*inputs, mask, seed, *options)
-    arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, need)
+    factors = (torch.rand(inputs[3].shape[:2], dtype=inputs[3].dtype, requires_grad=True), 1.5) if need[4] else ()
+    torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options, *factors))
+    inputs, factors = [x.detach() for x in inputs], [x.detach() if isinstance(x, torch.Tensor) else x for x in factors]
+    out, log_sum = torch.ops.ahop.attend(*inputs, mask, seed, *options, *factors)
+    arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, need, *factors)
     torch.library.opcheck(torch.ops.ahop.attend_backward, arguments)
+
+
+def test_beta_and_scaling_multiply_the_weights():
+    *inputs, weight = problem()
+    beta = torch.rand(weight.shape[:2], dtype=weight.dtype, requires_grad=True)
+    options = (None, None, "dis,dot", False, 0.0, "auto")
+    ours, _ = torch.ops.ahop.attend(*inputs, weight, *options, beta, 1.5)
+    theirs, _ = torch.ops.ahop.attend(*inputs, beta[..., None] * weight * 1.5, *options)
+    torch.testing.assert_close(ours, theirs)
+    leaves, grad = [*inputs, weight, beta], torch.randn_like(ours)
+    right = torch.autograd.grad(theirs, leaves, grad)
+    torch.testing.assert_close(torch.autograd.grad(ours, leaves, grad), right)
+    ours, _ = torch.ops.ahop.attend(*inputs, weight.detach(), *options, beta, 1.5)
+    torch.testing.assert_close(torch.autograd.grad(ours, beta, grad)[0], right[4])
 
 
 def test_double_backward_is_refused():
@@ -276,6 +291,7 @@ BAD_CALLS = {  # changed arguments and the error message
     "no seed": ({"dropout": 0.5}, "seed must be given if and only if dropout > 0, got None with dropout=0.5"),
     "seed dtype": ({"seed": torch.tensor([1.0]), "dropout": 0.5}, r"seed must be \(1,\) of torch.int64"),
     "dropout": ({"seed": torch.tensor([1]), "dropout": 1.5}, "dropout must be a number between 0 and 1, got 1.5"),
+    "beta": ({"beta": w[0, :, 0]}, r"beta must be \(4, 2\) of torch.float32 .* got \(2,\)"),
     "backend": ({"backend": "unknown"}, "backend must be one of auto, chunked, cpu, cuda"),
 }
 
@@ -292,10 +308,10 @@ def test_bad_backward_calls():
     out, log_sum = torch.ops.ahop.attend(q, k, v, w, None, None, "dis,dot", False, 0.0, "auto")
     tensors = (q, k, v, w, None, None)
     for grad, saved, need, message in (
-        (out[:1], (out, log_sum), [True] * 4, "grad must be"),
-        (out, (out[..., :2], log_sum), [True] * 4, "out must be"),
-        (out, (out, log_sum.double()), [True] * 4, "log_sum must be .* of torch.float32"),
-        (out, (out, log_sum), [True] * 3, "need must have 4 entries"),
+        (out[:1], (out, log_sum), [True] * 5, "grad must be"),
+        (out, (out[..., :2], log_sum), [True] * 5, "out must be"),
+        (out, (out, log_sum.double()), [True] * 5, "log_sum must be .* of torch.float32"),
+        (out, (out, log_sum), [True] * 4, "need must have 5 entries"),
     ):
         refuses(message, torch.ops.ahop.attend_backward, grad, *tensors, *saved, "dis,dot", False, 0.0, "auto", need)
 

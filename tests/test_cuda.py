@@ -114,8 +114,9 @@ def test_fused_attention_on_the_cpu(shape, options, emulated):
     call = AttentionCall(*inputs, weight, mask, seed, bases, options.get("causal", False), dropout, beta, 1.5)
 
     def by_kernel():
-        out, log_sum = attend.forward(call)
-        return out, *attend.plan(call).backward(call, grad, out, log_sum, (True,) * 5)
+        plan = attend.plan(call)
+        out, log_sum = plan.forward(call)
+        return out, *plan.backward(call, grad, out, log_sum, (True,) * 5)
 
     ours, again = by_kernel(), by_kernel()
     theirs, exact = (by_pytorch(call, grad, kind) for kind in (dtype, torch.float64))

@@ -33,15 +33,16 @@ def tensors(n, heads, length, count, d, width, blocks, dtype, bases=2, key_heads
     return query, key, value, torch.randn(heads, bases, blocks, device="cuda") / d, grad
 
 
-def results(query, key, value, weight, grad, bases, mask, causal, dtype, kernel=None, dropout=0.0, seed=None):
-    """The readout and all gradients, by separate operations in a dtype or by a kernel."""
+def results(query, key, value, weight, grad, bases, mask, causal, dtype, choose=None, dropout=0.0, seed=None):
+    """The readout and all gradients, by separate operations in a dtype or by the kernel that is chosen for the call."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in (query, key, value, weight)]
-    if kernel is not None:
+    if choose is not None:
+        call = AttentionCall(query, key, value, weight, mask, seed, bases, causal, dropout)
+        kernel = choose(call)
         with torch.no_grad():
-            call = AttentionCall(query, key, value, weight, mask, seed, bases, causal, dropout)
             out, log_sum = kernel.forward(call)
-            grads = kernel.backward(call, grad, out, log_sum, (True,) * 4)
-        return [out, *grads]
+            grads = kernel.backward(call, grad, out, log_sum, (True, True, True, True, False))
+        return [out, *grads[:4]]
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in inputs[1:3])
     scores = ah.adaptive_similarity(inputs[0], keys, inputs[3], bases, backend="reference")
@@ -106,8 +107,8 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(shape, blocks, options):
     )
     given = tensors(*shape, blocks, dtype, len(bases), options.get("key_heads"))
     mask = make_mask(options.get("mask"), *shape[:4])
-    assert choose_attention("cuda", AttentionCall(*given[:4], mask, bases=bases)) is fused
-    ours, again = (results(*given, bases, mask, causal, dtype, fused) for _ in range(2))
+    assert isinstance(choose_attention("cuda", AttentionCall(*given[:4], mask, bases=bases)), fused.Plan)
+    ours, again = (results(*given, bases, mask, causal, dtype, fused.plan) for _ in range(2))
     theirs, exact = (results(*given, bases, mask, causal, kind) for kind in (dtype, torch.float64))
     for name, a, b in zip(NAMES, ours, again, strict=True):
         assert torch.equal(a, b), f"{name} is not deterministic"
@@ -119,8 +120,8 @@ def test_all_kernels_drop_the_same_weights(causal):
     given = tensors(2, 3, 70, 90, 64, 64, 4, torch.bfloat16)
     seed, dtype = torch.tensor([-(2**62) - 12345], device="cuda"), torch.bfloat16
     theirs, exact = (results(*given, BOTH, None, causal, kind, None, 0.3, seed) for kind in (dtype, torch.float64))
-    for kernel in (fused, Sliced(chunked), Sliced(gpu)):
-        ours = results(*given, BOTH, None, causal, dtype, kernel, 0.3, seed)
+    for choose in (fused.plan, lambda _: Sliced(chunked), lambda _: Sliced(gpu)):
+        ours = results(*given, BOTH, None, causal, dtype, choose, 0.3, seed)
         check_errors(ours, theirs, exact, 2 * torch.finfo(dtype).eps)
 
 
@@ -130,7 +131,7 @@ def test_slices_of_full_footprints(dtype):
     given = tensors(2, 3, 65, 80, 64, 64, 64, dtype)
     kernel = choose_attention("cuda", AttentionCall(*given[:4], bases=BOTH))
     assert isinstance(kernel, Sliced)
-    ours = results(*given, BOTH, None, False, dtype, kernel)
+    ours = results(*given, BOTH, None, False, dtype, lambda _: kernel)
     theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (dtype, torch.float64))
     # The weights are exp(score - log_sum), which rounds relative to the size of the scores.
     check_errors(ours, theirs, exact, torch.finfo(dtype).eps * (2 if dtype != torch.float32 else 16))
@@ -159,7 +160,7 @@ def test_fully_masked_queries_read_zeros():
     given = tensors(2, 2, 20, 30, 64, 64, 4, torch.bfloat16)
     mask = torch.zeros(2, 1, 20, 30, dtype=torch.bool, device="cuda")
     mask[0, :, 3] = mask[1] = True
-    out, *grads = results(*given, BOTH, mask, False, torch.bfloat16, fused)
+    out, *grads = results(*given, BOTH, mask, False, torch.bfloat16, fused.plan)
     assert all(x.isfinite().all() for x in (out, *grads))
     assert not any(x.any() for x in (out[0, :, 3], out[1], grads[0][0, :, 3], grads[1][1]))
 

@@ -18,7 +18,7 @@ from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.operators import check_tensor, register
-from ahop_layers.ops.protocols import AttentionCall
+from ahop_layers.ops.protocols import Attention, AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
 
 # Where no fused kernel supports a call, scores of more memory than this are computed in slices, which compute them a
@@ -86,8 +86,8 @@ def attend(
         n = _batch(query, key, value)
         query, key, value = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key, value))
     heads = query.shape[1]
-    if beta is None or isinstance(scaling, Tensor) or not _are_factors(beta, weight):
-        weight, beta, scaling = combine_weights(weight, beta, scaling, query.dtype), None, 1.0
+    if beta is None or isinstance(scaling, Tensor) or not _are_factors(beta, weight, accumulation_dtype(query.dtype)):
+        weight, beta, scaling = _combine(weight, beta, scaling, query.dtype), None, 1.0
     if weight.ndim == 2 or weight.shape[0] != heads:
         weight, beta = weight.expand(heads, -1, -1), None if beta is None else beta.expand(heads, -1)
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
@@ -98,23 +98,21 @@ def attend(
     if plan is None:
         if optional and not prefers_attend(call):
             return None
-        weight = combine_weights(weight, beta, scaling, query.dtype)
-        tensors = call._replace(weight=weight)[:6]
-        return torch.ops.ahop.attend.default(*tensors, ",".join(names), causal, float(dropout), backend)[0]
+        return torch.ops.ahop.attend.default(*call[:6], ",".join(names), *call[7:9], backend, beta, scaling)[0]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         apply: Any = _Attend.apply
         return apply(plan, *call)
     return plan.forward(call)[0]
 
 
-def _are_factors(beta: Tensor, weight: Tensor) -> bool:
-    """Returns whether fused kernels can multiply the weights by ``beta``."""
+def _are_factors(beta: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether the operator can multiply the weights by ``beta``."""
     fits = beta.shape == weight.shape[:-1] and beta.device == weight.device
-    return fits and beta.dtype == weight.dtype == torch.float32
+    return fits and beta.dtype == weight.dtype == dtype
 
 
-def combine_weights(weight: Tensor, beta: Tensor | None, scaling: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiplies the weights of a call by ``beta`` and ``scaling``, for queries of a dtype."""
+def _combine(weight: Tensor, beta: Tensor | None, scaling: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiplies weights by ``beta`` and ``scaling``, for queries of a dtype."""
     weight = weight if beta is None else beta.unsqueeze(-1) * weight
     weight = weight.to(accumulation_dtype(weight.dtype))
     weight = weight if not isinstance(scaling, Tensor) and scaling == 1 else weight * scaling
@@ -125,8 +123,7 @@ def _plan(call: AttentionCall, backend: str) -> fused.Plan | None:
     """Returns the plan of a fused kernel, None if there is none for the call, which the first of its kind validates."""
     plan = fused.planned(call)
     if plan is None and fused.serves(call):
-        _checked(*call[:6], ",".join(call.bases), call.causal, call.dropout, backend)
-        plan = fused.plan(call)
+        plan = fused.plan(_checked(call, backend))
     return plan
 
 
@@ -150,27 +147,14 @@ class _Attend(torch.autograd.Function):
         tensors, options = ctx.saved_tensors, ctx.options  # read once: under checkpointing, a second read raises
         *inputs, beta, out, log_sum = tensors
         call = AttentionCall(*[*inputs, *options[:3], beta, options[3]])
-        need = [*ctx.needs_input_grad[1:5], *([] if beta is None else [ctx.needs_input_grad[10]])]
+        need = [*ctx.needs_input_grad[1:5], ctx.needs_input_grad[10]]
         if torch.is_grad_enabled():
-            grads = _differentiate_call(call, grad, out, log_sum, need)
+            results = out, log_sum, ",".join(call.bases), *call[7:9], "auto", need, beta, call.scaling
+            grads = torch.ops.ahop.attend_backward.default(grad, *inputs, *results)
         else:
             grads = ctx.plan.backward(call, grad, out, log_sum, need)
-        found = [x if wanted else None for x, wanted in zip(grads, need, strict=True)]
-        return None, *found[:4], *[None] * 5, None if beta is None else found[4], None
-
-
-def _differentiate_call(
-    call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """Computes the gradients of query, key, value, weight and beta by the operator, which refuses to go further."""
-    weight = combine_weights(call.weight, call.beta, call.scaling, call.query.dtype)
-    tensors = call._replace(weight=weight)[:6]
-    options = ",".join(call.bases), call.causal, call.dropout, "auto", [*need[:3], True]
-    *grads, slope = torch.ops.ahop.attend_backward.default(grad, *tensors, out, log_sum, *options)
-    if call.beta is None:
-        return *grads, slope
-    slope = slope * call.scaling
-    return *grads, slope * call.beta.unsqueeze(-1), (slope * call.weight).sum(-1)
+        *found, slope = (x if wanted else None for x, wanted in zip(grads, need, strict=True))
+        return None, *found, *[None] * 5, slope, None
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,11 +184,16 @@ def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:
     return mask - largest.where(far, 0.0)
 
 
-def _checked(*args: Any) -> tuple[AttentionCall, str]:
-    """Validates the arguments of ``ahop::attend`` and returns them as a call and a backend."""
-    call, backend = AttentionCall(*args[:-1]), args[-1]
-    query, key, value, mask, seed = call.query, call.key, call.value, call.mask, call.seed
-    names = operators.check_call(call.weight, args[6], backend, query=query, key=key, value=value)
+def _parse(args: Sequence[Any]) -> tuple[AttentionCall, str]:
+    """Returns the arguments of ``ahop::attend`` as a call and a backend."""
+    fields = *args[:6], operators.kernel_bases(args[6]), *args[7:9], *args[10:]
+    return AttentionCall._make(fields), args[9]
+
+
+def _checked(call: AttentionCall, backend: str) -> AttentionCall:
+    """Validates a call of ``ahop::attend`` and returns it with weights in the accumulation dtype."""
+    query, key, value, weight, mask, seed, bases, *_ = call
+    operators.check_call(weight, ",".join(bases), backend, query=query, key=key, value=value)
     check_floating(value=value)
     (n, heads, length, d), (_, key_heads, count, _) = query.shape, key.shape
     if key_heads != heads and (key_heads == 0 or heads % key_heads):
@@ -219,7 +208,10 @@ def _checked(*args: Any) -> tuple[AttentionCall, str]:
         raise AHopError(f"seed must be given if and only if dropout > 0, got {seed} with dropout={call.dropout}")
     if seed is not None:
         check_tensor("seed", seed, (1,), torch.int64, query)
-    return call._replace(bases=names, weight=call.weight.to(accumulation_dtype(call.weight.dtype))), backend
+    if call.beta is not None:
+        check_tensor("beta", call.beta, weight.shape[:-1], weight.dtype, query)
+    dtype = accumulation_dtype(weight.dtype)
+    return call._replace(weight=weight.to(dtype), beta=None if call.beta is None else call.beta.to(dtype))
 
 
 def _check_mask(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
@@ -231,32 +223,52 @@ def _check_mask(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
         raise AHopError(f"mask must have 4 dimensions, be {rule}, got {got}")
 
 
-def _checked_backward(*args: Any) -> tuple[AttentionCall, str, tuple[Any, ...]]:
-    """Validates the arguments of ``ahop::attend_backward``; returns also gradient, results and ``need``."""
-    grad, out, log_sum, need = args[0], args[7], args[8], args[-1]
-    call, backend = _checked(*args[1:7], *args[9:-1])
+def _prepare(args: Sequence[Any]) -> tuple[AttentionCall, Attention]:
+    """Returns the arguments of ``ahop::attend`` as a call, and its implementation."""
+    call, backend = _parse(args)
+    plan = fused.planned(call) if backend == "auto" and call.query.is_cuda else None
+    if plan is not None:  # of an earlier call with the same shapes and dtypes, which was validated
+        return call, plan
+    call = _checked(call, backend)
+    return call, choose_attention(backend, call)
+
+
+def _split(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Splits the arguments of ``ahop::attend_backward``: those of the call; gradient, results and ``need``."""
+    return (*args[1:7], *args[9:13], *args[14:]), (args[0], args[7], args[8], args[13])
+
+
+def _check_results(call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]) -> None:
     shape, dtype = (*call.query.shape[:-1], call.value.shape[-1]), accumulation_dtype(call.query.dtype)
     check_tensor("grad", grad, shape, call.value.dtype, call.query)
     check_tensor("out", out, shape, call.value.dtype, call.query)
     check_tensor("log_sum", log_sum, shape[:-1], dtype, call.query)
-    operators.check_need(need, 4)
-    return call, backend, (grad, out, log_sum, need)
+    operators.check_need(need, 5)
 
 
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
-    call, backend = _checked(*args)
-    return choose_attention(backend, call).forward(call)
+    call, implementation = _prepare(args)
+    return implementation.forward(call)
 
 
-def _attend_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, backend, results = _checked_backward(*args)
-    grads = choose_attention(backend, call).backward(call, *results)
-    return *grads[:3], grads[3].to(args[4].dtype)
+def _attend_backward(*args: Any) -> tuple[Tensor, ...]:
+    of_call, results = _split(args)
+    call, implementation = _prepare(of_call)
+    _check_results(call, *results)
+    *grads, weight, beta = implementation.backward(call, *results)
+    return *grads, weight.to(args[4].dtype), beta.to(args[4].dtype)
+
+
+def _fake_attend(*args: Any) -> tuple[Tensor, Tensor]:
+    return _checked(*_parse(args)).empty_results()
 
 
 def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
-    _checked_backward(*args)
-    return operators.empty_grads(args[1:5], args[-1])
+    of_call, results = _split(args)
+    call, backend = _parse(of_call)
+    _check_results(_checked(call, backend), *results)
+    beta = call.query.new_empty(0) if call.beta is None else call.beta
+    return operators.empty_grads((*call[:4], beta), results[3])
 
 
 def _check_no_mask_grad(needed: bool) -> None:
@@ -266,20 +278,26 @@ def _check_no_mask_grad(needed: bool) -> None:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _check_no_mask_grad(ctx.needs_input_grad[4])
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.options = inputs[6:]
+    ctx.save_for_backward(*inputs[:6], *output, inputs[10])
+    ctx.options, ctx.scaling = inputs[6:10], inputs[11]
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    args = (grad, *ctx.saved_tensors, *ctx.options)
-    return operators.needed_grads(ctx, torch.ops.ahop.attend_backward.default, 4, args)
+    *tensors, beta = ctx.saved_tensors
+    places = [0, 1, 2, 3] if beta is None else [0, 1, 2, 3, 10]
+    need = [ctx.needs_input_grad[place] for place in places] + [False] * (beta is None)
+    found = torch.ops.ahop.attend_backward.default(grad, *tensors, *ctx.options, need, beta, ctx.scaling)
+    grads = [None] * len(ctx.needs_input_grad)
+    for place, each, wanted in zip(places, found, need, strict=False):
+        grads[place] = each if wanted else None
+    return tuple(grads)
 
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
-_OPTIONS = "str bases, bool causal, float dropout, str backend"
-_SCHEMA = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, lambda *args: _checked(*args)[0].empty_results(), _differentiate, _save)
-_SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need)"
-_SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
+_OPTIONS, _FACTORS = "str bases, bool causal, float dropout, str backend", "Tensor? beta=None, float scaling=1.0"
+_SCHEMA = f"({_TENSORS}, {_OPTIONS}, {_FACTORS}) -> (Tensor, Tensor)"
+register("attend", _SCHEMA, _attend, _fake_attend, _differentiate, _save)
+_SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need, {_FACTORS})"
+_SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

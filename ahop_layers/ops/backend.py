@@ -70,7 +70,7 @@ def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int
 def choose_attention(backend: str, call: AttentionCall) -> Attention:
     """Returns the implementation of ``ahop::attend`` for a call: fused, or on top of the kernel ``backend`` names."""
     kernel = choose_kernel(backend, call.query, call.bases, call.weight.shape[-1])
-    return fused if kernel is gpu and fused.serves(call) else Sliced(kernel)
+    return fused.plan(call) if kernel is gpu and fused.serves(call) else Sliced(kernel)
 
 
 @lru_cache(maxsize=None)  # once per process

@@ -32,15 +32,26 @@ class AttentionCall(NamedTuple):
     query: Tensor  # (N, H, L, d)
     key: Tensor  # (N, Hk, S, d)
     value: Tensor  # (N, Hk, S, e)
-    weight: Tensor  # (H, n_bases, n), the weights of ``ahop::score``
+    weight: Tensor  # (H, n_bases, n), with beta and scaling the weights of ``ahop::score``
     mask: Tensor | None = None
     seed: Tensor | None = None  # int64 (1,), from which ops/dropout.py derives what to drop; None without dropout
     bases: tuple[str, ...] = ()
     causal: bool = False  # whether to block every key j > i of query i
     dropout: float = 0.0  # probability of dropping a weight
-    # Fused kernels multiply the weights by these; elsewhere they are multiplied before, see combine_weights.
     beta: Tensor | None = None  # (H, n_bases)
     scaling: float = 1.0
+
+    def combined(self) -> "AttentionCall":
+        """Returns the same call with one tensor of weights."""
+        weight = self.weight if self.beta is None else self.weight * self.beta.unsqueeze(-1)
+        return self._replace(weight=weight if self.scaling == 1 else weight * self.scaling, beta=None, scaling=1.0)
+
+    def weight_grads(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the gradients of weight and beta, an empty one if there is none, from that of :meth:`combined`."""
+        grad = grad if self.scaling == 1 else grad * self.scaling
+        if self.beta is None:
+            return grad, grad.new_empty(0)
+        return grad * self.beta.unsqueeze(-1), (grad * self.weight).sum(-1)
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Allocates the results: the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``.
@@ -62,5 +73,5 @@ class Attention(Protocol):
 
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes contiguous gradients of query, key, value and weight; those that ``need`` excludes are empty."""
+    ) -> tuple[Tensor, ...]:
+        """Computes contiguous gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""

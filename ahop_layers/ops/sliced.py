@@ -79,12 +79,12 @@ class Sliced:
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp of the scores of each query."""
-        value = call.value
+        value, needs_grad, call = call.value, call.weight.requires_grad, call.combined()
         out, log_sum = call.empty_results()
         if call.key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
         compute = getattr(self.kernel, "softmax", softmax)
-        if call.weight.requires_grad and hasattr(self.kernel, "compile_ahead"):
+        if needs_grad and hasattr(self.kernel, "compile_ahead"):
             self.kernel.compile_ahead(call.query, call.weight, call.bases, log_sum.dtype)
         for part in _slices(call.query, call.key):
             scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
@@ -98,13 +98,13 @@ class Sliced:
 
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-        value = call.value
+    ) -> tuple[Tensor, ...]:
+        """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
+        given, call, value, weigh = call, call.combined(), call.value, need[3] or need[4]
         query_grad = call.query.new_zeros(call.query.shape if need[0] else 0)
         key_grad, value_grad, weight_grad = (
             tensor.new_zeros(tensor.shape if wanted else 0, dtype=log_sum.dtype)
-            for tensor, wanted in zip(call[1:4], need[1:], strict=True)
+            for tensor, wanted in zip(call[1:4], (*need[1:3], True), strict=True)
         )
         kernel: Any = self.kernel
         compute = getattr(kernel, "softmax_backward", softmax_backward)
@@ -115,17 +115,18 @@ class Sliced:
             slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
             weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
             del scores, slopes
-            if need[0] or need[1] or need[3]:
-                grads = kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], need[3]))
+            if need[0] or need[1] or weigh:
+                grads = kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], weigh))
                 if need[0]:
                     part.of_queries(query_grad).copy_(grads[0])
                 if need[1]:
                     part.add_to_keys(key_grad, grads[1])
-                if need[3]:
+                if weigh:
                     weight_grad[part.heads] += grads[2]
             if need[2]:
                 part.add_to_keys(value_grad, _drop_(weights, remaining, call.dropout).mT @ part_grad)
-        return query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), weight_grad
+        grads = query_grad, key_grad.to(call.key.dtype), value_grad.to(value.dtype), *given.weight_grads(weight_grad)
+        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:

@@ -251,7 +251,7 @@ class Plan:
     def backward(
         self, call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """Computes the gradients of query, key, value, weight and, if the call has it, beta."""
+        """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
         upstream, readout = self.values(grad), self.values(out)
         grads = [torch.empty(x.tensor.shape, dtype=out.dtype, device=self.device) for x in inputs]
@@ -263,7 +263,8 @@ class Plan:
             grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
         if self.is_padded[1]:
             grads[2] = _unpadded(grads[2], 1, call.value.shape[-1])
-        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip((*grads, *weight_grads), need, strict=True))
+        grads += weight_grads if call.beta is not None else [*weight_grads, log_sum.new_empty(0)]
+        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
     def score_gradients(self, call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, ...]:
         """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
@@ -325,10 +326,9 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def _signature(call: AttentionCall) -> tuple[Any, ...]:
-    query, key, value, weight, mask, seed, bases, causal, dropout, *_ = call
-    kind = None if mask is None else (mask.shape, mask.dtype)
-    tensors = ((each.shape, each.dtype, each.device) for each in (query, key, value, weight))
-    return *tensors, kind, seed is None, bases, causal, dropout
+    query, key, value, weight, mask, seed, bases, causal, dropout, beta, _ = call
+    tensors = query, key, value, weight, mask, seed, beta
+    return *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors], bases, causal, dropout
 
 
 def planned(call: AttentionCall) -> Plan | None:
@@ -345,19 +345,6 @@ def plan(call: AttentionCall, scores: bool = False) -> Plan:
             _plans.clear()
         found = _plans[signature] = Plan(call, scores)
     return found
-
-
-def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Computes the readout ``(N, H, L, e)`` and the log-sum-exp of the scores ``(N, H, L)``."""
-    return plan(call).forward(call)
-
-
-def backward(
-    call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the gradients of query, key, value and weight; those that ``need`` excludes are empty tensors."""
-    query, key, value, weight = plan(call).backward(call, grad, out, log_sum, need)
-    return query, key, value, weight
 
 
 def score_gradients(call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
