@@ -2,8 +2,8 @@
 
 ``adaptive_similarity`` checks its arguments and reshapes them to ``(N, H, L, d)``, ``(N, H, S, d)`` and
 ``(H, n_bases, d)``. The operators ``ahop::score`` and ``ahop::score_backward`` take tensors of these shapes and call a
-kernel. All private PyTorch functions that the package uses are in this file, and what
-``ahop::attend`` shares with these operators.
+kernel. All private PyTorch functions that the package uses are in this file, except for that of the current stream in
+``ops/gpu/nvrtc.py``, and what ``ahop::attend`` shares with these operators.
 """
 
 from collections.abc import Callable, Sequence

@@ -132,6 +132,14 @@ class Plan:
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
         self.score_bytes = 2 * SCORE_WARPS * ROWS * (dim_bytes + norm_bytes)
+        self.shapes = [  # of the gradients of query, key and value
+            (self.batch, heads, rows, columns)
+            for heads, rows, columns in (
+                (self.heads, self.length, n * shape.size),
+                (key_heads, self.count, n * shape.size),
+                (key_heads, self.count, shape.width),
+            )
+        ]
         self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes), causal)
         self._plan_backward(len(bases), has_dis)
 
@@ -185,7 +193,7 @@ class Plan:
             "attend_backward": (blocks, 32 * warps, 16 + warps * own + self.slots * tile),
         }
         self.launches_of_rows = dict(self.launches)
-        self.launches["attend_weights"] = self.heads * bases, 512, 4 * 512 + 64 * (n + 1)
+        self.launches["attend_weights"] = self.heads * bases, 512, 128 * (n + 1)
 
     def run(self, launches: Mapping[str, tuple[int, int, int]], arguments: bytes) -> None:
         """Runs kernels on the current stream of the device, each with a number of blocks, threads and bytes."""
@@ -215,12 +223,11 @@ class Plan:
         if is_padded:
             blocks = torch.unflatten(tensor, -1, (n, -1))
             tensor = functional.pad(blocks, (0, size - blocks.shape[-1])).flatten(-2)
-        batch, head, row, column = tensor.stride()
-        place = tensor.data_ptr()
-        if column != 1 or (place | 2 * batch | 2 * head | 2 * row) % 16:
+        address, batch, head, row = place = _place(tensor)
+        if tensor.stride(-1) != 1 or (address | batch | head | row) % 16:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-            return self.rows(tensor, size, n, False)
-        return Rows(tensor, (place, 2 * batch, 2 * head, 2 * row))
+            return Rows(tensor, _place(tensor))
+        return Rows(tensor, place)
 
     def inputs(self, call: AttentionCall) -> tuple[Rows, Rows, Rows]:
         """Returns query, key and value as the kernels take them."""
@@ -237,9 +244,8 @@ class Plan:
         query, key, value = self.inputs(call)
         weights = Weights(call)
         results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()
-        out = self.rows(results, 0, 1, False)
         arguments = FORWARD.pack(
-            *query.place, *key.place, *value.place, *out.place, *self.mask(call), *weights.place,
+            *query.place, *key.place, *value.place, *_place(results), *self.mask(call), *weights.place,
             _address(call.seed), log_sum.data_ptr(),
             self.heads, self.group, self.length, self.count, self.blocks, *self.dropout, call.scaling,
         )  # fmt: skip
@@ -254,10 +260,10 @@ class Plan:
         """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
         upstream, readout = self.values(grad), self.values(out)
-        grads = [torch.empty(x.tensor.shape, dtype=out.dtype, device=self.device) for x in inputs]
-        places = [self.rows(x, 0, 1, False).place for x in grads]
+        grads = [torch.empty(shape, dtype=out.dtype, device=self.device) for shape in self.shapes]
+        places = [*map(_place, grads), readout.place]
         weight_grads = self._run_backward(
-            call, [x.place for x in (*inputs, upstream)], [*places, readout.place], log_sum.data_ptr(), any(need[3:])
+            call, [x.place for x in (*inputs, upstream)], places, log_sum.data_ptr(), any(need[3:])
         )
         if self.is_padded[0]:
             grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
@@ -269,9 +275,8 @@ class Plan:
     def score_gradients(self, call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, ...]:
         """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
         query, key = self.rows(call.query, 0, 1, False), self.rows(call.key, 0, 1, False)
-        grads = [torch.empty(x.tensor.shape, dtype=x.tensor.dtype, device=self.device) for x in (query, key)]
-        places = [self.rows(x, 0, 1, False).place for x in grads]
-        inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*places, NOWHERE, NOWHERE]
+        grads = [torch.empty(shape, dtype=call.query.dtype, device=self.device) for shape in self.shapes[:2]]
+        inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
         grads += self._run_backward(call, inputs, outputs, 0, need[2])
         return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
@@ -351,6 +356,11 @@ def score_gradients(call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, 
     """Computes the gradients of scores without attention; the mask of the call is the gradient of the scores."""
     query, key, weight = plan(call, scores=True).score_gradients(call, need)
     return query, key, weight
+
+
+def _place(tensor: Tensor) -> Place:
+    batch, head, row, _ = tensor.stride()
+    return tensor.data_ptr(), 2 * batch, 2 * head, 2 * row
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -243,6 +243,7 @@ def run(device: torch.device, launches: Sequence[tuple[Kernel, int, int, int]], 
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return run(device, launches, arguments)
-        stream = torch.cuda.current_stream(device).cuda_stream
+        # As a Stream, which torch.cuda.current_stream makes, it takes as long as a launch.
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
     for kernel, blocks, threads, shared in launches:
         kernel.launch(blocks, threads, shared, arguments, stream)

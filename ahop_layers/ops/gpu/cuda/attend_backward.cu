@@ -491,18 +491,23 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
 DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES][N]) {
     const u32 random = Pairs::mix(number);
     const int n = number % p.batch, query = random % p.length, key = Pairs::mix(random) % p.count;
-    const u32* queries = (const u32*)(p.query.at(n, h) + query * p.query.row);
-    const u32* keys = (const u32*)(p.key.at(n, h / p.group) + key * p.key.row);
+    const uint4* queries = (const uint4*)(p.query.at(n, h) + query * p.query.row);
+    const uint4* keys = (const uint4*)(p.key.at(n, h / p.group) + key * p.key.row);
 #pragma unroll
     for (int block = 0; block < N; ++block) {
         float dot = 0, dis = 0;
 #pragma unroll
-        for (int i = block * SIZE / 2; i < (block + 1) * SIZE / 2; ++i) {
-            float a, b, c, d;
-            Half::unpack(queries[i], a, b);
-            Half::unpack(keys[i], c, d);
-            dot = fmaf(a, c, fmaf(b, d, dot));
-            dis = fmaf(a - c, a - c, fmaf(b - d, b - d, dis));
+        for (int chunk = block * SIZE / 8; chunk < (block + 1) * SIZE / 8; ++chunk) {
+            const uint4 q = queries[chunk], k = keys[chunk];
+            const u32 left[4] = {q.x, q.y, q.z, q.w}, right[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float a, b, c, d;
+                Half::unpack(left[i], a, b);
+                Half::unpack(right[i], c, d);
+                dot = fmaf(a, c, fmaf(b, d, dot));
+                dis = fmaf(a - c, a - c, fmaf(b - d, b - d, dis));
+            }
         }
         if (DIS) x[0][block] = -0.5f * dis;
         if (DOT) x[DIS][block] = dot;
@@ -525,41 +530,51 @@ DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES]
 // The gradients of a query's scores have the sum 0, except that its readout was rounded. So a constant may be
 // subtracted from the similarities of a rank: their mean, of some pairs, makes that error small.
 KERNEL void attend_weights(const Backward p) {
+    constexpr int COLUMNS = N == 1 ? 2 : N < 4 ? 4 : N < 8 ? 8 : 16, AHEAD = 16;  // lanes of a part, and loads at a time
     SHARED_MEMORY(shared);
-    float* const sums = (float*)shared;
-    float(*const samples)[N + 1] = (float(*)[N + 1])(sums + blockDim.x);  // of each warp
-    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, each = tiles_of(p.count), warp = threadIdx.x / 32;
-    const int threads = blockDim.x / (N + 1) * (N + 1), column = threadIdx.x % (N + 1);
+    float(*const sums)[2][N + 1] = (float(*)[2][N + 1])shared;  // of each warp: of its parts and of a sample
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane % COLUMNS;
+    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, each = tiles_of(p.count), count = p.batch * each;
     const bool is_dis = DIS && (BASES == 1 || base == DIS_AT);
-    float total = 0, x[BASES][N];
-    for (int i = threadIdx.x / (N + 1); threadIdx.x < threads && i < p.batch * each; i += threads / (N + 1)) {
-        const i64 part = ((i64)(i / each) * p.heads + h) * each + i % each;
-        total += p.weight_parts[part * PARTS + (column < N ? base * N + column : BASES * N)];
-    }
-    sums[threadIdx.x] = total;
-    const float share = SCORES ? 0 : sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
-    if (threadIdx.x % 32 == 0) samples[warp][N] = shares;
+    const int offset = column < N ? base * N + column : BASES * N, step = blockDim.x / COLUMNS;
+    float total = 0, sampled = 0, x[BASES][N];
+    for (int first = threadIdx.x / COLUMNS; first < count; first += AHEAD * step) {
+        float parts[AHEAD];
 #pragma unroll
-    for (int j = 0; !SCORES && j < N; ++j) {
-        total = sum_warp(share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0);
-        if (threadIdx.x % 32 == 0) samples[warp][j] = total;
+        for (int k = 0; k < AHEAD; ++k) {
+            const int i = first + k * step;
+            const i64 part = ((i64)(i / each) * p.heads + h) * each + i % each;
+            parts[k] = i < count && column <= N ? p.weight_parts[part * PARTS + offset] : 0;
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) total += parts[k];
+    }
+#pragma unroll
+    for (int distance = COLUMNS; distance < 32; distance *= 2) total += shuffle_xor(total, distance);
+    if (lane <= N) sums[warp][0][lane] = total;
+    const float share = SCORES ? 0 : sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
+    if (lane == 0) sums[warp][1][N] = shares;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        total = !SCORES && share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0;
+        total = sum_warp(total);
+        if (lane == 0) sums[warp][1][j] = total;
     }
     sync_block();
     if (warp) return;
-    const int lane = threadIdx.x;
-    float sampled = 0;
     total = 0;
-    for (int i = lane; lane <= N && i < threads; i += N + 1) total += sums[i];
-    for (int i = 0; lane <= N && i < blockDim.x / 32; ++i) sampled += samples[i][lane];
-    sync_warp();
-    if (lane <= N) sums[lane] = total, samples[0][lane] = sampled;
-    sync_warp();
-    const float rest = samples[0][N] > 0 ? sums[N] / samples[0][N] : 0;
+    for (int i = 0; lane <= N && i < blockDim.x / 32; ++i) total += sums[i][0][lane], sampled += sums[i][1][lane];
+    const float all = shuffle(total, N), of_sample = shuffle(sampled, N), rest = of_sample > 0 ? all / of_sample : 0;
+    const float centered = total - rest * sampled;
     total = 0;
-    for (int i = 0; lane < N && i <= lane; ++i) total += sums[i] - (SCORES ? 0 : rest * samples[0][i]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float earlier = shuffle(centered, i);
+        total += i <= lane ? earlier : 0;
+    }
     const int place = h * BASES + base;
     const float weight = lane < N ? p.weights.weight[h * p.weights.weight_head + base * N + lane] : 0;
-    const float slope = sum_warp(total * weight) * p.scaling;
+    const float slope = sum_warp(lane < N ? total * weight : 0) * p.scaling;
     if (lane < N) p.weight_grad[place * N + lane] = total * p.weights.factor(h, base, p.scaling);
     if (lane == 0 && p.beta_grad) p.beta_grad[place] = slope;
 }
