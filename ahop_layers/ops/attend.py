@@ -186,8 +186,8 @@ def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:
 
 def _parse(args: Sequence[Any]) -> tuple[AttentionCall, str]:
     """Returns the arguments of ``ahop::attend`` as a call and a backend."""
-    fields = *args[:6], operators.kernel_bases(args[6]), *args[7:9], *args[10:]
-    return AttentionCall._make(fields), args[9]
+    fields: list[Any] = [*args[:6], operators.kernel_bases(args[6]), *args[7:9], *args[10:]]
+    return AttentionCall(*fields), args[9]
 
 
 def _checked(call: AttentionCall, backend: str) -> AttentionCall:
