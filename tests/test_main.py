@@ -50,7 +50,8 @@ def test_options_are_read_from_the_command_line(argument, status, output, error,
 
 def test_apple_gpus_run_plain_pytorch_and_say_so(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: False)
     assert ah.backends()["cuda"].detail == "Apple GPUs (mps) run plain PyTorch"
     query = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32, shape=(1, 1, 4, 8))
     assert choose_kernel("auto", query, ("dis", "dot"), 8) is chunked

@@ -1,6 +1,7 @@
 """A memory of cases with a closed-form readout, the regularized pseudo-inverse."""
 
 import math
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ LEARNING_RATE = 0.15
 # Penalties on the squared logarithms of the weights, divided by the number of rows.
 FEATURE_PENALTY, SHAPE_PENALTY, RANK_PENALTY = 3.0, 10.0, 3.0
 REGULARIZATION = torch.logspace(-1.5, 1.5, 13, dtype=torch.float64)  # factors of the learned regularization to try
+_SOLVERS = Lock()
 JUDGED_ROWS = 8192  # rows whose leave-one-out errors choose the regularization and calibrate the probabilities
 
 
@@ -137,6 +139,9 @@ def fit_projection(
     ``(n, 1)``, or ``(n, classes)`` in one-hot encoding. The generator, which draws samples and damage, is on the CPU.
     Returns the leave-one-out error of each step.
     """
+    if examples.weight.is_cuda:  # PyTorch loads its solvers at the first call and fails if two threads do (issue 90613)
+        with _SOLVERS:
+            torch.linalg.inv(examples.weight.new_ones(1, 1))
     weight, group = examples.weight.cpu().numpy(), examples.target.argmax(1).cpu().numpy()
     typical = np.array([np.median(weight[group == number]) for number in range(examples.target.shape[1])])
     unit = torch.from_numpy(np.minimum(weight, typical[group]))  # at most the median of a class, or of all rows

@@ -113,6 +113,7 @@ struct OwnKeys {
         copies_wait<0>();
         sync_warp();
         store_norms<true>(own + NORMS, own, lane.index);
+        sync_warp();
         const int next = first + WARPS * ROWS + lane.index % ROWS;  // of this warp, unless the item ends before
         if (next < p.count && lane.index < ROWS) prefetch(p.key.at(n, h) + next * p.key.row);
         if (next < p.count && lane.index >= ROWS && !SCORES) prefetch(p.value.at(n, h) + next * p.value.row);
