@@ -318,13 +318,13 @@ def _row_bytes(d: int) -> int:
 
 
 def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
-    """Returns the number of warps of a block, about ``most``, that leaves the fewest warps idle.
+    """Returns the number of warps of a block: as few as the fewest blocks of at most ``most`` need.
 
-    It is smaller where the blocks of all heads would leave multiprocessors idle.
+    There are more blocks where those of all heads would leave multiprocessors idle.
     """
     while most > 1 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
         most = -(-most // 2)
-    return min(range(most - most // 4, most + 1), key=lambda warps: (-(-tiles // warps) * warps, -warps))
+    return -(-tiles // -(-tiles // most))
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
