@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
@@ -351,11 +352,24 @@ def register(
     The decorator ``torch.library.custom_op`` would import the compiler at the first call, which takes seconds, and
     check the results of every call.
     """
-    name = f"ahop::{name}"
-    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(name, "default", kernel)
-    torch.library.register_fake(name, fake)
-    torch.library.register_autograd(name, backward, setup_context=save)
+    torch.library.define(f"ahop::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"ahop::{name}", "default", kernel)
+    torch.library.register_fake(f"ahop::{name}", fake)
+    # As torch.library.register_autograd does, except that a compiled graph, which records nothing, runs the kernel.
+    record = make_autograd_impl(getattr(torch.ops.ahop, name).default, Info(backward, save))
+
+    def differentiate(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        is_last = not torch.is_grad_enabled() and (keys & torch._C._after_autograd_keyset).raw_repr() in _LAST_KEYS
+        return kernel(*args) if is_last else record(keys, *args)
+
+    _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+_LIBRARY = torch.library.Library("ahop", "FRAGMENT")  # type: ignore[no-untyped-call]
+_KEY = torch._C.DispatchKey
+_DEVICE_KEYS = [torch._C.DispatchKeySet(key) for key in (_KEY.CPU, _KEY.CUDA)]
+# The keys of calls that only a kernel follows after autograd, in inference mode and outside of it.
+_LAST_KEYS = {each.raw_repr() for keys in _DEVICE_KEYS for each in (keys, keys.add(_KEY.ADInplaceOrView))}
 
 
 class _ScoreCall(NamedTuple):

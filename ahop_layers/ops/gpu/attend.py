@@ -132,14 +132,6 @@ class Plan:
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
         self.score_bytes = 2 * SCORE_WARPS * ROWS * (dim_bytes + norm_bytes)
-        self.shapes = [  # of the gradients of query, key and value
-            (self.batch, heads, rows, columns)
-            for heads, rows, columns in (
-                (self.heads, self.length, n * shape.size),
-                (key_heads, self.count, n * shape.size),
-                (key_heads, self.count, shape.width),
-            )
-        ]
         self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes), causal)
         self._plan_backward(len(bases), has_dis)
 
@@ -260,7 +252,7 @@ class Plan:
         """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
         upstream, readout = self.values(grad), self.values(out)
-        grads = [torch.empty(shape, dtype=out.dtype, device=self.device) for shape in self.shapes]
+        grads = [_empty(x.tensor) for x in inputs]
         places = [*map(_place, grads), readout.place]
         weight_grads = self._run_backward(
             call, [x.place for x in (*inputs, upstream)], places, log_sum.data_ptr(), any(need[3:])
@@ -275,7 +267,7 @@ class Plan:
     def score_gradients(self, call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, ...]:
         """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
         query, key = self.rows(call.query, 0, 1, False), self.rows(call.key, 0, 1, False)
-        grads = [torch.empty(shape, dtype=call.query.dtype, device=self.device) for shape in self.shapes[:2]]
+        grads = [_empty(query.tensor), _empty(key.tensor)]
         inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
         grads += self._run_backward(call, inputs, outputs, 0, need[2])
         return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
@@ -288,8 +280,7 @@ class Plan:
         Returns the gradients of the weights and, if the call has it, beta.
         """
         weights = Weights(call)
-        given = [call.weight] if call.beta is None else [call.weight, call.beta]
-        weight_grads = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in given]
+        weight_grads = [_empty(x) for x in (call.weight, call.beta) if x is not None]
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device)
         sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
         *mask, mask_key = self.mask(call)
@@ -356,6 +347,10 @@ def score_gradients(call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, 
     """Computes the gradients of scores without attention; the mask of the call is the gradient of the scores."""
     query, key, weight = plan(call, scores=True).score_gradients(call, need)
     return query, key, weight
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _place(tensor: Tensor) -> Place:
