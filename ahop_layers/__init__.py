@@ -1,6 +1,7 @@
 """Adaptive Hopfield layers: a learned similarity in place of the dot product of attention and Hopfield layers."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 from ahop_layers import variants as variants
@@ -32,7 +33,8 @@ __all__ = [
     "register_converter", "revert_", "save_adapted", "save_similarities", "similarity_parameters", "variants",
 ]  # fmt: skip
 
-_ON_DEMAND = ("metric_learning", "plots", "tabular", "torchmil")
+# Modules that are imported on first access, and the package that each one needs then.
+_ON_DEMAND = {"metric_learning": "pytorch_metric_learning", "plots": "torch", "tabular": "sklearn", "torchmil": "torch"}
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -43,5 +45,5 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, including the modules that are imported on first access."""
-    return sorted([*__all__, *_ON_DEMAND, "__version__"])
+    """Lists the public names, with those modules that can be imported here: ``help`` imports all of them."""
+    return sorted([*__all__, *(name for name, needed in _ON_DEMAND.items() if find_spec(needed)), "__version__"])

@@ -78,8 +78,18 @@ def test_public_names():
     """
     assert sorted(ah.__all__) == names.split()
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
-    assert set(dir(ah)) == {*ah.__all__, "metric_learning", "plots", "tabular", "torchmil", "__version__"}
+    modules = {"metric_learning", "plots", "tabular", "torchmil"}
+    assert {*ah.__all__, "plots", "torchmil", "__version__"} <= set(dir(ah)) <= {*ah.__all__, *modules, "__version__"}
     assert all(hasattr(ah, name) for name in dir(ah))
+
+
+def test_help_needs_the_core_alone():
+    code = """import pydoc, sys
+sys.modules |= dict.fromkeys(("pytorch_metric_learning", "sklearn", "matplotlib"))  # cannot be imported
+import ahop_layers
+assert "AssociativeMemory" in pydoc.render_doc(ahop_layers)
+assert "tabular" not in dir(ahop_layers) and "plots" in dir(ahop_layers)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_modules_with_further_dependencies_are_imported_on_demand():
