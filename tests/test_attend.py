@@ -249,11 +249,11 @@ def test_dropout_draws_from_the_generator_of_torch():
 def test_opcheck(name, dropout, need):
     mask, seed, inputs = masks()[name], torch.tensor([7]) if dropout else None, problem(key_heads=2)
     options = ("dis,dot", True, dropout, "auto")
-    factors = (torch.rand(inputs[3].shape[:2], dtype=inputs[3].dtype, requires_grad=True), 1.5) if need[4] else ()
-    torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options, *factors))
-    inputs, factors = [x.detach() for x in inputs], [x.detach() if isinstance(x, torch.Tensor) else x for x in factors]
-    out, log_sum = torch.ops.ahop.attend(*inputs, mask, seed, *options, *factors)
-    arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, need, *factors)
+    beta = torch.rand(inputs[3].shape[:2], dtype=inputs[3].dtype, requires_grad=True) if need[4] else None
+    torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options, beta, 1.5))
+    inputs, beta = [x.detach() for x in inputs], None if beta is None else beta.detach()
+    out, log_sum = torch.ops.ahop.attend(*inputs, mask, seed, *options, beta, 1.5)
+    arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, beta, 1.5, need)
     torch.library.opcheck(torch.ops.ahop.attend_backward, arguments)
 
 
@@ -313,7 +313,8 @@ def test_bad_backward_calls():
         (out, (out, log_sum.double()), [True] * 5, "log_sum must be .* of torch.float32"),
         (out, (out, log_sum), [True] * 4, "need must have 5 entries"),
     ):
-        refuses(message, torch.ops.ahop.attend_backward, grad, *tensors, *saved, "dis,dot", False, 0.0, "auto", need)
+        options = ("dis,dot", False, 0.0, "auto", None, 1.0)
+        refuses(message, torch.ops.ahop.attend_backward, grad, *tensors, *saved, *options, need)
 
 
 def test_tensors_of_inference_mode_are_refused_under_autograd():

@@ -149,7 +149,7 @@ class _Attend(torch.autograd.Function):
         call = AttentionCall(*[*inputs, *options[:3], beta, options[3]])
         need = [*ctx.needs_input_grad[1:5], ctx.needs_input_grad[10]]
         if torch.is_grad_enabled():
-            results = out, log_sum, ",".join(call.bases), *call[7:9], "auto", need, beta, call.scaling
+            results = out, log_sum, ",".join(call.bases), *call[7:9], "auto", *call[9:], need
             grads = torch.ops.ahop.attend_backward.default(grad, *inputs, *results)
         else:
             grads = ctx.plan.backward(call, grad, out, log_sum, need)
@@ -235,7 +235,7 @@ def _prepare(args: Sequence[Any]) -> tuple[AttentionCall, Attention]:
 
 def _split(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Splits the arguments of ``ahop::attend_backward``: those of the call; gradient, results and ``need``."""
-    return (*args[1:7], *args[9:13], *args[14:]), (args[0], args[7], args[8], args[13])
+    return (*args[1:7], *args[9:-1]), (args[0], args[7], args[8], args[-1])
 
 
 def _check_results(call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]) -> None:
@@ -278,26 +278,22 @@ def _check_no_mask_grad(needed: bool) -> None:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _check_no_mask_grad(ctx.needs_input_grad[4])
-    ctx.save_for_backward(*inputs[:6], *output, inputs[10])
-    ctx.options, ctx.scaling = inputs[6:10], inputs[11]
+    *tensors, bases, causal, dropout, backend, beta, scaling = inputs
+    ctx.save_for_backward(*tensors, *output, beta)
+    ctx.options, ctx.scaling = (bases, causal, dropout, backend), scaling
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     *tensors, beta = ctx.saved_tensors
-    places = [0, 1, 2, 3] if beta is None else [0, 1, 2, 3, 10]
-    need = [ctx.needs_input_grad[place] for place in places] + [False] * (beta is None)
-    found = torch.ops.ahop.attend_backward.default(grad, *tensors, *ctx.options, need, beta, ctx.scaling)
-    grads = [None] * len(ctx.needs_input_grad)
-    for place, each, wanted in zip(places, found, need, strict=False):
-        grads[place] = each if wanted else None
-    return tuple(grads)
+    args = (grad, *tensors, *ctx.options, beta, ctx.scaling)
+    return operators.needed_grads(ctx, torch.ops.ahop.attend_backward.default, (0, 1, 2, 3, 10), args)
 
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
-_OPTIONS, _FACTORS = "str bases, bool causal, float dropout, str backend", "Tensor? beta=None, float scaling=1.0"
-_SCHEMA = f"({_TENSORS}, {_OPTIONS}, {_FACTORS}) -> (Tensor, Tensor)"
+_OPTIONS = "str bases, bool causal, float dropout, str backend"
+_SCHEMA = f"({_TENSORS}, {_OPTIONS}, Tensor? beta=None, float scaling=1.0) -> (Tensor, Tensor)"
 register("attend", _SCHEMA, _attend, _fake_attend, _differentiate, _save)
-_SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, bool[] need, {_FACTORS})"
+_SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, Tensor? beta, float scaling, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

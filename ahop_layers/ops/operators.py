@@ -330,11 +330,12 @@ def check_differentiable(**tensors: Tensor) -> None:
         raise AHopError(f"{found[0]} {rule}, got a tensor that was; clone it, or create it in torch.no_grad")
 
 
-def needed_grads(ctx: Any, backward: Callable[..., Any], count: int, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Calls a backward operator for the first ``count`` inputs; returns what autograd expects, one entry per input."""
-    need = list(ctx.needs_input_grad[:count])
-    grads = [grad if wanted else None for grad, wanted in zip(backward(*args, need), need, strict=True)]
-    return (*grads, *[None] * (len(ctx.needs_input_grad) - count))
+def needed_grads(ctx: Any, backward: Callable[..., Any], places: Sequence[int], args: Sequence[Any]) -> tuple[Any, ...]:
+    """Calls a backward operator for the inputs at ``places``; returns what autograd expects, one entry per input."""
+    needed = dict(enumerate(ctx.needs_input_grad))
+    need = [needed.get(place, False) for place in places]  # trailing inputs with default values are not passed
+    grads = dict(zip(places, backward(*args, need), strict=True))
+    return tuple(grads.get(place) if wanted else None for place, wanted in needed.items())
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
@@ -342,6 +343,13 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
         "scores and attention of kernels are differentiable once; adaptive_similarity with backend='reference' can be"
         " differentiated any number of times"
     )
+
+
+_LIBRARY = torch.library.Library("ahop", "FRAGMENT")  # type: ignore[no-untyped-call]
+_KEY = torch._C.DispatchKey
+_DEVICE_KEYS = [torch._C.DispatchKeySet(key) for key in (_KEY.CPU, _KEY.CUDA)]
+# The keys of calls that only a kernel follows after autograd, in inference mode and outside of it.
+_LAST_KEYS = {each.raw_repr() for keys in _DEVICE_KEYS for each in (keys, keys.add(_KEY.ADInplaceOrView))}
 
 
 def register(
@@ -363,13 +371,6 @@ def register(
         return kernel(*args) if is_last else record(keys, *args)
 
     _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-
-
-_LIBRARY = torch.library.Library("ahop", "FRAGMENT")  # type: ignore[no-untyped-call]
-_KEY = torch._C.DispatchKey
-_DEVICE_KEYS = [torch._C.DispatchKeySet(key) for key in (_KEY.CPU, _KEY.CUDA)]
-# The keys of calls that only a kernel follows after autograd, in inference mode and outside of it.
-_LAST_KEYS = {each.raw_repr() for keys in _DEVICE_KEYS for each in (keys, keys.add(_KEY.ADInplaceOrView))}
 
 
 class _ScoreCall(NamedTuple):
@@ -448,7 +449,7 @@ def _save_score(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     backward = torch.ops.ahop.score_backward.default
     args = (grad, *ctx.saved_tensors, *ctx.options)
-    return needed_grads(ctx, lambda *args: backward(*args, ctx.widths), 3, args)
+    return needed_grads(ctx, lambda *args: backward(*args, ctx.widths), range(3), args)
 
 
 def _score_by(kernel: Kernel, *args: Any) -> Tensor:

@@ -41,6 +41,21 @@ struct Backward {
 
 DEVICE int tiles_of(int length) { return (length + ROWS - 1) / ROWS; }
 
+// Loads eight numbers at an address that is a multiple of 16.
+DEVICE void load_eight(float (&x)[8], const char* place) {
+    const uint4 four = *(const uint4*)place;
+    const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Half::unpack(words[i], x[2 * i], x[2 * i + 1]);
+}
+
+// Adds the product of eight numbers each to `total`.
+DEVICE float add_product(const float (&x)[8], const float (&y)[8], float total) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) total = fmaf(x[i], y[i], fmaf(x[i + 1], y[i + 1], total));
+    return total;
+}
+
 KERNEL void attend_statistics(const Backward p) {
     constexpr int LANES = WIDTH_CHUNKS > 8 ? 16 : WIDTH_CHUNKS > 4 ? 8 : WIDTH_CHUNKS > 2 ? 4 : WIDTH_CHUNKS;
     const int padded = tiles_of(p.length) * ROWS, member = threadIdx.x % LANES;
@@ -51,16 +66,10 @@ KERNEL void attend_statistics(const Backward p) {
     float total = 0;
     if (!SCORES && exists && row < p.length && member < WIDTH_CHUNKS) {
         const i64 n = index / p.heads, h = index % p.heads;
-        const uint4 a = *(const uint4*)(p.out.at(n, h) + row * p.out.row + 16 * member);
-        const uint4 b = *(const uint4*)(p.grad.at(n, h) + row * p.grad.row + 16 * member);
-        const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float w, x, y, z;
-            Half::unpack(left[i], w, x);
-            Half::unpack(right[i], y, z);
-            total = fmaf(w, y, fmaf(x, z, total));
-        }
+        float out[8], grad[8];
+        load_eight(out, p.out.at(n, h) + row * p.out.row + 16 * member);
+        load_eight(grad, p.grad.at(n, h) + row * p.grad.row + 16 * member);
+        total = add_product(out, grad, 0);
     }
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
@@ -492,23 +501,20 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
 DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES][N]) {
     const u32 random = Pairs::mix(number);
     const int n = number % p.batch, query = random % p.length, key = Pairs::mix(random) % p.count;
-    const uint4* queries = (const uint4*)(p.query.at(n, h) + query * p.query.row);
-    const uint4* keys = (const uint4*)(p.key.at(n, h / p.group) + key * p.key.row);
+    const char* queries = p.query.at(n, h) + query * p.query.row;
+    const char* keys = p.key.at(n, h / p.group) + key * p.key.row;
 #pragma unroll
     for (int block = 0; block < N; ++block) {
         float dot = 0, dis = 0;
 #pragma unroll
         for (int chunk = block * SIZE / 8; chunk < (block + 1) * SIZE / 8; ++chunk) {
-            const uint4 q = queries[chunk], k = keys[chunk];
-            const u32 left[4] = {q.x, q.y, q.z, q.w}, right[4] = {k.x, k.y, k.z, k.w};
+            float q[8], k[8];
+            load_eight(q, queries + 16 * chunk);
+            load_eight(k, keys + 16 * chunk);
+            dot = add_product(q, k, dot);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float a, b, c, d;
-                Half::unpack(left[i], a, b);
-                Half::unpack(right[i], c, d);
-                dot = fmaf(a, c, fmaf(b, d, dot));
-                dis = fmaf(a - c, a - c, fmaf(b - d, b - d, dis));
-            }
+            for (int i = 0; i < 8; ++i) q[i] -= k[i];
+            dis = add_product(q, q, dis);
         }
         if (DIS) x[0][block] = -0.5f * dis;
         if (DOT) x[DIS][block] = dot;
