@@ -5,7 +5,7 @@
 // gradients in registers. Tiles of queries pass through a ring in shared memory. The warps visit each of them in the
 // order of their keys and add to its gradient. After the last visit, a warp stores that gradient and copies another
 // tile to its place: one that has no keys left, if there is one. No thread waits for a whole block. Blocks with other
-// strips of the same head add to the gradient of a tile in turns. Each similarity is sorted once: the sorted values
+// strips of the same head add to the gradient of a tile in turns. Similarities are sorted once: the sorted values
 // give the score, and their order the derivatives.
 #include "tiles.cuh"
 
@@ -172,11 +172,13 @@ struct OwnKeys {
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             const int place = BASES == 2 ? i ^ DIS_AT : i;
+            float totals[N];
 #pragma unroll
-            for (int j = 0; j < N; ++j) {
-                const float total = sum_warp(weight_grad[i][j]);
-                if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * total : total;
-            }
+            for (int j = 0; j < N; ++j) totals[j] = sum_warp(weight_grad[i][j]);
+            RankedWeights<N, Half>::undo(totals);
+#pragma unroll
+            for (int j = 0; j < N; ++j)
+                if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * totals[j] : totals[j];
         }
     }
 
@@ -201,7 +203,7 @@ struct OwnKeys {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int key = first + lane.row + 8 * row;
-            u32 ranks[2][BASES];
+            typename RankedWeights<N, Half>::Order ranks[2][BASES];
             float grads[2], kept[2];
 #pragma unroll
             for (int side = 0; side < 2; ++side) {

@@ -65,6 +65,13 @@ DEVICE u32 select_bytes(u32 low, u32 high, u32 selector) {
     return r;
 }
 
+// The sign of `low` in all bits of the low half of a word, and that of `high` in those of the high half.
+DEVICE u32 sign_masks(float low, float high) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(r) : "r"(float_bits(low)), "r"(float_bits(high)));
+    return r;
+}
+
 // The high word of high:low, shifted left by the low five bits of `by`.
 DEVICE u32 funnel_left(u32 low, u32 high, u32 by) {
     u32 r;

@@ -77,62 +77,137 @@ struct Sorter {
     }
 };
 
-// Weights in half precision that are looked up by the ranks of N <= 8 blocks.
+// Weights in half precision that are looked up by the ranks of N <= 8 blocks, two pairs at a time.
 //
-// A value carries a shift in its low five bits through the sort, the index of its block times the bits of a selector.
-// For up to four blocks a selector is a byte, the positions of the two bytes of a weight; otherwise it is the rank, and
-// low and high bytes of the weights are two tables.
+// A value carries a shift in its low five bits through the sort, four times the index of its block. A rank selects one
+// of eight bytes: low and high bytes of the weights are two tables.
 template <int N, class Half>
 struct RankedWeights {
-    static constexpr bool BYTES = N <= 4;
-    static constexpr int BITS = BYTES ? 8 : 4;
+    typedef u32 Order;  // four bits for the rank of a block
     u32 low[2], high[2];
 
-    DEVICE void set(const float (&u)[N]) {
+    // Sets the weights, and changes them into the factors of the values that `sort` leaves.
+    DEVICE void set(float (&u)[N]) {
         u32 pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             pairs[i] = Half::pack(2 * i < N ? u[2 * i < N ? 2 * i : 0] : 0.0f,
                                   2 * i + 1 < N ? u[2 * i + 1 < N ? 2 * i + 1 : 0] : 0.0f);
-        if (BYTES) {
-            low[0] = pairs[0], low[1] = pairs[1];
-        } else {
-            low[0] = select_bytes(pairs[0], pairs[1], 0x6420), low[1] = select_bytes(pairs[2], pairs[3], 0x6420);
-            high[0] = select_bytes(pairs[0], pairs[1], 0x7531), high[1] = select_bytes(pairs[2], pairs[3], 0x7531);
-        }
+        low[0] = select_bytes(pairs[0], pairs[1], 0x6420), low[1] = select_bytes(pairs[2], pairs[3], 0x6420);
+        high[0] = select_bytes(pairs[0], pairs[1], 0x7531), high[1] = select_bytes(pairs[2], pairs[3], 0x7531);
     }
 
-    // Sorts the values, and returns the selectors of the blocks.
-    static DEVICE u32 sort(float (&x)[N]) {
+    // Sorts the values.
+    static DEVICE Order sort(float (&x)[N]) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = bits_float((float_bits(x[i]) & ~31u) | (BITS * i));
+        for (int i = 0; i < N; ++i) x[i] = bits_float((float_bits(x[i]) & ~31u) | (4 * i));
         Sorter<N>::sort(x);
-        // Rank 0 has the selector 0x10 of its two bytes, which the last rank brings along for all blocks.
-        u32 ranks = BYTES ? 0x10101010 : 0;
-        if (N > 1) ranks = funnel_left(ranks, ranks | (BYTES ? 0x22 : 1) * (N - 1), float_bits(x[N - 1]));
+        u32 ranks = 0;
 #pragma unroll
-        for (int i = 1; i < N - 1; ++i) ranks |= funnel_left(0, BYTES ? 0x22 * i : i, float_bits(x[i]));
+        for (int i = 1; i < N; ++i) ranks |= funnel_left(0, i, float_bits(x[i]));
         return ranks;
     }
 
+    // Changes sums of values that `sort` left into sums of sorted values.
+    static DEVICE void undo(float (&)[N]) {}
+
     // Looks up the weights of two pairs: those of a block are in one word.
-    DEVICE void look_up(u32 first, u32 second, u32 (&weights)[N]) const {
+    DEVICE void look_up(Order first, Order second, u32 (&weights)[N]) const {
         constexpr u32 EVEN = 0x0f0f0f0f;
         const u32 merged[2] = {(first & EVEN) | (second << 4 & ~EVEN), (first >> 4 & EVEN) | (second & ~EVEN)};
 #pragma unroll
         for (int block = 0; block < N; ++block) {
-            if (BYTES && block % 2 == 0) {  // with the next block
-                const u32 left = select_bytes(low[0], low[1], first >> 8 * block);
-                const u32 right = select_bytes(low[0], low[1], second >> 8 * block);
-                weights[block] = select_bytes(left, right, 0x5410);
-                if (block + 1 < N) weights[block + 1] = select_bytes(left, right, 0x7632);
-            } else if (!BYTES && block % 4 < 2) {  // with the block two after it
-                const u32 selector = merged[block % 2] >> 4 * (block - block % 2);
-                const u32 lows = select_bytes(low[0], low[1], selector);
-                const u32 highs = select_bytes(high[0], high[1], selector);
-                weights[block] = select_bytes(lows, highs, 0x5140);
-                if (block + 2 < N) weights[block + 2] = select_bytes(lows, highs, 0x7362);
-            }
+            if (block % 4 >= 2) continue;  // with the block two before it
+            const u32 selector = merged[block % 2] >> 4 * (block - block % 2);
+            const u32 lows = select_bytes(low[0], low[1], selector);
+            const u32 highs = select_bytes(high[0], high[1], selector);
+            weights[block] = select_bytes(lows, highs, 0x5140);
+            if (block + 2 < N) weights[block + 2] = select_bytes(lows, highs, 0x7362);
+        }
+    }
+};
+
+// The bits of `set` where the mask is set, else those of `clear`.
+DEVICE u32 choose(u32 mask, u32 set, u32 clear) { return (mask & set) | (~mask & clear); }
+
+// Two blocks need no sort: it leaves their sum and the size of their difference, whose sign is the order.
+template <class Half>
+struct RankedWeights<2, Half> {
+    typedef float Order;
+    u32 words[2];  // of a rank, the weight twice
+
+    DEVICE void set(float (&u)[2]) {
+        words[0] = Half::pack(u[0], u[0]), words[1] = Half::pack(u[1], u[1]);
+        undo(u);
+    }
+
+    static DEVICE Order sort(float (&x)[2]) {
+        const float sum = x[0] + x[1], difference = x[0] - x[1];
+        x[0] = sum, x[1] = fabsf(difference);
+        return difference;
+    }
+
+    static DEVICE void undo(float (&x)[2]) {
+        const float sum = x[0];
+        x[0] = 0.5f * (sum + x[1]), x[1] = 0.5f * (sum - x[1]);
+    }
+
+    DEVICE void look_up(Order a, Order b, u32 (&weights)[2]) const {
+        const u32 mask = sign_masks(a, b);
+        weights[0] = choose(mask, words[1], words[0]), weights[1] = choose(mask, words[0], words[1]);
+    }
+};
+
+// Four blocks need no sort either. With the values of both halves, p >= q and r >= s, the largest value is p or r, the
+// smallest is q or s, and the other ones are in the middle. Signs of differences are the order.
+template <class Half>
+struct RankedWeights<4, Half> {
+    struct Order {
+        float first, second, large, small, middle;  // of the first half, of the second, p - r, q - s, and of the middle
+    };
+    u32 words[4];  // of a rank, the weight twice
+
+    DEVICE void set(float (&u)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = Half::pack(u[i], u[i]);
+        const float outer = u[0] + u[3], inner = u[1] + u[2];
+        const float factors[4] = {outer + inner, 0.5f * (outer - inner), u[0] - u[3], u[1] - u[2]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) u[i] = 0.25f * factors[i];
+    }
+
+    // Leaves the sum of all values, largest + smallest - middle ones, largest - smallest, and the difference of the
+    // middle ones, the last three twice.
+    static DEVICE Order sort(float (&x)[4]) {
+        const float halves[2] = {x[0] + x[1], x[2] + x[3]};
+        Order order{x[0] - x[1], x[2] - x[3]};
+        const float difference = halves[0] - halves[1];
+        const float both = fabsf(order.first) + fabsf(order.second), more = fabsf(order.first) - fabsf(order.second);
+        order.large = difference + more, order.small = difference - more;
+        const float larger = fmaxf(fabsf(difference), fabsf(more));
+        order.middle = both - larger;
+        x[0] = halves[0] + halves[1], x[1] = fabsf(order.large) - fabsf(order.small);
+        x[2] = both + larger, x[3] = fabsf(order.middle);
+        return order;
+    }
+
+    static DEVICE void undo(float (&x)[4]) {
+        const float outer = x[0] + 0.5f * x[1], inner = x[0] - 0.5f * x[1], range = x[2], middle = x[3];
+        x[0] = 0.25f * (outer + range), x[3] = 0.25f * (outer - range);
+        x[1] = 0.25f * (inner + middle), x[2] = 0.25f * (inner - middle);
+    }
+
+    DEVICE void look_up(const Order& a, const Order& b, u32 (&weights)[4]) const {
+        const u32 middle = sign_masks(a.middle, b.middle), large = sign_masks(a.large, b.large);
+        const u32 small = sign_masks(a.small, b.small);
+        const u32 masks[2] = {sign_masks(a.first, b.first), sign_masks(a.second, b.second)};
+        const u32 upper = choose(middle, words[2], words[1]), lower = choose(middle, words[1], words[2]);
+        const u32 larger[2] = {choose(large, upper, words[0]), choose(large, words[0], upper)};
+        const u32 smaller[2] = {choose(small, words[3], lower), choose(small, lower, words[3])};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            weights[2 * half] = choose(masks[half], smaller[half], larger[half]);
+            weights[2 * half + 1] = choose(masks[half], larger[half], smaller[half]);
         }
     }
 };
