@@ -28,7 +28,7 @@ from tests.test_gpu import check_against_reference, results
 
 BOTH = ("dis", "dot")
 NAMES = ("out", "query", "key", "value", "weight", "beta")
-QUICK = {"both bases", "rounds of queries", "several heads of a block", "one dimension", "pairs of keys", "tensor cores"}
+QUICK = {"both bases", "several rounds", "several heads of a block", "one dimension", "pairs of keys", "tensor cores"}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 no_nvrtc = nvrtc.library_error()
 needs_nvrtc = pytest.mark.skipif(no_nvrtc is not None, reason=f"{no_nvrtc}: make test-cuda installs it")
@@ -57,7 +57,7 @@ def emulated(monkeypatch):
 CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
     "both bases": ((1, 2, 2, 20, 70, 64, 64, 4), {"bytes": 50_000}),  # three groups of keys
     "one group": ((1, 2, 2, 20, 40, 64, 64, 4), {}),
-    "rounds of queries": ((6, 1, 1, 150, 40, 16, 16, 2), {"causal": True, "dropout": 0.2}),
+    "several rounds": ((6, 1, 1, 150, 40, 16, 16, 2), {"causal": True, "dropout": 0.2}),
     "several heads of a block": ((5, 2, 2, 36, 150, 16, 16, 2), {"causal": True, "bytes": 60_000}),
     "warps without keys": ((5, 2, 2, 36, 20, 16, 16, 2), {"mask": torch.bool}),
     "sixteen warps": ((6, 1, 1, 250, 300, 8, 8, 1), {"bytes": 60_000}),
