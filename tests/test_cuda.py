@@ -273,9 +273,11 @@ def test_sorting_networks_and_weights_by_rank():
             library.run(n, *(nvrtc.c_void_p(each.data_ptr()) for each in (values, u, weights, totals)))
             ordered = x.sort(descending=True).values
             torch.testing.assert_close(totals[0], ordered @ u)
-            allowed = 2**-18 * x.abs().max() + 1e-30  # of values that carry an index
-            assert ((values - ordered).abs() <= allowed).all()
-            assert (totals[1] - ordered @ u).abs() <= allowed * u.sum()
+            if n in (2, 4):  # from sums and differences of all values
+                assert ((values - ordered).abs() <= 2**-22 * x.abs().max()).all()
+            else:  # which carried an index
+                torch.testing.assert_close(values, ordered, rtol=1e-5, atol=1e-30)
+            assert (totals[1] - ordered @ u).abs() <= 1e-5 * (ordered.abs() @ u) + 1e-30
             for found in (weights << 16).view(torch.float32):  # of the values, and of them in the other direction
                 assert sorted(found.tolist()) == u.tolist()  # a permutation, which orders the values
                 torch.testing.assert_close(x[found.argsort()], ordered)

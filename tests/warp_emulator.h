@@ -170,7 +170,7 @@ inline u32 sign_masks(float low, float high) {
     return (std::signbit(low) ? 0xffff : 0) | (std::signbit(high) ? 0xffff0000 : 0);
 }
 
-inline u32 funnel_left(u32 low, u32 high, u32 by) { return ((u64)high << 32 | low) << (by & 31) >> 32; }
+inline u32 shift_left(u32 x, u32 by) { return x << (by & 31); }
 
 // A lane (row g = lane / 4, columns 2 t and 2 t + 1 for t = lane % 4) holds two numbers of an 8 x 8 matrix.
 inline void load_matrices_as(u32 (&r)[4], u32 address, bool transposed) {

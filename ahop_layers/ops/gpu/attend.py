@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ahop_layers.ops.dropout import scale, threshold
 from ahop_layers.ops.gpu import nvrtc
+from ahop_layers.ops.gpu.division import even_split
 from ahop_layers.ops.protocols import AttentionCall
 
 ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
@@ -153,7 +154,8 @@ class Plan:
         warps = _even_warps(self.tiles, warps, heads, self.limits.multiprocessors)
         self.blocks = -(-self.tiles // warps)
         if areas == 1:  # a block that has all keys may as well have several rounds of queries
-            self.blocks = _fastest_blocks(heads, self.blocks, blocks * self.limits.multiprocessors)
+            rounds = even_split(self.blocks, heads, blocks * self.limits.multiprocessors)
+            self.blocks = -(-self.blocks // rounds)
         self.forward_launch = heads * self.blocks, 32 * warps, groups + warps * own
         sizes = {"tiles": tiles, "areas": areas, "threads": 32 * most, "blocks_per_sm": blocks}
         self.forward_constants = {**self.constants, **sizes}
@@ -318,14 +320,6 @@ def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
     while most > 1 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
         most = -(-most // 2)
     return -(-tiles // -(-tiles // most))
-
-
-def _fastest_blocks(heads: int, rounds: int, places: int) -> int:
-    """Returns how many blocks should share the rounds of a head, if so many blocks as ``places`` run at once.
-
-    Each block copies the keys, which takes about as long as half of a round.
-    """
-    return min(range(1, rounds + 1), key=lambda blocks: -(-heads * blocks // places) * (0.5 + -(-rounds // blocks)))
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}

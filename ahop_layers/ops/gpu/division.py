@@ -23,12 +23,12 @@ def rows_per_program(length: int, warps: int, device: torch.device, unit: int = 
     """Returns the number of queries per program, a multiple of ``unit``, those that the kernel processes at a time."""
     units = -(-length // unit)
     start, waves = (START, 6) if unit == 1 else (2, 1)  # the keys of tiles take as long as two tiles of queries
-    return unit * _even_split(units, warps, slots(device), start, waves)
+    return unit * even_split(units, warps, slots(device), start, waves)
 
 
 @lru_cache(maxsize=4096)
-def _even_split(length: int, warps: int, slots: int, start: float, least_waves: int) -> int:
-    """Returns the number of queries per program that fills the last wave well and rarely reloads keys.
+def even_split(length: int, warps: int, slots: int, start: float = START, least_waves: int = 1) -> int:
+    """Returns the number of queries, or rounds of them, per program that fills the last wave and rarely reloads keys.
 
     ``start`` is the time to load the keys, in queries. Several waves balance programs of different duration.
     """

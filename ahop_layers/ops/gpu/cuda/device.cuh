@@ -72,10 +72,10 @@ DEVICE u32 sign_masks(float low, float high) {
     return r;
 }
 
-// The high word of high:low, shifted left by the low five bits of `by`.
-DEVICE u32 funnel_left(u32 low, u32 high, u32 by) {
+// A word shifted left by the low five bits of `by`.
+DEVICE u32 shift_left(u32 x, u32 by) {
     u32 r;
-    asm("shf.l.wrap.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(by));
+    asm("shf.l.wrap.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(0), "r"(x), "r"(by));
     return r;
 }
 

@@ -104,7 +104,7 @@ struct RankedWeights {
         Sorter<N>::sort(x);
         u32 ranks = 0;
 #pragma unroll
-        for (int i = 1; i < N; ++i) ranks |= funnel_left(0, i, float_bits(x[i]));
+        for (int i = 1; i < N; ++i) ranks |= shift_left(i, float_bits(x[i]));
         return ranks;
     }
 
@@ -138,7 +138,7 @@ struct RankedWeights<2, Half> {
 
     DEVICE void set(float (&u)[2]) {
         words[0] = Half::pack(u[0], u[0]), words[1] = Half::pack(u[1], u[1]);
-        undo(u);
+        Sorter<2>::halve(u);
     }
 
     static DEVICE Order sort(float (&x)[2]) {
@@ -147,10 +147,7 @@ struct RankedWeights<2, Half> {
         return difference;
     }
 
-    static DEVICE void undo(float (&x)[2]) {
-        const float sum = x[0];
-        x[0] = 0.5f * (sum + x[1]), x[1] = 0.5f * (sum - x[1]);
-    }
+    static DEVICE void undo(float (&x)[2]) { Sorter<2>::halve(x); }
 
     DEVICE void look_up(Order a, Order b, u32 (&weights)[2]) const {
         const u32 mask = sign_masks(a, b);
