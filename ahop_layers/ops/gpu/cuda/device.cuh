@@ -214,8 +214,9 @@ struct Float16 {
     HALF_PAIRS(max_nan, "max.NaN.f16x2")
     HALF_PAIRS(min_nan, "min.NaN.f16x2")
 
+    // Volatile, so that it stays in a loop: the compiler would keep the results of all iterations in registers.
     static DEVICE void unpack(u32 word, float& low, float& high) {
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        asm volatile("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
             : "=f"(low), "=f"(high) : "r"(word));
     }
 
