@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from itertools import product
+from math import inf
 
 import torch
 
@@ -9,6 +10,7 @@ from ahop_layers.ops.chunked import SCRATCH_BYTES
 
 START = 0.5  # the time to load the keys of a program, in those of a query
 TAIL = 0.7  # the time in which the last programs end, in those of a program
+LEAST_WAVES = 3  # of programs that fill the GPU evenly, so that the last ones end at the same time
 SCRATCH_COST = 0.04  # of each SCRATCH_BYTES of parts, as a fraction of the time of all work
 MOST_PARTS = 512  # of a gradient, which a thread adds up
 
@@ -53,9 +55,10 @@ def divide(tiles: int, length: int, warps: int, slots: int, strip_bytes: int, ch
         span, rows = division
         strips, chunks = -(-tiles // span), -(-length // rows)
         program, all_work = span * (rows + START), tiles * (length + chunks * START) * warps / slots
-        time = max(program, all_work + TAIL * program)
+        waves = -(-strips * chunks * warps // slots)
+        time = min(all_work + TAIL * program, waves * program if waves >= LEAST_WAVES else inf)
         parts = strips * strip_bytes + chunks * chunk_bytes
-        return time / (tiles * length * warps / slots) + SCRATCH_COST * parts / SCRATCH_BYTES
+        return max(program, time) / (tiles * length * warps / slots) + SCRATCH_COST * parts / SCRATCH_BYTES
 
     return min(product(_sizes(tiles), _sizes(length)), key=cost)
 
