@@ -315,9 +315,10 @@ def _row_bytes(d: int) -> int:
 def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
     """Returns the number of warps of a block: as few as the fewest blocks of at most ``most`` need.
 
-    There are more blocks where those of all heads would leave multiprocessors idle.
+    There are more blocks where those of all heads would leave multiprocessors idle, but of four warps at least, which
+    share the work of copying keys.
     """
-    while most > 1 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
+    while most > 4 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
         most = -(-most // 2)
     return -(-tiles // -(-tiles // most))
 
