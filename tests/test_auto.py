@@ -283,7 +283,7 @@ def fails(x):
     (lambda m: m.fit((INDEX, PATTERNS)), r"data must be index .* got \(160,\) and \(80, 10\)"),
     (lambda m: m.fit((INDEX + 1, PATTERNS[INDEX])), "index must be integers from 0 to 79, got .* 1 to 80"),
     (lambda m: m.fit((INDEX.double(), PATTERNS[INDEX])), "index must be integers"),
-    (lambda m: m.fit((INDEX, None)), "query must be a tensor, got NoneType"),
+    (lambda m: m.fit((INDEX, None)), "query must be a tensor, an array or a list of numbers, got NoneType"),
     (lambda m: m.fit((INDEX[:1], torch.full((1, 10), torch.nan))), "query must have a known value .* row 0"),
     (lambda m: m.fit((INDEX[:2], torch.tensor([[0.0], [torch.inf]]).expand(2, 10))), "infinity in row 1"),
     (lambda m: m.fit(lambda x: x[:, :2]), "must .* got"),
@@ -297,3 +297,47 @@ def test_an_error_leaves_a_fitted_memory_unchanged(call, message):
     with pytest.raises(ah.AHopError, match=message):
         call(memory)
     assert all(same_states(memory, fitted()))
+
+
+@pytest.mark.parametrize(("value", "count"), [(-9999.0, 1), (3e38, 3)])
+def test_a_value_far_from_all_patterns_changes_neither_hits_nor_confidence(value, count):
+    generator = torch.Generator().manual_seed(1)
+    stored, foreign = torch.rand(300, 32, generator=generator), torch.rand(200, 32, generator=generator)
+    memory = ah.AssociativeMemory(stored)
+    memory.fit()
+    assert not memory.similarity.saturates
+    known, limit = stored[:200].clone(), memory.threshold(0.01)
+    known[:, :count], foreign[:, :count] = value, value
+    hits = memory.search(known)
+    assert torch.equal(hits.indices[:, 0], torch.arange(200))
+    assert (hits.confidence[:, 0] > limit).float().mean() > 0.95
+    assert (memory.search(foreign).confidence[:, 0] > limit).float().mean() < 0.05
+    torch.testing.assert_close(memory.explain(known).sum(-1), hits.scores[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_patterns_that_are_added_far_from_the_others_are_found():
+    memory = ah.AssociativeMemory(torch.rand(100, 8, generator=torch.Generator().manual_seed(0)))
+    memory.fit()
+    far = 1000 * torch.rand(5, 8, generator=torch.Generator().manual_seed(1))
+    memory.recall(far)  # the range of the patterns is kept until they change
+    added = memory.add(far)
+    assert torch.equal(memory.recall(far), added)
+
+
+@pytest.mark.parametrize("labels", [None, [0, 1] * 40])
+def test_a_fit_with_another_default_dtype(labels):
+    torch.set_default_dtype(torch.float64)
+    try:
+        for patterns in (torch.rand(80, 8), torch.rand(80, 6, 6)):
+            assert ah.AssociativeMemory(patterns.float(), labels=labels).fit().queries > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_pairs_may_be_lists():
+    patterns = torch.rand(30, 6, generator=torch.Generator().manual_seed(0))
+    memory, other = ah.AssociativeMemory(patterns), ah.AssociativeMemory(patterns)
+    index = torch.arange(30).repeat(2)
+    memory.fit((index.tolist(), patterns[index].tolist()))
+    other.fit((index, patterns[index]))
+    assert torch.equal(memory.scores(patterns), other.scores(patterns))

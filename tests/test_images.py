@@ -76,6 +76,13 @@ def test_the_best_of_all_shifts_counts(images, rows):
     assert (shifted(rows, rows).diagonal() >= plain(rows, rows).diagonal() - 1e-6).all()
 
 
+def test_explanations_of_shifted_images_add_up_to_the_score(images):
+    memory = ah.AssociativeMemory(images[0], ah.ImageSimilarity(SIDE, SIDE, shifts=1))
+    query = images[0][:4].roll((1, -1), (1, 2))
+    query[3, :5, :3] = torch.nan
+    torch.testing.assert_close(memory.explain(query).sum((1, 2)), memory.search(query).scores[:, 0])
+
+
 def test_a_memory_of_images_finds_covered_ones_before_and_after_a_fit(images, tmp_path):
     pytest.importorskip("safetensors", reason="memories are saved with safetensors")
     asked = torch.arange(len(images[0])) % 4 == 3  # one light is not stored

@@ -88,6 +88,21 @@ def test_classes_follow_changes_of_the_labels():
     assert x.grad is not None
 
 
+def test_names_of_classes_stay_in_order_and_new_labels_change_the_confidence(tmp_path):
+    memory = AssociativeMemory(torch.eye(3), labels=["cat", "dog", "dog"])
+    memory.add(torch.ones(1, 3), labels=["ant"])
+    assert memory.classes == ["ant", "cat", "dog"]
+    assert memory.labels == ["cat", "dog", "dog", "ant"]
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = AssociativeMemory.load(tmp_path / "memory.safetensors")
+    assert torch.equal(loaded.class_scores(torch.eye(3)), memory.class_scores(torch.eye(3)))
+    patterns, labels = torch.rand(60, 8, generator=torch.Generator().manual_seed(0)), [0, 1] * 30
+    memory, labeled = AssociativeMemory(patterns), AssociativeMemory(patterns, labels=labels)
+    memory.threshold()
+    memory.labels = labels
+    assert torch.equal(memory.search(patterns).confidence, labeled.search(patterns).confidence)
+
+
 def test_a_checkpoint_without_labels_loads_into_a_memory_without_labels():
     memory = AssociativeMemory(torch.eye(3), "dot")
     memory.load_state_dict(AssociativeMemory(torch.ones(2, 3), "dot").state_dict())

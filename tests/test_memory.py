@@ -436,6 +436,8 @@ def test_nan_is_refused_where_a_similarity_has_no_unknown_values(similarity):
     for call in (memory.search, memory.scores, memory.recall, memory.retrieve):
         refuses(f"queries x {message}", call, broken)
     refuses(f"patterns {message}", memory.load_state_dict, memory.state_dict() | {"patterns": broken})
+    refuses(f"patterns {message}", setattr, memory, "patterns", broken)
+    refuses(f"queries {message}", memory.fit, (torch.arange(6), broken), epochs=1, progress=False)
     assert torch.equal(memory.patterns, patterns)
 
 

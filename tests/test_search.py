@@ -120,3 +120,33 @@ def test_errors_name_queries_and_patterns(x, message):
     memory = AssociativeMemory(torch.rand(6, 4))
     for method in (memory.search, memory.scores, memory.recall, memory.retrieve, memory.energy):
         refuses(message, method, x)
+
+
+def test_ids_keep_their_kind_and_frames_may_have_values_of_their_own_for_unknown():
+    memory = AssociativeMemory(np.eye(3), ids=["a", 7, "c"])
+    found = memory.search(np.eye(3)).ids
+    assert found.tolist() == [["a"], [7], ["c"]]
+    memory.remove(ids=found[1])
+    assert memory.ids == ["a", "c"]
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": [1, None, 3], "b": [0.5, 1.5, 2.5]}).convert_dtypes()
+    assert AssociativeMemory(frame).search(frame[:2]).indices.tolist() == [[0], [1]]
+
+
+def test_finite_queries_beyond_the_dtype_of_the_patterns_are_scored():
+    patterns = torch.rand(20, 8, generator=torch.Generator().manual_seed(0))
+    for dtype, value in ((torch.float16, 7e4), (torch.float32, 1e39)):
+        query = patterns[:5].double()
+        query[:, 0] = value
+        assert AssociativeMemory(patterns.to(dtype)).recall(query).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_memory_forgets_that_a_pattern_had_unknown_values():
+    patterns = torch.rand(5, 4)
+    patterns[0, 0] = torch.nan
+    memory = AssociativeMemory(patterns, ids=range(5))
+    memory.add(torch.rand(1, 4), ids=[0], replace=True)
+    assert not memory._stored.unknown
+    memory = AssociativeMemory(patterns)
+    memory.remove([0])
+    assert not memory._stored.unknown

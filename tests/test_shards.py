@@ -286,12 +286,22 @@ def test_a_failed_communication_is_not_blamed_on_the_device(process_group, monke
     refuses("group must support tensors on meta", Shard, None, 3, torch.device("meta"))
 
 
+@pytest.mark.parametrize(("similarity", "dtype", "value"), [("dis", torch.float16, 100.0), ("l1", torch.float32, 1e25)])
+def test_large_values_of_queries_are_scored_as_in_one_process(process_group, similarity, dtype, value):
+    patterns = torch.rand(50, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    query = patterns[:9].clone()
+    query[:, :10] = value
+    whole, shard = ah.AssociativeMemory(patterns, similarity), ah.AssociativeMemory(patterns, similarity).shard_()
+    assert torch.equal(shard.scores(query), whole.scores(query))
+    assert whole.scores(query).isfinite().all()
+
+
 def test_invalid_queries_raise_on_every_rank(process_group, monkeypatch):
     memory, gather = ah.AssociativeMemory(torch.eye(3)).shard_(), Shard.gather
     monkeypatch.setattr(Shard, "agree", lambda self, call, device: None)
     sent = []
     monkeypatch.setattr(Shard, "gather", lambda self, tensor: sent.append(tensor) or gather(self, tensor))
     refuses("queries x must be", memory.search, torch.eye(4))
-    assert sent[0].tolist() == [0, 0, 1]  # the other ranks are told
+    assert sent[0].tolist() == [0, 0, 1, 4]  # the other ranks are told
     monkeypatch.setattr(Shard, "gather", lambda self, tensor: torch.stack([tensor, sent[0]]))
     refuses("queries x must be valid on all ranks, got an error on rank 1", memory.search, torch.eye(3))

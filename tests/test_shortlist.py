@@ -174,3 +174,12 @@ def test_errors_of_an_index_and_its_removal(monkeypatch):
     refuses("queries x must not be infinite, got infinity in row 1", memory.search, x, 200, shortlist=400)
     assert memory.build_index(None) is None
     assert memory.search(memory.patterns[:5], 200, shortlist=400)[1].shape == (5, 200)
+
+
+@pytest.mark.parametrize("shape", [(16,), (8, 8)])
+def test_a_memory_of_inference_mode_has_shortlists(shape):
+    patterns = torch.rand(40, *shape)
+    with torch.inference_mode():
+        memory = ah.AssociativeMemory(patterns)
+        inside = memory.search(patterns[:3], k=2, shortlist=10).indices
+    assert torch.equal(memory.search(patterns[:3], k=2, shortlist=10).indices, inside)

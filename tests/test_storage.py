@@ -66,3 +66,20 @@ def test_mapped_patterns_are_read_block_by_block(tmp_path):
         memory.class_scores(patterns[:2])
     assert largest.elements < patterns.numel() / 2
     assert memory.patterns.data_ptr() == stored.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [ah.AssociativeMemory, lambda x: ah.AssociativeMemory.preset("A-Hop", x.flatten(1))])
+def test_a_file_keeps_the_weights_of_half_precision_memories(make, dtype, tmp_path):
+    memory = make((255 * torch.rand(20, 6, 6)).to(dtype))
+    for parameter in memory.similarity.parameters():
+        parameter.data.mul_(1 + 1e-3 * torch.rand_like(parameter))
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = ah.AssociativeMemory.load(tmp_path / "memory.safetensors")
+    assert torch.equal(loaded.scores(memory.patterns), memory.scores(memory.patterns))
+
+
+def test_a_file_is_loaded_beside_one_with_a_similar_name(tmp_path):
+    for name in ("faces", "faces-out-of-domain"):
+        ah.AssociativeMemory(torch.eye(3)).save(tmp_path / f"{name}.safetensors")
+    assert len(ah.AssociativeMemory.load(tmp_path / "faces.safetensors")) == 3

@@ -56,6 +56,11 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.w[near, -1] = 1 / len(near)
         self.refresh()
 
+    @property
+    def saturates(self) -> bool:
+        """Whether a value adds little more to a score, however far it is from those of the patterns."""
+        return all(self.names[row] == "near" for row in self._used)
+
     def refresh(self) -> None:
         """Finds the bases whose weights are not all 0: only these are computed.
 

@@ -87,8 +87,8 @@ def find_candidates(
         keys = torch.rand(near.shape, generator=generator, device=near.device).masked_fill(near == -torch.inf, -1.0)
         others = keys.scatter(1, hard.indices, -1.0).topk(random)
         represented = ((~same).sum(1, keepdim=True) - hard.indices.shape[1]).clamp(min=1) / max(1, random)
-        offset = [torch.where(found.values == -torch.inf, -torch.inf, 0.0) for found in (first, hard)]
-        offset.append(torch.where(others.values < 0, -torch.inf, represented.log()))
+        offset = [torch.zeros_like(x.values).masked_fill(x.values == -torch.inf, -torch.inf) for x in (first, hard)]
+        offset.append(represented.log().to(near).masked_fill(others.values < 0, -torch.inf))
         rows.append((torch.cat([first.indices, hard.indices, others.indices], 1), torch.cat(offset, 1)))
     candidates, weights = (torch.cat(each) for each in zip(*rows, strict=True))
     weights = weights if asked.log_prior is None else weights + asked.log_prior.to(weights)[candidates]

@@ -71,7 +71,7 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
     """Returns a NumPy array of numbers, or data of pandas, as a tensor on ``device``, and anything else unchanged."""
     numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
     if hasattr(x, "to_numpy"):
-        x = x.to_numpy()
+        x = _as_array(x)
     if numpy is None or not isinstance(x, numpy.ndarray) or x.dtype.kind not in "biufc":
         return x
     if x.dtype.kind == "f" and x.dtype.itemsize > 8:
@@ -79,6 +79,15 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
     # Copies arrays that are read-only or have negative strides or another byte order, which PyTorch does not support.
     x = numpy.require(x.astype(x.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
     return torch.from_numpy(x).to(device)
+
+
+def _as_array(frame: Any) -> Any:
+    """Returns data of pandas as an array, with NaN for the unknown values of dtypes such as Int64."""
+    pandas, array = sys.modules.get("pandas"), frame.to_numpy()
+    if pandas is None or array.dtype != object or not isinstance(frame, pandas.DataFrame):
+        return array
+    numbers = all(map(pandas.api.types.is_numeric_dtype, frame.dtypes))
+    return frame.to_numpy(dtype="float64", na_value=float("nan")) if numbers else array
 
 
 def as_given(x: Array, result: Any) -> Array:
@@ -90,7 +99,9 @@ def as_given(x: Array, result: Any) -> Array:
     if not isinstance(x, (Tensor, list, tuple)) and isinstance(result, Tensor):
         given = (result.float() if result.dtype == torch.bfloat16 else result).detach().cpu().numpy()
     elif not isinstance(x, (Tensor, list, tuple)):
-        given = sys.modules["numpy"].array(result)
+        numpy = sys.modules["numpy"]
+        given, as_objects = numpy.array(result), numpy.array(result, dtype=object)
+        given = given if given.tolist() == as_objects.tolist() else as_objects  # integers beside strings
     return given
 
 

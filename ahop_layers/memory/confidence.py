@@ -180,7 +180,7 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
             there = known[place] == target
             target, query, origin = place[there], query[there], origin[there]
     subset = scorer._replace(stored=some)
-    scores = subset.scores(query.to(some.dtype)).to(accumulation_dtype(some.dtype))
+    scores = subset.scores(scorer.within_reach(query.to(some.dtype))).to(accumulation_dtype(some.dtype))
     return _fit(scores, target, origin if leave_out else None, subset, stored.count)
 
 
@@ -262,5 +262,9 @@ def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
     unlike = isinstance(similarity, AdaptiveSimilarity) and (similarity.num_heads or "table" in similarity._modules)
     if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or unlike:
         raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
+    source = None
+    if isinstance(similarity, ImageSimilarity) and similarity.shifts:
+        query, source = similarity.aligned(query, key, missing=not bool(known.all()))
     views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
-    return similarity.spread([part.contributions(*view) for part, *view in views])
+    total = similarity.spread([part.contributions(*view) for part, *view in views])
+    return total if source is None else torch.zeros_like(total).scatter_add(1, source, total)

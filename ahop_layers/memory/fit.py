@@ -37,12 +37,12 @@ def as_data(damage: Any, device: torch.device) -> Variant | Pairs | None:
     """Returns a damage as a variant, or pairs with their arrays as tensors on ``device``."""
     if damage is None or not isinstance(damage, (tuple, list)):
         return None if damage is None else as_damage(damage)
-    given = tuple(from_numpy(each, device) for each in damage)
-    if not any(isinstance(each, Tensor) for each in given):
+    if any(map(callable, damage)):
         return as_damage(damage)
-    if len(given) != 2:
-        raise AHopError(f"data must be a variant or a pair (index, query), got tuple of {len(given)}")
-    return given
+    if len(damage) != 2:
+        raise AHopError(f"data must be a variant or a pair (index, query), got {len(damage)} values")
+    index, query = (from_numpy(each, device) for each in damage)
+    return index, query
 
 
 def sample_pairs(variant: Variant, stored: Stored, n: int, draw: torch.Generator) -> Pairs:

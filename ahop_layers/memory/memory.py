@@ -17,7 +17,6 @@ from ahop_layers.errors import (
     AHopError,
     check_callable,
     check_choice,
-    check_floating,
     check_given_sizes,
     check_numbers,
     check_probability,
@@ -198,6 +197,8 @@ class AssociativeMemory(Associator):
             expected = (len(stored.patterns), *stored.shape)
             raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
         unknown, largest = storage.read_values("patterns", rows)
+        if unknown:
+            self._scorer().check_missing("patterns")
         self.calibration = torch.zeros_like(self.calibration)
         ranks = Whole(len(rows)) if alone else stored.ranks
         self._stored = replace(stored, patterns=rows, unknown=unknown, largest=largest, ranks=ranks)
@@ -212,6 +213,7 @@ class AssociativeMemory(Associator):
     def labels(self, labels: Any) -> None:
         stored = self._unsharded("labels")
         codes, names = as_labels(labels, stored.count, stored.patterns.device)
+        self.calibration = torch.zeros_like(self.calibration)
         self._stored = replace(stored, labels=codes, names=names, classes=None)
 
     @property
@@ -609,6 +611,7 @@ class AssociativeMemory(Associator):
         with unchanged_on_error(self):
             self._set_bias(stored, data, means, questions.QUERIES, generator)
             if isinstance(similarity, AutoSimilarity):
+                asked = asked._replace(query=self._scorer().clamped(asked.query))
                 learned = learn(patterns, own, asked, generator)
                 similarity.set_(learned)
                 temperature, report = learned.temperature, learned.report
@@ -626,9 +629,7 @@ class AssociativeMemory(Associator):
     def _pairs(self, stored: Stored, data: Pairs, by: str) -> tuple[Pairs, Tensor | None]:
         """Returns the index, or the class, and the query of given pairs; and the mean pattern of each class."""
         target, query = data
-        if not isinstance(query, Tensor):
-            check_floating(query=query)
-        query = as_tensor("query", query)
+        query = as_tensor("query", query, stored.patterns.device)
         check_same_device(query=query, patterns=stored.patterns)
         query = query.to(torch.promote_types(query.dtype, stored.dtype))
         query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query

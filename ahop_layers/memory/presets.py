@@ -230,5 +230,6 @@ def make_parts(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict
             if found is None or found.shape != tensor.shape:
                 got = "none" if found is None else describe(found)
                 raise AHopError(f"{name}.{key} must be {describe(tensor)}, as the header says, got {got}")
-        parts[name] = make().to(dtype=patterns.dtype if patterns.is_floating_point() else None)
+        dtypes = (tensors[f"{name}.{key}"].dtype for key in sizes)
+        parts[name] = make().to(dtype=next((dtype for dtype in dtypes if dtype.is_floating_point), None))
     return parts

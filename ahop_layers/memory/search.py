@@ -13,9 +13,11 @@ from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
 from ahop_layers.memory.storage import Stored, read_values, scoring_dtype
 from ahop_layers.ops.operators import check_differentiable
+from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.similarity.table import TableSimilarity
+from ahop_layers.variants import known_range
 
 QUERY_ROWS = 256
 """Number of queries that are scored at once where the scores of a block of patterns are not kept."""
@@ -74,6 +76,7 @@ class Scorer(NamedTuple):
         except AHopError as raised:
             rows, batch, missing, error = stored.block(0, 0), (), False, raised
         rows, own = stored.ranks.queries(rows, error)
+        rows = self.within_reach(rows)
         missing = missing or stored.unknown or (not stored.ranks.alone and has_nan(rows))  # of other ranks
         return Queries(rows, own, missing, batch)
 
@@ -91,15 +94,40 @@ class Scorer(NamedTuple):
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
         check_differentiable(**{name: given, "patterns": stored.patterns})
-        rows = given.reshape(-1, stored.dim).to(stored.dtype)
+        rows, dtype = given.reshape(-1, stored.dim), stored.dtype
         if torch.compiler.is_compiling():
-            return rows, batch, False
+            return rows.to(dtype), batch, False
         missing, largest = read_values(name, rows)
         if missing:
             self.check_missing(name)
-        if stored.ranks.alone and largest > stored.largest:  # the rows of all ranks have one dtype
-            rows = rows.to(scoring_dtype(stored.dtype, stored.dim, min(max(largest, 1.0), 1e100)))
-        return rows, batch, missing
+        if largest > stored.largest:
+            held = next(each for each in (dtype, torch.float32, torch.float64) if largest <= torch.finfo(each).max)
+            dtype = scoring_dtype(held, stored.dim, min(max(largest, 1.0), 1e100))
+        return rows.to(dtype), batch, missing
+
+    def within_reach(self, rows: Tensor) -> Tensor:
+        """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
+        unbounded = isinstance(self.similarity, AutoSimilarity) and not self.similarity.saturates
+        return self.clamped(rows) if unbounded else rows
+
+    def clamped(self, rows: Tensor) -> Tensor:
+        """Clamps values that are farther from those of the patterns than these are from each other.
+
+        Such a value is wrong, however far away it is, and must not decide a score alone.
+        """
+        low, high = self.stored.keep("reach", self._reach)
+        return rows.clamp(low.to(rows.dtype), high.to(rows.dtype))
+
+    def _reach(self) -> tuple[Tensor, Tensor]:
+        """Returns how far a value may be from those of the patterns of all ranks: its limits, ``(d,)`` each."""
+        patterns, wide = self.stored.patterns, accumulation_dtype(self.stored.dtype)
+        found = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
+        lows, highs = self.stored.ranks.gather(torch.stack(tuple(found)).to(wide)).unbind(1)
+        low, high = lows.nan_to_num(torch.inf).amin(0), highs.nan_to_num(-torch.inf).amax(0)
+        span = high - low
+        span = torch.where(span > 0, span, span.max().clamp(min=0))
+        nothing = low > high
+        return (low - span).masked_fill(nothing, -torch.inf), (high + span).masked_fill(nothing, torch.inf)
 
     def allows_missing(self) -> bool:
         """Returns whether the similarity can score pairs with missing values."""
@@ -127,7 +155,10 @@ class Scorer(NamedTuple):
         ``missing`` says whether queries or patterns have unknown values; None reads the queries for NaN.
         """
         stored, prior = self.stored, self.stored.own_prior
-        missing = stored.unknown or has_nan(rows) if missing is None else missing
+        if missing is None:
+            missing = stored.unknown or has_nan(rows)
+            if missing:
+                self.check_missing("queries")
         size, copies = self._block_size(len(rows)), self._arranged()
         for start in range(0, len(stored.patterns), size):
             key = self.modulated(stored.block(start, size))

@@ -62,14 +62,17 @@ class Whole:
     def queries(self, rows: Tensor, error: AHopError | None = None) -> tuple[Tensor, slice]:
         """Returns the queries of all ranks and the place of those of this rank, ``rows (L, d)``.
 
-        Every rank scores the queries of all ranks against its patterns. Queries that are equal on all ranks and need no
-        gradient are scored once. Raises on all ranks if one has an ``error``: the others would wait for it.
+        Every rank scores the queries of all ranks against its patterns, in the widest of their dtypes. Queries that are
+        equal on all ranks and need no gradient are scored once. Raises on all ranks if one has an ``error``: the others
+        would wait for it.
         """
         failed = []
         if not self.alone:
             differentiable = rows.requires_grad and torch.is_grad_enabled()
-            header = torch.tensor([len(rows), differentiable, error is not None], device=rows.device)
-            lengths, needed, failed = self.gather(header).T.tolist()
+            header = [len(rows), differentiable, error is not None, rows.itemsize]
+            lengths, needed, failed, sizes = self.gather(torch.tensor(header, device=rows.device)).T.tolist()
+            if rows.itemsize < max(sizes):
+                rows = rows.to(torch.float64 if max(sizes) == 8 else torch.float32)
         if error is not None:
             raise error
         if any(failed):

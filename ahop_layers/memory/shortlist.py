@@ -9,10 +9,11 @@ curvature. For the dot product and the negative squared distance, the approximat
 
 import importlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
@@ -47,6 +48,8 @@ def linear_scores(similarity: Similarity, modulate: Callable[[Tensor], Tensor], 
         return Linear(wide, wide[:, :1])
     size = max(1, SAMPLE_ELEMENTS // sample.numel())
     with torch.inference_mode(False):  # gradients are not recorded in inference mode
+        if isinstance(similarity, nn.Module) and any(map(Tensor.is_inference, similarity.state_dict().values())):
+            similarity = deepcopy(similarity)
         parts = [_linear(similarity, modulate, part.clone(), sample.clone()) for part in torch.split(rows, size)]
     return Linear(*(torch.cat(each) for each in zip(*parts, strict=True)))
 

@@ -188,7 +188,9 @@ class Stored:
         """Returns the patterns ``index (n,)``, with all that belongs to them."""
         labels = None if self.labels is None else self.labels[index]
         ids = None if self.ids is None else tuple(self.ids[place] for place in index.tolist())
-        return self._alone(self.patterns[index], labels, ids=ids, prior=self._prior(lambda prior: prior[index]))
+        patterns, prior = self.patterns[index], self._prior(lambda prior: prior[index])
+        unknown = self.unknown and bool(patterns.isnan().any())
+        return self._alone(patterns, labels, ids=ids, prior=prior, unknown=unknown)
 
     def joined(self, added: "Stored", replaces: bool) -> tuple["Stored", Tensor]:
         """Returns these patterns and those ``added``, and the indices of the latter ``(n,)``.
@@ -215,9 +217,13 @@ class Stored:
 
         labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
         prior = self._prior(lambda prior: torch.cat([prior, prior.mean().expand(int((~old).sum()))]))
-        values = {"unknown": self.unknown or added.unknown, "largest": max(self.largest, added.largest)}
-        patterns = join(self.patterns, added.patterns)
-        return self._alone(patterns, labels, names=added.names, ids=ids, prior=prior, **values), place
+        patterns, names = join(self.patterns, added.patterns), added.names
+        if labels is not None and names is not None and list(names) != sorted(names):
+            order = torch.tensor(sorted(range(len(names)), key=names.__getitem__), device=labels.device)
+            labels, names = order.argsort()[labels], tuple(sorted(names))
+        unknown = added.unknown or (self.unknown and bool(patterns.isnan().any()))
+        values = {"names": names, "ids": ids, "prior": prior, "unknown": unknown}
+        return self._alone(patterns, labels, **values, largest=max(self.largest, added.largest)), place
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what a state dict holds of the patterns."""
@@ -383,7 +389,9 @@ def part_path(path: Path, rank: int, ranks: int) -> Path:
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory."""
-    parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{glob.escape(path.suffix)}"))
+    number = "[0-9]" * 5
+    name = f"{glob.escape(path.stem)}-{number}-of-{number}{glob.escape(path.suffix)}"
+    parts = sorted(path.parent.glob(name))
     whole = [path] if path.is_file() else []
     if parts and (whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]):
         got = ", ".join(part.name for part in (*whole, *parts))

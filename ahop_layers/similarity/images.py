@@ -183,6 +183,18 @@ class ImageSimilarity(nn.Module):
         scores = [self._score(self._shifted(query, *offset), keys, missing) for offset in product(size, size)]
         return reduce(torch.maximum, scores)
 
+    def aligned(self, query: Tensor, key: Tensor, missing: bool) -> tuple[Tensor, Tensor]:
+        """Shifts each ``query (L, 1, d)`` as it agrees best with its ``key (L, 1, d)``.
+
+        Returns the shifted queries, and the pixel that each of their values comes from ``(L, d)``.
+        """
+        size, keys = range(-self.shifts, self.shifts + 1), self.views(key)
+        offsets = list(product(size, size))
+        scores = [self._score(self._shifted(query, *offset), keys, missing).flatten() for offset in offsets]
+        places = torch.arange(self.dim, device=query.device)
+        source = torch.stack([self._shifted(places, *offset) for offset in offsets])[torch.stack(scores).argmax(0)]
+        return query.gather(-1, source[:, None]), source
+
     def _score(self, query: Tensor, keys: Sequence[Tensor], missing: bool) -> Tensor:
         views = zip(self.parts(), self.views(query), keys, strict=True)
         scores = [part(own, key, missing=missing) for part, own, key in views]
