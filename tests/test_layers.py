@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
-from ahop_layers import AdaptiveAttention, AdaptiveSimilarity, AssociativeMemory, hopfield, similarity_parameters
+from ahop_layers import (
+    AdaptiveAttention,
+    AdaptiveSimilarity,
+    AssociativeMemory,
+    adapt_,
+    hflayers_state_dict,
+    hopfield,
+    similarity_parameters,
+)
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.similarity.adaptive import SimilarityOptions
 from tests.samples import Scaled, refuses
@@ -168,6 +176,26 @@ def test_instances_of_hflayers_classes(name):
     layer = ADAPTIVE[name](8)
     assert isinstance(layer, getattr(hflayers, name))
     assert isinstance(getattr(layer, "hopfield", layer), hflayers.Hopfield)
+
+
+@pytest.mark.parametrize("name", ["HopfieldPooling", "HopfieldLayer"])
+def test_static_patterns_of_heads_are_compared_with_learned_ones(name):
+    projected = {"pattern_projection_as_static": False} if name == "HopfieldPooling" else {}
+    options = {**WITHOUT_PARAMETERS, "disable_out_projection": False, **projected}
+    plain, adaptive = (getattr(hopfield, each)(12, num_heads=3, **options) for each in (name, f"Adaptive{name}"))
+    adaptive.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 5, 4)
+    inputs = (x, torch.randn(2, 5, 12)) if name == "HopfieldPooling" else x
+    expected = plain(inputs)
+    torch.testing.assert_close(adaptive(inputs), expected)
+    adapt_(plain)
+    torch.testing.assert_close(plain(inputs), expected)
+
+
+def test_parameters_of_a_model_whose_names_begin_alike_are_kept_for_hflayers():
+    layer = AdaptiveHopfield(8)
+    layer.association_core.similarity_scale = nn.Parameter(torch.ones(()))
+    assert "association_core.similarity_scale" in hflayers_state_dict(layer)
 
 
 def test_a_plain_checkpoint_resets_a_trained_similarity():

@@ -49,7 +49,7 @@ def _attention(adaptive: type[Adaptive]) -> Converter:
     return Converter(convert, shapes)
 
 
-def _adapt_hopfield(hopfield: Any, options: SimilarityOptions) -> None:
+def _adapt_hopfield(hopfield: Any, options: SimilarityOptions, learned: bool = False) -> None:
     core, batch_first, width = hopfield.association_core, hopfield.batch_first, hopfield.input_size
     settings = hopfield.scaling, hopfield.update_steps_max, hopfield.update_steps_eps
     swap_class_(hopfield, layers.AdaptiveHopfield, "_batch_first", "_input_size")
@@ -62,20 +62,25 @@ def _adapt_hopfield(hopfield: Any, options: SimilarityOptions) -> None:
         names = ("scaling", "update_steps_max", "update_steps_eps", "steps")
         swap_class_(core, AssociationCore, "similarity", "separation", *names)
         core.configure(*settings)
-    hopfield.make_adaptive(options if options.separation is not None else replace(options, separation=separation))
+    options = options if options.separation is not None else replace(options, separation=separation)
+    hopfield.make_adaptive(options, learned)
 
 
-_hopfield = Converter(_adapt_hopfield, lambda layer: [head_shape(layer.association_core, layer.input_size)])
+def _shapes_of_hopfield(hopfield: Any, learned: bool = False) -> list[tuple[int, int | None]]:
+    return [head_shape(hopfield.association_core, hopfield.input_size, learned)]
+
+
+_hopfield = Converter(_adapt_hopfield, _shapes_of_hopfield)
 
 
 def _around(adaptive: type[nn.Module]) -> Converter:
     """Returns the converter of a layer with learned patterns, which also converts the Hopfield module inside."""
 
     def convert(layer: Any, options: SimilarityOptions) -> None:
-        _hopfield.convert(layer.hopfield, options)
+        _adapt_hopfield(layer.hopfield, options, learned=True)
         swap_class_(layer, adaptive)
 
-    return Converter(convert, lambda layer: _hopfield.head_shapes(layer.hopfield))
+    return Converter(convert, lambda layer: _shapes_of_hopfield(layer.hopfield, learned=True))
 
 
 _vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)

@@ -69,13 +69,20 @@ class AdaptiveLayer(HopfieldInterface):
     ) -> None:
         super().__init__(*args, **keywords)
         hopfield: Any = self._inner
-        hopfield.make_adaptive(SimilarityOptions(bases, init, debias, separation, similarity, blocks))
+        options = SimilarityOptions(bases, init, debias, separation, similarity, blocks)
+        hopfield.make_adaptive(options, learned=hopfield is not self)
         self.to(device=device, dtype=dtype)
 
 
-def head_shape(core: Any, input_size: int | None) -> tuple[int, int | None]:
-    """Returns the number of heads and the dimension of one head; static patterns are not split into heads."""
-    return core.num_heads, input_size if core.key_as_static and core.query_as_static else core.head_dim
+def head_shape(core: Any, input_size: int | None, learned: bool = False) -> tuple[int, int | None]:
+    """Returns the number of heads and the dimension of one head.
+
+    Static patterns are not split into heads: both have the input size, unless one of them is ``learned`` by the layer
+    or normalized with a learned scale, which has the size of a head.
+    """
+    static = core.key_as_static and core.query_as_static
+    free = static and (core.head_dim is None or not (learned or core.normalize_pattern_affine))
+    return core.num_heads, input_size if free else core.head_dim
 
 
 def _constructor(plain: type) -> Any:
@@ -151,10 +158,13 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
 
     __init__ = _constructor(Hopfield)
 
-    def make_adaptive(self, options: SimilarityOptions) -> None:
-        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer."""
+    def make_adaptive(self, options: SimilarityOptions, learned: bool = False) -> None:
+        """Sets the similarity and the separation of the core, with the device, dtype and mode of this layer.
+
+        ``learned`` says whether a layer around this one has state or stored patterns of its own.
+        """
         core = self.association_core
-        heads, dim = head_shape(core, self._input_size)
+        heads, dim = head_shape(core, self._input_size, learned)
         own = next((parameter for parameter in self.parameters() if not is_lazy(parameter)), torch.empty(0))
         core.separation = options.make_separation(heads).to(own).train(self.training)
         core.similarity = options.make_similarity(dim, heads).to(own).train(self.training)
@@ -302,8 +312,8 @@ def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 raise AHopError(f"{name}.separation must be softmax for hflayers, got {separation!r}")
             if isinstance(getattr(part, "scaling", None), nn.Parameter):
                 raise AHopError(f"{name}.scaling must be fixed for hflayers, got a parameter")
-            added = tuple(f"{name}.{each}" if name else each for each in part._added)
-            state = {key: value for key, value in state.items() if not key.startswith(added)}
+            added = [f"{name}.{each}." if name else f"{each}." for each in part._added]
+            state = {key: value for key, value in state.items() if not f"{key}.".startswith(tuple(added))}
     return state
 
 
