@@ -48,8 +48,8 @@ def missing(rows: Sequence[Row]) -> str:
         cells = bold_best([f"{found[method]:.3f}" for method in methods])
         body.append([_what(name), f"{100 * float(share):.0f} %", *cells])
     title = (
-        f"Accuracy with missing values, {_splits(rows)}. The smallest lead of *fitted* is {lead['L1']:+.3f} over"
-        f" L1 and {lead['Euclid']:+.3f} over Euclid."
+        f"Accuracy with missing values, {_splits(rows)}. The highest is bold. The smallest lead of *fitted* is"
+        f" {lead['L1']:+.3f} over L1 and {lead['Euclid']:+.3f} over Euclid."
     )
     return title + "\n\n" + table(["data", "missing", *methods], body)
 
@@ -130,7 +130,9 @@ def confidence(rows: Sequence[Row]) -> str:
         explained = f"{found['explained']:.3f}" if "explained" in found else ""
         cells = [f"{found[column]:.3f}" for column in columns]
         body.append([NAMES[name].split(",")[0], *cells, f"{worst:.3f}", explained])
-    title = f"Known queries against foreign ones, {_splits(rows)}; half of the values are wrong, 40 % of the sensors."
+    title = (
+        f"Known queries against foreign ones, {_splits(rows)}. Of a face half of the pixels are wrong, of sensors 40 %."
+    )
     return title + "\n\n" + table(["data", *columns, "most false accepts", "explained"], body)
 
 
