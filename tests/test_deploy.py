@@ -85,7 +85,7 @@ def test_labels_and_ids_may_be_strings(rows):
     assert hits.labels[:, 0].tolist() == labels[:2]
     assert hits.ids[:, 0].tolist() == [100, 101]
     memory.add(rows[:2] + 2, labels=["ant", "dog"], ids=[1, 2])
-    assert memory.classes == ["cat", "cow", "dog", "ant"]
+    assert memory.classes == ["ant", "cat", "cow", "dog"]
     assert memory.classify(rows[0] + 2) == "ant"
     memory.add(rows[:2] + 4, labels=["ant", "cat"], ids=[100, 3], replace=True)
     assert len(memory) == 63
