@@ -31,7 +31,7 @@ from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.variants import Variant
 
 CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
-"""Number of queries to which the confidence is fitted, as many unknown ones are kept; most values of patterns."""
+"""Number of queries to which the confidence is fitted, as many unknown ones are kept; most values that are compared."""
 
 OCTAVES, TOLERANCE = (-4.0, 8.0), 0.01
 """Range of the factor in powers of two, relative to the deviation of scores, and the loss that a small one may cost."""
@@ -160,7 +160,9 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
     for it, unless it is the only one of its class.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
-    kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // stored.dim)]
+    similarity = scorer.similarity  # images have several views, each of which takes time
+    size = sum(part.dim for part in similarity.parts()) if isinstance(similarity, ImageSimilarity) else stored.dim
+    kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // size)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
         origin = torch.randint(len(kept), (CALIBRATED,), generator=generator, device=device)
