@@ -151,7 +151,7 @@ def test_promises_have_as_many_cases_as_the_page_says():
     """A case is one combination of parameters of a test."""
     text = (DOCS / "testing.md").read_text().partition("## Promises and their tests")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .* \| (`test_.*`) \| (\d+) \|$", text, flags=re.MULTILINE)
-    assert len(rows) == 16
+    assert len(rows) == 17
     for tests, cases in rows:
         functions = (getattr(import_module(module), name) for module, name in re.findall(r"`(\w+)\.py::(\w+)`", tests))
         marks = [[mark for mark in getattr(each, "pytestmark", []) if mark.name == "parametrize"] for each in functions]
