@@ -358,6 +358,18 @@ def test_reverting_a_part_unfreezes_it(duplicate):
     assert model._frozen == ["an attribute of the user"]
 
 
+def test_a_class_that_changed_after_adapt_is_not_reverted():
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    ah.adapt_(model)
+    nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
+    before = model(x, x, x)[0]
+    refuses("the classes that adapt_ set, got ParametrizedAdaptiveAttention for '': undo", ah.revert_, model)
+    torch.testing.assert_close(model(x, x, x)[0], before)
+    nn.utils.parametrize.remove_parametrizations(model, "in_proj_weight")
+    ah.revert_(model)
+    torch.testing.assert_close(model(x, x, x)[0], before)
+
+
 def test_frozen_parameters_may_be_removed_before_revert():
     model = encoder_with_norm()
     ah.adapt_(model, freeze_rest=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.convert.class_swap import original_class, restore_class_
+from ahop_layers.convert.class_swap import has_swapped_class, original_class, restore_class_
 from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import Found, find_attention
 from ahop_layers.convert.registry import Converter
@@ -290,6 +290,10 @@ def revert_(model: nn.Module) -> list[str]:
     """
     check_module(model=model)
     adapted = adapted_modules(model)
+    for name, module in adapted.items():
+        if not has_swapped_class(module):
+            got = f"{type(module).__name__} for {name!r}"
+            raise AHopError(f"modules must have the classes that adapt_ set, got {got}: undo later changes first")
     for module in adapted.values():
         restore_class_(module)
     adapted |= make_plain(model)

@@ -12,11 +12,15 @@ from torch import nn
 
 
 class OriginalClass(NamedTuple):
-    """The original class of a module, and the original values of the attributes that the conversion sets."""
+    """The original class of a module, and the original values of the attributes that the conversion sets.
+
+    ``swapped`` is the name of the class that replaced it.
+    """
 
     source: type[nn.Module]
     names: tuple[str, ...]
     values: dict[str, Any]
+    swapped: str
 
 
 # Weak values, so that a class that is adapted can be freed. A combined class keeps its two bases, and thus their ids.
@@ -55,14 +59,20 @@ def swap_class_(module: nn.Module, adaptive: Any, *names: str) -> None:
     """Swaps the class of a module, and records the values of the named attributes for :func:`restore_class_`."""
     source: Any = type(module)
     values = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    vars(module)["_ahop_original"] = OriginalClass(source, names, values)
-    module.__class__ = _combined(adaptive, source)
+    kind = _combined(adaptive, source)
+    vars(module)["_ahop_original"] = OriginalClass(source, names, values, kind.__name__)
+    module.__class__ = kind
 
 
 def original_class(module: nn.Module) -> type[nn.Module] | None:
     """Returns the original class of a module whose class was swapped, or None."""
     original: OriginalClass | None = vars(module).get("_ahop_original")
     return None if original is None else original.source
+
+
+def has_swapped_class(module: nn.Module) -> bool:
+    """Returns whether a module whose class was swapped has that class, and not one that something else set later."""
+    return bool(vars(module)["_ahop_original"].swapped == type(module).__name__)
 
 
 def restore_class_(module: nn.Module) -> None:
