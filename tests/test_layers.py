@@ -192,6 +192,19 @@ def test_static_patterns_of_heads_are_compared_with_learned_ones(name):
     torch.testing.assert_close(plain(inputs), expected)
 
 
+def test_a_state_dict_of_other_layers_does_not_reset_a_similarity():
+    def model(layer_class):
+        return nn.ModuleDict({"encoder": nn.Linear(8, 16), "hopfield": layer_class(16, **WITHOUT_PARAMETERS)})
+
+    adaptive, plain = model(AdaptiveHopfield), model(hopfield.Hopfield)
+    weight = nn.init.constant_(adaptive["hopfield"].association_core.similarity.w, 0.5)
+    adaptive.load_state_dict({"encoder.weight": torch.zeros(16, 8)}, strict=False)
+    adaptive.load_state_dict(dict(plain.state_dict()))  # a copy without the metadata of PyTorch
+    assert (weight == 0.5).all()
+    adaptive.load_state_dict(plain.state_dict())
+    assert not (weight == 0.5).all()
+
+
 def test_parameters_of_a_model_whose_names_begin_alike_are_kept_for_hflayers():
     layer = AdaptiveHopfield(8)
     layer.association_core.similarity_scale = nn.Parameter(torch.ones(()))

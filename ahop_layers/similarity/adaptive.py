@@ -568,7 +568,7 @@ class Associator(nn.Module):
         """Adds initial similarity and separation values to a state dict of the original layer, then loads it.
 
         A state dict that lacks a key of the original layer is loaded unchanged: with ``strict=False``, a part of a
-        layer must not reset its similarity.
+        layer must not reset its similarity. If that layer has no keys, only metadata tell whether it was there.
         """
         original = [key for key in self.state_dict() if key.partition(".")[0] not in self._added]
         if all(prefix + key in state_dict for key in original):
@@ -578,7 +578,7 @@ class Associator(nn.Module):
                 if isinstance(part, nn.Parameter):
                     state_dict.setdefault(prefix + name, part.detach())
                 elif isinstance(part, nn.Module) and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
-                    values = _initial_values(part, device)
+                    values = _initial_values(part, device) if original or args[0] else part.state_dict()
                     state_dict.update({f"{prefix}{name}.{key}": value for key, value in values.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
