@@ -358,7 +358,8 @@ def register(
     """Registers the operator ``ahop::name``: its implementation, fake and autograd.
 
     The decorator ``torch.library.custom_op`` would import the compiler at the first call, which takes seconds, and
-    check the results of every call.
+    check the results of every call. PyTorch keeps compiled graphs on disk by the names of operators, not by their
+    schemas: after a release, another schema needs another name.
     """
     torch.library.define(f"ahop::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"ahop::{name}", "default", kernel)
