@@ -128,7 +128,7 @@ def test_ids_keep_their_kind_and_frames_may_have_values_of_their_own_for_unknown
     assert found.tolist() == [["a"], [7], ["c"]]
     memory.remove(ids=found[1])
     assert memory.ids == ["a", "c"]
-    pandas = pytest.importorskip("pandas")
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.DataFrame({"a": [1, None, 3], "b": [0.5, 1.5, 2.5]}).convert_dtypes()
     assert AssociativeMemory(frame).search(frame[:2]).indices.tolist() == [[0], [1]]
 

@@ -71,6 +71,7 @@ def test_mapped_patterns_are_read_block_by_block(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [ah.AssociativeMemory, lambda x: ah.AssociativeMemory.preset("A-Hop", x.flatten(1))])
 def test_a_file_keeps_the_weights_of_half_precision_memories(make, dtype, tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
     memory = make((255 * torch.rand(20, 6, 6)).to(dtype))
     for parameter in memory.similarity.parameters():
         parameter.data.mul_(1 + 1e-3 * torch.rand_like(parameter))
@@ -80,6 +81,7 @@ def test_a_file_keeps_the_weights_of_half_precision_memories(make, dtype, tmp_pa
 
 
 def test_a_file_is_loaded_beside_one_with_a_similar_name(tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
     for name in ("faces", "faces-out-of-domain"):
         ah.AssociativeMemory(torch.eye(3)).save(tmp_path / f"{name}.safetensors")
     assert len(ah.AssociativeMemory.load(tmp_path / "faces.safetensors")) == 3

@@ -312,8 +312,8 @@ def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 raise AHopError(f"{name}.separation must be softmax for hflayers, got {separation!r}")
             if isinstance(getattr(part, "scaling", None), nn.Parameter):
                 raise AHopError(f"{name}.scaling must be fixed for hflayers, got a parameter")
-            added = [f"{name}.{each}." if name else f"{each}." for each in part._added]
-            state = {key: value for key, value in state.items() if not f"{key}.".startswith(tuple(added))}
+            added = tuple(f"{name}.{each}." if name else f"{each}." for each in part._added)
+            state = {key: value for key, value in state.items() if not f"{key}.".startswith(added)}
     return state
 
 

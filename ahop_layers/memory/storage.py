@@ -389,9 +389,8 @@ def part_path(path: Path, rank: int, ranks: int) -> Path:
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory."""
-    number = "[0-9]" * 5
-    name = f"{glob.escape(path.stem)}-{number}-of-{number}{glob.escape(path.suffix)}"
-    parts = sorted(path.parent.glob(name))
+    number = 5 * "[0-9]"
+    parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-{number}-of-{number}{glob.escape(path.suffix)}"))
     whole = [path] if path.is_file() else []
     if parts and (whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]):
         got = ", ".join(part.name for part in (*whole, *parts))

@@ -564,7 +564,7 @@ class Associator(nn.Module):
     similarity: Any
     _added: ClassVar[tuple[str, ...]] = ()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
         """Adds initial similarity and separation values to a state dict of the original layer, then loads it.
 
         A state dict that lacks a key of the original layer is loaded unchanged: with ``strict=False``, a part of a
@@ -578,9 +578,9 @@ class Associator(nn.Module):
                 if isinstance(part, nn.Parameter):
                     state_dict.setdefault(prefix + name, part.detach())
                 elif isinstance(part, nn.Module) and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
-                    values = _initial_values(part, device) if original or args[0] else part.state_dict()
+                    values = _initial_values(part, device) if original or metadata else part.state_dict()
                     state_dict.update({f"{prefix}{name}.{key}": value for key, value in values.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
 
 def _initial_values(module: nn.Module, device: torch.device | None) -> dict[str, Tensor]:

@@ -179,21 +179,24 @@ class ImageSimilarity(nn.Module):
         NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf. ``arranged``
         are the :meth:`views` of the keys, if they are known already.
         """
-        keys, size = self.views(key) if arranged is None else arranged, range(-self.shifts, self.shifts + 1)
-        scores = [self._score(self._shifted(query, *offset), keys, missing) for offset in product(size, size)]
-        return reduce(torch.maximum, scores)
+        keys = self.views(key) if arranged is None else arranged
+        return reduce(torch.maximum, self._score_shifts(query, keys, missing).values())
 
     def aligned(self, query: Tensor, key: Tensor, missing: bool) -> tuple[Tensor, Tensor]:
         """Shifts each ``query (L, 1, d)`` as it agrees best with its ``key (L, 1, d)``.
 
         Returns the shifted queries, and the pixel that each of their values comes from ``(L, d)``.
         """
-        size, keys = range(-self.shifts, self.shifts + 1), self.views(key)
-        offsets = list(product(size, size))
-        scores = [self._score(self._shifted(query, *offset), keys, missing).flatten() for offset in offsets]
+        scores = self._score_shifts(query, self.views(key), missing)
         places = torch.arange(self.dim, device=query.device)
-        source = torch.stack([self._shifted(places, *offset) for offset in offsets])[torch.stack(scores).argmax(0)]
+        sources = torch.stack([self._shifted(places, *offset) for offset in scores])
+        source = sources[torch.stack(list(scores.values())).argmax(0).flatten()]
         return query.gather(-1, source[:, None]), source
+
+    def _score_shifts(self, query: Tensor, keys: Sequence[Tensor], missing: bool) -> dict[tuple[int, int], Tensor]:
+        """Scores the query shifted by each offset in rows and columns."""
+        size = range(-self.shifts, self.shifts + 1)
+        return {each: self._score(self._shifted(query, *each), keys, missing) for each in product(size, size)}
 
     def _score(self, query: Tensor, keys: Sequence[Tensor], missing: bool) -> Tensor:
         views = zip(self.parts(), self.views(query), keys, strict=True)

@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 from itertools import product
-from math import inf
 
 import torch
 
@@ -55,8 +54,9 @@ def divide(tiles: int, length: int, warps: int, slots: int, strip_bytes: int, ch
         span, rows = division
         strips, chunks = -(-tiles // span), -(-length // rows)
         program, all_work = span * (rows + START), tiles * (length + chunks * START) * warps / slots
-        waves = -(-strips * chunks * warps // slots)
-        time = min(all_work + TAIL * program, waves * program if waves >= LEAST_WAVES else inf)
+        time, waves = all_work + TAIL * program, -(-strips * chunks * warps // slots)
+        if waves >= LEAST_WAVES:
+            time = min(time, waves * program)
         parts = strips * strip_bytes + chunks * chunk_bytes
         return max(program, time) / (tiles * length * warps / slots) + SCRATCH_COST * parts / SCRATCH_BYTES
 
