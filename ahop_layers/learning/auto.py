@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.learning.solve import BASES, OPTIONAL, Learned
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.images import Learnable
 
-FIXED = ("dis",)
+BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
+"""Bases of the default similarity: L1, and saturating ones of several widths."""
+
+OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
+"""Bases that a fit adds if they pay: they need a sort of their own."""
+
+ALONE = ("dis",)
 """Further bases, which a fit uses alone if they are best."""
 
 SAMPLE_QUERIES, SAMPLE_KEYS, SAMPLE_ELEMENTS = 32, 256, 2**22
@@ -42,7 +47,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 
     def __init__(self, patterns: Tensor) -> None:
         options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
-        super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *FIXED), "uniform", **options)
+        super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *ALONE), "uniform", **options)
         if not patterns.is_meta:
             self.fix_widths_(patterns)
 
@@ -74,11 +79,20 @@ class AutoSimilarity(AdaptiveSimilarity):
         self._used = [] if weight.is_meta else weight.any(-1).nonzero().flatten().tolist()
 
     @torch.no_grad()
-    def set_(self, learned: Learned) -> None:
-        """Takes over what was learned."""
+    def set_(
+        self, bases: Sequence[BaseArgument], widths: Sequence[float], units: Tensor | None, weights: Tensor
+    ) -> None:
+        """Takes over what was learned.
+
+        Args:
+            bases: the bases that are used.
+            widths: the width of each of them, 1 for a base without one.
+            units: the unit of each dimension ``(d,)``, or None if all are 1.
+            weights: the weight of each rank of the sorted, not cumulated, similarities ``(n_bases, d)``.
+        """
         self.w.zero_()
-        self.units = None if learned.units is None else learned.units.to(self.w)
-        for base, width, folded in zip(learned.bases, learned.widths, learned.weights, strict=True):
+        self.units = None if units is None else units.to(self.w)
+        for base, width, folded in zip(bases, widths, weights, strict=True):
             row = self.bases.index(base)
             self.w[row] = unfold(folded)
             if self.widths is not None:

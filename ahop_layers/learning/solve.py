@@ -14,14 +14,15 @@ as a step function, are stretched to d ranks.
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from ahop_layers.learning.candidates import CANDIDATES, Queries, find_candidates
+from ahop_layers.learning.auto import BASES, OPTIONAL, AutoSimilarity
+from ahop_layers.learning.candidates import CANDIDATES, Candidates, find_candidates
 from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import BINS, bin_edges, block_features, candidate_scores, features, pools
 from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
@@ -30,35 +31,30 @@ from ahop_layers.similarity.adaptive import BaseArgument
 from ahop_layers.similarity.images import ImageSimilarity, Learnable
 from ahop_layers.similarity.widths import differences, quantiles, units
 
-BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
-OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
-"""Bases that are added if they pay: they need a sort of their own."""
-
-CLIPS = (0.05, 0.2, 0.5)
+CLIPPED_QUANTILES = (0.05, 0.2, 0.5)
 """Quantiles at which the differences of clipped L1 are clipped."""
 
-TRIAL, TRIAL_CANDIDATES, GAIN, UNITS_GAIN = 256, 96, 0.95, 0.8
-"""Optional bases, and units of each dimension, must lower the loss of so many queries to these fractions."""
+TRIAL_QUERIES, TRIAL_CANDIDATES = 256, 96
+"""Number of queries, and of candidates of each, of a trial of other units or bases."""
+
+BASES_GAIN, UNITS_GAIN = 0.95, 0.8
+"""Optional bases, and units of each dimension, must lower the loss of a trial to these fractions."""
 
 IMAGE_BINS, ENOUGH_IMAGES = 12, 1024
 """Number of rank bins of views of images, and of images for which penalties need not be larger."""
 
-AVAILABLE = ("L1", "trimmed L1", "Euclid", "dot product", "near")
-"""Baselines that may be the result. The others are only reported: no kernel computes them."""
-
-
-class Report(NamedTuple):
+class FitReport(NamedTuple):
     """Accuracy on held-out queries of simple scores and of the learned one.
 
     A query is compared with the candidates of the fit, so that the accuracy among all patterns can be lower.
 
     Attributes:
         rows: names of scores and their accuracies. A score with a parameter has the best one of the whole range.
-        chosen: the score that :meth:`~ahop_layers.AssociativeMemory.fit` chose.
+        chosen: the score that :meth:`~ahop_layers.AssociativeMemory.fit` chose; ``"start"`` is the one before it.
         queries: number of held-out queries.
         seconds: duration of the fit.
 
-    >>> print(Report((("L1", 0.5), ("learned", 0.9)), "learned", 256, 1.25))
+    >>> print(FitReport((("L1", 0.5), ("learned", 0.9)), "learned", 256, 1.25))
     accuracy on 256 held-out queries
     L1           0.500
     learned      0.900
@@ -72,29 +68,9 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         lines = [f"{name:<12} {accuracy:.3f}" for name, accuracy in self.rows]
-        if self.chosen != "learned":
+        if self.chosen != "learned" and "learned" in dict(self.rows):
             lines.append(f"learning does not pay here: {self.chosen} is as good and was chosen")
         return "\n".join([f"accuracy on {self.queries} held-out queries", *lines, f"fitted in {self.seconds:.1f} s"])
-
-
-class Learned(NamedTuple):
-    """A score ``sum over bases of weights[base] . sort(base(query / units, pattern / units))``, best dimension first.
-
-    Attributes:
-        bases: the bases.
-        widths: the width of each base, 1 for a base without one.
-        units: the unit of each dimension ``(d,)``, or None if all are 1.
-        weights: the weight of each rank of the sorted, not cumulated, similarities ``(n_bases, d)``.
-        temperature: the scores divided by it are logits.
-        report: held-out accuracy.
-    """
-
-    bases: tuple[BaseArgument, ...]
-    widths: tuple[float, ...]
-    units: Tensor | None
-    weights: Tensor
-    temperature: float
-    report: Report
 
 
 def fixed_weights(bases: Sequence[BaseArgument], edges: list[int]) -> dict[str, list[Tensor]]:
@@ -130,7 +106,7 @@ class _Setting(NamedTuple):
     bases: list[BaseArgument]
     widths: list[float]
     learned: int
-    queries: Queries
+    queries: Candidates
 
     def problem(self, rows: slice, edges: list[int], learned: bool = True) -> Problem:
         """Computes the features of some queries, of the learned bases alone or of all."""
@@ -139,9 +115,9 @@ class _Setting(NamedTuple):
         return Problem(found, part.offset, part.right, [1 + len(edges)] * count)
 
 
-def _setting(unit: Tensor | None, patterns: Tensor, bases: Sequence[BaseArgument], queries: Queries) -> _Setting:
+def _setting(unit: Tensor | None, patterns: Tensor, bases: Sequence[BaseArgument], queries: Candidates) -> _Setting:
     """Adds the bases of baselines, and the widths of all."""
-    named: list[BaseArgument] = [*bases, "dis", *(("clip", q) for q in CLIPS)]
+    named: list[BaseArgument] = [*bases, "dis", *(("clip", q) for q in CLIPPED_QUANTILES)]
     found = quantiles(differences(patterns), [1.0 if isinstance(base, str) else base[1] for base in named])
     widths = [1.0 if isinstance(base, str) else width for base, width in zip(named, found, strict=True)]
     distinct: dict[tuple[str, float], int] = {}
@@ -158,131 +134,215 @@ def _cosine(setting: _Setting, rows: slice, problem: Problem) -> float:
     return problem.is_right((query @ keys.mT).gather(1, part.candidates))[1::2].double().mean().item()
 
 
-def _held_out(queries: Queries, asked: Questions) -> tuple[slice, slice]:
-    """Returns the rows of the queries of the fit, and of the held-out ones: the same if none is held out."""
-    fitted = int(queries.usable[: asked.fitted].sum())
-    return slice(0, fitted), slice(fitted, None) if fitted < len(queries.query) else slice(0, None)
+class _Fixed:
+    """A score without weights to solve for: it is compared with simple scores, and calibrated.
+
+    Args:
+        similarity: the score ``f(query (L, d), patterns (N, d)) -> (L, N)``.
+        patterns, labels, asked, generator: as for :func:`learn`.
+    """
+
+    available: tuple[str, ...] = ("start",)
+
+    def __init__(
+        self, similarity: Any, patterns: Tensor, labels: Tensor | None, asked: Questions, generator: torch.Generator
+    ) -> None:
+        self.similarity, self.patterns = similarity, patterns
+        unbiased = getattr(similarity, "unbiased", lambda query: query)
+        overview = similarity.overview if isinstance(similarity, ImageSimilarity) else None
+        compared = asked._replace(query=unbiased(asked.query))
+        found = find_candidates(compared, patterns, labels, generator, CANDIDATES, overview)
+        self.candidates = found._replace(query=asked.query[found.usable])
+        self.setting = _setting(None, patterns, ("l1", "dot"), self.candidates)
+
+    def solve(self, rows: slice) -> None:
+        """Solves for weights from some of the queries."""
+
+    def judge(self, rows: slice) -> dict[str, Tensor]:
+        """Returns by name whether each of several scores is right for each of some queries, bool ``(scores, L)``."""
+        edges = bin_edges(self.patterns.shape[1])
+        self.held = self.setting.problem(rows, edges, learned=False)
+        right = {name: self.held.correct(each) for name, each in fixed_weights(self.setting.bases, edges).items()}
+        self.scores = self._scores(self.candidates.part(rows))
+        return {**right, "start": self.held.is_right(self.scores)[None]}
+
+    def _scores(self, part: Candidates) -> Tensor:
+        missing = {"missing": True} if part.query.isnan().any() or self.patterns.isnan().any() else {}
+        found: Tensor = self.similarity(part.query, self.patterns, **missing)
+        return found.gather(1, part.candidates)
+
+    def take(self, chosen: str, number: int) -> float:
+        """Gives the similarity the chosen weights, and returns the temperature of its scores."""
+        return self.held.temperature(self.scores)[0]
+
+
+class _Given(_Fixed):
+    """The weights of a similarity that keeps its bases, blocks, widths, units and bias."""
+
+    similarity: Learnable
+
+    def solve(self, rows: slice) -> None:
+        """Solves for the weights of all ranks of all parts."""
+        similarity, patterns, candidates = self.similarity, self.patterns, self.candidates
+        parts, images = similarity.parts(), isinstance(similarity, ImageSimilarity)
+        counts = [entry.count(part.dim) for part in parts for entry in part.blocks]
+        self.edges = [bin_edges(n, IMAGE_BINS) if images else bin_edges(n, both_ends=True) for n in counts]
+        self.bases = [len(part.bases) for part in parts for _ in part.blocks]
+        found = block_features(candidates.query, patterns, candidates.candidates, similarity, self.edges)
+        sizes = [1 + len(ends) for ends, count in zip(self.edges, self.bases, strict=True) for _ in range(count)]
+        # An image may have no patch in common with a candidate, but a pixel.
+        first = len(sizes) if len(parts) == 1 else len(parts[0].bases)
+        unknown = found[..., : sum(sizes[:first])].isnan().any(-1)
+        unknown[:, : candidates.right] = False
+        offset = candidates.offset.masked_fill(unknown, -torch.inf)
+        self.problem = Problem(found.nan_to_num(0.0), offset, candidates.right, sizes)
+        penalty = None
+        if images:  # what is covered is not spread evenly over an image, and queries made of one image are alike
+            penalty = torch.full_like(found[0, 0], PENALTY * max(1.0, ENOUGH_IMAGES / len(patterns)))
+        self.solved = solutions(self.problem.rows(rows), _starts(similarity, self.edges), penalty)
+
+    def judge(self, rows: slice) -> dict[str, Tensor]:
+        """Adds the score before the fit, and the learned ones."""
+        right, self.held = super().judge(rows), self.problem.rows(rows)
+        right["start"] = self.held.is_right(self.scores)[None]
+        return {**right, "learned": self.held.correct(self.solved)}
+
+    def _scores(self, part: Candidates) -> Tensor:
+        return candidate_scores(part.query, self.patterns, part.candidates, self.similarity)
+
+    def take(self, chosen: str, number: int) -> float:
+        """Sets the solved weights, unless those before the fit are better."""
+        weight = self.solved[number] / self.solved[number].abs().max().clamp(min=1e-30)
+        if chosen == "start" or not weight.any():
+            return super().take(chosen, number)
+        lengths = [count * (1 + len(ends)) for count, ends in zip(self.bases, self.edges, strict=True)]
+        split = zip(torch.split(weight, lengths), self.bases, self.edges, strict=True)
+        self.similarity.set_ranks_([each.view(count, -1) @ pools(ends).to(each) for each, count, ends in split])
+        return self.held.temperature(self.held.scores(weight))[0]
+
+
+class _Auto:
+    """The bases, units and weights of an :class:`AutoSimilarity`; it may become one of several simple scores.
+
+    Units of each dimension and products cost time in every search, so they have to pay in a trial.
+    """
+
+    available = ("L1", "trimmed L1", "Euclid", "dot product", "near")
+
+    def __init__(
+        self,
+        similarity: AutoSimilarity,
+        patterns: Tensor,
+        labels: Tensor | None,
+        asked: Questions,
+        generator: torch.Generator,
+        bases: Sequence[BaseArgument] = BASES,
+        bins: int = BINS,
+    ) -> None:
+        self.similarity, self.edges = similarity, bin_edges(patterns.shape[1], bins)
+        some = asked.part(slice(0, min(TRIAL_QUERIES, asked.fitted)))
+
+        def prepare(unit: Tensor | None, bases: Sequence[BaseArgument], asked: Questions, count: int) -> _Setting:
+            scaled = patterns if unit is None else patterns / unit
+            asked = asked if unit is None else asked._replace(query=asked.query / unit)
+            return _setting(unit, scaled, bases, find_candidates(asked, scaled, labels, generator, count))
+
+        def try_out(unit: Tensor | None, bases: Sequence[BaseArgument]) -> float:
+            return trial_loss(prepare(unit, bases, some, TRIAL_CANDIDATES).problem(slice(None), self.edges))
+
+        own, loss = units(differences(patterns)), try_out(None, bases)
+        own_loss = try_out(own, bases)
+        unit, loss = (own, own_loss) if own_loss < UNITS_GAIN * loss else (None, loss)
+        more = (*bases, *(base for base in OPTIONAL if base not in bases))
+        bases = more if try_out(unit, more) < BASES_GAIN * loss else bases
+        self.setting = prepare(unit, bases, asked, CANDIDATES)
+        self.candidates = self.setting.queries
+
+    def solve(self, rows: slice) -> None:
+        """Solves for the weights of rank bins of all bases."""
+        n = self.setting.learned
+        self.starts = [each for some in fixed_weights(self.setting.bases[:n], self.edges).values() for each in some]
+        problem = self.setting.problem(rows, self.edges)
+        self.solved = solutions(problem, [start.flatten() for start in self.starts])
+
+    def judge(self, rows: slice) -> dict[str, Tensor]:
+        """Returns by name whether each of several scores is right for each of some queries, bool ``(scores, L)``."""
+        n, bases = self.setting.learned, self.setting.bases
+        self.held, self.extra = self.setting.problem(rows, self.edges, learned=False), (0, 0, 0, len(bases) - n)
+        self.scores = fixed_weights(bases, self.edges)
+        self.scores["learned"] = [pad(weight.view(n, -1), self.extra) for weight in self.solved]
+        return {name: self.held.correct(each) for name, each in self.scores.items()}
+
+    def take(self, chosen: str, number: int) -> float:
+        """Gives the similarity the chosen bases, units and weights, and returns the temperature of its scores."""
+        setting = self.setting
+        weight = self.scores[chosen][number].to(setting.patterns)
+        if not weight.any():  # constant patterns say nothing about weights
+            weight = pad(self.starts[0].to(setting.patterns), self.extra)
+        used = [row for row in range(len(setting.bases)) if weight[row].any()]
+        self.similarity.set_(
+            [setting.bases[row] for row in used],
+            [setting.widths[row] for row in used],
+            setting.units,
+            weight[used] @ pools(self.edges).to(weight),
+        )
+        return self.held.temperature(self.held.scores(weight.flatten()))[0]
 
 
 @torch.no_grad()
 def learn(
+    similarity: Any,
     patterns: Tensor,
     labels: Tensor | None,
     asked: Questions,
     generator: torch.Generator,
-    bases: Sequence[BaseArgument] = BASES,
-    bins: int = BINS,
-) -> Learned:
+    tick: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> tuple[float, FitReport]:
     """Learns a similarity that finds the pattern, or the class, that a query belongs to.
 
-    The result is never much worse than a fixed score: if L1, trimmed L1, Euclid, the dot product or one saturating base
-    is better than the learned weights by more than a standard error on held-out queries, it is the result.
+    The result is never much worse than a fixed score: if one is better than the learned weights by more than a standard
+    error on held-out queries, it is the result. For ``similarity="auto"`` these are L1, trimmed L1, Euclid, the dot
+    product and one saturating base; for others the score before the fit.
 
-    ``labels`` are the class of each pattern ``(N,)``; None finds the pattern itself. With labels, a pattern does not
-    answer for queries that were made of it, so that the accuracy is that of unseen patterns. With one of ``bins``, the
-    weights do not depend on ranks.
+    Args:
+        similarity: what is learned, in place. Without weights to solve for it stays as it is.
+        patterns: ``(N, d)``.
+        labels: the class of each pattern ``(N,)``; None finds the pattern itself. With labels, a pattern does not
+            answer for queries that were made of it, so that the accuracy is that of unseen patterns.
+        asked: the queries, of which some are held out.
+        generator: draws candidates.
+        tick: called after each of four steps.
+        options: for ``"auto"``, the ``bases``, and the number of ``bins`` of ranks; with one, ranks do not matter.
+
+    Returns:
+        The temperature, by which scores are divided to be logits, and the accuracy on held-out queries.
     """
     began = time.perf_counter()
-    patterns, asked = _widened(patterns, asked)
-    edges = bin_edges(patterns.shape[1], bins)
-    some = asked.part(slice(0, min(TRIAL, asked.fitted)))
-
-    def prepare(unit: Tensor | None, bases: Sequence[BaseArgument], asked: Questions, candidates: int) -> _Setting:
-        scaled = patterns if unit is None else patterns / unit
-        asked = asked if unit is None else asked._replace(query=asked.query / unit)
-        return _setting(unit, scaled, bases, find_candidates(asked, scaled, labels, generator, candidates))
-
-    def try_out(unit: Tensor | None, bases: Sequence[BaseArgument]) -> float:
-        return trial_loss(prepare(unit, bases, some, TRIAL_CANDIDATES).problem(slice(None), edges))
-
-    # Units of each dimension and products cost time in every search, so they have to pay.
-    own, loss = units(differences(patterns)), try_out(None, bases)
-    own_loss = try_out(own, bases)
-    unit, loss = (own, own_loss) if own_loss < UNITS_GAIN * loss else (None, loss)
-    more = (*bases, *(base for base in OPTIONAL if base not in bases))
-    if try_out(unit, more) < GAIN * loss:
-        bases = more
-    setting = prepare(unit, bases, asked, CANDIDATES)
-    n, (fitted, rest) = setting.learned, _held_out(setting.queries, asked)
-    starts = [weight for each in fixed_weights(setting.bases[:n], edges).values() for weight in each]
-    solved = solutions(setting.problem(fitted, edges), [start.flatten() for start in starts])
-
-    held = setting.problem(rest, edges, learned=False)
-    scores = fixed_weights(setting.bases, edges)
-    extra = (0, 0, 0, len(setting.bases) - n)
-    scores["learned"] = [pad(weight.view(n, -1), extra) for weight in solved]
-    right = {name: held.correct(each) for name, each in scores.items()}
-    chosen, best, rows = _choose(right, AVAILABLE)
-    rows = {"cosine": _cosine(setting, rest, held), **rows}
-    weight = scores[chosen][best].to(patterns)
-    if not weight.any():  # constant patterns say nothing about weights
-        weight = pad(starts[0].to(patterns), extra)
-    used = [j for j in range(len(setting.bases)) if weight[j].any()]
-    return Learned(
-        bases=tuple(setting.bases[j] for j in used),
-        widths=tuple(setting.widths[j] for j in used),
-        units=unit,
-        weights=weight[used] @ pools(edges).to(weight),
-        temperature=held.temperature(held.scores(weight.flatten()))[0],
-        report=Report(tuple(rows.items()), chosen, len(held.offset) // 2, time.perf_counter() - began),
-    )
+    wide = accumulation_dtype(patterns.dtype)
+    patterns, asked = patterns.to(wide), asked._replace(query=asked.query.to(wide))
+    kind: Any = _Auto if isinstance(similarity, AutoSimilarity) else _Given if _is_linear(similarity) else _Fixed
+    learner = kind(similarity, patterns, labels, asked, generator, **options)
+    tick()
+    fitted = int(learner.candidates.usable[: asked.fitted].sum())
+    rest = slice(fitted, None) if fitted < len(learner.candidates.query) else slice(0, None)
+    learner.solve(slice(0, fitted))
+    tick()
+    right = learner.judge(rest)
+    tick()
+    chosen, best, rows = _choose(right, learner.available)
+    rows = {"cosine": _cosine(learner.setting, rest, learner.held), **rows}
+    temperature = learner.take(chosen, best)
+    tick()
+    queries = len(learner.held.offset) // 2
+    return temperature, FitReport(tuple(rows.items()), chosen, queries, time.perf_counter() - began)
 
 
-@torch.no_grad()
-def solve_weights(
-    similarity: Learnable,
-    patterns: Tensor,
-    labels: Tensor | None,
-    asked: Questions,
-    generator: torch.Generator,
-) -> tuple[list[Tensor] | None, float, Report]:
-    """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias.
-
-    The result is the weight of each rank, for each resolution of each part ``(n_bases, n)``, or None if those that it
-    has are better; the temperature, by which scores are divided to be logits; and the held-out accuracy.
-    """
-    began = time.perf_counter()
-    patterns, asked = _widened(patterns, asked)
-    unbiased = asked._replace(query=similarity.unbiased(asked.query))
-    overview = similarity.overview if isinstance(similarity, ImageSimilarity) else None
-    queries = find_candidates(unbiased, patterns, labels, generator, CANDIDATES, overview)
-    queries = queries._replace(query=asked.query[queries.usable])
-    fitted, rest = _held_out(queries, asked)
-
-    parts, images = similarity.parts(), isinstance(similarity, ImageSimilarity)
-    counts = [entry.count(part.dim) for part in parts for entry in part.blocks]
-    edges = [bin_edges(n, IMAGE_BINS) if images else bin_edges(n, both_ends=True) for n in counts]
-    bases = [len(part.bases) for part in parts for _ in part.blocks]
-    found = block_features(queries.query, patterns, queries.candidates, similarity, edges)
-    sizes = [1 + len(ends) for ends, count in zip(edges, bases, strict=True) for _ in range(count)]
-    # An image may have no patch in common with a candidate, but a pixel.
-    first = len(sizes) if len(parts) == 1 else len(parts[0].bases)
-    unknown = found[..., : sum(sizes[:first])].isnan().any(-1)
-    unknown[:, : queries.right] = False
-    offset = queries.offset.masked_fill(unknown, -torch.inf)
-    problem = Problem(found.nan_to_num(0.0), offset, queries.right, sizes)
-    penalty = None
-    if images:  # what is covered is not spread evenly over an image, and queries made of one image are alike
-        penalty = torch.full_like(found[0, 0], PENALTY * max(1.0, ENOUGH_IMAGES / len(patterns)))
-    solved, held = solutions(problem.rows(fitted), _starts(similarity, edges), penalty), problem.rows(rest)
-
-    setting, bins = _setting(None, patterns, ("l1", "dot"), queries), bin_edges(similarity.dim)
-    plain = setting.problem(rest, bins, learned=False)
-    right = {name: plain.correct(each) for name, each in fixed_weights(setting.bases, bins).items()}
-    part = queries.part(rest)
-    scores = candidate_scores(part.query, patterns, part.candidates, similarity)
-    right["start"] = held.is_right(scores)[None]
-    right["learned"] = held.correct(solved)
-    chosen, best, rows = _choose(right, ("start",))
-    rows = {"cosine": _cosine(setting, rest, plain), **rows}
-    report = Report(tuple(rows.items()), chosen, len(held.offset) // 2, time.perf_counter() - began)
-    weight = solved[best] / solved[best].abs().max().clamp(min=1e-30)
-    if chosen == "start" or not weight.any():
-        return None, held.temperature(scores)[0], report
-    lengths = [count * (1 + len(ends)) for count, ends in zip(bases, edges, strict=True)]
-    split = zip(torch.split(weight, lengths), bases, edges, strict=True)
-    weights = [each.view(count, -1) @ pools(ends).to(each) for each, count, ends in split]
-    return weights, held.temperature(held.scores(weight))[0], report
+def _is_linear(similarity: Any) -> bool:
+    """Returns whether a score is linear in weights that may change."""
+    if not isinstance(similarity, Learnable) or not all(each.requires_grad for each in similarity.parameters()):
+        return False
+    return isinstance(similarity, ImageSimilarity) or (type(similarity) is AdaptiveSimilarity and similarity.num_heads is None)
 
 
 def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
@@ -299,11 +359,6 @@ def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
     return starts
 
 
-def _widened(patterns: Tensor, asked: Questions) -> tuple[Tensor, Questions]:
-    wide = accumulation_dtype(patterns.dtype)
-    return patterns.to(wide), asked._replace(query=asked.query.to(wide))
-
-
 def _choose(right: dict[str, Tensor], available: Sequence[str]) -> tuple[str, int, dict[str, float]]:
     """Chooses a score by every second held-out query, and returns accuracies of the other queries.
 
@@ -313,6 +368,8 @@ def _choose(right: dict[str, Tensor], available: Sequence[str]) -> tuple[str, in
     """
     best = {name: int(each[:, ::2].sum(1).argmax()) for name, each in right.items()}
     rows = {name: each[best[name], 1::2].double().mean().item() for name, each in right.items()}
+    if "learned" not in right:
+        return "start", 0, rows
     learned = right["learned"][best["learned"], ::2].double()
     chosen, gain = "learned", 0.0
     for name in available:
