@@ -27,7 +27,7 @@ from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import BINS, bin_edges, block_features, candidate_scores, features, pools
 from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity.adaptive import BaseArgument
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.images import ImageSimilarity, Learnable
 from ahop_layers.similarity.widths import differences, quantiles, units
 
