@@ -261,9 +261,9 @@ def embeddings(seed, scale=1.0, count=200, dim=48, pairs=1500, dtype=torch.float
     [
         ({}, 2.0**10),
         ({"bases": ("l1", "dot", "dis"), "init": "uniform"}, 2.0**10),
-        ({"bases": ("l1", "dot"), "blocks": [48, Blocks(4, normalize=True)], "prior": True, "debias": True}, 2.0**-10),
+        ({"bases": ("l1", "dot"), "blocks": Blocks(4, normalize=True), "prior": True, "debias": True}, 2.0**-10),
     ],
-    ids=["default", "all", "resolutions"],
+    ids=["default", "all", "normalized"],
 )
 def test_the_scale_of_the_data_does_not_change_what_is_found(keywords, scale):
     found = []

@@ -33,7 +33,7 @@ PAIRS = (torch.arange(203).repeat(2), PATTERNS.repeat(2, 1) + 0.4 * NOISE)
 MEMORIES = {
     "A-Hop": lambda: ah.AssociativeMemory.preset("A-Hop", PATTERNS, debias=True, labels=LABELS, prior=True),
     "blocks": lambda: ah.AssociativeMemory.preset(
-        "A-Hop", PATTERNS, blocks=[None, ah.Blocks(torch.tensor([0, 1] * 4), normalize=True)], bases=("l1", "dot")
+        "A-Hop", PATTERNS, blocks=ah.Blocks(torch.tensor([0, 1] * 4), normalize=True), bases=("l1", "dot")
     ),
     "K-Hop": lambda: ah.AssociativeMemory.preset("K-Hop", PATTERNS),
     "dis": lambda: ah.AssociativeMemory(PATTERNS, "dis", labels=LABELS),

@@ -15,7 +15,7 @@ from ahop_layers.variants import Mixed
 from tests.samples import refuses
 
 N, D = 3000, 16
-NORMALIZED = [None, ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True)]
+NORMALIZED = ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True)
 MEMORIES = {
     "A-Hop": lambda p: ah.AssociativeMemory.preset("A-Hop", p, debias=True, init="uniform"),
     "l1": lambda p: ah.AssociativeMemory.preset("A-Hop", p, bases=("l1",), init="uniform", prior=True),

@@ -238,8 +238,8 @@ def solve_weights(
 ) -> tuple[list[Tensor] | None, float, Report]:
     """Solves for the weights of a similarity without heads, which keeps its bases, blocks, widths, units and bias.
 
-    The result is the weight of each rank, for each resolution of each part ``(n_bases, n)``, or None if those that it
-    has are better; the temperature, by which scores are divided to be logits; and the held-out accuracy.
+    The result is the weight of each rank, for each part ``(n_bases, n)``, or None if those that it has are better; the
+    temperature, by which scores are divided to be logits; and the held-out accuracy.
     """
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
@@ -250,9 +250,9 @@ def solve_weights(
     fitted, rest = _held_out(queries, asked)
 
     parts, images = similarity.parts(), isinstance(similarity, ImageSimilarity)
-    counts = [entry.count(part.dim) for part in parts for entry in part.blocks]
+    counts = [part.w.shape[-1] for part in parts]
     edges = [bin_edges(n, IMAGE_BINS) if images else bin_edges(n, both_ends=True) for n in counts]
-    bases = [len(part.bases) for part in parts for _ in part.blocks]
+    bases = [len(part.bases) for part in parts]
     found = block_features(queries.query, patterns, queries.candidates, similarity, edges)
     sizes = [1 + len(ends) for ends, count in zip(edges, bases, strict=True) for _ in range(count)]
     # An image may have no patch in common with a candidate, but a pixel.
@@ -287,7 +287,7 @@ def solve_weights(
 
 def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
     """Returns starts ``(f,)``: the weights that a similarity has, and each base alone, trimmed at each edge."""
-    folded = [fold(part.footprint_weight(index)) for part in similarity.parts() for index in range(len(part.blocks))]
+    folded = [fold(part.footprint_weight()) for part in similarity.parts()]
     own = [pad(u @ (pools(ends)[1:] > 0).to(u).mT, (1, 0)).flatten() for u, ends in zip(folded, edges, strict=True)]
     starts, first = [torch.cat(own)], 0
     for ends, weight in zip(edges, folded, strict=True):

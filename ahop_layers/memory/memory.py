@@ -43,7 +43,8 @@ from ahop_layers.memory.shortlist import Index
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Associator, check_state
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state
+from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.similarity.table import TableSimilarity
 from ahop_layers.similarity.widths import scale_of

@@ -119,9 +119,7 @@ def named_similarity(
         options["key_range"] = reach[~reach.isnan()].max()
     similarity = (AdaptiveTableSimilarity if table else AdaptiveSimilarity)(patterns.shape[1], **options).to(patterns)
     if similarity.init == "uniform":  # bases of different degrees have the same shares of the scores at any scale
-        units = base_units(similarity, scale_of(patterns))
-        for (_, beta), unit in zip(similarity.parameter_names(), units, strict=True):
-            getattr(similarity, beta).data.mul_(unit.to(patterns))
+        similarity.beta.data.mul_(base_units(similarity, scale_of(patterns)).to(patterns))
     return similarity
 
 
@@ -182,16 +180,15 @@ def _described(similarity: Any) -> Any:
         return None
     options: dict[str, Any] = {"debias": similarity.bias is not None, "init": similarity.init}
     if not isinstance(similarity.init, str):
-        given = [similarity.init] if isinstance(similarity.init, Tensor) else similarity.init
-        options["init"] = [each.tolist() for each in given]
+        options["init"] = similarity.init.tolist()
     if kind is AdaptiveSimilarity:
         options["num_heads"] = similarity.num_heads
     else:
         options["knots"] = (similarity if kind is TableSimilarity else similarity.table).knots
     if kind is not TableSimilarity:
-        numbers = [entry.assignment if entry.named is None else entry.named.tolist() for entry in similarity.blocks]
-        normal = [entry.normalize for entry in similarity.blocks]
-        options |= {"bases": similarity.bases, "blocks": list(zip(numbers, normal, strict=True))}
+        numbers, blocks = similarity.blocks.named, similarity.blocks
+        assignment = blocks.assignment if numbers is None else numbers.tolist()
+        options |= {"bases": similarity.bases, "blocks": [assignment, blocks.normalize]}
     return [kind.__name__, options]
 
 
@@ -203,11 +200,11 @@ def _similarity(dim: int, name: str, given: dict[str, Any]) -> Callable[[], nn.M
             raise AHopError(f"images must have the {dim} values of a pattern, got {options}")
         return partial(ImageSimilarity, **options)
     if not isinstance(options["init"], str):
-        options["init"] = [torch.tensor(each, dtype=torch.float64) for each in options["init"]]
+        options["init"] = torch.tensor(options["init"], dtype=torch.float64)
     if "bases" in options:
         options["bases"] = [base if isinstance(base, str) else tuple(base) for base in options["bases"]]
-        blocks = [(torch.tensor(n) if isinstance(n, list) else n, normal) for n, normal in options["blocks"]]
-        options["blocks"] = [Blocks(number, normalize=normal) for number, normal in blocks]
+        assignment, normalize = options["blocks"]
+        options["blocks"] = Blocks(torch.tensor(assignment) if isinstance(assignment, list) else assignment, normalize)
     return partial(KINDS[name], dim, **options)
 
 

@@ -29,7 +29,7 @@ BLOCK_SCORES = 2**23
 """Number of scores that are stored at once where the scores of all patterns are needed."""
 
 KEPT_ELEMENTS = 2**28
-"""Maximum number of elements of copies of the patterns that are arranged by block: 1 GiB in float32."""
+"""Maximum number of elements of prepared copies of the patterns: 1 GiB in float32."""
 
 
 class Queries(NamedTuple):
@@ -159,13 +159,11 @@ class Scorer(NamedTuple):
             missing = stored.unknown or has_nan(rows)
             if missing:
                 self.check_missing("queries")
-        size, copies = self._block_size(len(rows)), self._arranged()
+        size, copies = self._block_size(len(rows)), self._prepared()
         for start in range(0, len(stored.patterns), size):
             key = self.modulated(stored.block(start, size))
-            arranged = None
-            if copies is not None:
-                arranged = [None if copy is None else copy[start : start + size] for copy in copies]
-            scores = self._compare(rows, key, missing, arranged)
+            prepared = None if copies is None else [copy[start : start + size] for copy in copies]
+            scores = self._compare(rows, key, missing, prepared)
             yield scores if prior is None else scores + prior[start : start + len(key)]
 
     def pairs(self, rows: Tensor, indices: Tensor, missing: bool) -> Tensor:
@@ -218,20 +216,20 @@ class Scorer(NamedTuple):
             raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
         return scores, indices
 
-    def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
+    def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None = None) -> Tensor:
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
         key = key.to(query.dtype)
         if missing and self.similarity in FIXED.values():
             return known_scores(self.similarity, query, key)
         options: dict[str, Any] = {"missing": True} if missing else {}
-        if arranged is not None:
-            options["arranged"] = [None if copy is None else copy.to(query.dtype) for copy in arranged]
+        if prepared is not None:
+            options["prepared"] = [copy.to(query.dtype) for copy in prepared]
         scores, patterns = self.similarity(query, key, **options), self.stored.patterns
         in_units = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.units is not None
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
-    def _arranged(self) -> Sequence[Tensor | None] | None:
-        """Returns copies of the patterns as the similarity arranges them, if it needs any."""
+    def _prepared(self) -> Sequence[Tensor] | None:
+        """Returns copies of the patterns as the similarity prepares them, if it needs any."""
         stored, similarity = self.stored, self.similarity
         if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or self.modulation is not None:
             return None
@@ -242,12 +240,12 @@ class Scorer(NamedTuple):
         if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
             return None  # no gradient; no version counter
 
-        def copies() -> tuple[Any, Sequence[Tensor | None]]:
-            return sources, similarity.arrange(stored.block(0, stored.count))
+        def copies() -> tuple[Any, Sequence[Tensor]]:
+            return sources, similarity.prepare(stored.block(0, stored.count))
 
-        found: Sequence[Tensor | None]
+        found: Sequence[Tensor]
         versions = [(id(source), source._version) for source in sources]  # the ids stay in use
-        _, found = stored.keep(f"arranged {versions}", copies)
+        _, found = stored.keep(f"prepared {versions}", copies)
         return found
 
     def _block_size(self, queries: int) -> int:

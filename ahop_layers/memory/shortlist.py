@@ -85,10 +85,10 @@ def _without_ranks(similarity: Learnable, query: Tensor, key: Tensor) -> Tensor:
     """Scores ``query (L, 1, d)`` against ``key (L, S, d)`` with the mean weight of each block: ``(L, S)``."""
     total = query.new_zeros(())
     views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
-    for (part, own, other), resolution in ((view, each) for view in views for each in range(len(view[0].blocks))):
-        weights = fold(part.footprint_weight(resolution).detach())
+    for part, own, other in views:
+        weights = fold(part.footprint_weight().detach())
         for base, weight in zip(part.bases, weights, strict=True):
-            values = part.block_similarities(own, other, base, resolution).squeeze(1)
+            values = part.block_similarities(own, other, base).squeeze(1)
             rank = values.detach().argsort(-1, descending=True).argsort(-1)
             total = total + (values * weight[rank].mean(1, keepdim=True)).sum(-1)
     if isinstance(similarity, AdaptiveTableSimilarity):
