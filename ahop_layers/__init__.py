@@ -18,7 +18,8 @@ from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, similarity_parameters
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.associator import similarity_parameters
 from ahop_layers.similarity.blocks import Blocks, patches
 from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.training import parameter_groups

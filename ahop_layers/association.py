@@ -229,9 +229,9 @@ def associate(
 ) -> tuple[Tensor, Any]:
     """Associates queries with stored keys and reads the stored values.
 
-    Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` of one resolution is
-    computed by one operator that keeps no tensor of size L x S: always where a fused GPU kernel supports the call, and
-    elsewhere if the scores would take much memory.
+    Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` is computed by one operator
+    that keeps no tensor of size L x S: always where a fused GPU kernel supports the call, and elsewhere if the scores
+    would take much memory.
 
     Args:
         query: ``(N, H, L, d)``; N may be 1 where all samples share it.
@@ -289,7 +289,7 @@ def _attend(
     added = mask.added
     if added is not None and ((added.requires_grad and torch.is_grad_enabled()) or not added.is_floating_point()):
         return None  # the operator computes no gradient of a mask
-    if similarity.blocks[0].normalize and key.shape[1] not in (1, query.shape[1]):
+    if similarity.blocks.normalize and key.shape[1] not in (1, query.shape[1]):
         return None  # norms are computed for each query head
     if not (query.is_cuda or is_large(query, key)):  # nothing else is prepared in vain
         return None

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BlocksArgument, Init
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.blocks import BlocksArgument
 
 try:
     from pytorch_metric_learning.distances import BaseDistance

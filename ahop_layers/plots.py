@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError, check_floating, check_module, describe
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops.reference import fold
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, named_similarities
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.associator import named_similarities
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,8 +114,7 @@ def footprint_weights(
 ) -> "Figure":
     """Plots the learned weights of every similarity: one row per head, one line per base.
 
-    A column is a layer, or for several resolutions of blocks a resolution of a layer. Weights of blocks are bars by the
-    rank of the block.
+    A column is a layer. Weights of blocks are bars by the rank of the block.
 
     Args:
         source: an :class:`~ahop_layers.AdaptiveSimilarity`, or a model that contains some.
@@ -132,21 +132,19 @@ def footprint_weights(
     if not found:
         raise AHopError(f"source must contain an AdaptiveSimilarity, got {type(source).__name__} without one")
     heads = max(part.num_heads or 1 for part in found.values())
-    columns = [(name, part, index) for name, part in found.items() for index in range(len(part.blocks))]
-    if ax is not None and (len(columns), heads) != (1, 1):
-        got = f"{len(found)} layers with up to {heads} heads and {len(columns)} resolutions in all"
-        raise AHopError(f"ax needs one layer with one head and one resolution, got {got}")
-    figure, axes = _panels(ax, heads, len(columns))
+    if ax is not None and (len(found), heads) != (1, 1):
+        raise AHopError(f"ax needs one layer with one head, got {len(found)} layers with up to {heads} heads")
+    figure, axes = _panels(ax, heads, len(found))
     quantity = ("change of " if change else "") + ("weight u" if folded else "weight \u03b2w")
-    for column, (name, part, index) in enumerate(columns):
-        lines, by_block = _weights(part, index, folded), part.blocks[index].assignment is not None
+    for column, (name, part) in enumerate(found.items()):
+        lines, by_block = _weights(part, folded), part.blocks.assignment is not None
         if change:
             initial = deepcopy(part)
             initial.reset_parameters()
-            lines = lines - _weights(initial, index, folded)
+            lines = lines - _weights(initial, folded)
         largest = "k-th most similar block" if by_block else "k-th largest similarity"
         title = name.removesuffix("similarity").removesuffix(".") or "similarity"
-        axes[0][column].set_title(title + _blocks_of(part, index), fontsize="small")
+        axes[0][column].set_title(title + _blocks_of(part), fontsize="small")
         axes[len(lines) - 1][column].set_xlabel(largest if folded else "k-th footprint entry", fontsize="small")
         for row in range(heads):
             panel = axes[row][column]
@@ -184,7 +182,7 @@ def _style(panel: "Axes") -> None:
 def footprint_steps(
     similarity: AdaptiveSimilarity, query: Tensor, keys: Tensor, names: Sequence[str] | None = None
 ) -> "Figure":
-    """Plots the steps that compute the score of a query with each key, one row per base, for each resolution of blocks.
+    """Plots the steps that compute the score of a query with each key, one row per base.
 
     The steps are the similarities of dimensions or blocks, these sorted, their cumulative sum, which is the footprint,
     and the cumulative sum of the sorted similarities times their weights ``u`` (see :func:`footprint_weights`). The
@@ -207,13 +205,13 @@ def footprint_steps(
     names = [f"key {number}" for number in range(len(keys))] if names is None else list(names)
     if len(names) != len(keys):
         raise AHopError(f"names must have one entry for each of the {len(keys)} keys, got {len(names)}")
-    unit = "dimension" if similarity.blocks[0].assignment is None and len(similarity.blocks) == 1 else "block"
+    unit = "dimension" if similarity.blocks.assignment is None else "block"
     titles = (f"similarity per {unit}", "sorted", "footprint", "weighted cumulative sum")
-    kinds = [(index, *base) for index in range(len(similarity.blocks)) for base in enumerate(similarity.bases)]
-    figure, axes = _panels(None, len(kinds), len(titles), sharey=False)
-    for row, (index, number, base) in zip(axes, kinds, strict=True):
-        weight = _weights(similarity, index, folded=True)[0][number]
-        similarities = similarity.block_similarities(query[None], keys, base, index)[0].float().cpu()
+    figure, axes = _panels(None, len(similarity.bases), len(titles), sharey=False)
+    for row, base, label, weight in zip(
+        axes, similarity.bases, similarity.base_names(), _weights(similarity, folded=True)[0], strict=True
+    ):
+        similarities = similarity.block_similarities(query[None], keys, base)[0].float().cpu()
         ordered = similarities.sort(descending=True).values
         steps = (similarities, ordered, ordered.cumsum(-1), (weight * ordered).cumsum(-1))
         for panel, lines in zip(row, steps, strict=True):
@@ -221,7 +219,7 @@ def footprint_steps(
                 style = CYCLE[key % len(CYCLE)]
                 panel.plot(range(1, len(line) + 1), line.numpy(), label=name, linewidth=1.5, linestyle=style)
             _style(panel)
-        row[0].set_ylabel(similarity.base_names()[number] + _blocks_of(similarity, index), fontsize="small")
+        row[0].set_ylabel(label + _blocks_of(similarity), fontsize="small")
     for column, title in enumerate(titles):
         axes[0][column].set_title(title, fontsize="small")
         axes[-1][column].set_xlabel(f"rank of the {unit}" if column else unit, fontsize="small")
@@ -236,7 +234,6 @@ def block_map(
     key: Tensor,
     *,
     base: str | None = None,
-    resolution: int = 0,
     title: str = "",
     ax: "Axes | None" = None,
 ) -> "Figure":
@@ -245,7 +242,7 @@ def block_map(
     Args:
         similarity: a similarity without heads for flattened images, with channels first.
         query, key: two images ``(height, width)`` or ``(channels, height, width)``.
-        base, resolution: base similarity to show, by default the first one, and index of the resolution.
+        base: base similarity to show, by default the first one.
         title, ax: title of the plot, and axes to draw on; None creates a figure.
 
     >>> import ahop_layers as ah
@@ -258,12 +255,9 @@ def block_map(
     if query.ndim not in (2, 3) or query.shape != key.shape or query.numel() != similarity.dim:
         expected = f"(height, width) or (channels, height, width) with {similarity.dim} values"
         raise AHopError(f"query and key must be {expected}, got {describe(query)} and {describe(key)}")
-    count = len(similarity.blocks)
-    if not isinstance(resolution, int) or not 0 <= resolution < count:
-        raise AHopError(f"resolution must be an index of one of the {count} resolutions, got {resolution!r}")
     rows = query.reshape(1, -1), key.reshape(1, -1)
-    values = similarity.block_similarities(*rows, base or similarity.bases[0], resolution)[0, 0].float().cpu()
-    pixels = values[similarity.blocks[resolution].numbers(similarity.dim)].reshape(-1, *query.shape[-2:]).mean(0)
+    values = similarity.block_similarities(*rows, base or similarity.bases[0])[0, 0].float().cpu()
+    pixels = values[similarity.blocks.numbers(similarity.dim)].reshape(-1, *query.shape[-2:]).mean(0)
     return _show(pixels, title, ax, cmap="inferno")[0]
 
 
@@ -311,19 +305,18 @@ def _check_headless(similarity: object) -> None:
         raise AHopError(f"similarity must have num_heads=None, got {similarity.num_heads}")
 
 
-def _blocks_of(part: AdaptiveSimilarity, index: int) -> str:
-    """Returns a suffix with the number of blocks of a resolution, empty for a similarity without blocks."""
-    blocks = part.blocks[index]
-    if blocks.assignment is None:
-        return "" if len(part.blocks) == 1 else f", {part.dim} dimensions"
-    n = blocks.count(part.dim)
-    return f", {n} {'normalized ' if blocks.normalize else ''}block{'s' if n > 1 else ''}"
+def _blocks_of(part: AdaptiveSimilarity) -> str:
+    """Returns a suffix with the number of blocks, empty for a similarity without blocks."""
+    if part.blocks.assignment is None:
+        return ""
+    n = part.blocks.count(part.dim)
+    return f", {n} {'normalized ' if part.blocks.normalize else ''}block{'s' if n > 1 else ''}"
 
 
 @torch.no_grad()
-def _weights(part: AdaptiveSimilarity, index: int, folded: bool) -> Tensor:
-    """Returns the weights of one resolution of a similarity, ``(heads, n_bases, n)``."""
-    weight = part.footprint_weight(index).float().cpu()
+def _weights(part: AdaptiveSimilarity, folded: bool) -> Tensor:
+    """Returns the weights of a similarity, ``(heads, n_bases, n)``."""
+    weight = part.footprint_weight().float().cpu()
     weight = fold(weight) if folded else weight
     return weight if part.num_heads else weight.unsqueeze(0)
 

@@ -68,7 +68,7 @@ def make_model(options: argparse.Namespace, bags: BagData) -> BagClassifier:
     features, width = bags.data.features, options.width
     if options.data in DIGIT_SETS:
         side = math.isqrt(features)
-        blocks = [None, ah.patches(side, side, 2)]
+        blocks = ah.patches(side, side, 2)
         first = Lookup(bags.data.stored, keep=1.0, blocks=blocks) if options.first == "lookup" else nn.Identity()
         embed = nn.Sequential(first, embed_digits(width, side))
     else:

@@ -131,7 +131,6 @@ OTHERS = {  # keywords of associate that separate operations compute
     "steps of heads": {"steps": [0, 1, 0, 0]},
     "until convergence": {"steps": None, "eps": 1e-2},
     "dot product": {"score": association.dot_product},
-    "resolutions": {"score": ah.AdaptiveSimilarity(D, H, blocks=[2, 4]).double()},
     "subclass": {"score": Doubled(D, H).double()},
     "subclass with another score": {"score": Rescored(D, H).double()},
     "integer mask": {"mask": Mask(added=torch.ones(1, H, L, S, dtype=torch.int64))},

@@ -16,7 +16,7 @@ from ahop_layers import association
 from ahop_layers.attention.call import similarity_attention
 from ahop_layers.convert.discover import CHANNELS, OPAQUE, OTHER_SCORES
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityList, named_similarities
+from ahop_layers.similarity.associator import SimilarityList, named_similarities
 from tests.samples import Scaled, perturb, refuses
 
 pytestmark = pytest.mark.slow

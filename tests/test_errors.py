@@ -10,7 +10,7 @@ from torch import nn
 import ahop_layers as ah
 from ahop_layers import hopfield, separation
 from ahop_layers.hopfield.transformer import HopfieldEncoderLayer
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 from tests.samples import Scaled, refuses
 
 x, k, w = torch.randn(3, 8), torch.randn(4, 8), torch.randn(2, 8)
@@ -81,8 +81,8 @@ BAD_CALLS = {
     "divisor": (similar(12, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
     "zero": (similar(12, blocks=0), "blocks must be an integer of at least 1, got 0"),
     "bool": (similar(12, blocks=True), "blocks must be an integer of at least 1, got True"),
-    "string": (similar(12, blocks="4"), "an entry of blocks must be None, .* got '4'"),
-    "empty": (similar(12, blocks=[]), r"blocks must have at least one entry, got \[\]"),
+    "string": (similar(12, blocks="4"), "blocks must be None, .* got '4'"),
+    "list": (similar(12, blocks=[4, 6]), r"blocks must be None, .* got \[4, 6\]"),
     "length": (similar(12, blocks=torch.arange(6)), "each of the 12 dimensions, got 6"),
     "floats": (lambda: ah.Blocks(torch.ones(12)), "blocks must have an integer dtype, got torch.float32"),
     "matrix": (lambda: ah.Blocks(torch.zeros(3, 4, dtype=torch.long)), r"blocks must be \(d,\), .* got shape \(3, 4\)"),
@@ -95,8 +95,7 @@ BAD_CALLS = {
     ),
     "other dim": (lambda: similar(24, blocks=4)()(q12, q12), r"last dimension dim = 24, got query \(2, 12\)"),
     "init and blocks": (similar(12, init=torch.ones(2, 12), blocks=4), r"shape of w, \(2, 4\), got"),
-    "init count": (similar(12, init=torch.ones(2, 4), blocks=[4, 6]), "one tensor for each of 2 resolutions, got 1"),
-    "second init": (similar(12, init=[w4, w4], blocks=[4, 6]), r"the shape of w_1, \(2, 6\), got \(2, 4\)"),
+    "list of init": (similar(12, init=[w4]), "init must be a string or a tensor, got list"),
     "batches of normalized blocks": (
         lambda: similar(12, blocks=NORMALIZED)()(q12.expand(2, 2, 12), q12.expand(3, 2, 12)),
         "batch dimensions must broadcast",

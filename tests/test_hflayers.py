@@ -287,7 +287,7 @@ def test_state_dict_for_hflayers_needs_the_dot_product():
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ({}, True),
-    ({"blocks": [None, 2]}, True),
+    ({"blocks": 2}, True),
     ({"bases": ("dot",), "debias": True}, True),
     ({"blocks": ah.Blocks(4, normalize=True)}, False),
     ({"init": "uniform"}, False),

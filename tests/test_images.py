@@ -163,7 +163,7 @@ def test_the_views_of_stored_images_are_kept_until_they_change(monkeypatch):
     memory = ah.AssociativeMemory(images)
 
     def views():
-        return memory._scorer()._arranged()
+        return memory._scorer()._prepared()
 
     scores, kept = memory.scores(query), views()
     torch.testing.assert_close(kept, memory.similarity.views(images.flatten(1)), rtol=0, atol=0)

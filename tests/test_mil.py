@@ -188,7 +188,7 @@ def test_an_untrained_lookup_finds_damaged_digits():
     digits, classes = (torch.tensor(each) for each in load_digits(return_X_y=True))
     digits = (digits / 16).float()
     names = torch.nn.functional.one_hot(classes).float()
-    lookup = Lookup(digits[:600], names[:600], keep=0.5, blocks=[None, ah.patches(8, 8, 2)])
+    lookup = Lookup(digits[:600], names[:600], keep=0.5, blocks=ah.patches(8, 8, 2))
     query = ah.variants.Occluded(0.2, 8, 8, value=1.0)(digits[600:], torch.Generator().manual_seed(0))
     euclid = torch.cdist(query, digits[:600]).argmin(1)
     accuracy = (lookup(query).argmax(1) == classes[600:]).float().mean()
@@ -197,12 +197,12 @@ def test_an_untrained_lookup_finds_damaged_digits():
 
 def test_a_lookup_reads_stored_values_and_leaves_instances_out():
     stored = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
-    lookup = Lookup(stored, keep=1.0, blocks=[3, ah.Blocks(2, normalize=True)])
+    lookup = Lookup(stored, keep=1.0, blocks=3)
     assert (lookup(stored) - stored).abs().max() < 0.1
     other = lookup(stored, without=torch.arange(20))
     assert ((other - stored).abs().amax(1) > 0.1).all()
     trained = {name for name, parameter in lookup.named_parameters() if parameter.requires_grad}
-    assert {name.rpartition(".")[2] for name in trained} == {"scaling", "w_0", "beta_0", "w_1", "beta_1"}
+    assert {name.rpartition(".")[2] for name in trained} == {"scaling", "w", "beta"}
 
 
 def test_h5_files_are_read(tmp_path):

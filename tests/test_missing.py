@@ -23,7 +23,6 @@ BLOCKS = {
     "normalized": ah.Blocks(2, normalize=True),
     "normalized permuted": ah.Blocks(torch.tensor([0, 1, 0, 1, 0, 1]), normalize=True),
     "normalized unequal": ah.Blocks(UNEQUAL, normalize=True),
-    "several": [ah.Blocks(UNEQUAL, normalize=True), None, ah.Blocks(2, normalize=True)],
 }
 LABELS = torch.arange(40) % 5 * 3 - 4
 BY_LABEL = ("class_scores", "classify")
@@ -107,9 +106,10 @@ def by_pairs(similarity, query, key):
     query = query.double() if similarity.bias is None else query.double() - similarity.bias.detach().double()
     query, key, scores = query.numpy(), key.double().numpy(), np.zeros((len(query), len(key)))
     widths = getattr(similarity, "widths", None)
-    for index, entry in enumerate(getattr(similarity, "blocks", ())):
-        folded = reference.fold(similarity.footprint_weight(index).detach().double()).numpy()
-        constant = 1e-3 * getattr(similarity, f"norm_{index}").item() if entry.normalize else None
+    entry = getattr(similarity, "blocks", None)
+    if entry is not None:
+        folded = reference.fold(similarity.footprint_weight().detach().double()).numpy()
+        constant = 1e-3 * similarity.norm.item() if entry.normalize else None
         options = similarity.names, np.ones(len(folded)) if widths is None else widths.tolist()
         numbers = entry.numbers(similarity.dim).numpy()
         for i, j in np.ndindex(*scores.shape):
@@ -219,7 +219,7 @@ def test_blocks_follow_the_definition_for_all_combinations_of_known_dimensions(b
     torch.testing.assert_close(similarity(query, key, missing=True).detach(), expected)  # on the path with gradients
 
 
-@pytest.mark.parametrize("blocks", ["normalized permuted", "several"])
+@pytest.mark.parametrize("blocks", ["normalized permuted", "normalized unequal"])
 @pytest.mark.parametrize("fixed", [True, False])
 def test_normalized_blocks_without_nan_have_the_scores_of_complete_values(blocks, fixed):
     similarity = randomized(ah.AdaptiveSimilarity(6, 2, bases=BASES, blocks=BLOCKS[blocks]))
@@ -262,9 +262,9 @@ def test_the_norm_of_stored_blocks_is_that_of_their_known_dimensions(blocks):
         if len(known) >= min(2, len(part)):
             squares.append((known - known.mean()).square().mean() * len(part))
     similarity = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(patterns)
-    torch.testing.assert_close(similarity.norm_0, torch.stack(squares).mean().sqrt())
+    torch.testing.assert_close(similarity.norm, torch.stack(squares).mean().sqrt())
     flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(0 * patterns + 1)
-    assert flat.norm_0 == 0
+    assert flat.norm == 0
 
 
 @pytest.mark.parametrize("make_table", [TableSimilarity, AdaptiveTableSimilarity])

@@ -65,21 +65,21 @@ def test_a_map_has_a_color_bar_on_request_and_is_transparent_without_weight():
 
 
 BLOCKS = [None, ah.Blocks(3, normalize=True), 1, torch.tensor([0, 0, 1, 2, 2, 2])]
-TITLES = ["6 dimensions", "3 normalized blocks", "1 block", "3 blocks"]
+TITLES = ["0", "1, 3 normalized blocks", "2, 1 block", "3, 3 blocks"]
 
 
 @pytest.fixture
 def model():
-    first = ah.AdaptiveSimilarity(6, num_heads=2, blocks=BLOCKS)
-    return nn.Sequential(first, nn.Linear(2, 2), ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform"))
+    parts = [ah.AdaptiveSimilarity(6, num_heads=2, blocks=blocks) for blocks in BLOCKS]
+    return nn.Sequential(*parts, nn.Linear(2, 2), ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform"))
 
 
 @pytest.mark.parametrize(("folded", "change"), [(True, False), (False, True)])
-def test_weights_of_every_layer_resolution_head_and_base(model, folded, change):
-    columns = [(part, index) for part in (model[0], model[2]) for index in range(len(part.blocks))]
+def test_weights_of_every_layer_head_and_base(model, folded, change):
+    columns = [*model[:4], model[5]]
 
     def weights():
-        found = [part.footprint_weight(index).detach().clone() for part, index in columns]
+        found = [part.footprint_weight().detach().clone() for part in columns]
         return [fold(weight) if folded else weight for weight in found]
 
     initial = weights()
@@ -88,14 +88,14 @@ def test_weights_of_every_layer_resolution_head_and_base(model, folded, change):
     state = deepcopy(model.state_dict())
     axes = np.array(plots.footprint_weights(model, folded=folded, change=change).axes).reshape(2, len(columns))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())  # not reset itself
-    assert [axis.get_title() for axis in axes[0]] == [*(f"0, {title}" for title in TITLES), "2"]
+    assert [axis.get_title() for axis in axes[0]] == [*TITLES, "5"]
     assert [text.get_text() for text in axes[0][0].get_legend().get_texts()] == ["dis", "dot"]
-    for panels, (part, index), old, new in zip(axes.T, columns, initial, weights(), strict=True):
+    for panels, part, old, new in zip(axes.T, columns, initial, weights(), strict=True):
         expected = (new - old if change else new).reshape(part.num_heads or 1, len(part.bases), -1)
         assert [panel.get_visible() for panel in panels] == [head < len(expected) for head in range(2)]
         for panel, lines in zip(panels, expected, strict=False):
             shown = [[bar.get_height() for bar in bars] for bars in panel.containers]
-            assert bool(shown) == (part.blocks[index].assignment is not None)
+            assert bool(shown) == (part.blocks.assignment is not None)
             if shown:  # the bases side by side at each rank
                 places = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in panel.containers]
                 np.testing.assert_allclose(np.mean(places, 0), range(1, lines.shape[-1] + 1))
@@ -111,7 +111,7 @@ def test_lines_that_coincide_have_styles_of_their_own():
     assert len({line.get_linestyle() for line in panel.lines[:3]}) == 3
 
 
-@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["dimensions", "blocks"])
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_steps_lead_from_the_pair_to_its_score(blocks):
     similarity = ah.AdaptiveSimilarity(6, bases=("dis", "l1"), init="uniform", debias=True, blocks=blocks)
     for parameter in similarity.parameters():
@@ -123,7 +123,7 @@ def test_steps_lead_from_the_pair_to_its_score(blocks):
     for number, (similarities, ordered, footprint, _) in enumerate(rows):
         np.testing.assert_allclose(np.sort(similarities), np.sort(ordered), rtol=1e-6)
         assert (np.diff(ordered) <= 0).all()
-        assert ordered.shape[1] == similarity.blocks[number // 2].count(6)
+        assert ordered.shape[1] == similarity.blocks.count(6)
         if blocks is None:
             expected = ah.footprint(similarity.unbiased(query[None]), keys, similarity.bases[number])[0].detach()
             np.testing.assert_allclose(footprint, expected, rtol=1e-4, atol=1e-5)
@@ -134,18 +134,19 @@ def test_steps_lead_from_the_pair_to_its_score(blocks):
 
 @pytest.mark.parametrize("channels", [None, 2])
 def test_a_block_map_shows_which_blocks_agree(channels):
-    blocks = [None, ah.Blocks(ah.patches(4, 6, 2, channels or 1), normalize=True)]
+    blocks = ah.Blocks(ah.patches(4, 6, 2, channels or 1), normalize=True)
     similarity = ah.AdaptiveSimilarity(24 * (channels or 1), blocks=blocks)
     query = torch.randn(*([] if channels is None else [channels]), 4, 6)
     key = torch.randn_like(query)
     key[..., 2:, 4:] = 3 * query[..., 2:, 4:] + 1  # the last patch, with another gain and offset
-    axis = plots.block_map(similarity, query, key, base="dot", resolution=1, title="blocks").axes[0]
+    axis = plots.block_map(similarity, query, key, base="dot", title="blocks").axes[0]
     shown = axis.images[0].get_array()
     assert shown.shape == (4, 6)
     assert (shown == np.kron(shown[::2, ::2], np.ones((2, 2)))).all()  # one value for each patch
     np.testing.assert_allclose(shown[2:, 4:], 1.0, rtol=0.01)  # the correlation
     assert shown[:2].max() < 0.99
-    single = plots.block_map(similarity, query, key).axes[0].images[0].get_array()
+    plain = ah.AdaptiveSimilarity(24 * (channels or 1))
+    single = plots.block_map(plain, query, key).axes[0].images[0].get_array()
     distance = -(query - key).square().reshape(-1, 4, 6).mean(0)
     np.testing.assert_allclose(single, distance, rtol=1e-5)
 
@@ -167,11 +168,10 @@ ERRORS = [
     (STEPS, {"names": ["a"]}, "one entry for each of the 3 keys, got 1"),
     (BLOCK_MAP, {"query": torch.zeros(12)}, r"height, width\) with 12 values, got \(12,\) and \(3, 4\)"),
     (BLOCK_MAP, {"key": torch.zeros(4, 3)}, r"got \(3, 4\) and \(4, 3\)"),
-    (BLOCK_MAP, {"resolution": 1}, "one of the 1 resolutions, got 1"),
     (BLOCK_MAP, {"base": "l1"}, "base must be one of dis, dot, got 'l1'"),
     ({}, {"source": nn.Linear(2, 2)}, "source must contain an AdaptiveSimilarity, got Linear without one"),
     ({}, {"source": None}, "source must be a module, got NoneType"),
-    ({}, {"source": TWO_LAYERS, "ax": Figure().subplots()}, "one head and one resolution, got 2 layers with up to 3"),
+    ({}, {"source": TWO_LAYERS, "ax": Figure().subplots()}, "one layer with one head, got 2 layers with up to 3"),
 ]
 
 
@@ -186,7 +186,7 @@ def test_errors(arguments, change, message):
 @pytest.mark.parametrize("style", ["default", "dark_background"])
 def test_text_and_lines_contrast_with_light_and_dark_backgrounds(model, style):
     with matplotlib.style.context(style):
-        figure = plots.footprint_weights(model[2])
+        figure = plots.footprint_weights(model[5])
     background = np.array(matplotlib.colors.to_rgb(figure.get_facecolor()))
     axis = figure.axes[0]
     for color in (axis.title.get_color(), *(line.get_color() for line in axis.lines)):

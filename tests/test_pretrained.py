@@ -65,11 +65,11 @@ def test_a_model_of_transformers_returns_in_another_process(tmp_path):
 
 
 @pytest.mark.parametrize("options", [
-    {"blocks": [2, None], "init": "uniform"},
+    {"blocks": 2, "init": "uniform"},
     {"blocks": ah.Blocks(torch.arange(16) % 3, normalize=True)},
     {"bases": ("l1", ("near", 0.2)), "init": "l1", "separation": ah.Separation("entmax")},
     {"similarity": lambda dim, num_heads: ah.AdaptiveSimilarity(dim, num_heads, blocks=2)},
-], ids=["resolutions", "tensor", "quantile", "factory"])  # fmt: skip
+], ids=["number", "tensor", "quantile", "factory"])  # fmt: skip
 def test_all_options_of_modules_that_an_example_found_return(options, tmp_path):
     transformers = framework("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

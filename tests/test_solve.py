@@ -42,11 +42,11 @@ def test_features_of_a_similarity_give_its_scores(blocks, missing):
     similarity = ah.AdaptiveSimilarity(12, bases=bases, init="l1", debias=True, blocks=blocks)
     torch.nn.init.normal_(similarity.bias, generator=random_generator(5))
     similarity.fix_norms_(patterns).fix_widths_(patterns)
-    edges = [bin_edges(entry.count(12), 3, both_ends=True) for entry in similarity.blocks]
-    weights = [torch.randn(3, 1 + len(ends), generator=random_generator(4)) for ends in edges]
-    binned = block_features(query, patterns, torch.arange(9).expand(5, 9), similarity, edges)
-    similarity.set_ranks_([weight @ pools(ends) for weight, ends in zip(weights, edges, strict=True)])
-    expected = binned @ torch.cat([weight.flatten() for weight in weights])
+    edges = bin_edges(similarity.blocks.count(12), 3, both_ends=True)
+    weight = torch.randn(3, 1 + len(edges), generator=random_generator(4))
+    binned = block_features(query, patterns, torch.arange(9).expand(5, 9), similarity, [edges])
+    similarity.set_ranks_([weight @ pools(edges)])
+    expected = binned @ weight.flatten()
     scores = similarity(query, patterns, missing=missing)
     torch.testing.assert_close(scores, expected.nan_to_num(-torch.inf), rtol=1e-4, atol=1e-4)
 

@@ -18,7 +18,8 @@ from ahop_layers.association import Padded, associate
 from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityList, SimilarityOptions
+from ahop_layers.similarity.associator import SimilarityList
+from ahop_layers.similarity.options import SimilarityOptions
 
 SDPA = functional.scaled_dot_product_attention
 MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)

@@ -21,16 +21,10 @@ from ahop_layers.hopfield.adaptive import make_plain
 from ahop_layers.ops.gpu.layout import comparators
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import (
-    AdaptiveSimilarity,
-    BlocksArgument,
-    Init,
-    LazyAdaptiveSimilarity,
-    SimilarityOptions,
-    SimilaritySource,
-    named_similarities,
-    similarity_parameters,
-)
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.associator import named_similarities, similarity_parameters
+from ahop_layers.similarity.blocks import BlocksArgument
+from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions, SimilaritySource
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 """Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``."""
@@ -204,10 +198,10 @@ def _count_comparisons(similarities: Iterable[nn.Module]) -> tuple[int, int | No
     for part in similarities:
         if isinstance(part, AdaptiveSimilarity) and not isinstance(part, LazyAdaptiveSimilarity):
             copies = len(part.bases) * (part.num_heads or 1)
-            for n in (entry.count(part.dim) for entry in part.blocks):
-                total += copies * comparators(n)
-                fewer += copies * comparators(4 if n == part.dim else n)
-                full += [n] if n == part.dim else []
+            n = part.w.shape[-1]
+            total += copies * comparators(n)
+            fewer += copies * comparators(4 if n == part.dim else n)
+            full += [n] if n == part.dim else []
     return total, fewer if full and all(n > 4 and n % 4 == 0 for n in full) else None
 
 

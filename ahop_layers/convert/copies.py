@@ -11,7 +11,7 @@ from ahop_layers.convert.discover import in_eval_mode
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 
 _CALL = {"input", "stored_pattern_padding_mask", "association_mask"}
 _HOPFIELD = ("association_activation", "norm_stored_pattern", "norm_state_pattern", "norm_pattern_projection",

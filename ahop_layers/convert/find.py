@@ -13,7 +13,7 @@ from ahop_layers.attention.call import CallAttention, Site
 from ahop_layers.convert.class_swap import swap_class_
 from ahop_layers.convert.discover import Attending, discover
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, Converter, converter_for, full_name
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 
 # Attention modules by name, each with its converter or the reason why it is not adapted.
 Found = dict[str, tuple[nn.Module, Converter | str]]

@@ -13,7 +13,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.hopfield.adaptive import head_shape
 from ahop_layers.hopfield.core import AssociationCore
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 
 
 def full_name(kind: type) -> str:

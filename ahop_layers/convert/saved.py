@@ -17,15 +17,10 @@ from ahop_layers.convert.find import call_converter
 from ahop_layers.convert.registry import Converter, converter_for, full_name
 from ahop_layers.errors import AHopError, check_module
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import (
-    AdaptiveSimilarity,
-    Associator,
-    SimilarityOptions,
-    SimilaritySource,
-    check_state,
-    named_similarities,
-)
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state
+from ahop_layers.similarity.associator import Associator, named_similarities
 from ahop_layers.similarity.blocks import Blocks
+from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
 _KEY = "ahop_layers.similarities"
 WEIGHTS, SIMILARITIES, ADAPTED = "model.safetensors", "similarities.safetensors", "adapted.json"
@@ -120,7 +115,7 @@ def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[s
         described[name] = {"layer": layers.get(id(part)), "class": full_name(type(part))}
         if isinstance(part, AdaptiveSimilarity):
             described[name] |= {"dim": part.dim, "num_heads": part.num_heads, "bases": part.base_names()}
-            described[name]["blocks"] = [entry.short() for entry in part.blocks]
+            described[name]["blocks"] = part.blocks.short()
     return described
 
 
@@ -257,10 +252,8 @@ def _how_adapted(module: Any) -> dict[str, Any]:
         "similarity": None,
     }
     if type(first) is AdaptiveSimilarity:
-        blocks = [
-            [entry.assignment if entry.named is None else entry.named.tolist(), entry.normalize]
-            for entry in first.blocks
-        ]
+        numbers = first.blocks.named
+        blocks = [first.blocks.assignment if numbers is None else numbers.tolist(), first.blocks.normalize]
         init = first.init if isinstance(first.init, str) else "uniform"
         options = {"bases": first.bases, "init": init, "debias": first.bias is not None, "blocks": blocks}
         described["similarity"] = options
@@ -275,8 +268,8 @@ def _options(entry: dict[str, Any], similarity: SimilaritySource | None) -> Simi
             raise AHopError("similarity must be given for a module with a similarity of your own, got None")
         return SimilarityOptions(separation=separation, similarity=similarity)
     bases = [base if isinstance(base, str) else tuple(base) for base in given["bases"]]
-    pairs = ((torch.tensor(each) if isinstance(each, list) else each, rule) for each, rule in given["blocks"])
-    blocks = [Blocks(each, normalize) for each, normalize in pairs]
+    assignment, normalize = given["blocks"]
+    blocks = Blocks(torch.tensor(assignment) if isinstance(assignment, list) else assignment, normalize)
     options: Any = {**given, "bases": bases, "blocks": blocks}
     return SimilarityOptions(separation=separation, **options)
 

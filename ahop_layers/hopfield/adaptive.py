@@ -21,14 +21,10 @@ from ahop_layers.hopfield.layers import Hopfield, HopfieldInterface, HopfieldLay
 from ahop_layers.ops.reference import fold
 from ahop_layers.packed import Packed, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import (
-    AdaptiveSimilarity,
-    Associator,
-    BlocksArgument,
-    Init,
-    SimilarityOptions,
-    SimilaritySource,
-)
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.associator import Associator
+from ahop_layers.similarity.blocks import BlocksArgument
+from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
 # A layer of static patterns warns after this number of calls with a gradient and without an optimizer step.
 CALLS_WITHOUT_UPDATE = 100
@@ -281,13 +277,11 @@ def is_dot_product(similarity: nn.Module | None) -> bool:
     if similarity.bias is not None and bool(similarity.bias.any()):
         return False
     total: Any = 0.0
-    for resolution, blocks in enumerate(similarity.blocks):
-        weights = fold(similarity.footprint_weight(resolution)).unbind(-2)
-        for base, folded in zip(similarity.bases, weights, strict=True):
-            differs = base != "dot" or blocks.normalize or bool((folded != folded[..., :1]).any())
-            if differs and bool(folded.any()):
-                return False
-            total = total + (folded[..., 0] if base == "dot" else 0.0)
+    for base, folded in zip(similarity.bases, fold(similarity.footprint_weight()).unbind(-2), strict=True):
+        differs = base != "dot" or similarity.blocks.normalize or bool((folded != folded[..., :1]).any())
+        if differs and bool(folded.any()):
+            return False
+        total = total + (folded[..., 0] if base == "dot" else 0.0)
     return bool((torch.as_tensor(total) == 1).all())
 
 

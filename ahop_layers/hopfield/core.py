@@ -12,7 +12,7 @@ from ahop_layers.association import Padded, Similarity, Steps, Stored, associate
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.operators import has_hooks
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import Associator, reset
+from ahop_layers.similarity.associator import Associator, reset
 
 
 class Retrieval(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_probability, check_sizes, describe
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
-from ahop_layers.similarity.adaptive import reset
+from ahop_layers.similarity.associator import reset
 
 Patterns = Tensor | Sequence[Tensor]
 """One tensor, or several: what a Hopfield layer takes as its input."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_module
 from ahop_layers.hopfield.layers import HopfieldInterface, Patterns, reads
-from ahop_layers.similarity.adaptive import reset
+from ahop_layers.similarity.associator import reset
 
 
 def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: Tensor | None, causal: bool) -> Tensor:

@@ -99,7 +99,7 @@ class AutoSimilarity(AdaptiveSimilarity):
                 self.widths[row] = width
         self.refresh()
 
-    def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
+    def _score(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         used = self._used or list(range(len(self.names)))
         names = [self.names[row] for row in used]
         widths = None if self.widths is None else self.widths[used]

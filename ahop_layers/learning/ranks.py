@@ -131,15 +131,12 @@ def features(
 def block_features(
     query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Learnable, edges: list[list[int]]
 ) -> Tensor:
-    """As :func:`features`, for a similarity: those of the bases of the first resolution are the first.
+    """As :func:`features`, for a similarity: the features of the bases of its first part are the first.
 
-    ``edges`` are those of each resolution of each part. The features of a pair without a common known block are NaN.
+    ``edges`` are the edges of each part. The features of a pair without a common known block are NaN.
     """
-    columns, rest = [], iter(edges)
-    for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
-        missing = bool(own.isnan().any() or keys.isnan().any())
-        for resolution in range(len(part.blocks)):
-            columns.append(_part_features(own, keys, candidates, part, resolution, next(rest), missing))
+    views = zip(similarity.parts(), similarity.views(query), similarity.views(patterns), edges, strict=True)
+    columns = [_part_features(own, keys, candidates, part, ends) for part, own, keys, ends in views]
     return torch.cat(columns, -1)
 
 
@@ -148,14 +145,13 @@ def _part_features(
     patterns: Tensor,
     candidates: Tensor,
     part: AdaptiveSimilarity,
-    resolution: int,
     edges: list[int],
-    missing: bool,
 ) -> Tensor:
-    """Returns the features of one resolution of a similarity."""
+    """Returns the features of one part of a similarity."""
+    missing = bool(query.isnan().any() or patterns.isnan().any())
     widths = [1.0] * len(part.bases) if part.widths is None else part.widths.tolist()
     monotone = all(base in ("l1", "dis", "dot") or not isinstance(base, str) for base in part.bases)
-    if monotone and part.blocks[resolution].assignment is None and part.bias is part.units is None:
+    if monotone and part.blocks.assignment is None and part.bias is part.units is None:
         found = features(query, patterns, candidates, part.bases, widths, edges)
         if missing:
             common = (~query.isnan()).to(found) @ (~patterns.isnan()).to(found).mT
@@ -166,13 +162,13 @@ def _part_features(
         for some, key in pairs(query, patterns, candidates):
             columns = []
             for base in part.bases:
-                values = part.block_similarities(some[:, None], key, base, resolution).squeeze(1)
+                values = part.block_similarities(some[:, None], key, base).squeeze(1)
                 known = edges[-1] - values.isnan().sum(-1)
                 pooled = _pooled(-_sort_(-values), known, pool, edges)
                 columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
             rows.append(torch.cat(columns, -1))
         return torch.cat(rows)
-    query, patterns, numbers = part.compared(query, patterns, resolution)  # once, not once for each pair
+    query, patterns, numbers = part.compared(query, patterns)  # once, not once for each pair
     whole = query.new_ones(1, 1)
     for some, key in pairs(query, patterns, candidates, GATHERED):
         columns = []
@@ -201,12 +197,11 @@ def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, simila
         return torch.cat(rows).squeeze(1)
     total = query.new_zeros(candidates.shape)
     for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
-        for resolution in range(len(part.blocks)):
-            first, second, numbers = part.compared(own, keys, resolution)
-            weight, rows = part.footprint_weight(resolution), []
-            for some, key in pairs(first, second, candidates, GATHERED):
-                rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths, False))
-            total += torch.cat(rows).squeeze(1)
+        first, second, numbers = part.compared(own, keys)
+        weight, rows = part.footprint_weight(), []
+        for some, key in pairs(first, second, candidates, GATHERED):
+            rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths, False))
+        total += torch.cat(rows).squeeze(1)
     return total
 
 

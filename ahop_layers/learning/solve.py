@@ -185,9 +185,9 @@ class _Given(_Fixed):
         """Solves for the weights of all ranks of all parts."""
         similarity, patterns, candidates = self.similarity, self.patterns, self.candidates
         parts, images = similarity.parts(), isinstance(similarity, ImageSimilarity)
-        counts = [entry.count(part.dim) for part in parts for entry in part.blocks]
+        counts = [part.w.shape[-1] for part in parts]
         self.edges = [bin_edges(n, IMAGE_BINS) if images else bin_edges(n, both_ends=True) for n in counts]
-        self.bases = [len(part.bases) for part in parts for _ in part.blocks]
+        self.bases = [len(part.bases) for part in parts]
         found = block_features(candidates.query, patterns, candidates.candidates, similarity, self.edges)
         sizes = [1 + len(ends) for ends, count in zip(self.edges, self.bases, strict=True) for _ in range(count)]
         # An image may have no patch in common with a candidate, but a pixel.
@@ -347,7 +347,7 @@ def _is_linear(similarity: Any) -> bool:
 
 def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
     """Returns starts ``(f,)``: the weights that a similarity has, and each base alone, trimmed at each edge."""
-    folded = [fold(part.footprint_weight(index)) for part in similarity.parts() for index in range(len(part.blocks))]
+    folded = [fold(part.footprint_weight()) for part in similarity.parts()]
     own = [pad(u @ (pools(ends)[1:] > 0).to(u).mT, (1, 0)).flatten() for u, ends in zip(folded, edges, strict=True)]
     starts, first = [torch.cat(own)], 0
     for ends, weight in zip(edges, folded, strict=True):

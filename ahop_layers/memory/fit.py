@@ -49,7 +49,7 @@ def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int, progress: bool) 
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
     if damage is None:
         damage = questions.any_damage(stored.shape, scorer.allows_missing())
-    data = _read_damage(damage, stored, by_label)
+    data = _read_damage(damage, scorer, by_label)
     bar = _progress_bar(progress)
     # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.
     generator = torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
@@ -104,13 +104,13 @@ def _progress_bar(progress: bool) -> Any:
     return importlib.import_module("tqdm").tqdm(total=STEPS, desc="fit", disable=None, leave=False)
 
 
-def _read_damage(damage: Any, stored: Stored, by_label: bool) -> Variant | Pairs:
+def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:
     """Returns a damage as a variant, or the index or class and the query of given pairs."""
     if not isinstance(damage, (tuple, list)) or any(map(callable, damage)):
         return as_damage(damage)
     if len(damage) != 2:
         raise AHopError(f"damage must be a variant or a pair (index, query), got {len(damage)} values")
-    device = stored.patterns.device
+    stored, device = scorer.stored, scorer.stored.patterns.device
     target, query = (from_numpy(each, device) for each in damage)
     query = as_tensor("query", query, device)
     check_same_device(query=query, patterns=stored.patterns)
@@ -129,7 +129,8 @@ def _read_damage(damage: Any, stored: Stored, by_label: bool) -> Variant | Pairs
     if index.ndim != 1 or query.shape != (len(index), stored.dim) or not len(index):
         rule = f"damage must be index (n,) and query (n, d) with d = {stored.dim} and n >= 1"
         raise AHopError(f"{rule}, got {describe(index)} and {describe(query)}")
-    has_unknown(query=query)
+    if has_unknown(query=query):
+        scorer.check_missing("query")
     return index, query
 
 

@@ -33,7 +33,8 @@ from ahop_layers.memory.shards import Shards
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Associator, check_state
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state
+from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.images import ImageSimilarity
 
 

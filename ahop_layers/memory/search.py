@@ -83,11 +83,12 @@ class Scorer(NamedTuple):
         missing, largest = read_values(name, rows)
         if missing:
             self.check_missing(name)
-        if largest <= stored.largest:
-            return rows.to(stored.dtype), batch, missing
-        wide = accumulation_dtype(stored.dtype)
-        limit = math.sqrt(torch.finfo(wide).max / (4 * stored.dim))  # the sum of squares must not overflow
-        return rows.clamp(-limit, limit).to(wide), batch, missing
+        dtype, limit = stored.dtype, _largest_value(stored.dtype, stored.dim)
+        if largest > max(limit, stored.largest):  # beyond float16, or nonsense
+            dtype = accumulation_dtype(dtype)
+            limit = _largest_value(dtype, stored.dim)
+            rows = rows.clamp(-limit, limit)
+        return rows.to(dtype), batch, missing
 
     def within_reach(self, rows: Tensor) -> Tensor:
         """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
@@ -143,9 +144,7 @@ class Scorer(NamedTuple):
                 self.check_missing("queries")
         size, copies = self._chunk_size(len(rows)), self._prepared()
         for start in range(0, len(stored.patterns), size):
-            prepared = None
-            if copies is not None:
-                prepared = [None if copy is None else copy[start : start + size] for copy in copies]
+            prepared = None if copies is None else [copy[start : start + size] for copy in copies]
             yield self._compare(rows, stored.chunk(start, size), missing, prepared)
 
     def search(self, asked: Queries, k: int) -> tuple[Tensor, Tensor]:
@@ -188,20 +187,20 @@ class Scorer(NamedTuple):
         added: Tensor = similarity.explain(rows, key)
         return added
 
-    def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
+    def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         """Scores ``query (..., L, d)`` against patterns ``key (..., S, d)``."""
         key = key.to(query.dtype)
         if missing and self.similarity in FIXED.values():
             return known_scores(self.similarity, query, key)
         options: dict[str, Any] = {"missing": True} if missing else {}
-        if arranged is not None:
-            options["arranged"] = [None if copy is None else copy.to(query.dtype) for copy in arranged]
+        if prepared is not None:
+            options["prepared"] = [copy.to(query.dtype) for copy in prepared]
         scores, patterns = self.similarity(query, key, **options), self.stored.patterns
         in_units = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.units is not None
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
-    def _prepared(self) -> Sequence[Tensor | None] | None:
-        """Returns copies of the patterns as the similarity arranges them, if it needs any."""
+    def _prepared(self) -> Sequence[Tensor] | None:
+        """Returns copies of the patterns as the similarity prepares them, if it needs any."""
         stored, similarity = self.stored, self.similarity
         if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)):
             return None
@@ -212,12 +211,12 @@ class Scorer(NamedTuple):
         if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
             return None  # no gradient; no version counter
 
-        def copies() -> tuple[Any, Sequence[Tensor | None]]:
-            return sources, similarity.arrange(stored.chunk(0, len(stored.patterns)))
+        def copies() -> tuple[Any, Sequence[Tensor]]:
+            return sources, similarity.prepare(stored.chunk(0, len(stored.patterns)))
 
-        found: Sequence[Tensor | None]
+        found: Sequence[Tensor]
         versions = [(id(source), source._version) for source in sources]  # the ids stay in use
-        _, found = stored.keep(f"arranged {versions}", copies)
+        _, found = stored.keep(f"prepared {versions}", copies)
         return found
 
     def _chunk_size(self, queries: int) -> int:
@@ -235,6 +234,11 @@ class Scorer(NamedTuple):
         if not single or self.stored.patterns.device.type != "cuda":
             return size
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
+
+
+def _largest_value(dtype: torch.dtype, dim: int) -> float:
+    """Returns the largest value for which the sum of ``dim`` squared differences does not overflow."""
+    return math.sqrt(torch.finfo(dtype).max / (4 * dim))
 
 
 def has_nan(rows: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """Blocks of dimensions: how a similarity cuts its dimensions, and how queries and keys are arranged for the kernels."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -15,6 +14,10 @@ from ahop_layers.ops.reference import accumulation_dtype
 # Added to the norm of a block before the division, relative to the root mean square norm of the stored blocks.
 EPSILON = 1e-3
 SLICE_ELEMENTS = 2**21  # number of elements of stored patterns that are processed at once
+
+
+BlocksArgument = Any
+"""None, an integer, an integer tensor or array, or a :class:`~ahop_layers.Blocks`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,8 +36,8 @@ class Blocks:
     >>> import ahop_layers as ah
     >>> ah.Blocks(4, normalize=True)
     Blocks(4, normalize=True)
-    >>> ah.AdaptiveSimilarity(64, blocks=[ah.Blocks(ah.patches(8, 8, 2), normalize=True), 8]).blocks
-    (Blocks(tensor(n=16), normalize=True), Blocks(8, normalize=False))
+    >>> ah.AdaptiveSimilarity(64, blocks=ah.Blocks(ah.patches(8, 8, 2), normalize=True)).blocks
+    Blocks(tensor(n=16), normalize=True)
     """
 
     assignment: Any
@@ -59,7 +62,7 @@ class Blocks:
             given = numbers.long().clone()
         elif given is not None:
             expected = "None, an integer, or an integer tensor or array"
-            raise AHopError(f"an entry of blocks must be {expected}, got {given!r}")
+            raise AHopError(f"blocks must be {expected}, got {given!r}")
         if not isinstance(self.normalize, bool):
             raise AHopError(f"normalize must be True or False, got {self.normalize!r}")
         object.__setattr__(self, "assignment", given)
@@ -113,12 +116,9 @@ class Blocks:
         return self.short() if self.normalize else f"Blocks({self.short()}, normalize=False)"
 
 
-def resolutions(blocks: Any) -> tuple[Blocks, ...]:
-    """Returns the ``blocks`` argument of a similarity as one :class:`Blocks` for each resolution."""
-    entries: Sequence[Any] = blocks if isinstance(blocks, (list, tuple)) else (blocks,)
-    if not entries:
-        raise AHopError(f"blocks must have at least one entry, got {blocks!r}")
-    return tuple(entry if isinstance(entry, Blocks) else Blocks(entry) for entry in entries)
+def as_blocks(blocks: BlocksArgument) -> Blocks:
+    """Returns the ``blocks`` argument of a similarity as :class:`Blocks`."""
+    return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
 
 
 def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:

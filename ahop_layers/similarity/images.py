@@ -130,10 +130,10 @@ class ImageSimilarity(nn.Module):
         return [part for part in parts if part is not None]
 
     def sources(self) -> list[Tensor]:
-        """Returns the tensors by which :meth:`arrange` makes the views of images: an index for each, and the scale."""
+        """Returns the tensors that :meth:`prepare` depends on: an index for each view, and the scale."""
         return [*self._indices(), self.dark]
 
-    def arrange(self, key: Tensor) -> list[Tensor]:
+    def prepare(self, key: Tensor) -> list[Tensor]:
         """Returns the views of keys, which a memory keeps."""
         return self.views(key)
 
@@ -172,14 +172,14 @@ class ImageSimilarity(nn.Module):
         return total
 
     def forward(
-        self, query: Tensor, key: Tensor, arranged: Sequence[Tensor] | None = None, missing: bool = False
+        self, query: Tensor, key: Tensor, missing: bool = False, prepared: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Computes the scores ``(..., L, S)`` of images ``query (..., L, d)`` and ``key (..., S, d)``.
 
-        NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf. ``arranged``
+        NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf. ``prepared``
         are the :meth:`views` of the keys, if they are known already.
         """
-        keys = self.views(key) if arranged is None else arranged
+        keys = self.views(key) if prepared is None else prepared
         return reduce(torch.maximum, self._score_shifts(query, keys, missing).values())
 
     def aligned(self, query: Tensor, key: Tensor, missing: bool) -> tuple[Tensor, Tensor]:

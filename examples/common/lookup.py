@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.similarity.blocks import Blocks, resolutions
+from ahop_layers.similarity.blocks import Blocks, as_blocks
 
 SHARPNESS = 12.0  # initial inverse temperature, for scores with a standard deviation of about 1
 
@@ -24,12 +24,11 @@ class Lookup(nn.Module):
         stored: Tensor,  # (N, d), kept as a parameter without gradient
         values: Tensor | None = None,  # (N, v), what is read, such as labels; None for the stored instances
         keep: float = 0.5,  # fraction of the blocks that counts initially: the most similar ones
-        blocks: object = None,  # as in ah.AdaptiveSimilarity; all resolutions have equal shares of the initial scores
+        blocks: object = None,  # as in ah.AdaptiveSimilarity
         bases: Sequence[str] = ("l1",),  # initially, normalized blocks use "dot" if it is given, others the first one
     ) -> None:
         super().__init__()
-        values, entries = stored if values is None else values, resolutions(blocks)
-        init = [_initial_weight(stored, keep, entry, bases) / len(entries) for entry in entries]
+        values, init = stored if values is None else values, _initial_weight(stored, keep, as_blocks(blocks), bases)
         static = [f"{name}_as_static" for name in ("stored_pattern", "state_pattern", "pattern_projection")]
         norms = [f"normalize_{name.removesuffix('_as_static')}" for name in static]
         self.layer = ah.AdaptiveHopfieldLayer(
@@ -67,7 +66,7 @@ class Lookup(nn.Module):
 
 @torch.no_grad()
 def _initial_weight(stored: Tensor, keep: float, entry: Blocks, bases: Sequence[str]) -> Tensor:
-    """Returns the weights ``(1, n_bases, n)`` of one resolution, for scores of standard deviation 1."""
+    """Returns the weights ``(1, n_bases, n)``, for scores of standard deviation 1."""
     base = "dot" if entry.normalize and "dot" in bases else bases[0]
     n = entry.count(stored.shape[1])
     weight = torch.zeros(1, len(bases), n)  # entry k of a footprint is the sum of the k most similar blocks
