@@ -78,7 +78,14 @@ def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solves fits of a memory from few queries, candidates and steps."""
     from ahop_layers.learning import questions, regression, solve
 
-    sizes = {"QUERIES": 128, "MOST_QUERIES": 128, "TRIAL_QUERIES": 64, "TRIAL_CANDIDATES": 32, "CANDIDATES": 64, "STEPS": 30}
+    sizes = {
+        "QUERIES": 128,
+        "MOST_QUERIES": 128,
+        "TRIAL_QUERIES": 64,
+        "TRIAL_CANDIDATES": 32,
+        "CANDIDATES": 64,
+        "STEPS": 30,
+    }
     for name, value in sizes.items():
         for module in (questions, regression, solve):
             if hasattr(module, name):

@@ -61,7 +61,10 @@ def test_labels_are_copied_to_int64(kind, recwarn):
 def test_infinite_scores_and_scores_of_half_precision():
     for value in (-float("inf"), float("inf")):
         memory = AssociativeMemory(
-            torch.eye(4), lambda query, key, value=value: value * key[:, :2].sum(1)[None], labels=[0, 0, 1, 1], check=False
+            torch.eye(4),
+            lambda query, key, value=value: value * key[:, :2].sum(1)[None],
+            labels=[0, 0, 1, 1],
+            check=False,
         )
         scores = memory.class_scores(torch.zeros(4)).tolist()
         assert scores[0] == value

@@ -139,9 +139,10 @@ def test_a_fit_keeps_a_given_or_loaded_beta_and_sets_a_missing_one():
 
 @pytest.mark.usefixtures("small_fit")
 def test_a_fit_in_inference_mode_and_progress(capsys, monkeypatch):
+    memory = AssociativeMemory(torch.rand(40, 6))
     with torch.inference_mode():
-        memory = AssociativeMemory(torch.rand(40, 6))
         memory.fit(progress=False)
+    assert not memory.similarity.w.is_inference()
     memory.fit()
     assert capsys.readouterr().err == ""  # no terminal
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

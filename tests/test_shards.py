@@ -92,7 +92,7 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
         f"{agree} make the same call with equal values, got ": lambda: (memory.classify, memory.scores)[rank % 2](
             QUERIES
         ),
-        "" if rank else "queries x must be": lambda: memory.search(QUERIES if rank else QUERIES[:, :3]),
+        f"{agree}": lambda: memory.search(QUERIES if rank else QUERIES[:, :3]),
     }
     return {text: message(call) for text, call in calls.items()}
 

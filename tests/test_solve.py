@@ -80,7 +80,12 @@ def test_learned_similarity_beats_l1_at_any_scale():
 
 @pytest.mark.slow
 def test_dimensions_in_different_units_get_units_of_their_own(monkeypatch):
-    sizes = {"questions.QUERIES": 256, "questions.MOST_QUERIES": 256, "solve.TRIAL_QUERIES": 256, "solve.TRIAL_CANDIDATES": 96}
+    sizes = {
+        "questions.QUERIES": 256,
+        "questions.MOST_QUERIES": 256,
+        "solve.TRIAL_QUERIES": 256,
+        "solve.TRIAL_CANDIDATES": 96,
+    }
     for name, value in sizes.items():  # trials as by default: few queries say little about units
         monkeypatch.setattr(f"ahop_layers.learning.{name}", value)
 

@@ -43,6 +43,7 @@ BASES_GAIN, UNITS_GAIN = 0.95, 0.8
 IMAGE_BINS, ENOUGH_IMAGES = 12, 1024
 """Number of rank bins of views of images, and of images for which penalties need not be larger."""
 
+
 class FitReport(NamedTuple):
     """Accuracy on held-out queries of simple scores and of the learned one.
 
@@ -342,7 +343,9 @@ def _is_linear(similarity: Any) -> bool:
     """Returns whether a score is linear in weights that may change."""
     if not isinstance(similarity, Learnable) or not all(each.requires_grad for each in similarity.parameters()):
         return False
-    return isinstance(similarity, ImageSimilarity) or (type(similarity) is AdaptiveSimilarity and similarity.num_heads is None)
+    return isinstance(similarity, ImageSimilarity) or (
+        type(similarity) is AdaptiveSimilarity and similarity.num_heads is None
+    )
 
 
 def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:

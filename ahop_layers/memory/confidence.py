@@ -119,8 +119,8 @@ class Hits:
     def confidence(self) -> Any:
         """The probability of each hit, or of its class, ``(..., k)``: other patterns, and none, have the rest.
 
-        It is None until :meth:`~ahop_layers.AssociativeMemory.fit` has calibrated the scores. It needs the scores of all
-        patterns, and takes as long as the search.
+        It is None until :meth:`~ahop_layers.AssociativeMemory.fit` has calibrated the scores. It needs the scores of
+        all patterns, and takes as long as the search.
         """
         given, scorer, queries, calibration = self._asked
         if calibration is None:

@@ -22,10 +22,11 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
+from ahop_layers.learning.solve import FitReport
 from ahop_layers.memory import storage
 from ahop_layers.memory.arrays import Array, as_given, as_indices, check_values, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
-from ahop_layers.memory.fit import FitReport, fit
+from ahop_layers.memory.fit import fit
 from ahop_layers.memory.labels import as_labels
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
 from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
@@ -52,15 +53,15 @@ class AssociativeMemory(Associator):
             by block once and keeps that copy, up to 2**28 elements.
         similarity: ``"auto"`` is robust against wrong values, also before :meth:`fit`, see
             :class:`~ahop_layers.learning.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
-            ``"adaptive"`` is an :class:`~ahop_layers.AdaptiveSimilarity` with its default arguments, the network A-Hop of
-            the paper. A module or function scores queries ``(L, d)`` against keys ``(S, d)`` and returns ``(L, S)``.
+            ``"adaptive"`` is an :class:`~ahop_layers.AdaptiveSimilarity` with its default arguments, the network A-Hop
+            of the paper. A module or function scores queries ``(L, d)`` against keys ``(S, d)``: ``(L, S)``.
         labels: the class of each pattern ``(N,)``, integers or strings, for :meth:`classify`, :meth:`class_scores` and
             the confidence of hits. Integers need not be consecutive.
         ids: a name of each pattern ``(N,)``, strings or integers, all different.
         separation: the function of :meth:`retrieve` from scores to weights, a name of
             :class:`~ahop_layers.Separation` or such a module.
-        beta: inverse temperature, the factor of the scores in the separation and in :meth:`class_scores`. ``None`` means
-            1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it.
+        beta: inverse temperature, the factor of the scores in the separation and in :meth:`class_scores`. ``None``
+            means 1, with ``"auto"`` one with which stored patterns retrieve themselves, until :meth:`fit` sets it.
         check: raise if a pattern holds infinity, or no known value. False skips the check, which reads all patterns
             once, and promises that there is no NaN.
 
@@ -261,8 +262,8 @@ class AssociativeMemory(Associator):
     def threshold(self, false_accepts: float = 0.01) -> float:
         """Returns the confidence that a share ``false_accepts`` of unknown queries exceeds.
 
-        Unknown queries are copies of stored patterns, with the damage of the last :meth:`fit`, whose pattern, and class,
-        is left out.
+        Unknown queries are copies of stored patterns, with the damage of the last :meth:`fit`, whose pattern, and
+        class, is left out.
 
         >>> memory = AssociativeMemory(patterns := torch.rand(200, 24))
         >>> report = memory.fit()
@@ -280,8 +281,8 @@ class AssociativeMemory(Associator):
     def explain(self, x: Array, index: Any = None) -> Array:
         """Computes what each value of a query adds to the score of a pattern: ``(..., d)``, or the shape of images.
 
-        The sum over all values is the score. A value adds 0 if it is ignored: because it is unknown, or because its rank
-        has no weight. What a block adds is divided among its dimensions. ``index`` has the pattern of each query
+        The sum over all values is the score. A value adds 0 if it is ignored: because it is unknown, or because its
+        rank has no weight. What a block adds is divided among its dimensions. ``index`` has the pattern of each query
         ``(...)``; None means the one with the largest score. Modules of the user are refused: their scores are no sum
         that is known.
 
@@ -364,10 +365,10 @@ class AssociativeMemory(Associator):
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
         linear in its weights, and learning them is a small regression that is solved in seconds, without epochs or a
         learning rate. The inverse temperature :attr:`beta` and the confidence of hits are set as well, and for
-        ``"auto"`` the widths and the units of dimensions; :meth:`add` keeps all of them. If a simple score such as L1 is
-        better on held-out queries, it is the result of ``"auto"``; other similarities then keep their weights. A bias of
-        zero is first set to its least-squares estimate. A similarity without weights to solve for, such as ``"dot"`` or
-        a module of yours, is calibrated only.
+        ``"auto"`` the widths and the units of dimensions; :meth:`add` keeps all of them. If a simple score such as L1
+        is better on held-out queries, it is the result of ``"auto"``; other similarities then keep their weights. A
+        bias of zero is first set to its least-squares estimate. A similarity without weights to solve for, such as
+        ``"dot"`` or a module of yours, is calibrated only.
 
         Args:
             damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
@@ -562,8 +563,8 @@ class AssociativeMemory(Associator):
     def save(self, path: str | Path) -> None:
         """Saves the whole memory in one file: patterns, labels, ids, similarity, temperature and confidence.
 
-        The file has the safetensors format. It replaces an older one when it is complete. Similarity and separation must
-        be of this package. Needs ``pip install ahop-layers[save]``.
+        The file has the safetensors format. It replaces an older one when it is complete. Similarity and separation
+        must be of this package. Needs ``pip install ahop-layers[save]``.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:

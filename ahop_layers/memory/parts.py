@@ -73,9 +73,11 @@ def _make_similarity(dim: int, name: str, options: dict[str, Any]) -> nn.Module:
         return ImageSimilarity(**options)
     init, (assignment, normalize) = options["init"], options["blocks"]
     given = {
-        "init": init if isinstance(init, str) else torch.tensor(init, dtype=torch.float64),
+        "init": init if isinstance(init, str) else torch.tensor(init, dtype=torch.float64, device="cpu"),
         "bases": [base if isinstance(base, str) else tuple(base) for base in options["bases"]],
-        "blocks": Blocks(torch.tensor(assignment) if isinstance(assignment, list) else assignment, normalize),
+        "blocks": Blocks(
+            torch.tensor(assignment, device="cpu") if isinstance(assignment, list) else assignment, normalize
+        ),
     }
     return AdaptiveSimilarity(dim, **options | given)
 

@@ -33,7 +33,7 @@ PREPARED_ELEMENTS = 2**28
 
 
 class Queries(NamedTuple):
-    """Queries as a matrix ``rows (L, d)``, whether they or the patterns have unknown values, and their ``batch`` shape."""
+    """Queries as ``rows (L, d)``, whether they or the patterns have unknown values, and their ``batch`` shape."""
 
     rows: Tensor
     missing: bool
@@ -157,7 +157,7 @@ class Scorer(NamedTuple):
         return scores, indices
 
     def logsumexp(self, asked: Queries, factor: float | Tensor, by_class: bool) -> Tensor:
-        """Returns the log-sum-exp of ``factor`` times the scores of each class ``(L, C)``, or of all patterns ``(L, 1)``.
+        """Returns the log-sum-exp of ``factor`` times the scores: of each class ``(L, C)``, or of all ``(L, 1)``.
 
         It is computed in the accumulation dtype, because the products can exceed float16.
         """
@@ -172,7 +172,7 @@ class Scorer(NamedTuple):
         return own if stored.shards is None else stored.shards.logsumexp(own)
 
     def explain(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Returns what each dimension adds to the score of query ``rows (L, d)`` and pattern ``index (L,)``: ``(L, d)``.
+        """Returns what each dimension adds to the score of queries ``(L, d)`` and patterns ``index (L,)``: ``(L, d)``.
 
         What a block adds is divided equally among its known dimensions. An unknown value adds 0.
         """

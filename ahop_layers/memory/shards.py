@@ -51,13 +51,13 @@ class Shards:
         """Raises on all ranks unless each of them makes the same call with the same ``rows``, before anyone waits."""
         digest = zlib.crc32(call.encode())
         if rows is not None:
-            digest = zlib.crc32(rows.detach().cpu().contiguous().view(torch.uint8).numpy(), digest)
+            digest = zlib.crc32(rows.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
         own = torch.tensor(digest, device=self.device)
         if not bool((self.gather(own) == own).all()):
             raise AHopError(f"all ranks of a sharded memory must make the same call with equal values, got {call} here")
 
     def columns(self, tensor: Tensor, most: int | None = None) -> Tensor:
-        """Concatenates columns ``(L, n)`` of all ranks, one for each of their patterns; of each rank at most ``most``."""
+        """Concatenates columns ``(L, n)`` of all ranks, one for each pattern; of each rank at most ``most``."""
         widths = self.sizes if most is None else [min(most, size) for size in self.sizes]
         gathered = self.gather(functional.pad(tensor, (0, max(widths) - tensor.shape[-1])))
         return torch.cat([part[..., :width] for part, width in zip(gathered, widths, strict=True)], -1)
