@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ahop_layers as ah
 from ahop_layers.memory import AdaptiveTableSimilarity, TableSimilarity
@@ -34,7 +36,7 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 
 def unknown(x, share, seed=1):
-    """Makes a share of the values unknown, but not the first two of a row: a normalized block needs two."""
+    """Makes a share of the values unknown, but not the first two of a row: half of a normalized block is known."""
     gone = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) < share
     gone[..., :2] = False
     return x.masked_fill(gone, torch.nan)
@@ -72,19 +74,28 @@ def stretched(values, u):
     return float(np.sort(values)[::-1] @ np.array(overlap) @ u)
 
 
-def pair_score(query, key, folded, bases, widths, numbers, constant=None):
-    """The score of one pair in one resolution: blocks of known dimensions, normalized if there is a constant."""
+def normalized(row, numbers, constant):
+    """A row with normalized blocks: unknown values at the mean, and 0 if fewer than half of a block are known."""
+    result = np.zeros_like(row)
+    for block in range(numbers.max() + 1):
+        values = row[numbers == block]
+        known = values[~np.isnan(values)]
+        if 2 * len(known) >= len(values):
+            deviation = np.where(np.isnan(values), known.mean(), values) - known.mean()
+            result[numbers == block] = deviation / (np.linalg.norm(deviation) + constant)
+    return result
+
+
+def pair_score(query, key, folded, bases, widths, numbers):
+    """The score of one pair: sums over the known dimensions of blocks, divided by their share."""
     known, blocks = ~np.isnan(query + key), []
     for block in range(numbers.max() + 1):
         inside = numbers == block
         width, m = inside.sum(), (inside & known).sum()
-        if m < (1 if constant is None else min(2, width)):
-            continue
-        pair = [each[inside & known] for each in (query, key)]
-        if constant is not None:
-            pair = [each - each.mean() for each in pair]
-            pair = [each / (np.linalg.norm(each) * math.sqrt(width / m) + constant) for each in pair]
-        blocks.append([value(base, *pair, unit).sum() * width / m for base, unit in zip(bases, widths, strict=True)])
+        if m:
+            pair = [each[inside & known] for each in (query, key)]
+            values = [value(base, *pair, unit).sum() * width / m for base, unit in zip(bases, widths, strict=True)]
+            blocks.append(values)
     if not blocks:
         return -math.inf
     return sum(stretched(values, u) for values, u in zip(np.array(blocks).T, folded, strict=True))
@@ -109,11 +120,13 @@ def by_pairs(similarity, query, key):
     entry = getattr(similarity, "blocks", None)
     if entry is not None:
         folded = reference.fold(similarity.footprint_weight().detach().double()).numpy()
-        constant = 1e-3 * similarity.norm.item() if entry.normalize else None
         options = similarity.names, np.ones(len(folded)) if widths is None else widths.tolist()
-        numbers = entry.numbers(similarity.dim).numpy()
+        numbers, pair = entry.numbers(similarity.dim).numpy(), (query, key)
+        if entry.normalize:
+            pair = [[normalized(row, numbers, 1e-3 * similarity.norm.item()) for row in rows] for rows in pair]
         for i, j in np.ndindex(*scores.shape):
-            scores[i, j] += pair_score(query[i], key[j], folded, *options, numbers, constant)
+            common = not np.isnan(query[i] + key[j]).all()
+            scores[i, j] += pair_score(pair[0][i], pair[1][j], folded, *options, numbers) if common else -math.inf
     table = similarity if isinstance(similarity, TableSimilarity) else getattr(similarity, "table", None)
     for i, j in np.ndindex(*scores.shape) if table is not None else ():
         scores[i, j] += table_score(table, query[i], key[j])
@@ -253,18 +266,41 @@ def test_gradients_of_normalized_blocks_are_right(blocks):
 
 
 @pytest.mark.parametrize("blocks", ["normalized", "normalized unequal"])
-def test_the_norm_of_stored_blocks_is_that_of_their_known_dimensions(blocks):
+def test_the_norm_of_stored_blocks_counts_their_known_values(blocks):
     entry, patterns = BLOCKS[blocks], masked_rows(40, 1)
     squares, numbers = [], entry.numbers(6)
     for row, block in itertools.product(patterns, range(int(numbers.max()) + 1)):
         part = row[numbers == block]
         known = part[~part.isnan()]
-        if len(known) >= min(2, len(part)):
-            squares.append((known - known.mean()).square().mean() * len(part))
+        squares.append((known - known.mean()).square().sum() if 2 * len(known) >= len(part) else known.sum() * 0)
     similarity = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(patterns)
     torch.testing.assert_close(similarity.norm, torch.stack(squares).mean().sqrt())
     flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(0 * patterns + 1)
     assert flat.norm == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), blocks=st.sampled_from(["normalized", "normalized permuted", "normalized unequal"]))
+def test_a_normalized_block_is_filled_or_without_correlation_at_any_scale_and_offset(seed, blocks):
+    entry, query, key = BLOCKS[blocks], random(1, 6, seed=seed), random(1, 6, seed=seed + 1)
+    numbers = entry.numbers(6)
+    gone = torch.rand(6, generator=torch.Generator().manual_seed(seed)) < 0.5
+    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double()
+    similarity.norm.fill_(1e-9)  # too small to change a correlation
+    complete = similarity.block_similarities(query, key, "dot")[0, 0]
+    values = similarity.block_similarities(query.masked_fill(gone, torch.nan), key, "dot")[0, 0]
+    share = torch.stack([(~gone[numbers == block]).double().mean() for block in range(len(values))])
+    assert (values[share < 0.5] == 0).all()
+    torch.testing.assert_close(values[share == 1], complete[share == 1])
+    other = (7 * query + torch.linspace(-3, 3, len(values))[numbers]).masked_fill(gone, torch.nan)
+    scaled = similarity.block_similarities(other, key, "dot")[0, 0]
+    torch.testing.assert_close(scaled, values, rtol=1e-6, atol=1e-6)
+    filled = query.clone()
+    for block in range(len(values)):
+        inside = numbers == block
+        filled[0, inside & gone] = query[0, inside & ~gone].mean()
+    expected = similarity.block_similarities(filled.nan_to_num(0.0), key, "dot")[0, 0]
+    torch.testing.assert_close(values[share >= 0.5], expected[share >= 0.5])
 
 
 @pytest.mark.parametrize("make_table", [TableSimilarity, AdaptiveTableSimilarity])

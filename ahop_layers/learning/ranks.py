@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from ahop_layers.ops.operators import score_pairs
-from ahop_layers.ops.reference import block_sums, pair_values
+from ahop_layers.ops.reference import block_sums, known_blocks, pair_values
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.images import Learnable
 
@@ -135,8 +135,15 @@ def block_features(
 
     ``edges`` are the edges of each part. The features of a pair without a common known block are NaN.
     """
+    columns = []
     views = zip(similarity.parts(), similarity.views(query), similarity.views(patterns), edges, strict=True)
-    columns = [_part_features(own, keys, candidates, part, ends) for part, own, keys, ends in views]
+    for part, own, keys, ends in views:
+        missing = bool(own.isnan().any() or keys.isnan().any())
+        found = _part_features(own, keys, candidates, part, ends, missing and not part.blocks.normalize)
+        if missing:
+            common = (~own.isnan()).to(found) @ (~keys.isnan()).to(found).mT
+            found = found.masked_fill((common.gather(1, candidates) == 0)[..., None], torch.nan)
+        columns.append(found)
     return torch.cat(columns, -1)
 
 
@@ -146,29 +153,25 @@ def _part_features(
     candidates: Tensor,
     part: AdaptiveSimilarity,
     edges: list[int],
+    missing: bool,
 ) -> Tensor:
-    """Returns the features of one part of a similarity."""
-    missing = bool(query.isnan().any() or patterns.isnan().any())
+    """Returns the features of one part of a similarity; NaN is an unknown value if ``missing``."""
     widths = [1.0] * len(part.bases) if part.widths is None else part.widths.tolist()
     monotone = all(base in ("l1", "dis", "dot") or not isinstance(base, str) for base in part.bases)
     if monotone and part.blocks.assignment is None and part.bias is part.units is None:
-        found = features(query, patterns, candidates, part.bases, widths, edges)
-        if missing:
-            common = (~query.isnan()).to(found) @ (~patterns.isnan()).to(found).mT
-            found = found.masked_fill((common.gather(1, candidates) == 0)[..., None], torch.nan)
-        return found
+        return features(query, patterns, candidates, part.bases, widths, edges)
     rows, pool = [], pools(edges).to(query)
+    # Once, not once for each pair.
+    query, patterns, numbers = part.compared(query, patterns, missing or part.blocks.normalize)
     if missing:
         for some, key in pairs(query, patterns, candidates):
-            columns = []
-            for base in part.bases:
-                values = part.block_similarities(some[:, None], key, base).squeeze(1)
-                known = edges[-1] - values.isnan().sum(-1)
-                pooled = _pooled(-_sort_(-values), known, pool, edges)
-                columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
+            similarities, present = known_blocks(some[:, None], key, part.names, edges[-1], numbers, part.widths)
+            known, columns = present.sum(-1).squeeze(1), []
+            for each in similarities:
+                ordered = -_sort_(-each.masked_fill(~present, torch.nan).squeeze(1))
+                columns.append(_pooled(ordered, known, pool, edges))
             rows.append(torch.cat(columns, -1))
         return torch.cat(rows)
-    query, patterns, numbers = part.compared(query, patterns)  # once, not once for each pair
     whole = query.new_ones(1, 1)
     for some, key in pairs(query, patterns, candidates, GATHERED):
         columns = []

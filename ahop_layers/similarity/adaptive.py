@@ -25,7 +25,6 @@ from ahop_layers.similarity.blocks import (
     BlocksArgument,
     arrange,
     as_blocks,
-    known_constant,
     normalize,
     restore,
     stored_norm,
@@ -237,11 +236,16 @@ class AdaptiveSimilarity(nn.Module):
 
         Args:
             query, key: floating-point tensors whose batch dimensions broadcast.
-            missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`; False gives NaN. Blocks are
-                then normalized by the values that both sides know. A pair without a known block has the score -inf.
+            missing: NaN is an unknown value, see :func:`~ahop_layers.adaptive_similarity`, and
+                :class:`~ahop_layers.Blocks` for normalized blocks; False gives NaN. A pair without a common known
+                dimension has the score -inf.
             prepared: what :meth:`prepare` returned for the keys; None prepares them.
         """
-        return self._score(*self._compared(query, key), missing, prepared)
+        scores = self._score(*self._compared(query, key), missing, prepared)
+        if missing and self.norm is not None:
+            common = (~query.isnan()).to(scores.dtype) @ (~key.isnan()).to(scores.dtype).mT
+            scores = scores.masked_fill(common == 0, -torch.inf)
+        return scores
 
     def _compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Checks query and key, subtracts the bias, and divides by the units."""
@@ -263,39 +267,36 @@ class AdaptiveSimilarity(nn.Module):
     def _score(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         """Computes the scores of a query without bias."""
         weight = self.footprint_weight()
-        query, key, numbers, constant = self._arranged(query, key, missing, prepared)
-        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing, constant=constant)
+        query, key, numbers = self._arranged(query, key, missing, prepared)
+        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing and self.norm is None)
 
     def _arranged(
         self, query: Tensor, key: Tensor, missing: bool = False, prepared: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
 
-        Where values are missing, blocks are normalized pair by pair, and padding would count as known. The third
-        result is None, or the block of each dimension if the rows are not arranged; the fourth the constant of
-        normalized blocks of partly unknown values.
+        The third result is None, or the block of each dimension if the rows are not arranged.
         """
-        gather, norm, constant = self._gather, self.norm, None
+        gather, norm = self._gather, self.norm
         padded = None if gather is None or len(gather) == self.dim else gather
-        if norm is not None and missing:
-            constant = known_constant(key, self.blocks.count(self.dim), norm, gather)
-        if missing and padded is not None:
-            return query, key, self.block_numbers, constant
+        if missing and norm is None and padded is not None:
+            return query, key, self.block_numbers  # padding would count as known
         if gather is not None:
             query, key = arrange(query, gather), prepared[0] if prepared else arrange(key, gather)
-        if norm is not None and not missing:
+        if norm is not None:
             broadcast_batch(query.shape[:-2], key.shape[:-2])
-            query, key = normalize(query, key, self.w.shape[-1], norm, None if padded is None else padded < self.dim)
+            real = None if padded is None else padded < self.dim
+            query, key = normalize(query, key, self.w.shape[-1], norm, real, missing)
         # Zero padding is exact only for bases whose similarity of 0 and 0 is known to be 0.
         if padded is None or all(BASES[name].slopes and not BASES[name].saturates for name in self.names):
-            return query, key, None, constant
-        return restore(query, padded, self.dim), restore(key, padded, self.dim), self.block_numbers, constant
+            return query, key, None
+        return restore(query, padded, self.dim), restore(key, padded, self.dim), self.block_numbers
 
     def block_similarities(self, query: Tensor, key: Tensor, base: BaseArgument) -> Tensor:
         """Computes the similarity of every block before sorting, to inspect a few pairs: ``(..., [H,] L, S, n)``.
 
-        Query and key are those of :meth:`forward`; NaN is an unknown value, and the similarity of a block without a
-        known one. ``base`` is one of the bases. A tensor of size L x S x d is formed.
+        Query and key are the arguments of :meth:`forward`; NaN is an unknown value, and the similarity of a block
+        without a known one. ``base`` is one of the bases. A tensor of size L x S x d is formed.
 
         >>> similarity = AdaptiveSimilarity(4, blocks=2)
         >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
@@ -307,19 +308,16 @@ class AdaptiveSimilarity(nn.Module):
         at, n = self.bases.index(base), self.blocks.count(self.dim)
         width = None if self.widths is None else self.widths[at]
         missing = bool(query.isnan().any() or key.isnan().any())
-        query, key, numbers, constant = self._arranged(query, key, missing)
-        if not missing:
+        query, key, numbers = self._arranged(query, key, missing)
+        if not missing or self.norm is not None:
             return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
         widths = None if width is None else width[None]
-        (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths, constant)
+        (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths)
         return values.masked_fill(~known, torch.nan)
 
-    def compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns rows without unknown values as a score compares them, and the block of each dimension.
-
-        Their blocks are consecutive, and the blocks are then None, wherever possible.
-        """
-        return self._arranged(*self._compared(query, key))[:3]
+    def compared(self, query: Tensor, key: Tensor, missing: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns rows as a score compares them, and the block of each dimension, None where blocks are consecutive."""
+        return self._arranged(*self._compared(query, key), missing)
 
     def _check_rows(self, query: Tensor, key: Tensor) -> None:
         check_pair(query, key)
@@ -368,10 +366,12 @@ class AdaptiveSimilarity(nn.Module):
     def contributions(self, query: Tensor, key: Tensor) -> Tensor:
         """Returns what each dimension adds to the score of ``query (L, 1, d)`` and ``key (L, 1, d)``: ``(L, d)``.
 
-        That of a block is divided equally among its known dimensions. An unknown value adds 0.
+        The value of a block is divided equally among its known dimensions, or among all if it has none.
         """
         total, known = torch.zeros_like(query[:, 0]), ~(query.isnan() | key.isnan()).squeeze(1)
         numbers = self.blocks.numbers(self.dim).to(query.device)
+        known |= (block_sums(known.int(), self.w.shape[-1], numbers) == 0)[:, numbers]
+        size = block_sums(known.to(query.dtype), self.w.shape[-1], numbers)
         for base, folded in zip(self.bases, fold(self.footprint_weight()), strict=True):
             if not folded.any():
                 continue
@@ -379,7 +379,6 @@ class AdaptiveSimilarity(nn.Module):
             order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
             weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
             added = torch.zeros_like(values).scatter(-1, order, weight) * values
-            size = torch.zeros_like(values).index_add(-1, numbers, known.to(values.dtype)).clamp(min=1)
             total += (added / size).nan_to_num(0.0)[:, numbers].masked_fill(~known, 0.0)
         return total
 
