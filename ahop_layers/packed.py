@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -18,8 +18,8 @@ from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Rows, Separation
 
-# Computes keys or values ``(rows, H, d)`` of instances ``(rows, E)``.
-Projection = Callable[[Tensor], Tensor]
+# Maps patterns ``(N, rows, E)``, by part 1 or 2 (keys, values), to patterns or to heads ``(N, H, rows, d)``.
+OfPart = Callable[[Tensor, int], Tensor]
 # Maximal number of elements of the instances in a slice: bounds memory, but keeps the device busy.
 SLICE_ELEMENTS = {"cpu": 2**22, "cuda": 2**24}
 # If every bag has its own states, a bag is padded to a multiple of this size and scored in blocks of it.
@@ -102,6 +102,14 @@ def score_shared(state: Tensor, key: Tensor, score: Similarity) -> Tensor:
     return rearrange(score(state, rearrange(key, "t h d -> 1 h t d")), "1 h q t -> t h q")
 
 
+class PackedPatterns(NamedTuple):
+    """Packed bags as the stored patterns and pattern projections of a Hopfield layer, which normalizes them."""
+
+    instances: Tensor  # (total, E)
+    sizes: list[int] | Tensor  # of the bags; for compilation a tensor (N,), which has a single slice
+    normalize: OfPart
+
+
 class Packed:
     """The keys and values of packed bags; weights are ``(total, H, Q)``.
 
@@ -109,27 +117,19 @@ class Packed:
     training they are recomputed for their gradients. A bag may span several slices.
 
     Args:
-        instances: ``(total, E)``.
-        sizes: number of instances of each bag: a list, or for compilation a tensor ``(N,)``, which has a single slice.
-        key, value: projections of instances.
+        patterns: the bags.
+        heads: projects patterns to heads.
         zero_association: append a key and a value of zeros to each bag. Weights are then ``(total + N, H, Q)``.
         keep_keys: compute all keys once and keep them, as update steps require.
     """
 
     def __init__(
-        self,
-        instances: Tensor,
-        sizes: list[int] | Tensor,
-        key: Projection,
-        value: Projection,
-        *,
-        zero_association: bool = False,
-        keep_keys: bool = False,
+        self, patterns: PackedPatterns, heads: OfPart, *, zero_association: bool = False, keep_keys: bool = False
     ) -> None:
-        total, device = instances.shape[0], instances.device
+        instances, sizes, self.normalize = patterns
+        self.heads, total, device = heads, instances.shape[0], instances.device
         self.bags = self.extended = Bags(sizes, device, total)
-        self.project_key, self.project_value = key, value
-        self.keys = key(instances) if keep_keys else None
+        self.keys = self.project(instances, 1) if keep_keys else None
         self.places: Tensor | None = None
         if zero_association:
             self.extended = Bags(self.bags.sizes + 1, device, total + self.bags.sizes.shape[0])
@@ -142,11 +142,15 @@ class Packed:
             self.lengths = [sum(pieces) for pieces in self.slices]
         self.parts = instances.split_with_sizes(self.lengths)
 
+    def project(self, instances: Tensor, part: int) -> Tensor:
+        """Computes part 1 or 2 (keys, values) of instances: ``(rows, E) -> (rows, H, d)``."""
+        return rearrange(self.heads(self.normalize(instances[None], part), part), "1 h t d -> t h d")
+
     def score(self, state: Tensor, score: Similarity) -> Tensor:
         """Scores the states ``(1 or N, H, Q, d)`` against the keys of their bags."""
 
         def of_slice(state: Tensor, part: Tensor) -> Tensor:
-            return score_shared(state, self.project_key(part), score)
+            return score_shared(state, self.project(part, 1), score)
 
         if self.keys is None:
             scores = torch.cat([self._compute(of_slice, state, part) for part in self.parts])
@@ -172,7 +176,7 @@ class Packed:
 
         def of_slice(weights: Tensor, part: Tensor, pieces: list[int]) -> Tensor:
             bags = self.bags if len(self.slices) == 1 else Bags(pieces, part.device)
-            return bags.read(weights, self.project_value(part))
+            return bags.read(weights, self.project(part, 2))
 
         each = zip(self.of_instances(weights).split_with_sizes(self.lengths), self.parts, self.slices, strict=True)
         read = torch.cat([self._compute(of_slice, *given) for given in each])

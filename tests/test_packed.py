@@ -108,6 +108,29 @@ def test_hooks_of_the_separation_see_the_weights_of_the_zero_pattern_too():
     assert torch.equal(hooked[kept], weights)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_hooks_of_the_core_see_packed_and_padded_calls_alike(batch_first):
+    pooling = AdaptiveHopfieldPooling(8, num_heads=2, quantity=3, add_zero_association=True, batch_first=batch_first)
+    core, sizes, seen = pooling.hopfield.association_core, [5, 5], []
+
+    def double(module, args, result):
+        seen.append((args[0], result))
+        return result._replace(output=2 * result.output)
+
+    x = torch.randn(10, 8)
+    padded = x.unflatten(0, (2, 5)) if batch_first else x.unflatten(0, (2, 5)).transpose(0, 1)
+    plain, _ = pooling.pool_packed(x, sizes, return_association=True)
+    with core.register_forward_hook(double):
+        doubled, weights = pooling.pool_packed(x, sizes, return_association=True)
+        pooling(padded)
+    torch.testing.assert_close(doubled, 2 * plain)
+    (packed_query, packed), (query, result) = seen
+    assert (packed_query.shape, query.shape) == ((3, 1, 8), (3, 1, 8))
+    torch.testing.assert_close(packed.output, result.output)  # (quantity, N, output_size)
+    torch.testing.assert_close(packed.weights.unflatten(0, (2, 5)), result.weights[..., :5].permute(0, 3, 1, 2))
+    assert weights is packed.weights
+
+
 STEPS = {"quantity": 2, "num_heads": 2, "update_steps_max": 1, "add_zero_association": True, "separation": "argmax"}
 
 

@@ -6,12 +6,10 @@ Each takes every argument of the class it replaces, followed by the keywords tha
 import inspect
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -19,7 +17,7 @@ from ahop_layers.errors import AHopError, check_module
 from ahop_layers.hopfield.core import Retrieval
 from ahop_layers.hopfield.layers import Hopfield, HopfieldInterface, HopfieldLayer, HopfieldPooling
 from ahop_layers.ops.reference import fold
-from ahop_layers.packed import Packed, check_bags
+from ahop_layers.packed import PackedPatterns, check_bags
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import (
     AdaptiveSimilarity,
@@ -257,18 +255,12 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         >>> pooled.shape, weights.shape
         (torch.Size([3, 8]), torch.Size([10, 2, 1]))
         """
-        hopfield, core = self.hopfield, self.hopfield.association_core
-
-        def project(part: int, rows: Tensor) -> Tensor:
-            return rearrange(hopfield.heads(rows[None], part), "1 h t d -> t h d")
-
-        bags, parts = check_bags(instances, bag_sizes), (partial(project, 1), partial(project, 2))
-        packed = Packed(*bags, *parts, zero_association=core.add_zero_attn, keep_keys=core.steps != 0)
-        queries = self.pooling_weights if hopfield._batch_first else self.pooling_weights.transpose(0, 1)
-        settings = core.scaling, core.steps, core.update_steps_eps
-        output, weights = core.retrieve(hopfield.heads(queries, 0), packed, *settings)
-        output = hopfield.activate(output).flatten(1)
-        return (output, packed.of_instances(weights)) if return_association else output
+        hopfield = self.hopfield
+        query = hopfield._maybe_transpose(hopfield.normalize(self.pooling_weights, 0))
+        bags = PackedPatterns(*check_bags(instances, bag_sizes), hopfield.normalize)
+        output, _, weights, _ = hopfield._call_core(query, bags, bags, return_raw_associations=return_association)
+        output = hopfield.activate(output.transpose(0, 1)).flatten(1)
+        return (output, weights) if return_association else output
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_probability, check_sizes, describe
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
+from ahop_layers.packed import PackedPatterns
 from ahop_layers.similarity.adaptive import reset
 
 Patterns = Tensor | Sequence[Tensor]
@@ -198,10 +199,6 @@ class Hopfield(HopfieldInterface):
             raise AHopError(f"a pattern must be (N, rows, {expected}), got {describe(pattern)}")
         return pattern if norm is None else norm(pattern)
 
-    def heads(self, pattern: Tensor, part: int) -> Tensor:
-        """Normalizes and projects part 0, 1 or 2 (state, stored, projection): ``(N, rows, E) -> (N, H, rows, d)``."""
-        return self.association_core.heads(self.normalize(pattern, part), part)
-
     def _maybe_transpose(self, *args: Tensor) -> Any:
         """Swaps the first two axes of tensors with ``batch_first=True``; returns one tensor, or a tuple of several."""
         tensors = tuple(tensor.transpose(0, 1) for tensor in args) if self._batch_first else args
@@ -226,13 +223,17 @@ class Hopfield(HopfieldInterface):
             raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
         stored, state, projection = patterns
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
-        core = self.association_core
-        return core(
+        return self._call_core(
             *self._maybe_transpose(*normal),
-            key_padding_mask=stored_pattern_padding_mask, need_weights=False, attn_mask=association_mask,
-            scaling=core.scaling, update_steps_max=core.update_steps_max, update_steps_eps=core.update_steps_eps,
+            key_padding_mask=stored_pattern_padding_mask, attn_mask=association_mask,
             return_raw_associations=return_raw_associations, return_pattern_projections=return_projected_patterns,
         )  # fmt: skip
+
+    def _call_core(self, *patterns: Tensor | PackedPatterns, **keywords: Any) -> Retrieval:
+        """Calls the core with normalized query, key and value, and the settings of this layer."""
+        core = self.association_core
+        settings = {"scaling": core.scaling, "update_steps_max": core.update_steps_max}
+        return core(*patterns, need_weights=False, update_steps_eps=core.update_steps_eps, **settings, **keywords)
 
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
