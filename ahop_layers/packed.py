@@ -22,8 +22,6 @@ from ahop_layers.separation import Rows, Separation
 OfPart = Callable[[Tensor, int], Tensor]
 # Maximal number of elements of the instances in a slice: bounds memory, but keeps the device busy.
 SLICE_ELEMENTS = {"cpu": 2**22, "cuda": 2**24}
-# If every bag has its own states, a bag is padded to a multiple of this size and scored in blocks of it.
-BLOCK = 16
 # On a CPU, segment_reduce is faster than index_add for rows of up to this length, and slower for longer ones.
 SHORT_ROW = 16
 
@@ -52,10 +50,6 @@ class Bags(Rows):
         self.total = int(sum(sizes)) if total is None else total
         number = torch.arange(self.sizes.shape[0], device=device)
         self.bag = number.repeat_interleave(self.sizes, output_size=self.total)
-        if isinstance(sizes, Tensor):
-            self._blocks = self.total // BLOCK + sizes.shape[0]  # an upper bound
-        else:
-            self._blocks = sum(-(-size // BLOCK) for size in sizes)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums the rows of each bag: ``(total, ...) -> (N, ...)``."""
@@ -85,16 +79,7 @@ class Bags(Rows):
         """Scores states ``(1 or N, H, Q, d)`` against the keys of their bags, ``(total, H, d)``: ``(total, H, Q)``."""
         if state.shape[0] == 1 or not self.total:
             return score_shared(state[:1], key, score)
-        count = (self.sizes + BLOCK - 1) // BLOCK
-        # Position of a bag among the padded bags, minus its position among the bags.
-        shift = BLOCK * (count.cumsum(0) - count) - (self.sizes.cumsum(0) - self.sizes)
-        count[-1] += self._blocks - count.sum()  # an upper bound leaves blocks without instances
-        blocks = Bags(count, key.device, self._blocks)
-        start = BLOCK * torch.arange(self._blocks, device=key.device) - shift[blocks.bag]
-        members = (start[:, None] + torch.arange(BLOCK, device=key.device)).clamp(max=self.total - 1)
-        keys = rearrange(key.index_select(0, members.flatten()), "(n b) h d -> n h b d", b=BLOCK)
-        scores = rearrange(score(blocks.spread(state), keys), "n h q b -> (n b) h q")
-        return scores.index_select(0, torch.arange(self.total, device=key.device) + shift[self.bag])
+        return score(self.spread(state), key.unsqueeze(2)).squeeze(-1)
 
 
 def score_shared(state: Tensor, key: Tensor, score: Similarity) -> Tensor:
@@ -229,19 +214,20 @@ def check_bags(instances: Any, bag_sizes: Any) -> tuple[Tensor, list[int] | Tens
     check_floating(instances=instances)
     if instances.is_nested or instances.ndim != 2:
         got = "a nested tensor" if instances.is_nested else describe(instances)
-        raise AHopError(f"instances must be (total, input_size), those of all bags concatenated, got {got}")
-    if torch.compiler.is_compiling() and isinstance(bag_sizes, (Tensor, list, tuple)):
-        bag_sizes = torch.as_tensor(bag_sizes)
-        if bag_sizes.ndim != 1 or bag_sizes.is_floating_point() or bag_sizes.dtype == torch.bool:
-            raise AHopError(f"bag_sizes must be (N,) of integers, got {describe(bag_sizes)} of {bag_sizes.dtype}")
-        fits = (bag_sizes.sum() == instances.shape[0]) & (bag_sizes >= 0).all()
+        raise AHopError(f"instances must be (total, input_size), concatenated over all bags, got {got}")
+    try:
+        sizes = torch.as_tensor(bag_sizes)
+    except (RuntimeError, TypeError, ValueError):
+        sizes = torch.empty(())
+    fractional = sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool
+    valid = sizes.ndim == 1 and (not fractional or sizes.shape[0] == 0)
+    if valid and torch.compiler.is_compiling():
+        fits = (sizes.sum() == instances.shape[0]) & (sizes >= 0).all()
         assert_in_graph(fits, "bag_sizes must be integers >= 0 that add up to the number of instances")
-        return instances, bag_sizes
-    sizes = bag_sizes.tolist() if hasattr(bag_sizes, "tolist") else bag_sizes
-    sizes = sizes if isinstance(sizes, Sequence) else [None]
-    sizes = [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
+        return instances, sizes
+    counts = sizes.tolist() if valid else [-1]
+    if min(counts, default=0) < 0:
         raise AHopError(f"bag_sizes must be a sequence of integers >= 0, got {bag_sizes!r}")
-    if sum(sizes) != len(instances):
-        raise AHopError(f"bag_sizes must add up to the number of instances, {len(instances)}, got {sum(sizes)}")
-    return instances, sizes
+    if sum(counts) != len(instances):
+        raise AHopError(f"bag_sizes must add up to the number of instances, {len(instances)}, got {sum(counts)}")
+    return instances, counts

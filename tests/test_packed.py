@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.rnn import pad_sequence
 
 from ahop_layers import packed as layout
-from ahop_layers.association import dot_product
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
 from benchmarks import packed as benchmark
 from tests.new_tensors import LargestNewTensor
@@ -82,17 +81,6 @@ def test_packed_equals_padded_for_any_bags_and_slices(sizes, room, separation, s
         pooling = AdaptiveHopfieldPooling(6, num_heads=2, separation=separation, update_steps_max=steps)
         for packed, padded in both(pooling, torch.randn(sum(sizes), 6), sizes):
             torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("sizes", [[1], [16], [17], [0, 15, 16, 0, 33, 1], [0, 0, 40]])
-def test_scores_against_one_state_per_bag(sizes):
-    total, count = sum(sizes), len(sizes)
-    state, key = torch.randn(count, 2, 3, 5, dtype=torch.double), torch.randn(total, 2, 5, dtype=torch.double)
-    each = zip(state, key.split(sizes), strict=True)
-    expected = torch.cat([torch.einsum("hqd,shd->shq", query, keys) for query, keys in each])
-    for given_sizes in (sizes, torch.tensor(sizes)):  # the number of blocks, or an upper bound of it
-        bags = layout.Bags(given_sizes, key.device, total)
-        torch.testing.assert_close(bags.score(state, key, dot_product), expected)
 
 
 def test_hooks_of_the_separation_see_the_weights_of_the_zero_pattern_too():
