@@ -35,7 +35,6 @@ def association_map(
     token: int = 0,
     title: str = "",
     vmax: float | None = None,
-    colorbar: bool = False,
     ax: "Axes | None" = None,
 ) -> "Figure":
     """Plots the association weights of one token over the patches of an image.
@@ -49,7 +48,7 @@ def association_map(
         token: index of the query; in most models 0 is the class token.
         vmax: weight of the lightest color; None means the largest weight of this map. Maps that are compared need a
             common one.
-        title, colorbar, ax: title of the plot, whether to draw a color bar, and axes to draw on; None creates a figure.
+        title, ax: title of the plot, and axes to draw on; None creates a figure.
 
     >>> weights, image = torch.rand(3, 17, 17).softmax(-1), torch.rand(1, 8, 8)
     >>> association_map(weights, image, patches=(4, 4), title="block 1").axes[0].get_title()
@@ -77,24 +76,19 @@ def association_map(
     # Patches with small weights are transparent, so that the image remains visible.
     opacity = 0.9 * (shown / largest).clamp(0, 1).sqrt()
     extent = axis.images[0].get_extent()
-    overlay = axis.imshow(shown.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0, vmax=largest)
-    if colorbar:
-        figure.colorbar(overlay, ax=axis, label="association weight")
+    axis.imshow(shown.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0, vmax=largest)
     return figure
 
 
-def footprint_weights(
-    source: nn.Module, *, folded: bool = True, change: bool = False, ax: "Axes | None" = None
-) -> "Figure":
-    """Plots the learned weights of every similarity: one column per layer, one row per head, one line per base.
+def footprint_weights(source: nn.Module, *, change: bool = False, ax: "Axes | None" = None) -> "Figure":
+    """Plots the learned weights ``u`` of every similarity: one column per layer, one row per head, one line per base.
 
-    Weights of blocks are bars by the rank of the block.
+    Entry k of ``u`` is the weight of the k-th largest similarity of a dimension, or of a block, as bars. Constant
+    weights are the base similarity itself.
 
     Args:
         source: an :class:`~ahop_layers.AdaptiveSimilarity`, or a model that contains some.
-        folded: True plots ``u``, the weight of the k-th largest similarity of a dimension or block; constant weights
-            are the base similarity itself. False plots ``beta * w``, the weight of the k-th footprint entry.
-        change: True plots the difference from the initial weights, those of ``reset_parameters``.
+        change: True plots the difference from the weights after ``reset_parameters``.
         ax: axes to draw on, for one layer with one head; None creates a figure.
 
     >>> import ahop_layers as ah
@@ -109,20 +103,20 @@ def footprint_weights(
     if ax is not None and (len(found), heads) != (1, 1):
         raise AHopError(f"ax needs one layer with one head, got {len(found)} layers with up to {heads} heads")
     figure, axes = _panels(ax, heads, len(found))
-    quantity = ("change of " if change else "") + ("weight u" if folded else "weight \u03b2w")
+    quantity = "change of weight u" if change else "weight u"
     for column, (name, part) in enumerate(found.items()):
-        weights = _weights(part, folded)
+        weights = _weights(part)
         if change:
             initial = deepcopy(part)
             initial.reset_parameters()
-            weights = weights - _weights(initial, folded)
+            weights = weights - _weights(initial)
         n = weights.shape[-1]
         by_block = n != part.dim
         title = name.removesuffix("similarity").removesuffix(".") or "similarity"
         title += f", {n} block{'s' if n > 1 else ''}" if by_block else ""
         axes[0][column].set_title(title, fontsize="small")
-        largest = "k-th most similar block" if by_block else "k-th largest similarity"
-        axes[len(weights) - 1][column].set_xlabel(largest if folded else "k-th footprint entry", fontsize="small")
+        label = "k-th most similar block" if by_block else "k-th largest similarity"
+        axes[len(weights) - 1][column].set_xlabel(label, fontsize="small")
         for row, panel in enumerate(panels[column] for panels in axes):
             panel.set_visible(row < len(weights))
             if row < len(weights):
@@ -185,10 +179,10 @@ def _as_pixels(image: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _weights(similarity: AdaptiveSimilarity, folded: bool) -> Tensor:
-    """Returns the weights of a similarity, ``(heads, n_bases, n)``."""
-    weight = similarity.footprint_weight().float().cpu()
-    return (fold(weight) if folded else weight).reshape(-1, *weight.shape[-2:])
+def _weights(similarity: AdaptiveSimilarity) -> Tensor:
+    """Returns the weights ``u`` of a similarity, ``(heads, n_bases, n)``."""
+    weights = fold(similarity.footprint_weight().float().cpu())
+    return weights.reshape(-1, *weights.shape[-2:])
 
 
 def _draw_weights(panel: "Axes", weights: dict[str, Tensor], bars: bool) -> None:
