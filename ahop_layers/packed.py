@@ -27,7 +27,7 @@ SHORT_ROW = 16
 
 
 class _Spread(torch.autograd.Function):
-    """Repeats the row of a bag for its instances. Unlike that of indexing, the gradient is deterministic on a GPU."""
+    """Repeats the row of a bag for its instances. Its gradient is deterministic on a GPU, unlike with indexing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bags: "Bags") -> Tensor:
@@ -91,7 +91,7 @@ class PackedPatterns(NamedTuple):
     """Packed bags as the stored patterns and pattern projections of a Hopfield layer, which normalizes them."""
 
     instances: Tensor  # (total, E)
-    sizes: list[int] | Tensor  # of the bags; for compilation a tensor (N,), which has a single slice
+    sizes: list[int] | Tensor  # of the bags; a tensor (N,), for compilation, means a single slice
     normalize: OfPart
 
 
@@ -172,7 +172,7 @@ class Packed:
         return self.extended.sum((weights - before).square().sum(-1)).sqrt()
 
     def of_instances(self, weights: Tensor) -> Tensor:
-        """Returns the weights ``(total, H, Q)`` without those of the zero association."""
+        """Returns the weights ``(total, H, Q)`` without the zero association."""
         return weights if self.places is None else weights.index_select(0, self.places)
 
     def _compute(self, function: Callable[..., Tensor], *given: Any) -> Tensor:

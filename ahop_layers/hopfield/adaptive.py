@@ -76,7 +76,7 @@ def head_shape(core: Any, input_size: int | None, learned: bool = False) -> tupl
     """Returns the number of heads and the dimension of one head.
 
     Static patterns are not split into heads: both have the input size, unless one of them is ``learned`` by the layer
-    or normalized with a learned scale, which has the size of a head.
+    or normalized with a learned scale of the size of a head.
     """
     static = core.key_as_static and core.query_as_static
     free = static and (core.head_dim is None or not (learned or core.normalize_pattern_affine))
@@ -99,8 +99,8 @@ def _constructor(plain: type) -> Any:
 class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
     """``hflayers.Hopfield`` with a learned similarity: associates state patterns with stored patterns.
 
-    The arguments up to ``disable_out_projection`` are those of the class it replaces, in the same order and with the
-    same defaults. The others are keywords. State patterns, stored patterns and pattern projections are what attention
+    The class it replaces has the arguments up to ``disable_out_projection``, in the same order and with the same
+    defaults. The others are keywords. State patterns, stored patterns and pattern projections are what attention
     calls queries, keys and values.
 
     Args:
@@ -138,8 +138,8 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
         add_zero_association: add a projected stored pattern of zeros to every sample, with a projection of zeros.
         disable_out_projection: leave out the output projection: the output is the concatenation of the heads.
         bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; every head has its own weights. None
-            means its default: the layer initially computes the same outputs as the layer it replaces. An integer number
-            of blocks is that of one head; for static patterns, which are not split into heads, that of a pattern.
+            means its default: the layer initially computes the same outputs as the layer it replaces. An integer is the
+            number of blocks of one head, or of a static pattern, which is not split into heads.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
@@ -192,7 +192,7 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
 class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
     """``hflayers.HopfieldLayer`` with a learned similarity: associates its input with learned patterns.
 
-    All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
+    :class:`AdaptiveHopfield` documents the other arguments; there is no ``normalize_..._eps``.
 
     Args:
         input_size: size of an input, which is a state pattern.
@@ -215,7 +215,7 @@ class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
 class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
     """``hflayers.HopfieldPooling`` with a learned similarity: pools bags of patterns with learned queries.
 
-    All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
+    :class:`AdaptiveHopfield` documents the other arguments; there is no ``normalize_..._eps``.
 
     Args:
         input_size: size of an instance, and of a learned query.
@@ -242,7 +242,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         a tensor: one graph then serves all sizes, without slices, and raises a RuntimeError if they are wrong.
 
         Args:
-            instances: ``(total, input_size)``, those of all N bags.
+            instances: ``(total, input_size)``, concatenated over all N bags.
             bag_sizes: number of instances of each bag, possibly zero: integers in a sequence, array or tensor.
             return_association: also return the weights of the instances.
 
@@ -286,8 +286,8 @@ def is_dot_product(similarity: nn.Module | None) -> bool:
 def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of a model for its original with hflayers, which loads it with ``strict=True``.
 
-    Its similarities must still be the dot product, as those of a model that was trained with frozen similarities, its
-    separations softmax, and its scaling fixed.
+    Its similarities must still be the dot product, as after training with frozen similarities, its separations softmax,
+    and its scaling fixed.
 
     >>> import ahop_layers as ah
     >>> sorted(ah.hflayers_state_dict(ah.AdaptiveHopfield(8, disable_out_projection=True)))[:2]

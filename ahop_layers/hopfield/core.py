@@ -197,8 +197,8 @@ class AssociationCore(Associator):
     ) -> Retrieval:  # fmt: skip
         """Associates ``query (L, N, E)`` with ``key (S, N, E)`` and reads ``value (S, N, E)``; N may be 1 for each.
 
-        Arguments and defaults are those of ``HopfieldCore.forward``: without ``scaling``, scores are not scaled. A hook
-        on this module receives the weights in any case. Packed bags are passed as both ``key`` and ``value``, without
+        As in ``HopfieldCore.forward``, scores are not scaled without ``scaling``. A hook on this module receives the
+        weights in any case. Packed bags are passed as both ``key`` and ``value``, without
         masks, and have no pattern projections.
         """
         steps = self.steps if update_steps_max is self.update_steps_max else as_steps(update_steps_max)

@@ -122,7 +122,7 @@ class HopfieldInterface(nn.Module):
 class Hopfield(HopfieldInterface):
     """Associates state patterns with stored patterns and reads their pattern projections.
 
-    The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
+    Takes the arguments of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
 
     Shapes: stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
     ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
@@ -294,14 +294,14 @@ class LearnedPatterns(HopfieldInterface):
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
-        """Retrieves patterns; the masks are those of :class:`Hopfield`."""
+        """Retrieves patterns; see :class:`Hopfield` for the masks."""
         return self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
 
     quantity = reads("_quantity")
 
 
 class HopfieldLayer(LearnedPatterns):
-    """Associates its input with learned patterns; the arguments are those of ``hflayers.HopfieldLayer``.
+    """Associates its input with learned patterns; takes the arguments of ``hflayers.HopfieldLayer``.
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
     dimension.
@@ -348,7 +348,7 @@ class HopfieldLayer(LearnedPatterns):
 
 
 class HopfieldPooling(LearnedPatterns):
-    """Pools bags of patterns with learned queries; the arguments are those of ``hflayers.HopfieldPooling``.
+    """Pools bags of patterns with learned queries; takes the arguments of ``hflayers.HopfieldPooling``.
 
     Shapes: input ``(N, S, input_size)``, or a pair of stored patterns and pattern projections of that shape; output
     ``(N, quantity * output_size)``. With ``batch_first=False`` the input is ``(S, N, input_size)`` and the output, as
@@ -387,5 +387,5 @@ class HopfieldPooling(LearnedPatterns):
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
-        """Pools bags; the masks are those of :class:`Hopfield`."""
+        """Pools bags; see :class:`Hopfield` for the masks."""
         return super().forward(input, stored_pattern_padding_mask, association_mask).flatten(1)
