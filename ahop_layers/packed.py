@@ -114,7 +114,7 @@ class Packed:
         instances, sizes, self.normalize = patterns
         self.heads, total, device = heads, instances.shape[0], instances.device
         self.bags = self.extended = Bags(sizes, device, total)
-        self.keys = self.project(instances, 1) if keep_keys else None
+        self.keys: Any = self.project(instances, 1) if keep_keys else None
         self.places: Tensor | None = None
         if zero_association:
             self.extended = Bags(self.bags.sizes + 1, device, total + self.bags.sizes.shape[0])
@@ -151,9 +151,7 @@ class Packed:
         return separation(scores, groups=self.extended)
 
     def next_state(self, weights: Tensor) -> Tensor:
-        """Sums the weighted keys of each bag: ``(N, H, Q, d)``."""
-        if self.keys is None:
-            raise AHopError("update steps need keep_keys=True, got False")
+        """Sums the weighted keys of each bag, which were kept: ``(N, H, Q, d)``."""
         return self.bags.read(self.of_instances(weights), self.keys)
 
     def read(self, weights: Tensor) -> Tensor:
