@@ -120,7 +120,7 @@ def combine_masks(
     """Combines the masks of a call: ``padding (N, S)``, and ``association (L, S)`` or ``(N * H, L, S)``.
 
     True excludes a pair, and a float is added to its score; uint8 is read as bool (deprecated). ``shape`` is
-    ``(N, H, L, S)``, and ``names`` are those of the arguments, for error messages.
+    ``(N, H, L, S)``, and error messages call the arguments by ``names``.
     """
     n, h, length, keys = shape
     parts = []
@@ -133,7 +133,7 @@ def combine_masks(
 
 
 def _as_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Mask:
-    """Reads a mask by its dtype; a layout has a name, the shape of a mask, and that which broadcasts to the scores."""
+    """Reads a mask by its dtype; a layout has a name, the shape of a mask, and the shape that broadcasts to scores."""
     if not isinstance(mask, Tensor):
         raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
     wide = next((wide for _, shape, wide in layouts if tuple(mask.shape) == shape), None)
@@ -317,8 +317,8 @@ def iterate(
 ) -> Tensor:
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    ``weigh`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
-    ``steps`` and ``eps`` those of :func:`associate`.
+    ``weigh`` computes the weights of the states. :class:`Stored` documents ``next_state`` and ``change``,
+    :func:`associate` documents ``steps`` and ``eps``.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
     longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]

@@ -274,16 +274,6 @@ def test_hopfield_layers(name, calls):
     torch.testing.assert_close(seen[0], weights)
 
 
-def test_an_override_of_the_score_is_called(calls):
-    layer = ah.AdaptiveHopfield(input_size=D, num_heads=2, batch_first=True)
-    seen, core = [], layer.association_core
-    score = core.score
-    core.score = lambda *args: seen.append(args) or score(*args)
-    layer(torch.randn(N, L, D))
-    assert seen
-    assert not calls
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_with_dropout(use_reentrant, calls):
     layer, x = attention(dropout=0.4), torch.randn(N, L, 16, requires_grad=True)

@@ -150,22 +150,16 @@ def test_other_bases_are_refused(make):
 
 # Files.
 
-NESTED = "[" * 100_000
 FILES = {  # all bytes, or the metadata, which has a text of JSON
     "empty": lambda saved: b"",
     "truncated": lambda saved: saved[:-40],
-    "truncated header": lambda saved: saved[:100],
     "random": lambda saved: np.random.default_rng(0).bytes(1000),
     "oversized header": lambda saved: (2**62).to_bytes(8, "little") + saved[8:],
     "no metadata": None,
     "no JSON": "{",
     "a list": '[["version", 1]]',
-    "a number": "7",
-    "null": "null",
     "numbers": '{"0.similarity": 5, "1.similarity": 6, "version": 1, "modules": 3}',
-    "lists": '{"0.similarity": [], "1.similarity": [[]], "version": 1, "modules": {"0": []}}',
-    "nested": NESTED,
-    "nested in it": '{"0.similarity": ' + NESTED,
+    "nested": "[" * 100_000,
 }
 
 
@@ -242,27 +236,20 @@ def test_a_save_that_fails_leaves_the_old_file(name, kind, tmp_path):
 ROWS = torch.rand(3, 4)
 ARRAYS = {
     "object": np.array([[object()] * 4] * 3),
-    "bytes": np.array([[b"a"] * 4] * 3),
-    "structured": np.zeros((3, 4), [("a", "f4")]),
     "datetime": np.zeros((3, 4), "M8[D]"),
     "complex": np.zeros((3, 4), complex),
     "float8": torch.ones(3, 4).to(torch.float8_e4m3fn),
     "sparse": torch.ones(3, 4).to_sparse(),
-    "CSR": torch.ones(3, 4).to_sparse_csr(),
-    "MKL-DNN": torch.ones(3, 4).to_mkldnn() if torch.backends.mkldnn.is_available() else "",
     "quantized": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.quint8),
     "nested": torch.nested.nested_tensor([torch.ones(4), torch.ones(3)]),
-    "jagged": torch.nested.nested_tensor([torch.ones(4), torch.ones(3)], layout=torch.jagged),
     "text": "abc",
     "none": [[None] * 4] * 3,
 }
 LABELS = {  # strings are labels
     **{kind: array[:, 0] for kind, array in ARRAYS.items() if isinstance(array, np.ndarray)},
-    **{kind: ARRAYS[kind] for kind in ("CSR", "nested", "jagged", "text", "none")},
+    **{kind: ARRAYS[kind] for kind in ("nested", "text", "none")},
     "longdouble": np.zeros(3, np.longdouble),
     "sparse": torch.ones(3, dtype=torch.int64).to_sparse(),
-    "MKL-DNN": torch.ones(3).to_mkldnn() if torch.backends.mkldnn.is_available() else "",
-    "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
     "mixed": [1, "a", None],
 }
 
@@ -289,7 +276,7 @@ def test_labels_and_ids_of_other_kinds_are_refused_by_name(kind):
     assert len(memory) == 3
 
 
-@pytest.mark.parametrize("kind", [">f8", ">f4", ">f2", ">i4", ">u2", "longdouble", "f2", "u1", "?"])
+@pytest.mark.parametrize("kind", [">f8", ">i4", "longdouble", "f2", "u1", "?"])
 def test_numbers_of_other_kinds_are_converted(kind):
     given = (4 * np.eye(4)).astype(kind)
     memory = AssociativeMemory(given, "dot", labels=np.arange(4).astype(">i8"), ids=np.arange(4).astype(">u4"))
@@ -297,7 +284,7 @@ def test_numbers_of_other_kinds_are_converted(kind):
     assert hits.ids.tolist() == hits.labels.tolist() == [[0], [1], [2], [3]]
 
 
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, True, np.bool_(True), 1.0, np.float64(1), "1", None])
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, True, np.bool_(True), 1.0, "1", None])
 def test_a_seed_is_an_integer_of_64_bits(seed):
     for make in (partial(variants.Biased, 0.5), partial(variants.Mixed, 0.5), AssociativeMemory(ROWS).fit):
         refuses("seed must be an integer of 64 bits", make, seed=seed)
