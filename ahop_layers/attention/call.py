@@ -5,12 +5,12 @@ mode computes ``scaled_dot_product_attention``, or the product of queries and ke
 with the learned similarity.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -88,7 +88,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.module, self.products = module, 0
         self.reached: list[Site] = []
-        self.differentiates = torch.is_grad_enabled()
+        self.saving = _saving()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -139,19 +139,28 @@ class _Calls(TorchFunctionMode):
 
     def _refuse_checkpoint(self) -> None:
         """Raises if the call is inside a checkpoint within the module, whose recomputation this mode does not see."""
-        if not self.differentiates or torch.compiler.is_compiling():
-            return
-        frame = sys._getframe(2)
-        while frame is not None and frame.f_code is not _FORWARD:
-            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-                raise AHopError(
-                    f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
-                    " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
-                )
-            frame = frame.f_back  # type: ignore[assignment]
+        if self.saving.gradients and _saving() != self.saving:
+            raise AHopError(
+                f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
+                " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
+            )
 
 
-_FORWARD = CallAttention.forward.__code__
+class _Saving(NamedTuple):
+    """How autograd saves tensors. A checkpoint changes it: the reentrant one runs without gradients, others hook in."""
+
+    gradients: bool
+    hooks: bool
+
+
+def _saving() -> _Saving:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _Saving(False, False)
+    try:
+        with disable_saved_tensors_hooks("raised on entry if there are hooks"):
+            return _Saving(True, False)
+    except RuntimeError:
+        return _Saving(True, True)
 
 
 def similarity_attention(

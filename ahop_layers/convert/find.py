@@ -1,10 +1,7 @@
 """Finds the attention modules of a model: by the table of converters, and by an example call."""
 
-import dis
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +18,7 @@ Found = dict[str, tuple[nn.Module, Converter | str]]
 NOT_SEEN = "it calls neither scaled_dot_product_attention nor a softmax of products of queries and keys"
 _RESERVED = ("similarity", "separation", "associate", "head_shape", "head_shapes", "make_adaptive", "similarity_of")
 _FUSED = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "memory_efficient_attention", "flash_attn_func"}
-_BY_HAND = {"matmul", "bmm", "baddbmm", "einsum", "@"}
+_BY_HAND = {"matmul", "bmm", "baddbmm", "einsum", "transpose", "mT"}  # the operator @ has no name
 
 
 def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mapping[nn.Module, Converter]) -> Found:
@@ -55,8 +52,7 @@ def find_attention(model: nn.Module, example: Any, by_hand: bool, copies: Mappin
         if found is None and not children:  # else a module with the name of attention is a wrapper around another
             called = seen is not None and module in seen
             named = re.search(r"(Attention|Attn)(?!.*(Output|Mask))", type(module).__name__)
-            code = getattr(type(module).forward, "__code__", None)
-            if named or (not called and _is_written_as_attention(code)):
+            if named or (not called and _is_written_as_attention(module)):
                 unknown = f"no converter for {full_name(type(module))}; pass example=, or see register_converter"
                 found = unknown if seen is None else NOT_SEEN if called else "the example does not call it"
         if found is not None:
@@ -98,9 +94,7 @@ def call_converter(sites: Sequence[Sequence[Any]], products: int | None, dtype_s
     return Converter(convert, lambda _: shapes, "scaled_dot_product_attention" if products is None else "by hand")
 
 
-@lru_cache(maxsize=1024)  # many modules have the same forward
-def _is_written_as_attention(code: Any) -> bool:
-    """Returns whether the code of a ``forward`` calls attention, or products and a softmax."""
-    instructions = dis.get_instructions(code) if isinstance(code, CodeType) else ()
-    names = {*getattr(code, "co_names", ()), *(each.argrepr for each in instructions)}
+def _is_written_as_attention(module: nn.Module) -> bool:
+    """Returns whether the ``forward`` of a module names a function of attention, or products and a softmax."""
+    names = set(getattr(getattr(type(module).forward, "__code__", None), "co_names", ()))
     return bool(names & _FUSED or ("softmax" in names and names & _BY_HAND))
