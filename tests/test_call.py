@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.attention.call import similarity_attention
-from ahop_layers.convert.discover import CHANNELS, OPAQUE, OTHER_SCORES
+from ahop_layers.convert.find import CHANNELS, OPAQUE, OTHER_SCORES
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import SimilarityList, named_similarities
 from tests.samples import Scaled, perturb, refuses

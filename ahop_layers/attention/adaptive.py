@@ -51,9 +51,9 @@ class Adaptive(Associator):
     def make_adaptive(self, options: SimilarityOptions) -> None:
         """Adds the similarity and the separation, with the device, dtype and training mode of the module."""
         heads, dim = self.head_shape()
-        self._add(options.make_similarity(dim, heads), options.make_separation(heads))
+        self.add_parts(options.make_similarity(dim, heads), options.make_separation(heads))
 
-    def _add(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
+    def add_parts(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
         """Adds both; ``dtype_source`` has the device and dtype for a module without parameters."""
         default = torch.empty(0) if dtype_source is None else dtype_source
         own = next((p for p in self.parameters() if p.is_floating_point()), default)

@@ -18,7 +18,7 @@ from ahop_layers.association import Padded, associate
 from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityList, SimilarityOptions
+from ahop_layers.similarity.adaptive import SimilarityList
 
 SDPA = functional.scaled_dot_product_attention
 MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -56,17 +56,6 @@ class CallAttention(Adaptive):
     _ahop_sites: tuple[Site, ...]
     _ahop_products: int | None  # number of products in one forward; None without attention written by hand
 
-    def head_shapes(self) -> list[tuple[int | None, int]]:
-        """Returns the number and dimension of the heads of each similarity."""
-        return list(dict.fromkeys(site.shape for site in self._ahop_sites))
-
-    def make_adaptive(self, options: SimilarityOptions, dtype_source: Tensor | None = None) -> None:
-        """Adds a similarity for each shape of heads, and the separation; see :meth:`Adaptive.make_adaptive`."""
-        shapes = self.head_shapes()
-        parts = SimilarityList(options.copied().make_similarity(dim, heads) for heads, dim in shapes)
-        separation = options.make_separation(shapes[0][0] if len(shapes) == 1 else None)
-        self._add(parts[0] if len(parts) == 1 else parts, separation, dtype_source)
-
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
         calls = _Calls(self)
@@ -77,8 +66,10 @@ class CallAttention(Adaptive):
 
     def similarity_of(self, site: Site) -> Any:
         """Returns the similarity of a site."""
-        parts = self.similarity
-        return parts[self.head_shapes().index(site.shape)] if isinstance(parts, SimilarityList) else parts
+        if not isinstance(self.similarity, SimilarityList):
+            return self.similarity
+        shapes = list(dict.fromkeys(each.shape for each in self._ahop_sites))
+        return self.similarity[shapes.index(site.shape)]
 
 
 class _Calls(TorchFunctionMode):

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.convert.class_swap import has_swapped_class, original_class, restore_class_
 from ahop_layers.convert.copies import find_copies
-from ahop_layers.convert.find import Found, find_attention
+from ahop_layers.convert.find import find_attention
 from ahop_layers.convert.registry import Converter
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
@@ -26,9 +25,9 @@ from ahop_layers.similarity.adaptive import (
     BlocksArgument,
     Init,
     LazyAdaptiveSimilarity,
+    SimilarityList,
     SimilarityOptions,
     SimilaritySource,
-    named_similarities,
     similarity_parameters,
 )
 
@@ -47,7 +46,7 @@ class Report:
     Attributes:
         adapted: original class of each adapted module, by name.
         passed_over: reason why an attention module was not adapted, by name.
-        new_parameters: number of elements of the new similarities' parameters, without those of unknown shape.
+        new_parameters: number of elements of the new similarities' parameters of known shape.
         dry_run: whether :func:`adapt_` changed nothing.
         comparisons: number of comparisons that sort the similarities of one query-key pair, summed over bases, heads
             and layers: the comparators of Batcher's sorting network. Similarities of another class or of unknown
@@ -130,17 +129,17 @@ def adapt_(
             and dimension of their heads. An adapted module raises an ``AHopError`` if it attends differently later.
             None adapts known classes only.
         by_hand: also adapt modules that compute scores by a product of queries and keys that reaches a softmax in the
-            same module, such as those of Swin. All else, such as a position bias, remains. Needs ``example``.
+            same module, as in Swin. All else, such as a position bias, remains. Needs ``example``.
         where: which modules to adapt: a function of name and module, or one or several name patterns such as
             ``"encoder.*"``. None selects all.
-        last: adapt only those selected modules that are in the last ``last`` blocks.
-        freeze_rest: set ``requires_grad=False`` for all parameters except those of the similarities.
+        last: adapt only the selected modules that are in the last ``last`` layers of the model.
+        freeze_rest: set ``requires_grad=False`` for all parameters outside the similarities.
         dry_run: only check the arguments and report what would be adapted.
         like: a class of hflayers; modules with its parts that ``where`` selects are copies of it. Without it, copies
             are recognized by their parts, and one call of each checks that it computes the same weights, with softmax,
             sparsemax or entmax15, which is kept unless ``separation`` is given.
         bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; None means its default. An integer
-            number of blocks is that of one head.
+            is the number of blocks of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
             are adapted with ``by_hand``, which keep their own softmax.
@@ -157,12 +156,12 @@ def adapt_(
     >>> print(ah.adapt_(model, last=1))
     adapted 1 of 2 attention modules; 36 new parameters
     layers.1.self_attn  adapted MultiheadAttention
-    layers.0.self_attn  passed over: not in the last 1 blocks
+    layers.0.self_attn  passed over: not in the last 1 layers
     sorting takes 76 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 20
     """
     check_module(model=model)
     check_given_sizes(last=last)
-    before = next(iter(adapted_modules(model)), None)
+    before = next(iter(_adapted_modules(model)), None)
     if before is not None:
         raise AHopError(f"model must not be adapted yet, got one with {before or 'itself'} adapted; see revert_")
     _check_not_wrapped(model)
@@ -175,33 +174,34 @@ def adapt_(
         reasons = {reason: name or "the model" for name, reason in reversed(passed.items())}
         seen = "; ".join(f"{name} passed over: {reason}" for reason, name in reversed(reasons.items()))
         raise AHopError(f"expected a model with attention to adapt, got {type(model).__name__} with {seen or 'none'}")
-    planned = [part for name, (module, found) in chosen.items() for part in _plan(name, module, found, options)]
+    if dry_run and callable(similarity) and not isinstance(similarity, nn.Module):
+        options = replace(options, similarity=lambda dim, num_heads: nn.Identity())  # a factory is not called
+    built = {name: _build(name, module, converter, options) for name, (module, converter) in chosen.items()}
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
-    how = {name: found.how for name, (_, found) in chosen.items()}
+    how = {name: converter.how for name, (_, converter) in chosen.items()}
+    comparisons = _count_comparisons([each.similarity for each in built.values()])
     if dry_run:
-        return Report(adapted, passed, 0, True, *_count_comparisons(planned), how)
+        return Report(adapted, passed, 0, True, *comparisons, how)
     try:
-        for name, (module, found) in chosen.items():
-            with naming(name):
-                found.convert(module, options.copied())
+        for name, (module, converter) in chosen.items():
+            with _naming(name):
+                converter.convert(module, built[name])
     except BaseException:
-        for module in adapted_modules(model).values():
+        for module in _adapted_modules(model).values():
             restore_class_(module)
         raise
     if freeze_rest:
         _freeze_rest(model)
-    exempt_from_decay(model)
+    _exempt_from_decay(model)
     _warn_about_peft(model)
-    modules = [module for module, _ in chosen.values()]
-    new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
-    similarities = [part for module in modules for part in named_similarities(module).values()]
-    return Report(adapted, passed, sum(new.values()), False, *_count_comparisons(similarities), how)
+    new = {id(p): p.numel() for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
+    return Report(adapted, passed, sum(new.values()), False, *comparisons, how)
 
 
-def _count_comparisons(similarities: Iterable[nn.Module]) -> tuple[int, int | None]:
+def _count_comparisons(similarities: Iterable[Any]) -> tuple[int, int | None]:
     """Returns ``comparisons`` and ``comparisons_with_4_blocks`` of a :class:`Report`."""
     total, fewer, full = 0, 0, []
-    for part in similarities:
+    for part in (part for each in similarities if isinstance(each, nn.Module) for part in each.modules()):
         if isinstance(part, AdaptiveSimilarity) and not isinstance(part, LazyAdaptiveSimilarity):
             copies = len(part.bases) * (part.num_heads or 1)
             for n in (entry.count(part.dim) for entry in part.blocks):
@@ -228,7 +228,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
 
 
 def _choose(
-    found: Found, selected: Callable[[str, nn.Module], bool], last: int | None
+    found: dict[str, tuple[nn.Module, Converter | str]], selected: Callable[[str, nn.Module], bool], last: int | None
 ) -> tuple[dict[str, tuple[nn.Module, Converter]], dict[str, str]]:
     """Returns the modules to adapt with their converters, and the reasons why others are passed over, by name."""
     chosen, passed = {}, {}
@@ -240,34 +240,37 @@ def _choose(
         else:
             chosen[name] = (module, converter)
     if last is not None:
-        blocks = list(dict.fromkeys(map(_block, chosen)))[-last:]
-        for name in [name for name in chosen if _block(name) not in blocks]:
+        layers = list(dict.fromkeys(map(_layer, chosen)))[-last:]
+        for name in [name for name in chosen if _layer(name) not in layers]:
             del chosen[name]
-            passed[name] = f"not in the last {last} blocks"
+            passed[name] = f"not in the last {last} layers"
     return chosen, passed
 
 
-def _block(name: str) -> str:
-    """Returns the block of a module: its name up to the last number in it, or the whole name."""
+def _layer(name: str) -> str:
+    """Returns the layer of a module: its name up to the last number in it, or the whole name."""
     numbered = re.match(r"(?:.*[._])?\d+(?=\.|$)", name)
     return numbered.group() if numbered else name
 
 
-def _plan(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> list[nn.Module]:
-    """Returns the similarities of a module on the meta device, without calling a factory; raises if they do not fit."""
+def _build(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> SimilarityOptions:
+    """Returns options with the similarity and the separation of one module; raises if they do not fit."""
     if options.separation is not None and converter.how == "by hand":
         raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
-    if callable(options.similarity) and not isinstance(options.similarity, nn.Module):
-        options = replace(options, similarity=lambda dim, num_heads: nn.Identity())
-    with naming(name), torch.device("meta"):
-        shapes = converter.head_shapes(module)
-        for heads, _ in shapes:
-            options.make_separation(heads)
-        return [options.make_similarity(dim, heads) for heads, dim in shapes]
+    with _naming(name):
+        shapes, separation = converter.head_shapes(module), options.copied().separation
+        if not shapes:
+            return options.copied()
+        parts = [options.copied().make_similarity(dim, heads) for heads, dim in shapes]
+        if separation is not None:
+            separation = options.copied().make_separation(shapes[0][0] if len(shapes) == 1 else None)
+        return SimilarityOptions(
+            separation=separation, similarity=parts[0] if len(parts) == 1 else SimilarityList(parts)
+        )
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     """Prefixes an AHopError with the name of a module."""
     try:
         yield
@@ -289,7 +292,7 @@ def revert_(model: nn.Module) -> list[str]:
     (Report(...), [''], 'MultiheadAttention')
     """
     check_module(model=model)
-    adapted = adapted_modules(model)
+    adapted = _adapted_modules(model)
     for name, module in adapted.items():
         if not has_swapped_class(module):
             got = f"{type(module).__name__} for {name!r}"
@@ -303,16 +306,11 @@ def revert_(model: nn.Module) -> list[str]:
         vars(model).update(exempt.replaced)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
-    return list(outermost(adapted))
+    inside = {part for module in adapted.values() for part in module.modules() if part is not module}
+    return [name for name, module in adapted.items() if module not in inside]
 
 
-def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Returns those modules that are in no other one."""
-    inside = {part for module in modules.values() for part in module.modules() if part is not module}
-    return {name: module for name, module in modules.items() if module not in inside}
-
-
-def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+def _adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Finds the modules whose class was swapped, by name."""
     return {name: module for name, module in model.named_modules() if original_class(module) is not None}
 
@@ -327,7 +325,7 @@ class _Exempt(NamedTuple):
         return set(self.names)
 
 
-def exempt_from_decay(model: nn.Module) -> None:
+def _exempt_from_decay(model: nn.Module) -> None:
     """Adds the similarities to what ``model.no_weight_decay()`` returns, which optimizers of timm ask for."""
     similarity = {id(parameter) for parameter in similarity_parameters(model)}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in similarity}

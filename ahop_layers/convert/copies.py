@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.convert.discover import in_eval_mode
+from ahop_layers.convert.find import in_eval_mode
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
