@@ -66,7 +66,7 @@ class Adaptive(Associator):
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Attends with the module's similarity and separation, and drops weights in training mode.
 
-        Arguments are those of :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded`.
+        See :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded` for the arguments.
         Returns the output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or, if they are not needed, None.
         """
         output, weights = associate(
@@ -84,8 +84,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     it loads state dicts of ``nn.MultiheadAttention``.
 
     It differs in four ways: the output of a fully masked query is zero instead of NaN; ``is_causal=True`` without
-    ``attn_mask`` applies the causal mask; the two masks may have different dtypes; the returned weights are those
-    before dropout.
+    ``attn_mask`` applies the causal mask; the two masks may have different dtypes; weights are returned before
+    dropout.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see

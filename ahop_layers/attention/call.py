@@ -57,7 +57,7 @@ class CallAttention(Adaptive):
     _ahop_products: int | None  # number of products in one forward; None without attention written by hand
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
+        """Calls the original ``forward``; raises an AHopError if it attends at other sites than the known ones."""
         calls = _Calls(self)
         with calls:  # compilers do not know the result of entering it
             output = super().forward(*args, **keywords)
@@ -79,7 +79,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.module, self.products = module, 0
         self.reached: list[Site] = []
-        self.saving = _saving()
+        self.recording = _recording()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,12 +104,17 @@ class _Calls(TorchFunctionMode):
 
     def _reach(self, product: int | None, query: Tensor, what: str) -> Site:
         """Returns the site that a call belongs to, and records that it was reached."""
-        for site in self.module._ahop_sites:
-            if site.product == product and site.fits(query):
-                self.reached.append(site)
-                self._refuse_checkpoint()
-                return site
-        raise self._unexpected(f"{what} {describe(query)}")
+        site = next((each for each in self.module._ahop_sites if each.product == product and each.fits(query)), None)
+        if site is None:
+            raise self._unexpected(f"{what} {describe(query)}")
+        # This mode is not active when a checkpoint inside the module recomputes the call.
+        if self.recording is not None and _recording() != self.recording:
+            raise AHopError(
+                f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
+                " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
+            )
+        self.reached.append(site)
+        return site
 
     def check(self) -> None:
         """Raises unless every site was reached."""
@@ -128,30 +133,16 @@ class _Calls(TorchFunctionMode):
             " with an example that attends as this call does"
         )
 
-    def _refuse_checkpoint(self) -> None:
-        """Raises if the call is inside a checkpoint within the module, whose recomputation this mode does not see."""
-        if self.saving.gradients and _saving() != self.saving:
-            raise AHopError(
-                f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
-                " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
-            )
 
-
-class _Saving(NamedTuple):
-    """How autograd saves tensors. A checkpoint changes it: the reentrant one runs without gradients, others hook in."""
-
-    gradients: bool
-    hooks: bool
-
-
-def _saving() -> _Saving:
+def _recording() -> str | None:
+    """Returns how autograd records: a reentrant checkpoint disables it, the other one hooks into saved tensors."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return _Saving(False, False)
+        return None
     try:
-        with disable_saved_tensors_hooks("raised on entry if there are hooks"):
-            return _Saving(True, False)
+        with disable_saved_tensors_hooks("there are hooks"):  # raised on entry
+            return "plain"
     except RuntimeError:
-        return _Saving(True, True)
+        return "with hooks"
 
 
 def similarity_attention(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.convert.class_swap import has_swapped_class, original_class, restore_class_
+from ahop_layers.convert.class_swap import original_class, restore_class_
 from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import find_attention
 from ahop_layers.convert.registry import Converter
@@ -49,18 +49,15 @@ class Report:
         new_parameters: number of elements of the new similarities' parameters of known shape.
         dry_run: whether :func:`adapt_` changed nothing.
         comparisons: number of comparisons that sort the similarities of one query-key pair, summed over bases, heads
-            and layers: the comparators of Batcher's sorting network. Similarities of another class or of unknown
-            dimension do not count.
+            and layers: the comparators of Batcher's sorting network, for each AdaptiveSimilarity of known dimension.
         comparisons_with_4_blocks: the same with ``blocks=4`` in place of full footprints. None if there are no full
             footprints, or if 4 does not divide the dimension of a head.
         how: how the attention of each adapted module is replaced, by name: by a ``"converter"``, or in the module's own
             ``forward``, where it calls ``"scaled_dot_product_attention"`` or computes scores ``"by hand"``.
 
-    >>> report = Report({"blocks.0.attn": "Attention"}, {}, 96, comparisons=3258, comparisons_with_4_blocks=30)
-    >>> print(report)
+    >>> print(Report({"blocks.0.attn": "Attention"}, {}, 96))
     adapted 1 of 1 attention modules; 96 new parameters
     blocks.0.attn  adapted Attention
-    sorting takes 3,258 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 30
     """
 
     adapted: dict[str, str] = field(default_factory=dict)
@@ -119,8 +116,8 @@ def adapt_(
     adapted layer does not.
 
     Call it before the model is compiled or wrapped for data-parallel training: wrappers do not synchronize the
-    gradients of parameters that are added later. A compiled or wrapped model is refused; a wrapper around ``model``
-    cannot be detected from the inside, so do not call ``adapt_(ddp.module)``.
+    gradients of parameters that are added later. A compiled or wrapped model is refused, but do not call
+    ``adapt_(ddp.module)``: a wrapper around ``model`` cannot be detected.
 
     Args:
         model: any module, also an attention module itself.
@@ -220,11 +217,9 @@ def _check_not_wrapped(model: nn.Module) -> None:
         sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False))
         found += ["sharded, with DTensor parameters"] if sharded else []
         if found:
-            place = f"a model whose {name} is" if name else "a model that is"
-            raise AHopError(
-                f"model must be neither wrapped nor compiled yet, got {place} {found[0]}; call adapt_ first, and wrap"
-                " or compile the adapted model"
-            )
+            got = f"a model whose {name} is {found[0]}" if name else f"a model that is {found[0]}"
+            rule = "model must be neither wrapped nor compiled yet"
+            raise AHopError(f"{rule}, got {got}; call adapt_ first, and wrap or compile the adapted model")
 
 
 def _choose(
@@ -255,18 +250,17 @@ def _layer(name: str) -> str:
 
 def _build(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> SimilarityOptions:
     """Returns options with the similarity and the separation of one module; raises if they do not fit."""
-    if options.separation is not None and converter.how == "by hand":
-        raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
     with _naming(name):
-        shapes, separation = converter.head_shapes(module), options.copied().separation
+        if options.separation is not None and converter.how == "by hand":
+            raise AHopError(f"separation must be None for attention by hand, got {options.separation!r}")
+        shapes, copied = converter.head_shapes(module), options.copied()
         if not shapes:
-            return options.copied()
+            return copied
         parts = [options.copied().make_similarity(dim, heads) for heads, dim in shapes]
-        if separation is not None:
-            separation = options.copied().make_separation(shapes[0][0] if len(shapes) == 1 else None)
-        return SimilarityOptions(
-            separation=separation, similarity=parts[0] if len(parts) == 1 else SimilarityList(parts)
-        )
+        similarity = parts[0] if len(parts) == 1 else SimilarityList(parts)
+        heads = shapes[0][0] if len(shapes) == 1 else None
+        separation = None if options.separation is None else copied.make_separation(heads)
+        return SimilarityOptions(separation=separation, similarity=similarity)
 
 
 @contextmanager
@@ -294,7 +288,8 @@ def revert_(model: nn.Module) -> list[str]:
     check_module(model=model)
     adapted = _adapted_modules(model)
     for name, module in adapted.items():
-        if not has_swapped_class(module):
+        original: Any = original_class(module)
+        if original.swapped != type(module).__name__:  # parametrizations set another class
             got = f"{type(module).__name__} for {name!r}"
             raise AHopError(f"modules must have the classes that adapt_ set, got {got}: undo later changes first")
     for module in adapted.values():

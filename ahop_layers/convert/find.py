@@ -86,7 +86,7 @@ def _is_written_as_attention(module: nn.Module) -> bool:
 class _Attending(NamedTuple):
     """How a module attends in one call of its ``forward``."""
 
-    sites: tuple[Site, ...]  # those that can be adapted, in the order of the calls
+    sites: tuple[Site, ...]  # calls that can be adapted, in their order
     products: int | None  # number of products, or None without attention written by hand
     reason: str | None = None  # why the module cannot be adapted
 
@@ -251,7 +251,7 @@ def _site(module: nn.Module, query: Tensor, key: Tensor, product: int | None) ->
         heads = known or [axis or 1]
         if any(rows * h in widths for h in heads) and not any(dim * h in widths for h in heads):
             return CHANNELS  # rows are the channels of a head, and the last axis the tokens
-    # The axis before the tokens is that of the heads only if the module says so: it may be windows or a batch.
+    # The axis before the tokens has the heads only if the module says so: it may have windows or a batch.
     named = axis is not None and axis * dim in widths
     if known:
         named = axis in known and not (query.ndim > 4 and query.shape[-4] in known)

@@ -97,7 +97,9 @@ def _join(name: str, key: str) -> str:
 def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[str, Any]]:
     """Returns the layer, the class and the options of each part, as values of JSON."""
     owners = [layer for layer in model.modules() if isinstance(layer, Associator)]
-    layers = {id(part): full_name(original_class(owner) or type(owner)) for owner in owners for part in owner.modules()}
+    kinds = {owner: original_class(owner) for owner in owners}
+    names = {owner: full_name(type(owner) if kind is None else kind.source) for owner, kind in kinds.items()}
+    layers = {id(part): names[owner] for owner in owners for part in owner.modules()}
     described: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
         described[name] = {"layer": layers.get(id(part)), "class": full_name(type(part))}
