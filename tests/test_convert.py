@@ -552,31 +552,3 @@ def test_the_separation_of_a_hopfield_layer_stays():
     assert isinstance(model, ah.AdaptiveHopfieldPooling)
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.pool_packed(x.flatten(0, 1), [5, 5]), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_no_weight_decay_names_the_similarities_until_they_are_reverted():
-    timm = framework("timm")
-    from timm.optim import create_optimizer_v2
-
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=5)
-    before = model.no_weight_decay()
-    ah.adapt_(model)
-    added = {f"blocks.0.attn.similarity.{name}" for name in ("w", "beta")}
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert each.no_weight_decay() == before | added
-    optimizer = create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.05)
-
-    def decayed(groups):
-        return {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-
-    groups = ah.parameter_groups(model, lr=0.1, weight_decay=0.05)
-    assert decayed(groups) == decayed(optimizer.param_groups)
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    ah.revert_(model)
-    assert model.no_weight_decay() == before
-    assert "no_weight_decay" not in vars(model)
-    model.no_weight_decay = own = lambda: {"cls_token"}
-    ah.adapt_(model)
-    assert model.no_weight_decay() == {"cls_token", *added}
-    ah.revert_(model)
-    assert model.no_weight_decay is own
