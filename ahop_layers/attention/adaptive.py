@@ -54,9 +54,9 @@ class Adaptive(Associator):
     def make_adaptive(self, options: SimilarityOptions) -> None:
         """Adds the similarity and the separation, with the device, dtype and training mode of the module."""
         heads, dim = self.head_shape()
-        self._add(options.make_similarity(dim, heads), options.make_separation(heads))
+        self.add_parts(options.make_similarity(dim, heads), options.make_separation(heads))
 
-    def _add(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
+    def add_parts(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
         """Adds both; ``dtype_source`` has the device and dtype for a module without parameters."""
         default = torch.empty(0) if dtype_source is None else dtype_source
         own = next((p for p in self.parameters() if p.is_floating_point()), default)
@@ -69,7 +69,7 @@ class Adaptive(Associator):
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Attends with the module's similarity and separation, and drops weights in training mode.
 
-        Arguments are those of :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded`.
+        See :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded` for the arguments.
         Returns the output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or, if they are not needed, None.
         """
         output, weights = associate(
@@ -87,8 +87,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     it loads state dicts of ``nn.MultiheadAttention``.
 
     It differs in four ways: the output of a fully masked query is zero instead of NaN; ``is_causal=True`` without
-    ``attn_mask`` applies the causal mask; the two masks may have different dtypes; the returned weights are those
-    before dropout.
+    ``attn_mask`` applies the causal mask; the two masks may have different dtypes; weights are returned before
+    dropout.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
