@@ -18,7 +18,7 @@ from ahop_layers.ops import chunked
 from ahop_layers.separation import entmax15, sparsemax
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.blocks import Blocks
-from ahop_layers.variants import Biased, Custom, Mixed, Noisy
+from ahop_layers.variants import Custom, Mixed, Noisy
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
 from tests.new_tensors import peak_memory
 from tests.samples import refuses, unchanged
@@ -141,7 +141,7 @@ def test_the_memory_itself_has_gradients():
 
 def test_steps_follow_the_bias():
     """A query with the learned bias converges to its pattern, and the retrieved pattern has no bias."""
-    patterns, variant = 3 * torch.randn(50, 16), Biased(2.0)
+    patterns, variant = 3 * torch.randn(50, 16), Mixed(bias=2.0)
     memory = AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
     with torch.no_grad():
         memory.similarity.bias.copy_(variant.shift(patterns))
@@ -457,7 +457,7 @@ def test_a_fit_of_non_finite_values_or_with_a_bad_argument_keeps_the_bias():
     memory, broken = AssociativeMemory.preset("A-Hop", patterns, debias=True), patterns.clone()
     broken[4, 1] = float("inf")
     refuses("query must not be infinite, got infinity in row 4", memory.fit, (torch.arange(5), broken), progress=False)
-    refuses("lr must be a positive number, got 0", memory.fit, Biased(0.5), lr=0, progress=False)
+    refuses("lr must be a positive number, got 0", memory.fit, Mixed(bias=0.5), lr=0, progress=False)
     unchecked = AssociativeMemory.preset("A-Hop", broken, debias=True, check=False)
     refuses(r"by step 0 with lr=0\.05", unchecked.fit, Noisy(0.1), epochs=200, progress=False)  # at the first look
     assert not memory.similarity.bias.any()
@@ -483,11 +483,11 @@ def test_a_frozen_bias_and_a_scalar_bias_are_not_initialized():
     patterns, shifted.bias = uniform(20, 4), torch.ones(()).double().requires_grad_()
     memory = AssociativeMemory.preset("A-Hop", patterns, debias=True)
     memory.similarity.bias.requires_grad_(False)
-    memory.fit(Biased(0.5), epochs=2, progress=False)
+    memory.fit(Mixed(bias=0.5), epochs=2, progress=False)
     assert not memory.similarity.bias.any()
     memory, plain = AssociativeMemory(patterns, shifted, prior=True), AssociativeMemory(patterns, "dot")
     torch.testing.assert_close(memory.retrieve(patterns, steps=2), plain.retrieve(patterns, steps=2))
-    assert len(memory.fit(Biased(0.5), epochs=2, progress=False)) == 2
+    assert len(memory.fit(Mixed(bias=0.5), epochs=2, progress=False)) == 2
     assert shifted.bias == 1
 
 

@@ -73,7 +73,7 @@ def test_the_bayes_limit_of_a_known_and_a_guessed_bias_and_without_noise():
     assert known > guessed + 0.1
     for variant in (Mixed(), Mixed(0.25), Mixed(0.25, low=0.0, high=4.0), Mixed(bias=0.7), Mixed(0.5, bias=0.5)):
         assert bayes_accuracy(variant, patterns, 200) == 1.0
-    for name in ("mask", "noise", "std", "bias"):
+    for name in ("mask", "noise", "bias"):
         with pytest.raises(AHopError, match=rf"{name} must be a number for a likelihood, got the range \(0.1, 0.2\)"):
             bayes_accuracy(Mixed(**{name: (0.1, 0.2)}), patterns)
 

@@ -100,8 +100,8 @@ def _bound(variant: Mixed, query: Tensor, origin: Tensor, bias_known: bool) -> t
     product does not depend on ``tilt``.
     """
     query, origin, d = query.double(), origin.double(), query.shape[-1]
-    noise = _number("noise", variant.noise) if variant.std is None else _number("std", variant.std) ** 2
-    count, variance, bias = masked_count(variant, d), max(noise, MIN_VARIANCE), _number("bias", variant.bias)
+    variance, bias = max(_number("noise", variant.noise), MIN_VARIANCE), _number("bias", variant.bias)
+    count = masked_count(variant, d)
     kept, replaced, width = [], [], variant.high - variant.low
     for shift in (variant.shift(query),) if bias_known else (bias, -bias):
         value = query - shift
