@@ -30,10 +30,7 @@ from ahop_layers.errors import (
 )
 from ahop_layers.ops.reference import accumulation_dtype
 
-__all__ = [
-    "Biased", "Brightened", "Composed", "Covered", "Custom", "DroppedChannels", "Erased", "Missing", "Mixed", "Noisy",
-    "Occluded", "Replaced", "SaltAndPepper", "Variant", "as_damage",
-]  # fmt: skip
+__all__ = ["Composed", "Covered", "Custom", "Missing", "Mixed", "Noisy", "Replaced", "Variant", "as_damage"]
 
 # A number, or a range ``(low, high)`` from which each query draws its own number uniformly.
 Level = float | tuple[float, float]
@@ -81,8 +78,8 @@ class Variant(ABC):
 def as_damage(damage: object) -> Variant:
     """Makes a variant of a variant, a function as in :class:`Custom`, or a list of damages, which apply in order.
 
-    >>> as_damage([Brightened(gain=2.0), lambda x: x + 1])(torch.ones(1, 2))
-    tensor([[3., 3.]])
+    >>> as_damage([Mixed(), lambda x: x + 1])(torch.ones(1, 2))
+    tensor([[2., 2.]])
     """
     if isinstance(damage, Variant):
         return damage
@@ -96,7 +93,7 @@ def as_damage(damage: object) -> Variant:
 class Composed(Variant):
     """Applies several damages, as in :func:`as_damage`, in order.
 
-    >>> Composed([Erased(0.5, value=7.0), Missing(0.25)])(torch.zeros(3, 8)).isnan().sum(-1)
+    >>> Composed([Noisy(0.1), Missing(0.25)])(torch.zeros(3, 8)).isnan().sum(-1)
     tensor([2, 2, 2])
     """
 
@@ -174,59 +171,51 @@ class _Draw:
         shape = (*self.origin.shape[:-1], dim)
         return torch.empty(shape, **self.options).uniform_(low, high, generator=self.generator)
 
-    def values(self) -> Tensor:
-        """Returns uniform numbers from [0, 1) of the shape and dtype of the rows."""
-        return torch.empty_like(self.origin).uniform_(generator=self.generator)
-
     def level(self, level: Level) -> float | Tensor:
         """Returns the level if it is a number, otherwise one random level per row: ``(..., 1)``."""
         return self.uniform(1, *level) if isinstance(level, tuple) else level
 
-    def chosen(self, share: Level, dim: int) -> Tensor:
-        """Chooses a fraction ``share`` of ``dim`` entries at random for each row: bool ``(..., dim)``."""
+    def chosen(self, share: Level) -> Tensor:
+        """Chooses a fraction ``share`` of the dimensions at random for each row: bool ``(..., d)``."""
+        dim = self.origin.shape[-1]
         count = self.level(share) * dim + 1e-9  # 0.29 * 100 is 28.999...
         return self.uniform(dim).argsort(-1) < count // 1  # in half precision, ties would favor some positions
 
-    def interval(self, side: float | Tensor, size: int) -> Tensor:
+    def interval(self, side: Tensor, size: int) -> Tensor:
         """Chooses ``side * size`` consecutive entries of ``size`` for each row, from a random start on."""
-        length = torch.as_tensor(side * size, **self.options).round()
+        length = (side * size).round()
         first = (self.uniform(1) * (size - length + 1)).floor().minimum(size - length)  # the product can round up
         place = torch.arange(size, device=self.origin.device)
         return (place >= first) & (place < first + length)
 
-    def rectangle(self, tall: float | Tensor, wide: float | Tensor, image: Any) -> Tensor:
-        """Chooses a rectangle of an image, in all channels, with sides relative to its own: bool ``(..., d)``."""
-        rows, columns = self.interval(tall, image.height), self.interval(wide, image.width)
-        inside = (rows[..., :, None] & columns[..., None, :]).flatten(-2)
-        return torch.cat([inside] * image.channels, -1)
-
 
 FRACTION, NOT_NEGATIVE, FINITE = "a number between 0 and 1", "a number of at least 0", "a finite number"
-# What a level must be, by its name; any other level must be finite.
 RULES = {"share": FRACTION, "mask": FRACTION, "noise": NOT_NEGATIVE, "std": NOT_NEGATIVE, "bias": NOT_NEGATIVE}
+"""What a level must be, by its name."""
 
 
 class _Drawn(Variant):
     """A dataclass that checks its arguments, whose names say what they must be, and damages rows by ``_apply``."""
 
     def __post_init__(self) -> None:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
-        low, high = given.pop("low", None), given.pop("high", None)
+        given: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        low: Any = given.get("low")
+        high: Any = given.get("high")
         if not (isinstance(low, Tensor) and low.ndim) and (low, high) != (None, None):  # bind takes rows of numbers
             check_numbers(FINITE, low=low, high=high)
             if not low < high:
                 raise AHopError(f"low must be below high, got {low!r} and {high!r}")
-        given.pop("others", None)
-        check_seed(seed=given.pop("seed", 0))
-        check_sizes(**{name: given.pop(name) for name in ("height", "width", "channels") if name in given})
-        for name, level in given.items():
-            if level is None and name in ("noise", "std"):  # the other one is given
+        check_seed(seed=given.get("seed", 0))
+        check_sizes(**{name: given[name] for name in ("height", "width", "channels") if name in given})
+        for name in (name for name in RULES if name in given):
+            level = given[name]
+            if level is None and "std" in given:  # Noisy has the other one
                 continue
-            rule, ends = RULES.get(name, FINITE), level if isinstance(level, tuple) else (level, level)
+            ends = level if isinstance(level, tuple) else (level, level)
             for end in ends:
-                check_numbers(rule, **{name: end})
+                check_numbers(RULES[name], **{name: end})
             if len(ends) != 2 or ends[0] > ends[1]:
-                raise AHopError(f"{name} must be {rule} or a range (low, high) with low <= high, got {level!r}")
+                raise AHopError(f"{name} must be {RULES[name]} or a range (low, high) with low <= high, got {level!r}")
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Damages each row."""
@@ -289,38 +278,15 @@ class Replaced(_Drawn):
             if origin.numel() > origin.shape[-1]:
                 return self.bind(origin)(origin, draw.generator)
             raise AHopError("low and high must be given for a single row, got None: give them, or call bind(patterns)")
-        chosen = draw.chosen(self.share, origin.shape[-1])
-        return torch.where(chosen, self.low + (self.high - self.low) * draw.values(), origin)
-
-
-@dataclass(frozen=True)
-class Biased(_Drawn):
-    """Adds a bias, whose absolute value is a level, with random signs from ``seed``, the same for all queries.
-
-    >>> Biased(0.5)(torch.zeros(1, 4)).abs()
-    tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
-    """
-
-    bias: Level
-    seed: int = 0
-
-    def shift(self, patterns: Tensor) -> Tensor:
-        """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``; ``bias`` must be a number."""
-        if isinstance(self.bias, tuple):
-            raise AHopError(f"bias must be a number, got the range {self.bias!r}")
-        return self.bias * _signs(self.seed, patterns.shape[-1], patterns.device).to(patterns.dtype)
-
-    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        signs = _signs(self.seed, origin.shape[-1], origin.device)
-        return origin + draw.level(self.bias) * signs if self.bias else origin
+        chosen, values = draw.chosen(self.share), torch.empty_like(origin).uniform_(generator=draw.generator)
+        return torch.where(chosen, self.low + (self.high - self.low) * values, origin)
 
 
 @dataclass(frozen=True)
 class Mixed(_Drawn):
     """Adds noise, replaces a share ``mask`` of the values, then adds a bias: the mixed variant of the paper.
 
-    Its arguments are those of :class:`Noisy`, :class:`Replaced`, by default with the range of the paper's patterns, and
-    :class:`Biased`.
+    The absolute value of the bias is a level. Its random signs come from ``seed`` and are the same for all queries.
 
     >>> index, query = (variant := Mixed(mask=0.25, bias=0.5)).sample(torch.zeros(3, 8), 5)
     >>> (query - variant.shift(query) != 0).sum(-1)
@@ -331,24 +297,19 @@ class Mixed(_Drawn):
     noise: Level = 0.0
     bias: Level = 0.0
     seed: int = 0
-    std: Level | None = None
     low: float = -1.0
     high: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._parts()  # checks that not both noise and std are given
-
-    def _parts(self) -> tuple[Noisy, Replaced, Biased]:
-        noisy = Noisy(self.noise) if self.std is None else Noisy(self.noise or None, std=self.std)
-        return noisy, Replaced(self.mask, self.low, self.high), Biased(self.bias, self.seed)
-
     def shift(self, patterns: Tensor) -> Tensor:
-        """Returns the bias ``(d,)``, as :meth:`Biased.shift`."""
-        return self._parts()[2].shift(patterns)
+        """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``; ``bias`` must be a number."""
+        if isinstance(self.bias, tuple):
+            raise AHopError(f"bias must be a number, got the range {self.bias!r}")
+        return self.bias * _signs(self.seed, patterns.shape[-1], patterns.device).to(patterns.dtype)
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        return Composed(self._parts())(origin, draw.generator)
+        query = Composed([Noisy(self.noise), Replaced(self.mask, self.low, self.high)])(origin, draw.generator)
+        signs = _signs(self.seed, origin.shape[-1], origin.device)
+        return query + draw.level(self.bias) * signs if self.bias else query
 
 
 @dataclass(frozen=True)
@@ -362,63 +323,7 @@ class Missing(_Drawn):
     share: Level
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        return origin.masked_fill(draw.chosen(self.share, origin.shape[-1]), torch.nan)
-
-
-@dataclass(frozen=True)
-class Erased(_Drawn):
-    """Sets a share of the dimensions to a constant, the level ``value``.
-
-    >>> Erased(0.75)(torch.ones(3, 8)).sum(-1)
-    tensor([2., 2., 2.])
-    """
-
-    share: Level
-    value: Level = 0.0
-
-    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        return torch.where(draw.chosen(self.share, origin.shape[-1]), draw.level(self.value), origin)
-
-
-@dataclass(frozen=True)
-class SaltAndPepper(_Drawn):
-    """Sets a share of the dimensions to ``low`` or ``high``, each with probability 1/2.
-
-    >>> SaltAndPepper(0.5)(torch.zeros(2, 8)).abs().sum(-1)
-    tensor([4., 4.])
-    """
-
-    share: Level
-    low: float = -1.0
-    high: float = 1.0
-
-    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        chosen = draw.chosen(self.share, origin.shape[-1])
-        either = torch.full_like(origin, self.low).masked_fill(draw.values() < 0.5, self.high)
-        return torch.where(chosen, either, origin)
-
-
-@dataclass(frozen=True)
-class Occluded(_Drawn):
-    """Covers a block at a random position of an image, in all channels, with the level ``value``.
-
-    The block has the aspect ratio of the image and ``share`` of its area, with sides rounded to pixels. Images are
-    flattened with channels first, as in :func:`~ahop_layers.patches`.
-
-    >>> (Occluded(0.25, height=4, width=4)(torch.ones(2, 16)) == 0).sum(-1)
-    tensor([4, 4])
-    """
-
-    share: Level
-    height: int
-    width: int
-    channels: int = 1
-    value: Level = 0.0
-
-    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        _check_images(self, origin)
-        side = draw.level(self.share) ** 0.5
-        return torch.where(draw.rectangle(side, side, self), draw.level(self.value), origin)
+        return origin.masked_fill(draw.chosen(self.share), torch.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -446,13 +351,17 @@ class Covered(_Drawn):
         return replace(self, others=rows[:: max(1, len(rows) // COVERS)])
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        _check_images(self, origin)
+        dim = self.channels * self.height * self.width
+        if origin.shape[-1] != dim:
+            raise AHopError(f"origin must be (n, channels * height * width) = (n, {dim}), got {describe(origin)}")
         others = origin.reshape(-1, origin.shape[-1]) if self.others is None else self.others
         if not origin.numel() or not len(others):
             return origin
         share = torch.as_tensor(draw.level(self.share), **draw.options)
         tall = draw.uniform(1, 0.2).maximum(share)
-        inside = draw.rectangle(tall, share / tall, self)
+        rows, columns = draw.interval(tall, self.height), draw.interval(share / tall, self.width)
+        inside = (rows[..., :, None] & columns[..., None, :]).flatten(-2)
+        inside = torch.cat([inside] * self.channels, -1)
         cells = [-(-size // SQUARE) for size in (self.height, self.width)]
         squares = torch.unflatten(draw.uniform(self.channels * math.prod(cells)), -1, (self.channels, *cells))
         squares = squares.repeat_interleave(SQUARE, -2).repeat_interleave(SQUARE, -1)
@@ -463,48 +372,6 @@ class Covered(_Drawn):
         place = (draw.uniform(1).squeeze(-1) * len(others)).long().clamp(max=len(others) - 1)
         turned = torch.unflatten(others[place], -1, (self.channels, self.height, self.width)).flip(-2).flatten(-3)
         return torch.where(inside, torch.where(kind < 2, values.to(origin.dtype), turned), origin)
-
-
-@dataclass(frozen=True)
-class Brightened(_Drawn):
-    """Multiplies a pattern by a gain and adds the same shift to all of its dimensions; both are levels.
-
-    >>> Brightened(shift=0.5, gain=2.0)(torch.tensor([[0.0, 1.0]]))
-    tensor([[0.5000, 2.5000]])
-    """
-
-    shift: Level = 0.0
-    gain: Level = 1.0
-
-    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        return draw.level(self.gain) * origin + draw.level(self.shift)
-
-
-@dataclass(frozen=True)
-class DroppedChannels(_Drawn):
-    """Sets all dimensions of a share of the channels, such as failed sensors, to the level ``value``.
-
-    Dimensions are ordered with channels first, and their number is a multiple of ``channels``.
-
-    >>> DroppedChannels(0.5, channels=2)(torch.ones(1, 6)).reshape(2, 3).sum(-1).sort().values
-    tensor([0., 3.])
-    """
-
-    share: Level
-    channels: int
-    value: Level = 0.0
-
-    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        if origin.shape[-1] % self.channels:
-            raise AHopError(f"origin must be (n, d) with d a multiple of {self.channels}, got {describe(origin)}")
-        chosen = draw.chosen(self.share, self.channels).repeat_interleave(origin.shape[-1] // self.channels, -1)
-        return torch.where(chosen, draw.level(self.value), origin)
-
-
-def _check_images(image: Any, origin: Tensor) -> None:
-    dim = image.channels * image.height * image.width
-    if origin.shape[-1] != dim:
-        raise AHopError(f"origin must be (n, channels * height * width) = (n, {dim}), got {describe(origin)}")
 
 
 def known_range(rows: Tensor) -> tuple[Tensor, Tensor]:

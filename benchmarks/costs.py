@@ -53,9 +53,9 @@ def cost(call: Callable[[], Result], device: str) -> tuple[Result, float, int]:
 def recall_cost(patterns: int, dim: int, queries: int, device: str) -> tuple[float, int]:
     """Returns the seconds and peak bytes of one recall."""
     torch.manual_seed(0)
-    memory = ah.AssociativeMemory.preset("A-Hop", torch.rand(patterns, dim, device=device) * 2 - 1, debias=True)
+    memory = ah.AssociativeMemory(torch.rand(patterns, dim, device=device) * 2 - 1, "adaptive")
     query = memory.patterns[:queries] + 0.1 * torch.randn(queries, dim, device=device)
-    ah.AssociativeMemory.preset("A-Hop", memory.patterns[:8], debias=True).recall(query)  # loads the kernels
+    ah.AssociativeMemory(memory.patterns[:8], "adaptive").recall(query)  # loads the kernels
     found, seconds, most = cost(lambda: memory.recall(query).cpu(), device)
     if not torch.equal(found, torch.arange(queries)):
         raise RuntimeError("expected every query to retrieve its pattern, got other patterns")

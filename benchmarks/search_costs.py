@@ -43,7 +43,7 @@ def make_patterns(count: int, dim: int, device: str) -> torch.Tensor:
 
 def make_memory(patterns: torch.Tensor) -> ah.AssociativeMemory:
     """Returns a memory with random positive weights, which need a full sort."""
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, debias=True, check=False)
+    memory = ah.AssociativeMemory(patterns, "adaptive", check=False)
     torch.manual_seed(0)
     torch.nn.init.uniform_(memory.similarity.w)
     torch.nn.init.ones_(memory.similarity.beta)
@@ -91,10 +91,9 @@ def measure_recall(options: argparse.Namespace, results: ResultTable) -> None:
     """Measures the part ``recall``."""
     patterns = make_patterns(options.recall_patterns, options.dim, options.device)
     for name, variant in DAMAGES.items():
-        fitted = ah.AssociativeMemory.preset("A-Hop", patterns[:2000], debias=True)
-        fitted.fit(variant, epochs=options.recall_epochs, batch=256, progress=False)
-        memory = ah.AssociativeMemory.preset("A-Hop", patterns, debias=True)
-        memory.load_state_dict(fitted.state_dict() | {"patterns": patterns}, assign=True)
+        fitted = ah.AssociativeMemory(patterns[:2000], "adaptive")
+        fitted.fit(variant)
+        memory = ah.AssociativeMemory(patterns, fitted.similarity)
         generator = torch.Generator(options.device).manual_seed(1)
         index, query = variant.sample(patterns, options.recall_queries, generator)
         exact = memory.recall(query)
@@ -165,7 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("shortlist", 1000, "length of the shortlist"),
         ("repeats", 3, "number of timed searches, of which the fastest counts"),
         ("recall-patterns", 200_000, "number of patterns of the part recall"),
-        ("recall-epochs", 60, "epochs of the fit of the part recall"),
         ("recall-queries", 500, "number of queries of the part recall"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")

@@ -269,11 +269,11 @@ def test_numbers_of_other_kinds_are_converted(kind):
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, True, np.bool_(True), 1.0, "1", None])
 def test_a_seed_is_an_integer_of_64_bits(seed):
-    for make in (partial(variants.Biased, 0.5), partial(variants.Mixed, 0.5), AssociativeMemory(ROWS).fit):
+    for make in (partial(variants.Mixed, 0.5), AssociativeMemory(ROWS).fit):
         refuses("seed must be an integer of 64 bits", make, seed=seed)
 
 
-@pytest.mark.parametrize("name", ["Noisy", "Erased", "Missing", "Replaced", "Mixed", "Biased"])
+@pytest.mark.parametrize("name", ["Noisy", "Missing", "Replaced", "Mixed"])
 @pytest.mark.parametrize("make", [np.float32, np.float64, torch.tensor])
 def test_variants_accept_scalars_of_numpy(name, make):
     damages = (getattr(variants, name)(level).bind(ROWS) for level in (0.5, make(0.5)))

@@ -1,4 +1,4 @@
-"""The benchmarks of lookup layers and of pairs: networks, rows, tables, and splits of the data."""
+"""The benchmark of lookup layers: networks, rows, tables, and splits of the data."""
 
 import gzip
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import pairs
 from benchmarks.harness.rows import read
 from benchmarks.paper.lookup import __main__ as command
 from benchmarks.paper.lookup import measure, networks
@@ -76,23 +75,3 @@ def test_training_changes_the_lookup_and_the_rest():
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert {"lookup.layer.lookup_weights", "lookup.layer.target_weights"} <= same
     assert not {name for name in same if name.startswith("head.3") or ".w_" in name or name.endswith("scaling")}
-
-
-@pytest.mark.full
-def test_pairs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pairs, "PATTERNS", 40)
-    monkeypatch.setattr(pairs, "QUERIES", 200)
-    pairs.main(["--pairs", "0", "500", "--seeds", "1", "--output", str(tmp_path / "pairs.csv")])
-    rows = read(tmp_path / "pairs.csv")
-    assert [row["pairs"] for row in rows] == ["0", "500", "described"]
-    assert float(rows[0]["accuracy"]) < float(rows[1]["accuracy"])
-    assert "| 500 | " in capsys.readouterr().out
-    assert (tmp_path / "pairs.png").stat().st_size > 5_000
-    assert [pairs.epochs_for(count) for count in (100, 500, 1000, 16000)] == [100, 100, 50, 5]
-
-
-def test_queries_are_damaged_as_described():
-    origin = torch.nn.functional.normalize(torch.randn(2000, 64, generator=torch.Generator().manual_seed(0)), dim=-1)
-    query = pairs.damage(origin, torch.Generator().manual_seed(1))
-    assert abs((query == 0).float().mean() - 0.7) < 0.01
-    assert abs((query - origin)[query != 0].std() - 0.5 / 8) < 0.002

@@ -211,7 +211,7 @@ def test_a_run_is_stored_reported_and_resumed(folder, tmp_path, monkeypatch, cap
 def test_all_parts_run_and_are_reported(tmp_path, capsys):
     output = tmp_path / "costs.csv"
     sizes = "--sizes 300,600 --queries 1,3 --repeats 1 --shortlist 50 --dim 8"
-    recalls = "--recall-patterns 600 --recall-queries 40 --recall-shortlists 20,600 --recall-epochs 6"
+    recalls = "--recall-patterns 600 --recall-queries 40 --recall-shortlists 20,600"
     main([*f"{sizes} {recalls}".split(), "--output", str(output)])
     rows, shown = read(output), capsys.readouterr().out
     assert {row["part"] for row in rows} == {"exact", "shortlist", "recall"}

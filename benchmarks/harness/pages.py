@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, models_report, packed, pairs, positioning, search_costs, summary, vit, vit_report
+from benchmarks import kernels_report, models_report, packed, positioning, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -212,7 +212,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "bags-damaged": lambda: of_bags(mil_report.damage_table),
     "images": lambda: of_images("paper"),
     "images-damaged": lambda: of_images("working"),
-    "pairs": lambda: part("pairs", rows_of("pairs.csv"), pairs.report),
     "lookup-faces": lambda: by_device(
         "paper.lookup --parts faces", rows_of("lookup.csv", part="faces"), lookup_report.face_table
     ),
@@ -251,15 +250,6 @@ class Picture(NamedTuple):
 
 
 DRAWN = {
-    "pairs": Picture(
-        "Accuracy of a fitted memory against the number of pairs, with lines for the dot product and for a fit to"
-        " described damage",
-        lambda: rows_of("pairs.csv"),
-        pairs.draw,
-        "The solid line is the accuracy after a fit to pairs, by their number on a logarithmic axis. The dotted"
-        " line is the dot product, and the dashed line a fit to described damage. The accuracy axis does not"
-        " start at zero.",
-    ),
     "robust_pairs": Picture(
         "Accuracy of a fitted memory against the number of given pairs, for faces and for digits, with lines for a fit"
         " from the damage itself and for no fit",

@@ -1,14 +1,55 @@
-"""The learned kernel of K-Hop as a similarity, for attention and for pooling."""
+"""The learned kernel of K-Hop: a modulation of stored patterns, and a similarity for attention and for pooling."""
 
 import math
 
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.memory.presets import uniformity_loss
+from ahop_layers.ops.reference import accumulation_dtype
 
 MOST_KEYS = 128
 """Upper bound on the keys of the separation loss, which compares all pairs. They are taken at equal distances."""
+
+
+def uniformity_loss(points: Tensor) -> Tensor:
+    """The log of the mean Gaussian kernel ``exp(-2 |u - v|^2)`` over all pairs of points: ``(..., n, d) -> (...)``.
+
+    This is the separation loss of K-Hop. Points are normalized first, because otherwise distances could grow without
+    bound. A single point has the value 0.
+
+    >>> uniformity_loss(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    tensor(-4.)
+    """
+    n = points.shape[-2]
+    if n < 2:
+        return points.sum((-2, -1)) * 0
+    unit = nn.functional.normalize(points.to(accumulation_dtype(points.dtype)), dim=-1)
+    squares = 2 - 2 * unit @ unit.mT
+    pairs = torch.ones(n, n, dtype=torch.bool, device=points.device).tril(-1)
+    return (-2 * squares).masked_fill(~pairs, -torch.inf).flatten(-2).logsumexp(-1) - math.log(math.comb(n, 2))
+
+
+class KernelModulation(nn.Module):
+    """Computes ``mod(pattern) = phi^T phi pattern``, so that a dot product compares ``phi pattern`` and ``phi query``.
+
+    ``phi (dim, dim)`` is learned. It is initialized to the identity, so that patterns are unchanged.
+
+    >>> patterns = torch.randn(5, 8)
+    >>> torch.equal(KernelModulation(8)(patterns), patterns)
+    True
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.phi = nn.Parameter(torch.eye(dim))
+
+    def forward(self, patterns: Tensor) -> Tensor:
+        """Modulates ``patterns (..., d) -> (..., d)``."""
+        return patterns @ self.phi.mT @ self.phi
+
+    def separation_loss(self, patterns: Tensor) -> Tensor:
+        """The :func:`uniformity_loss` of ``phi patterns`` for patterns ``(n, d)``: the lower, the larger distances."""
+        return uniformity_loss(patterns @ self.phi.mT)
 
 
 class KernelSimilarity(nn.Module):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks import pairs
 from benchmarks.search.data import IDX, IDX_FILES
 
 Damage = Callable[[Tensor, Tensor, torch.Generator], Tensor]
@@ -104,6 +103,13 @@ def replace(low: Tensor, high: Tensor) -> Damage:
     return damage
 
 
+def erase(origin: Tensor, level: Any, generator: torch.Generator | None = None) -> Tensor:
+    """Adds noise with half the deviation of unit vectors ``(n, d)``, and erases a fraction 0.7 of the dimensions."""
+    noise = torch.empty_like(origin).normal_(generator=generator) * (0.5 / origin.shape[1] ** 0.5)
+    kept = torch.empty_like(origin).uniform_(generator=generator) >= 0.7
+    return (origin + noise) * kept
+
+
 def break_sensors(stored: Tensor) -> Damage:
     """Adds noise, and makes sensors stuck, spiking or missing; the level is the fraction of these."""
 
@@ -151,9 +157,9 @@ def make_task(name: str, folder: Path, generator: torch.Generator) -> Task:
         rows = torch.from_numpy(load_digits().data.astype(np.float32) / 16)
         return Task(rows, None, rows, torch.arange(len(rows)), replace(rows.amin(0), rows.amax(0)), LEVELS, 0.9)
     if name == "embeddings":
-        rows = normalize(torch.randn(pairs.PATTERNS, pairs.DIM, generator=generator), dim=-1)
-        target = torch.randint(len(rows), (pairs.QUERIES,), generator=generator)
-        return Task(rows, None, rows[target], target, lambda x, level, g: pairs.damage(x, g), (0.7,), 0.7)
+        rows = normalize(torch.randn(500, 64, generator=generator), dim=-1)
+        target = torch.randint(len(rows), (2000,), generator=generator)
+        return Task(rows, None, rows[target], target, erase, (0.7,), 0.7)
     hidden = torch.randn(800, 12, generator=generator) @ torch.randn(12, 48, generator=generator) / 12**0.5
     own = hidden + 0.5 * torch.randn(800, 48, generator=generator)
     units, means = 10 ** (6 * torch.rand(48, generator=generator) - 3), torch.randn(48, generator=generator)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ahop_layers.variants import Erased, Level, Occluded, Variant
+from ahop_layers.variants import Level, Missing, Variant
+from benchmarks.damages import random_block
 
 FACES = Path("faces") / "yale_b.npz"
 IDX = {"digits": Path("mnist"), "fashion": Path("fashion-mnist")}
@@ -70,9 +71,9 @@ class ReplacedPixels(Variant):
 
     def __call__(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Damages each row of ``origin (n, d)``: ``(n, d)``."""
-        kept = Erased(self.share)(torch.ones_like(origin), generator).bool()
+        replaced = Missing(self.share)(origin, generator).isnan()
         values = torch.empty_like(origin).uniform_(generator=generator) * origin.amax(-1, keepdim=True)
-        return torch.where(kept, origin, values)
+        return torch.where(replaced, values, origin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +92,10 @@ class ForeignBlock(Variant):
 
     def __call__(self, origin: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Damages each row of ``origin (n, d)``: ``(n, d)``."""
-        kept = Occluded(self.share, *self.shape)(torch.ones_like(origin), generator).bool()
+        inside = random_block(origin, self.share, self.shape, generator)
         place = torch.randint(len(self.others), (len(origin),), generator=generator, device=origin.device)
         turned = self.others[place].unflatten(-1, self.shape).flip(-2).flatten(-2)
-        return torch.where(kept, origin, turned)
+        return torch.where(inside, turned, origin)
 
 
 def damage(kind: str, level: Level, images: Images) -> Variant:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ahop_layers as ah
-from ahop_layers.training import warmup_cosine
 from ahop_layers.variants import Variant
+from benchmarks.paper.training import warmup_cosine
 from benchmarks.search.data import OFFSETS, Images, contrasts
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.variants import Level, Occluded, Replaced, Variant
+from ahop_layers.variants import Level, Replaced, Variant
 from benchmarks.bag_sets import BagSet, bags_of_digits, damage_bags
 from benchmarks.bags import auc
+from benchmarks.damages import Occluded
 from benchmarks.paper.lookup.networks import FACE_NETWORKS, FaceClassifier, first_layer, optimize, train_faces
 from examples.bags.model import BagClassifier, HopfieldPool, embed_digits
 
@@ -90,7 +91,7 @@ def damage(kind: str, level: Level, side: int) -> Variant:
     """Returns the damage of images: random values of pixels, or a covered block of random brightness."""
     if kind == "pixels":
         return Replaced(level, low=0.0, high=1.0)
-    return Occluded(level, side, side, value=(0.0, 1.0))
+    return Occluded(level, (side, side))
 
 
 def measure_faces(wanted: Measurement, folder: Path, size: Size, device: torch.device) -> dict[str, float]:

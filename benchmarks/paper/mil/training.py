@@ -9,19 +9,20 @@ from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
-from ahop_layers.training import folded_weights, parameter_groups
-from ahop_layers.variants import Biased, Mixed, Noisy, Variant
+from ahop_layers.training import parameter_groups
+from ahop_layers.variants import Mixed, Noisy, Variant
 from benchmarks.bag_sets import BagSet
 from benchmarks.bags import auc
 from benchmarks.paper.kernel_similarity import KernelSimilarity, separation_loss
 from benchmarks.paper.similarities import Constant, DotProduct
+from benchmarks.paper.training import folded_weights
 from examples.bags.model import BagClassifier, GatedPool, HopfieldPool
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Variant] = {
     **{f"mask {share}": Mixed(share) for share in (0.25, 0.5, 0.75)},
     **{f"noise {deviation}": Noisy(deviation**2) for deviation in (0.5, 1.0, 2.0)},
-    **{f"bias {size}": Biased(size) for size in (0.5, 1.0, 2.0)},
+    **{f"bias {size}": Mixed(bias=size) for size in (0.5, 1.0, 2.0)},
 }
 POOLINGS: dict[str, dict[str, Any]] = {
     "adaptive": {},

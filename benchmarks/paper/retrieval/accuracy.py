@@ -15,6 +15,9 @@ from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.variants import Mixed
+from benchmarks.paper.networks import Network
+
+Memory = AssociativeMemory | Network
 
 BLOCK_ELEMENTS = 2**21
 """Number of (query, pattern, dimension) triples whose likelihood is computed at once."""
@@ -27,13 +30,13 @@ MIN_VARIANCE = 1e-8
 
 
 @torch.no_grad()
-def retrieval_accuracy(memory: AssociativeMemory, index: Tensor, query: Tensor) -> float:
+def retrieval_accuracy(memory: Memory, index: Tensor, query: Tensor) -> float:
     """Returns the fraction of queries whose retrieved pattern is nearest to their own, the pattern ``index (n,)``."""
     return (nearest_to_readout(memory, query) == index).double().mean().item()
 
 
 @torch.no_grad()
-def nearest_to_readout(memory: AssociativeMemory, query: Tensor) -> Tensor:
+def nearest_to_readout(memory: Memory, query: Tensor) -> Tensor:
     """Finds the index of the stored pattern nearest to the retrieved one: ``(n, d) -> (n,)``."""
     patterns = memory.patterns.to(accumulation_dtype(memory.patterns.dtype))
     chunks = torch.split(memory.retrieve(query).to(patterns), max(1, BLOCK_DISTANCES // len(patterns)))
@@ -41,7 +44,7 @@ def nearest_to_readout(memory: AssociativeMemory, query: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def retrieval_error(memory: AssociativeMemory, index: Tensor, query: Tensor) -> float:
+def retrieval_error(memory: Memory, index: Tensor, query: Tensor) -> float:
     """Returns the mean squared error, per dimension, of the retrieved patterns."""
     return (memory.retrieve(query) - memory.patterns[index]).double().square().mean().item()
 
@@ -97,8 +100,8 @@ def _bound(variant: Mixed, query: Tensor, origin: Tensor, bias_known: bool) -> t
     product does not depend on ``tilt``.
     """
     query, origin, d = query.double(), origin.double(), query.shape[-1]
-    noise = _number("noise", variant.noise) if variant.std is None else _number("std", variant.std) ** 2
-    count, variance, bias = masked_count(variant, d), max(noise, MIN_VARIANCE), _number("bias", variant.bias)
+    variance, bias = max(_number("noise", variant.noise), MIN_VARIANCE), _number("bias", variant.bias)
+    count = masked_count(variant, d)
     kept, replaced, width = [], [], variant.high - variant.low
     for shift in (variant.shift(query),) if bias_known else (bias, -bias):
         value = query - shift

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed
 from benchmarks.harness.rows import ResultTable, Row
+from benchmarks.paper.networks import NETWORKS, Network
 from benchmarks.paper.retrieval import report
 from benchmarks.paper.retrieval.accuracy import bayes_accuracy, retrieval_accuracy, retrieval_error
 from benchmarks.paper.retrieval.systems import SYSTEMS, ReferenceSimilarity, mnist, synthetic
+from benchmarks.paper.training import train
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -151,26 +152,29 @@ def timings(size: Size, device: torch.device) -> list[dict[str, object]]:
     variant = Mixed(0.4, 0.4, 0.4)
     steps, batch = size.timing
 
-    def measure_times(memory: AssociativeMemory, system: str, timed_steps: int) -> None:
-        query = variant.sample(memory.patterns, batch)[1]
-        memory.fit(variant, epochs=2, batch=batch, progress=False)  # loads or compiles the kernels
-        memory.recall(query)
+    def measure_times(network: Network, system: str, timed_steps: int) -> None:
+        query = variant.sample(network.patterns, batch)[1]
+        train(network, variant, 2, batch=batch)  # loads or compiles the kernels
+        network.recall(query)
         start = time.perf_counter()
-        memory.fit(variant, epochs=timed_steps, batch=batch, progress=False)[-1].item()
-        train = 1000 * (time.perf_counter() - start) * steps / timed_steps
-        recall = median_milliseconds(lambda: memory.recall(query)[-1].item())
-        count, dim = memory.patterns.shape
+        train(network, variant, timed_steps, batch=batch)[-1].item()
+        fit = 1000 * (time.perf_counter() - start) * steps / timed_steps
+        recall = median_milliseconds(lambda: network.recall(query)[-1].item())
+        count, dim = network.patterns.shape
         rows.append({
-            "dim": dim, "patterns": count, "system": system, "train_ms": train, "recall_ms": recall, "steps": steps,
+            "dim": dim, "patterns": count, "system": system, "train_ms": fit, "recall_ms": recall, "steps": steps,
             "batch": batch,
         })  # fmt: skip
 
+    builds = {name: NETWORKS[name] for name in ("A-Hop, debias", "A-Hop, debias, table")}
+    builds |= {name: SYSTEMS[name].build for name in ("table alone, debias", "unsorted, U")}
+
     for dim, count in size.timed:
         patterns = synthetic(count, dim, 0).to(device)
-        for system in ("A-Hop, debias", "A-Hop, debias, table", "table alone, debias", "unsorted, U"):
+        for system, build in builds.items():
             # A CPU is slow: time a few steps and extrapolate.
-            measure_times(SYSTEMS[system].build(patterns), system, steps if device.type == "cuda" else 5)
+            measure_times(build(patterns), system, steps if device.type == "cuda" else 5)
     dim, count = size.timed[0]
-    reference = AssociativeMemory(synthetic(count, dim, 0), ReferenceSimilarity(dim, debias=True))
+    reference = Network(synthetic(count, dim, 0), ReferenceSimilarity(dim, debias=True))
     measure_times(reference, report.REFERENCE, 3)
     return rows

@@ -5,8 +5,7 @@ That concept links to its trace, a damaged copy of its second side. Phase 2 retr
 query counts as right if both phases find its concept.
 
 The paper describes neither the data nor the levels of its table. Here both sides are handwritten digits of
-scikit-learn, which need no download and suffice for 1024 concepts, and the kinds of damage are those of
-``examples/multimodal.py``. The figures of the paper are therefore those of another task.
+scikit-learn, which need no download and suffice for 1024 concepts. The figures of the paper are those of another task.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,10 @@ from itertools import groupby, product
 import torch
 from tqdm import tqdm
 
-from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.variants import Mixed
 from benchmarks.harness.rows import ResultTable
 from benchmarks.paper.figures import MULTIMODAL
-from benchmarks.paper.retrieval.accuracy import nearest_to_readout
+from benchmarks.paper.retrieval.accuracy import Memory, nearest_to_readout
 from benchmarks.paper.retrieval.measure import Size
 from benchmarks.paper.retrieval.systems import SYSTEMS, digit_pairs
 
@@ -81,7 +79,7 @@ def accuracies(wanted: Sequence[TwoPhases], queries: int, device: torch.device) 
     traces = variants[1](sides[1], generator)
 
     @cache
-    def memory(side: int, system: str, steps: int) -> AssociativeMemory:
+    def memory(side: int, system: str, steps: int) -> Memory:
         return MEMORIES[system].fitted(sides[side], variants[side], steps, first.batch, first.run)
 
     for each in wanted:

@@ -3,7 +3,6 @@
 import gzip
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ from torch import Tensor, nn
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.table import TableSimilarity
 from ahop_layers.variants import Mixed
 from benchmarks.harness.command import default_data_dir
+from benchmarks.paper.networks import NETWORKS, Network
+from benchmarks.paper.retrieval.accuracy import Memory
+from benchmarks.paper.table import TableSimilarity
+from benchmarks.paper.training import train
 
-Build = Callable[[Tensor], AssociativeMemory]
 MNIST = Path("mnist") / "train-images-idx3-ubyte.gz"
 
 
@@ -127,57 +128,50 @@ class System:
     """A memory to measure.
 
     Attributes:
-        build: makes the memory of some patterns.
+        build: makes the memory of some patterns: a memory of the package, which is solved for, or a network.
         lr: learning rate; 0 for a memory that is not trained.
-        solved: the weights are solved for, not trained.
-        samples: number of fixed training queries; 0 to draw new queries in each step.
+        samples: number of fixed training queries; 0 to draw new queries.
     """
 
-    build: Build
+    build: Callable[[Tensor], Memory]
     lr: float = 0.0
     samples: int = 0
-    solved: bool = False
 
-    def fitted(self, patterns: Tensor, variant: Mixed, steps: int, batch: int, run: int) -> AssociativeMemory:
+    def fitted(self, patterns: Tensor, variant: Mixed, steps: int, batch: int, run: int) -> Memory:
         """Returns the memory of these patterns, solved for or after ``steps`` training steps."""
         torch.manual_seed(run)
         memory = self.build(patterns)
-        data: Any = variant
-        if self.samples:
-            data = variant.sample(patterns, self.samples, torch.Generator(patterns.device).manual_seed(run))
-        if self.solved:
+        if isinstance(memory, AssociativeMemory):
+            data: Any = variant
+            if self.samples:
+                data = variant.sample(patterns, self.samples, torch.Generator(patterns.device).manual_seed(run))
             memory.fit(data, seed=run)
         elif self.lr:
-            memory.fit(data, epochs=steps, lr=self.lr, batch=batch, progress=False, seed=run)
+            train(memory, variant, steps, self.lr, batch, run)
         return memory
 
 
-def _preset(name: str, lr: float = 0.0, **keywords: Any) -> System:
-    return System(partial(AssociativeMemory.preset, name, **keywords), lr)
+def _solved(samples: int = 0, **options: Any) -> System:
+    def build(patterns: Tensor) -> AssociativeMemory:
+        return AssociativeMemory(patterns, AdaptiveSimilarity(patterns.shape[1], **options).to(patterns))
+
+    return System(build, samples=samples)
 
 
-def _solved(samples: int = 0, **keywords: Any) -> System:
-    return System(partial(AssociativeMemory.preset, "A-Hop", **keywords), samples=samples, solved=True)
-
-
-def _similarity(kind: Callable[..., nn.Module], lr: float, **keywords: Any) -> System:
-    return System(lambda patterns: AssociativeMemory(patterns, kind(patterns, **keywords)), lr)
-
-
-def _table(patterns: Tensor) -> nn.Module:
-    return TableSimilarity(patterns.shape[1], patterns.abs().max(), debias=True).to(patterns)
+def _similarity(kind: Callable[..., nn.Module], lr: float, **options: Any) -> System:
+    return System(lambda patterns: Network(patterns, kind(patterns, **options)), lr)
 
 
 SYSTEMS = {
-    "M-Hop": _preset("M-Hop"),
-    "U-Hop": _preset("U-Hop"),
-    "K-Hop": _preset("K-Hop", lr=0.001),
-    "K2-Hop": _preset("K2-Hop", lr=0.001),
+    "M-Hop": System(NETWORKS["M-Hop"]),
+    "U-Hop": System(NETWORKS["U-Hop"]),
+    "K-Hop": System(NETWORKS["K-Hop"], lr=0.001),
+    "K2-Hop": System(NETWORKS["K2-Hop"], lr=0.001),
     "MLP": _similarity(Perceptron, lr=0.001),
     "A-Hop": _solved(),
     "A-Hop, debias": _solved(debias=True),
-    "A-Hop, debias, table": _preset("A-Hop", lr=0.05, debias=True, table=True),
-    "table alone, debias": _similarity(_table, lr=0.05),
+    "A-Hop, debias, table": System(NETWORKS["A-Hop, debias, table"], lr=0.05),
+    "table alone, debias": _similarity(TableSimilarity, lr=0.05, debias=True),
     "unsorted": _similarity(AblatedSimilarity, lr=0.02, matrix="identity", in_order=False),
     "unsorted, U": _similarity(AblatedSimilarity, lr=0.02, in_order=False),
     "sorted, U fixed triangle": _similarity(AblatedSimilarity, lr=0.02),

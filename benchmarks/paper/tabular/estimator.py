@@ -11,9 +11,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ahop_layers.tabular.rows import apply_in_chunks, choose_cases, merge_rows
-from ahop_layers.training import folded_weights
 from benchmarks.paper.tabular.network import CaseNetwork, Encoding
 from benchmarks.paper.tabular.training import LOSSES, Schedule, hold_out, train
+from benchmarks.paper.training import folded_weights
 
 
 class PaperMemoryClassifier(ClassifierMixin, BaseEstimator):

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError
-from ahop_layers.memory.presets import KernelModulation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.tabular.rows import CHUNK
+from benchmarks.paper.kernel_similarity import KernelModulation
 
 FEW_VALUES = 128  # a feature with at most this many distinct values has a knot at each of them
 
