@@ -142,7 +142,7 @@ def test_slices_of_full_footprints(dtype):
 def test_opcheck(d, width, blocks, dropout):
     given = tensors(2, 4, 20, 30, d, width, blocks, torch.bfloat16, key_heads=2)
     seed = torch.tensor([3], device="cuda") if dropout else None
-    args = (*(x.requires_grad_() for x in given[:4]), None, seed, ",".join(BOTH), False, dropout, "auto")
+    args = (*(x.requires_grad_() for x in given[:4]), None, seed, ",".join(BOTH), False, dropout, "auto", None, 1.0)
     torch.library.opcheck(torch.ops.ahop.attend.default, args)
 
 

@@ -208,11 +208,10 @@ class Plan:
         constants = {**self.constants, "threads": 32 * warps, "blocks_per_sm": 1}
         return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
 
-    def compile_ahead(self) -> None:
+    def _compile_ahead(self) -> None:
         """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
-        if not self.kernels:
-            programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
-            nvrtc.compile_together([(source, dict(constants)) for source, constants in programs], self.limits.device)
+        programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
+        nvrtc.compile_together([(source, dict(constants)) for source, constants in programs], self.limits.device)
 
     def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> Rows:
         """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
@@ -237,6 +236,8 @@ class Plan:
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
+        if call.query.requires_grad and not self.kernels:
+            self._compile_ahead()
         query, key, value = self.inputs(call)
         weights = Weights(call)
         results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()
