@@ -287,14 +287,14 @@ def test_sorting_networks_and_weights_by_rank():
 def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
     return {
         "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "bf16": bf16,
-        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "blocks_per_sm": 1, "tiles": 2, "areas": 3,
-        "scores": 0,
+        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "thread_blocks_per_sm": 1, "tiles": 2,
+        "areas": 3, "scores": 0,
     }  # fmt: skip
 
 
 def lane_constants(d, n, bases, dtype, **further):
     layout = choose_layout(n, d // n, alone=32, shared=32)
-    problem = score.Problem(None, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, torch.float32)
+    problem = score.ScoreProblem(None, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, torch.float32)
     return score._constants(problem, layout, dtype, True) | further
 
 

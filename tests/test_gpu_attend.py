@@ -107,7 +107,7 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(shape, blocks, options):
     )
     given = tensors(*shape, blocks, dtype, len(bases), options.get("key_heads"))
     mask = make_mask(options.get("mask"), *shape[:4])
-    assert isinstance(choose_attention("cuda", AttentionCall(*given[:4], mask, bases=bases)), fused.Plan)
+    assert isinstance(choose_attention("cuda", AttentionCall(*given[:4], mask, bases=bases)), fused.AttentionPlan)
     ours, again = (results(*given, bases, mask, causal, dtype, fused.plan) for _ in range(2))
     theirs, exact = (results(*given, bases, mask, causal, kind) for kind in (dtype, torch.float64))
     for name, a, b in zip(NAMES, ours, again, strict=True):

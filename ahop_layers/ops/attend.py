@@ -188,7 +188,7 @@ def _prepare(args: Sequence[Any]) -> tuple[AttentionCall, Attention]:
 
 
 def _split(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits the arguments of ``ahop::attend_backward``: those of the call; gradient, results and ``need``."""
+    """Splits the arguments of ``ahop::attend_backward`` into the call; and gradient, results and ``need``."""
     return (*args[1:7], *args[9:-1]), (args[0], args[7], args[8], args[-1])
 
 

@@ -226,8 +226,8 @@ def steps(n: int) -> Iterator[Step]:
     """Yields a sorting network for ``n`` rows as steps on groups of rows that fit in vector registers.
 
     The first steps sort runs of 32 rows, and the remaining rows at the end. The others merge runs as in Batcher's
-    network: the comparators of the five largest distances form independent merges of 32 rows, and those of smaller
-    distances form chains of up to four distances each.
+    network: the comparators of the five largest distances form independent merges of 32 rows, and the comparators
+    of smaller distances form chains of up to four distances each.
     """
     whole, rest = divmod(n, 32)
     if whole:
