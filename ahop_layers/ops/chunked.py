@@ -1,7 +1,7 @@
 """The reference computed in tiles of bounded memory: the fallback where no faster kernel supports a call.
 
 Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``key (N, H, S, d)`` and weights
-``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. ``widths (n_bases,)`` are those of the
+``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. ``widths (n_bases,)`` belong to
 bases that saturate, by default 1. Half-precision inputs are scored in float32.
 """
 
@@ -59,7 +59,7 @@ def score(
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)``.
 
-    ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. If ``missing``, NaN is an
+    The scores have ``dtype``: the dtype of the query or, by default, at least float32. If ``missing``, NaN is an
     unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks`` and ``constant``, here
     ``(N, H, 1, 1, 1)``, are for this kernel and this case alone.
     """

@@ -32,7 +32,7 @@
 #include <arm_neon.h>
 #endif
 
-enum { ABI_VERSION = 4 }; /* equal to that of cpu.py; increase both with every change of the interface */
+enum { ABI_VERSION = 4 }; /* also in cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE, MORE };
 enum { DIS, DOT, L1, NEAR, BOUNDED_NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
@@ -353,7 +353,6 @@ const char *ahop_isa(int64_t index)
 }
 
 int64_t ahop_abi_version(void) { return ABI_VERSION; }
-int64_t ahop_call_bytes(void) { return sizeof(call_t); }
 
 /* Free the state of a call that is not going to be continued. */
 void ahop_release(plan_t *plan)

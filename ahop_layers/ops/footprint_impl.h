@@ -190,7 +190,7 @@ typedef struct {
     int64_t d, pitch;    /* rows of a column of keys, and from one to the next */
     int64_t blocks;      /* rows of a sorted column; values and ordered have one more from one column to the next */
     int64_t height;      /* rows from one column of x to the next; rows from `blocks` on hold infinity */
-    int64_t query_pitch; /* from the query of one column to that of the next: 0 if they share one */
+    int64_t query_pitch; /* from the query of one column to the next query: 0 if columns share one */
     int64_t *ranks;      /* ranks that the weights of a base distinguish: 0 if all are zero, 1 if all are equal */
     const step_t *network;
     T *numbers, *weights, constant;
@@ -204,7 +204,7 @@ typedef struct {
     double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
-    /* For FN(add_products), else NULL: `values` of DIS, followed by those of DOT; keys minus `origin`, which has d
+    /* For FN(add_products), else NULL: `values` of DIS, followed by `values` of DOT; keys minus `origin`, d
      * numbers; slopes summed over columns and over rows, [DIS or DOT][row or column][block]. */
     V *both_values, *shifted, *row_sums, *column_sums;
     T *origin;
@@ -258,8 +258,8 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
     return special;
 }
 
-/* Load the weights of head h in ascending order of what is sorted, and count the ranks that they distinguish. Those of
- * DIS are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
+/* Load the weights of head h in ascending order of what is sorted, and count the ranks that they distinguish. Weights
+ * of DIS are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
 static void FN(load_weights)(const call_t *call, int64_t h, T dis, const FN(buffers) *at)
 {
     const int64_t blocks = call->blocks;
@@ -290,8 +290,8 @@ INLINE int FN(any)(I mask)
 }
 
 /* Compute exp(-x / width) in place for a few rows x >= 0: 2^e is 2^(e - n) from a polynomial times 2^n, where n is the
- * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; that of 0
- * is n = -BIAS. The rows advance together, because each waits for the previous step. */
+ * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; n = -BIAS
+ * gives 0. The rows advance together, because each waits for the previous step. */
 INLINE void FN(near)(V *x, int64_t rows, FN(width) width, int bounded)
 {
     const T magic = (T)3 * ((INT)1 << (MANTISSA - 1)) + BIAS, power[] = {POWER};
@@ -462,7 +462,7 @@ static void FN(fill_blocks)(int32_t base, int mode, const FN(buffers) *at, INT m
     }
 }
 
-/* Returns the buffers of one row: its columns are sorted before those of the next row are filled. */
+/* Returns the buffers of one row: its columns are sorted before the next row is filled. */
 static FN(buffers) FN(only_row)(const FN(buffers) *at, int64_t row, int64_t vectors)
 {
     FN(buffers) one = *at;
@@ -573,7 +573,7 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     return arena.used;
 }
 
-/* Compute similarities of a few columns from |q-k|, in place. Those of other bases have been sorted as they are. */
+/* Compute similarities of a few columns from |q-k|, in place. Other bases have been sorted as they are. */
 INLINE void FN(from_distance)(int32_t base, FN(width) width, int64_t columns, V *x)
 {
     if (base == NEAR || base == BOUNDED_NEAR)
@@ -781,7 +781,7 @@ INLINE void FN(sum_known)(int32_t base, const FN(buffers) *at, T weight, int64_t
 
 #define SUM_KNOWN(base) case base: FN(sum_known)(base, &one, at->weights[b * at->blocks], v); break;
 
-/* Returns whether the weights of a base are equal, or zero, for all dimensions, as those of a single block are. */
+/* Returns whether the weights of a base are equal, or zero, for all dimensions, or there is a single block. */
 INLINE int FN(is_flat)(const FN(buffers) *at, int64_t b) { return at->ranks[b] < at->blocks || at->blocks < at->d; }
 
 /* Add all bases with equal weights, and minus infinity where no dimension is known. */

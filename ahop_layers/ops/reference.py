@@ -150,8 +150,8 @@ def sorted_similarities(
 ) -> Tensor:
     """Similarities per block of every pair in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, n)``.
 
-    ``n`` is the number of blocks, by default d, and ``blocks`` is that of :func:`block_sums`. ``width`` is that of a
-    base that saturates, by default 1.
+    ``n`` is the number of blocks, by default d, and ``blocks`` as in :func:`block_sums`. ``width`` belongs to a base
+    that saturates, by default 1.
     """
     values = pair_values(query, key, base, width)
     return block_sums(values, n or query.shape[-1], blocks).sort(dim=-1, descending=True).values
@@ -210,8 +210,8 @@ def adaptive_similarity(
     """Scores as the paper defines them: weighted footprints, summed over the bases, in the dtype of the inputs.
 
     ``(..., L, d), (..., S, d), (n_bases, n) -> (..., L, S)``; with weights per head
-    ``(..., H, L, d), (..., H, S, d), (H, n_bases, n) -> (..., H, L, S)``. ``blocks`` is that of :func:`block_sums`, and
-    ``widths (n_bases,)`` are those of the bases that saturate.
+    ``(..., H, L, d), (..., H, S, d), (H, n_bases, n) -> (..., H, L, S)``. ``blocks`` is as in :func:`block_sums`, and
+    ``widths (n_bases,)`` belong to bases that saturate.
     """
     n = weight.shape[-1]
     scores = [
