@@ -83,7 +83,7 @@ class Mask(NamedTuple):
         if self.added is not None:
             scores = scores + self.added.to(scores.dtype)
         if self.causal:
-            scores = scores.masked_fill(_triangle(*scores.shape[-2:], scores.device), -torch.inf)
+            scores = scores.masked_fill(_triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
 
     def join(self, other: "Mask") -> "Mask":
