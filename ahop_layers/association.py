@@ -72,37 +72,37 @@ class Mask(NamedTuple):
         blocked: None, or a bool tensor that broadcasts to ``(N, H, L, S)``; True excludes a pair.
         added: None, or a floating-point tensor that broadcasts to ``(N, H, L, S)``.
         causal: whether query i may only use keys 0 to i.
-        appended: number of keys at the end that ``causal`` does not exclude.
     """
 
     blocked: Tensor | None = None
     added: Tensor | None = None
     causal: bool = False
-    appended: int = 0
 
     def apply(self, scores: Tensor) -> Tensor:
         """Adds ``added`` to the scores, then sets excluded entries to ``-inf``."""
         if self.added is not None:
             scores = scores + self.added.to(scores.dtype)
         if self.causal:
-            scores = scores.masked_fill(self.triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
+            scores = scores.masked_fill(_triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
-
-    def triangle(self, length: int, keys: int, device: torch.device) -> Tensor:
-        """Returns the pairs that ``causal`` excludes, a bool tensor ``(length, keys)``."""
-        triangle = torch.ones(length, keys - self.appended, dtype=torch.bool, device=device).triu(1)
-        return functional.pad(triangle, (0, self.appended)) if self.appended else triangle
 
     def join(self, other: "Mask") -> "Mask":
         """Combines two masks of the same keys into one."""
         blocked, added = _join(torch.logical_or, self.blocked, other.blocked), _join(torch.add, self.added, other.added)
-        appended = min((mask.appended for mask in (self, other) if mask.causal), default=0)
-        return Mask(blocked, added, self.causal or other.causal, appended)
+        return Mask(blocked, added, self.causal or other.causal)
 
-    def grow(self) -> "Mask":
-        """Appends one key that no query is blocked from."""
-        blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (self.blocked, self.added))
-        return Mask(blocked, added, self.causal, self.appended + self.causal)
+    def grow(self, query: Tensor, key: Tensor) -> "Mask":
+        """Appends one key that every query may use to the mask of ``query (..., L, d)`` and ``key (..., S, d)``."""
+        blocked, added, causal = self
+        if causal:
+            blocked = _join(torch.logical_or, blocked, _triangle(query.shape[-2], key.shape[-2], key.device))
+        blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (blocked, added))
+        return Mask(blocked, added)
+
+
+def _triangle(length: int, keys: int, device: torch.device) -> Tensor:
+    """Returns the pairs that a causal mask excludes, a bool tensor ``(length, keys)``."""
+    return torch.ones(length, keys, dtype=torch.bool, device=device).triu(1)
 
 
 def _join(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -186,13 +186,9 @@ class Padded:
         key, value: ``(N, H, S, d)``, ``(N, H, S, e)``; N may be 1 where all samples share them. Fewer heads, a divisor
             of H, are each used by as many consecutive heads of the query.
         mask: see :func:`combine_masks`.
-        zero_association: append a key and a value of zeros that every query may use.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None, zero_association: bool = False) -> None:
-        if zero_association:
-            key, value = functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))
-            mask = None if mask is None else mask.grow()
+    def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None) -> None:
         self.key, self.value, self.mask = key, value, mask
 
     def score(self, state: Tensor, score: Similarity) -> Tensor:
@@ -293,9 +289,6 @@ def _attend(
         return None  # norms are computed for each query head
     if not (query.is_cuda or is_large(query, key)):  # nothing else is prepared in vain
         return None
-    if mask.causal and mask.appended:
-        triangle = mask.triangle(query.shape[-2], key.shape[-2], query.device)
-        mask = Mask(triangle).join(Mask(mask.blocked, mask.added))
     if mask.blocked is not None:
         added = mask.blocked if added is None else torch.where(mask.blocked, -torch.inf, added)
     if added is not None:

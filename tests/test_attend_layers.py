@@ -208,8 +208,10 @@ def test_causal_masks():
     assert torch.equal(Mask(causal=True).apply(scores), expected)
     for joined in (Mask(causal=True).join(Mask(blocked)), Mask(blocked).join(Mask(causal=True))):
         assert torch.equal(joined.apply(scores), expected.masked_fill(blocked, -torch.inf))
+    query, key = torch.randn(L, 1), torch.randn(S - 2, 1)
+    grown = Mask(causal=True).grow(query, key).grow(query, torch.cat((key, key[:1])))
     expected = scores.masked_fill(triangle & (torch.arange(S) < S - 2), -torch.inf)
-    assert torch.equal(Mask(causal=True).grow().grow().apply(scores), expected)
+    assert torch.equal(grown.apply(scores), expected)
 
 
 def attention(**keywords):

@@ -170,8 +170,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             mask = (mask or Mask())._replace(causal=True)
         for extra_k, extra_v in self._extra_keys():
+            mask = None if mask is None else mask.grow(q, k)
             k, v = (torch.cat([x, extra.expand(shape[0], -1, -1, -1)], 2) for x, extra in ((k, extra_k), (v, extra_v)))
-            mask = None if mask is None else mask.grow()
         output, weights = self.associate(
             q, k, v, scaling=self.head_dim**-0.5, mask=mask, dropout=self.dropout, need_weights=need_weights
         )

@@ -238,7 +238,10 @@ class AssociationCore(Associator):
             raise AHopError(f"static patterns must have the same width, got {got}")
         batch = (keys if state.shape[0] == 1 else state).shape[0]
         mask = combine_masks(padding, association, (batch, *state.shape[1:3], keys.shape[2]))
-        return Padded(keys, values, mask, self.add_zero_attn)
+        if self.add_zero_attn:
+            mask = None if mask is None else mask.grow(state, keys)
+            keys, values = (functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
+        return Padded(keys, values, mask)
 
 
 def as_steps(steps: int | Tensor | None) -> Steps:

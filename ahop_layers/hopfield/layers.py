@@ -59,14 +59,12 @@ def _norm(name: str, size: int | None, wanted: bool, affine: bool, eps: float) -
 
 
 def as_patterns(input: object, names: str, count: int) -> tuple[Tensor, ...]:
-    """Returns a tensor ``count`` times, or the tensors of an iterable of that length."""
+    """Returns a tensor ``count`` times, or the entries of an iterable of that length."""
     if not isinstance(input, (Tensor, Iterable)):
         raise AHopError(f"input must be a tensor, or {names} patterns, got {type(input).__name__}")
     patterns = (input,) * count if isinstance(input, Tensor) else tuple(input)
     if len(patterns) != count:
         raise AHopError(f"input must be a tensor, or {names} patterns, got {len(patterns)}")
-    for pattern in patterns:
-        check_floating(input=pattern)
     return patterns
 
 
@@ -211,6 +209,7 @@ class Hopfield(HopfieldInterface):
         """Normalizes the patterns and calls the core; the output has the batch as its second axis, as in hflayers."""
         patterns = as_patterns(data, "stored, state and projection", 3)
         for pattern in patterns:
+            check_floating(input=pattern)
             if pattern.ndim != 3:
                 raise AHopError(f"a pattern must have 3 dimensions, (N, rows, size), got {describe(pattern)}")
         # Comparing one shape at a time keeps a dynamic batch dimension dynamic under export.
