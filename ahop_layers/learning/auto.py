@@ -11,7 +11,7 @@ from ahop_layers.learning.solve import BASES, OPTIONAL, Learned
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import Learnable
+from ahop_layers.similarity.protocol import Solvable
 
 FIXED = ("dis",)
 """Further bases, which a fit uses alone if they are best."""
@@ -44,7 +44,7 @@ class AutoSimilarity(AdaptiveSimilarity):
         options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
         super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *FIXED), "uniform", **options)
         if not patterns.is_meta:
-            self.fix_widths_(patterns)
+            self.fix_scales_(patterns)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -56,10 +56,13 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.w[near, -1] = 1 / len(near)
         self.refresh()
 
-    @property
-    def saturates(self) -> bool:
-        """Whether a value adds little more to a score, however far it is from those of the patterns."""
-        return all(self.names[row] == "near" for row in self._used)
+    def is_unbounded(self) -> bool:
+        """Returns whether a base does not saturate, so that a value far from all patterns can decide a score."""
+        return any(self.names[row] != "near" for row in self._used)
+
+    def is_fused(self) -> bool:
+        """Returns True: the operator takes the widths of all bases."""
+        return True
 
     def refresh(self) -> None:
         """Finds the bases whose weights are not all 0: only these are computed.
@@ -113,7 +116,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 
 
 @torch.no_grad()
-def first_inverse_temperature(similarity: Learnable, patterns: Tensor) -> float:
+def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
     size = min(SAMPLE_KEYS, len(patterns))
     if patterns.is_meta or size < 2:

@@ -27,7 +27,7 @@ from ahop_layers.learning.ranks import BINS, bin_edges, block_features, candidat
 from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity.adaptive import BaseArgument
-from ahop_layers.similarity.images import ImageSimilarity, Learnable
+from ahop_layers.similarity.protocol import Solvable
 from ahop_layers.similarity.widths import differences, quantiles, units
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
@@ -230,7 +230,7 @@ def learn(
 
 @torch.no_grad()
 def solve_weights(
-    similarity: Learnable,
+    similarity: Solvable,
     patterns: Tensor,
     labels: Tensor | None,
     asked: Questions,
@@ -244,12 +244,12 @@ def solve_weights(
     began = time.perf_counter()
     patterns, asked = _widened(patterns, asked)
     unbiased = asked._replace(query=similarity.unbiased(asked.query))
-    overview = similarity.overview if isinstance(similarity, ImageSimilarity) else None
+    overview = getattr(similarity, "overview", None)
     queries = find_candidates(unbiased, patterns, labels, generator, CANDIDATES, overview)
     queries = queries._replace(query=asked.query[queries.usable])
     fitted, rest = _held_out(queries, asked)
 
-    parts, images = similarity.parts(), isinstance(similarity, ImageSimilarity)
+    parts, images = similarity.parts(), overview is not None
     counts = [part.w.shape[-1] for part in parts]
     edges = [bin_edges(n, IMAGE_BINS) if images else bin_edges(n, both_ends=True) for n in counts]
     bases = [len(part.bases) for part in parts]
@@ -285,7 +285,7 @@ def solve_weights(
     return weights, held.temperature(held.scores(weight))[0], report
 
 
-def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
+def _starts(similarity: Solvable, edges: list[list[int]]) -> list[Tensor]:
     """Returns starts ``(f,)``: the weights that a similarity has, and each base alone, trimmed at each edge."""
     folded = [fold(part.footprint_weight()) for part in similarity.parts()]
     own = [pad(u @ (pools(ends)[1:] > 0).to(u).mT, (1, 0)).flatten() for u, ends in zip(folded, edges, strict=True)]

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.association import FIXED
-from ahop_layers.errors import AHopError
 from ahop_layers.learning.candidates import CANDIDATES, some_patterns
 from ahop_layers.learning.questions import Pairs
 from ahop_layers.learning.regression import minimize
@@ -25,9 +23,8 @@ from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
 from ahop_layers.memory.shards import Whole
 from ahop_layers.memory.storage import nested
-from ahop_layers.ops.reference import accumulation_dtype, pair_values
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity.protocol import compared_size, explain
 from ahop_layers.variants import Variant
 
 CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
@@ -160,8 +157,7 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
     for it, unless it is the only one of its class.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
-    similarity = scorer.similarity  # images have several views, each of which takes time
-    size = sum(part.dim for part in similarity.parts()) if isinstance(similarity, ImageSimilarity) else stored.dim
+    size = compared_size(scorer.similarity, stored.dim)  # images have several views, each of which takes time
     kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // size)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
@@ -251,22 +247,6 @@ def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float
 def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
     """Returns what each dimension adds to the score of query ``rows (L, d)`` and pattern ``index (L,)``: ``(L, d)``.
 
-    That of a block is divided equally among its known dimensions. An unknown value adds 0.
+    The value of a block is divided equally among its known dimensions.
     """
-    similarity, d = scorer.similarity, rows.shape[1]
-    key = scorer.modulated(scorer.stored.sample(index)).to(rows.dtype)
-    query, key = rows[:, None], key[:, None]
-    known = ~(query.isnan() | key.isnan()).squeeze(1)
-    if similarity in FIXED.values():
-        name = next(name for name, fixed in FIXED.items() if fixed is similarity)
-        values = pair_values(query, key, name).reshape(rows.shape)
-        return values.nan_to_num(0.0) * (d / known.sum(-1, keepdim=True).clamp(min=1))
-    unlike = isinstance(similarity, AdaptiveSimilarity) and (similarity.num_heads or "table" in similarity._modules)
-    if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or unlike:
-        raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
-    source = None
-    if isinstance(similarity, ImageSimilarity) and similarity.shifts:
-        query, source = similarity.aligned(query, key, missing=not bool(known.all()))
-    views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
-    total = similarity.spread([part.contributions(*view) for part, *view in views])
-    return total if source is None else torch.zeros_like(total).scatter_add(1, source, total)
+    return explain(scorer.similarity, rows, scorer.modulated(scorer.stored.sample(index)).to(rows.dtype))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers import files
-from ahop_layers.association import Similarity, change, dot_product, energy, iterate
+from ahop_layers.association import change, energy, iterate
 from ahop_layers.errors import (
     AHopError,
     check_callable,
@@ -43,9 +43,10 @@ from ahop_layers.memory.shortlist import Index
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state
+from ahop_layers.similarity.adaptive import check_state
 from ahop_layers.similarity.associator import Associator
-from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import Similarity, fix_scales_, is_solvable
 from ahop_layers.similarity.table import TableSimilarity
 from ahop_layers.similarity.widths import scale_of
 from ahop_layers.training import mean_loss, minimize
@@ -144,11 +145,9 @@ class AssociativeMemory(Associator):
         self.activation, self.objective = activation, objective
         if stored.unknown:
             self._scorer().check_missing("patterns")
-        if isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity)) and not sample.is_meta:
-            self.similarity.fix_norms_(sample)  # not per block of patterns
-            if not isinstance(self.similarity, AutoSimilarity):
-                self.similarity.fix_widths_(sample)
-            if similarity == "auto" and beta is None:
+        if not sample.is_meta:
+            fix_scales_(self.similarity, sample)  # not per block of patterns
+            if similarity == "auto" and beta is None and is_solvable(self.similarity):
                 self.beta.fill_(first_inverse_temperature(self.similarity, sample))
 
     @classmethod
@@ -564,9 +563,7 @@ class AssociativeMemory(Associator):
         options = {"epochs": epochs, "lr": lr, "batch": batch}
         trained = [f"{name}={value!r}" for name, value in options.items() if value is not None]
         similarity = self.similarity
-        plain = isinstance(similarity, AdaptiveSimilarity) and type(similarity).forward is AdaptiveSimilarity.forward
-        linear = isinstance(similarity, ImageSimilarity) or (plain and similarity.num_heads is None)
-        linear = linear and self.modulation is None
+        linear = is_solvable(similarity) and self.modulation is None
         linear = linear and all(each.requires_grad for each in self.parameters())
         if trained and linear and isinstance(similarity, AutoSimilarity):
             raise AHopError(f"fit solves similarity='auto' without epochs, lr and batch, got {', '.join(trained)}")
@@ -595,7 +592,7 @@ class AssociativeMemory(Associator):
             patterns, own = some(kept)
             data = data.bind(patterns)
             # Weights of several views need more queries.
-            count = questions.MOST_QUERIES if isinstance(similarity, ImageSimilarity) else questions.QUERIES
+            count = questions.MOST_QUERIES if len(similarity.parts()) > 1 else questions.QUERIES
             asked = questions.draw(data, patterns, own, generator, count)
         else:
             data, means = self._pairs(stored, data, by)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import FIXED, Similarity
 from ahop_layers.errors import AHopError, check_choice, check_sizes, describe
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import check_values
@@ -16,7 +15,9 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.blocks import Blocks
+from ahop_layers.similarity.fixed import FIXED
 from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.protocol import Similarity
 from ahop_layers.similarity.table import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.similarity.widths import scale_of
 from ahop_layers.training import base_units

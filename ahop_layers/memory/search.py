@@ -6,17 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import FIXED, Similarity, known_scores
 from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe
-from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
 from ahop_layers.memory.storage import Stored, read_values, scoring_dtype
 from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import ImageSimilarity
-from ahop_layers.similarity.table import TableSimilarity
+from ahop_layers.similarity import protocol
+from ahop_layers.similarity.protocol import Similarity
 from ahop_layers.variants import known_range
 
 QUERY_ROWS = 256
@@ -107,8 +104,7 @@ class Scorer(NamedTuple):
 
     def within_reach(self, rows: Tensor) -> Tensor:
         """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
-        unbounded = isinstance(self.similarity, AutoSimilarity) and not self.similarity.saturates
-        return self.clamped(rows) if unbounded else rows
+        return self.clamped(rows) if protocol.is_unbounded(self.similarity) else rows
 
     def clamped(self, rows: Tensor) -> Tensor:
         """Clamps values that are farther from those of the patterns than these are from each other.
@@ -131,9 +127,7 @@ class Scorer(NamedTuple):
 
     def allows_missing(self) -> bool:
         """Returns whether the similarity can score pairs with missing values."""
-        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity, TableSimilarity))
-        allowed = adaptive or getattr(self.similarity, "allows_missing", False) or self.similarity in FIXED.values()
-        return self.modulation is None and allowed
+        return self.modulation is None and protocol.allows_missing(self.similarity)
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
@@ -173,7 +167,7 @@ class Scorer(NamedTuple):
         for queries, places in zip(torch.split(rows, size), torch.split(indices, size), strict=True):
             key = self.modulated(stored.patterns[places.flatten()].to(stored.dtype))
             key = key.reshape(*places.shape, key.shape[-1])
-            if isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity)):
+            if protocol.takes_batches(self.similarity):
                 parts.append(self._compare(queries[:, None], key, missing).squeeze(1))
             else:
                 parts += [self._compare(query[None], each, missing) for query, each in zip(queries, key, strict=True)]
@@ -219,21 +213,14 @@ class Scorer(NamedTuple):
     def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None = None) -> Tensor:
         """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
         key = key.to(query.dtype)
-        if missing and self.similarity in FIXED.values():
-            return known_scores(self.similarity, query, key)
-        options: dict[str, Any] = {"missing": True} if missing else {}
-        if prepared is not None:
-            options["prepared"] = [copy.to(query.dtype) for copy in prepared]
-        scores, patterns = self.similarity(query, key, **options), self.stored.patterns
-        in_units = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.units is not None
+        scores, patterns = protocol.score(self.similarity, query, key, missing, prepared), self.stored.patterns
+        in_units = getattr(self.similarity, "units", None) is not None
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
     def _prepared(self) -> Sequence[Tensor] | None:
         """Returns copies of the patterns as the similarity prepares them, if it needs any."""
         stored, similarity = self.stored, self.similarity
-        if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or self.modulation is not None:
-            return None
-        sources = similarity.sources()
+        sources = [] if self.modulation is not None else protocol.sources(similarity)
         elements = len(stored.patterns) * sum(source.shape[-1] for source in sources if source.ndim)
         if not 0 < elements <= KEPT_ELEMENTS or torch.compiler.is_compiling():
             return None
@@ -241,7 +228,7 @@ class Scorer(NamedTuple):
             return None  # no gradient; no version counter
 
         def copies() -> tuple[Any, Sequence[Tensor]]:
-            return sources, similarity.prepare(stored.block(0, stored.count))
+            return sources, protocol.prepare(similarity, stored.block(0, stored.count))
 
         found: Sequence[Tensor]
         versions = [(id(source), source._version) for source in sources]  # the ids stay in use
@@ -254,12 +241,9 @@ class Scorer(NamedTuple):
         More than QUERY_ROWS queries are only scored at once where all scores are kept, so that small blocks would save
         no memory. On a GPU, each call has a fixed cost. Some similarities need several times the memory of a block.
         """
-        similarity, dim, queries = self.similarity, self.stored.dim, max(1, queries)
+        dim, queries = self.stored.dim, max(1, queries)
         size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
-        single = isinstance(similarity, AutoSimilarity) or (
-            isinstance(similarity, AdaptiveSimilarity) and similarity.is_single()
-        )
-        if not single or self.stored.patterns.device.type != "cuda":
+        if not protocol.is_fused(self.similarity) or self.stored.patterns.device.type != "cuda":
             return size
         return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries))
 

@@ -15,14 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.arrays import top_k
 from ahop_layers.memory.storage import Stored, scoring_dtype
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import ImageSimilarity, Learnable
-from ahop_layers.similarity.table import AdaptiveTableSimilarity
+from ahop_layers.similarity.protocol import Similarity, Solvable, is_solvable
 
 SAMPLE, SAMPLE_ELEMENTS = 256, 2**21
 """Number of patterns of the sample, and of elements of query-pattern pairs that are processed at once."""
@@ -61,7 +58,7 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
         keys = sample.expand(len(rows), *sample.shape).clone().requires_grad_()
         key = modulate(keys.to(rows.dtype).flatten(0, 1))
         key = key.reshape(*keys.shape[:2], -1)
-        if isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)):
+        if is_solvable(similarity):
             scores = _without_ranks(similarity, rows.unsqueeze(1), key)
         else:
             scores = torch.cat([similarity(row[None], each) for row, each in zip(rows, key, strict=True)])
@@ -81,7 +78,7 @@ def _linear(similarity: Similarity, modulate: Callable[[Tensor], Tensor], rows: 
     return Linear(slope + 2 * curvature * mean, curvature)  # |pattern - mean|^2, expanded
 
 
-def _without_ranks(similarity: Learnable, query: Tensor, key: Tensor) -> Tensor:
+def _without_ranks(similarity: Solvable, query: Tensor, key: Tensor) -> Tensor:
     """Scores ``query (L, 1, d)`` against ``key (L, S, d)`` with the mean weight of each block: ``(L, S)``."""
     total = query.new_zeros(())
     views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
@@ -91,8 +88,6 @@ def _without_ranks(similarity: Learnable, query: Tensor, key: Tensor) -> Tensor:
             values = part.block_similarities(own, other, base).squeeze(1)
             rank = values.detach().argsort(-1, descending=True).argsort(-1)
             total = total + (values * weight[rank].mean(1, keepdim=True)).sum(-1)
-    if isinstance(similarity, AdaptiveTableSimilarity):
-        total = total + similarity.table(similarity.unbiased(query), key).squeeze(1)
     return total
 
 
