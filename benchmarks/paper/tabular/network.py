@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.presets import KernelModulation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.fixed import dot_product
 from ahop_layers.tabular.rows import CHUNK
 
 FEW_VALUES = 128  # a feature with at most this many distinct values has a knot at each of them
