@@ -15,54 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.attend import attend, is_large
-from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.operators import has_hooks, is_transformed
-from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import Similarity, is_attended
 
-Similarity = Callable[[Tensor, Tensor], Tensor]
-"""Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
 Steps = int | None | Sequence[int]
 
 # The dot product under softmax converges. A learned similarity or a hard separation may cycle forever.
 MAX_SEARCH_STEPS = 1000
-
-
-def dot_product(query: Tensor, key: Tensor) -> Tensor:
-    """Computes the dot product: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-    return query @ key.mT
-
-
-def negative_distance(query: Tensor, key: Tensor) -> Tensor:
-    """Computes the negative squared distance: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-    # Center first to avoid cancellation far from the origin. A rounded center keeps integers exact.
-    center = key.mean(-2, keepdim=True).detach().round()
-    query, key = query - center, key - center
-    return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1).unsqueeze(-2)
-
-
-def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
-    """Computes the negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
-    wide = accumulation_dtype(query.dtype)
-    if is_onnx_export():  # which does not know cdist
-        return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
-    return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
-
-
-FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
-"""The similarities without parameters, by the base that each sums up."""
-
-
-def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
-    """Scores the known values by a fixed similarity: ``d / m`` times the sum over m of d dimensions."""
-    base = next(name for name, fixed in FIXED.items() if fixed is similarity)
-    weight = query.new_zeros(1, query.shape[-1])
-    weight[0, -1] = 1.0
-    return adaptive_similarity(query, key, weight, (base,), missing=True)
 
 
 class Mask(NamedTuple):
@@ -265,7 +229,7 @@ def associate(
 
 def _is_attention(score: Similarity, separation: Separation, steps: Steps) -> TypeGuard[AdaptiveSimilarity]:
     """Returns whether ``ahop::attend`` computes this association, and no hook or override observes a part of it."""
-    if not isinstance(score, AdaptiveSimilarity) or not score.is_single():
+    if not is_attended(score):
         return False
     softmax = type(separation) is Separation and separation.name == "softmax"
     watched = any(has_hooks(part) or "forward" in part.__dict__ for part in (score, separation))

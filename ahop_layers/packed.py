@@ -12,11 +12,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Rows, Separation
+from ahop_layers.similarity.protocol import Similarity
 
 # Maps patterns ``(N, rows, E)``, by part 1 or 2 (keys, values), to patterns or to heads ``(N, H, rows, d)``.
 OfPart = Callable[[Tensor, int], Tensor]

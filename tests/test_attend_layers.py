@@ -16,6 +16,7 @@ from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import BASES, Base
 from ahop_layers.separation import Separation
+from ahop_layers.similarity.fixed import dot_product
 from tests.frameworks import framework
 from tests.new_tensors import peak_memory
 
@@ -130,7 +131,7 @@ OTHERS = {  # keywords of associate that separate operations compute
     "update steps": {"steps": 1},
     "steps of heads": {"steps": [0, 1, 0, 0]},
     "until convergence": {"steps": None, "eps": 1e-2},
-    "dot product": {"score": association.dot_product},
+    "dot product": {"score": dot_product},
     "subclass": {"score": Doubled(D, H).double()},
     "subclass with another score": {"score": Rescored(D, H).double()},
     "integer mask": {"mask": Mask(added=torch.ones(1, H, L, S, dtype=torch.int64))},

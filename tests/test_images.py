@@ -28,7 +28,7 @@ def rows(images):
 
 def fixed(rows, **options):
     """A similarity with the norms and widths of images."""
-    return ah.ImageSimilarity(SIDE, SIDE, **options).fix_norms_(rows).fix_widths_(rows)
+    return ah.ImageSimilarity(SIDE, SIDE, **options).fix_scales_(rows)
 
 
 def patches(rows):
@@ -62,7 +62,7 @@ def test_brightness_and_contrast_do_not_matter_to_patches(rows):
 def test_any_size_and_number_of_channels_is_compared(shape):
     similarity = ah.ImageSimilarity(*shape)
     rows = torch.rand(5, similarity.dim)
-    similarity.fix_norms_(rows).fix_widths_(rows)
+    similarity.fix_scales_(rows)
     assert torch.equal(similarity(rows, rows).argmax(-1), torch.arange(5))
 
 

@@ -219,7 +219,7 @@ def masked_rows(count, seed):
 def test_blocks_follow_the_definition_for_all_combinations_of_known_dimensions(blocks, bases, monkeypatch):
     query, key = torch.cat([masked_rows(64, 1), random(1, 6)]), torch.cat([masked_rows(3, 2), random(1, 6, seed=3)])
     similarity = randomized(ah.AdaptiveSimilarity(6, bases=bases, debias=True, blocks=blocks))
-    similarity.fix_norms_(key).fix_widths_(key)
+    similarity.fix_scales_(key)
     expected = by_pairs(similarity, query, key)
     with torch.no_grad():
         torch.testing.assert_close(similarity(query, key, missing=True), expected)
@@ -238,7 +238,7 @@ def test_normalized_blocks_without_nan_have_the_scores_of_complete_values(blocks
     similarity = randomized(ah.AdaptiveSimilarity(6, 2, bases=BASES, blocks=BLOCKS[blocks]))
     inputs, found = [random(3, 2, 4, 6).requires_grad_(), random(3, 2, 5, 6, seed=2).requires_grad_()], []
     if fixed:
-        similarity.fix_norms_(inputs[1].detach())
+        similarity.fix_scales_(inputs[1].detach())
     for missing in (False, True):
         scores = similarity(*inputs, missing=missing)
         found.append((scores, *torch.autograd.grad((scores * scores.detach().cos()).sum(), inputs)))
@@ -250,7 +250,7 @@ def test_gradients_of_normalized_blocks_are_right(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(6, bases=("dis", "dot"), blocks=BLOCKS[blocks]))
     query, key = masked_rows(12, 1), masked_rows(4, 2)
     query[0] = 1.0  # no contrast
-    similarity.fix_norms_(key)
+    similarity.fix_scales_(key)
     known = [~each.isnan() for each in (query, key)]
 
     def scores(*values):
@@ -273,9 +273,9 @@ def test_the_norm_of_stored_blocks_counts_their_known_values(blocks):
         part = row[numbers == block]
         known = part[~part.isnan()]
         squares.append((known - known.mean()).square().sum() if 2 * len(known) >= len(part) else known.sum() * 0)
-    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(patterns)
+    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_scales_(patterns)
     torch.testing.assert_close(similarity.norm, torch.stack(squares).mean().sqrt())
-    flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(0 * patterns + 1)
+    flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_scales_(0 * patterns + 1)
     assert flat.norm == 0
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.ops import reference
+from ahop_layers.similarity import protocol
 from ahop_layers.similarity.associator import named_similarities
+from ahop_layers.similarity.fixed import FIXED
 from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions
 from ahop_layers.similarity.widths import quantiles, units
 from tests.samples import Scaled, refuses
@@ -168,7 +170,7 @@ def test_fixed_norms_make_scores_independent_of_other_keys(blocks):
     expected = similarity(query, key)
     parts = torch.cat([similarity(query, part) for part in key.split(7)], -1)
     assert not torch.allclose(parts, expected, rtol=1e-7)
-    assert similarity.fix_norms_(key) is similarity
+    assert similarity.fix_scales_(key) is similarity
     torch.testing.assert_close(similarity.norm, root_mean_square_norm(key, blocks.numbers(12)).squeeze())
     torch.testing.assert_close(similarity(query, key), expected)
     torch.testing.assert_close(torch.cat([similarity(query, part) for part in key.split(7)], -1), expected)
@@ -208,7 +210,7 @@ def test_copies_checkpoints_and_reset(blocks):
 
     similarity, buffer = randomized(make()), io.BytesIO()
     query, key = pair(3, dtype=torch.float32)
-    similarity.fix_norms_(key)
+    similarity.fix_scales_(key)
     torch.save(similarity.state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
@@ -278,25 +280,25 @@ NEAR = ("l1", ("near", 0.1), ("near", 0.5))
 
 def test_widths_are_quantiles_and_scale_with_the_data():
     keys = torch.rand(300, 8)
-    similarity = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(keys)
+    similarity = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_scales_(keys)
     assert similarity.widths[0] == 1
     values = (keys[:, None] - keys).abs().flatten()
     expected = torch.quantile(values[values > 0][:100_000], torch.tensor([0.1, 0.5]))
     torch.testing.assert_close(similarity.widths[1:], expected, rtol=0.05, atol=0)
-    large = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(1000 * keys)
+    large = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_scales_(1000 * keys)
     torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
 
 
 def test_patterns_without_differences_have_width_one():
     for keys in (torch.ones(5, 3), torch.rand(1, 3)):
-        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_widths_(keys)
+        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_scales_(keys)
         assert torch.equal(similarity.widths, torch.ones(3))
 
 
 def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
     similarity = ah.AdaptiveSimilarity(6, bases=NEAR, init="uniform")
     similarity.units = torch.rand(6) + 0.5
-    similarity.fix_widths_(torch.randn(20, 6))
+    similarity.fix_scales_(torch.randn(20, 6))
     other = ah.AdaptiveSimilarity(6, bases=NEAR, init="l1")
     other.load_state_dict(similarity.state_dict())
     query, key = torch.randn(3, 6), torch.randn(5, 6)
@@ -309,7 +311,7 @@ def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
 
 
 def test_units_divide_the_dimensions():
-    similarity = ah.AdaptiveSimilarity(4, bases=NEAR, init="uniform").fix_widths_(torch.randn(20, 4))
+    similarity = ah.AdaptiveSimilarity(4, bases=NEAR, init="uniform").fix_scales_(torch.randn(20, 4))
     query, key, unit = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0.1, 2.0, 1.0, 30.0])
     expected = similarity(query / unit, key / unit)
     similarity.units = unit
@@ -447,3 +449,44 @@ def test_similarities_are_found_whatever_their_class():
     assert ah.similarity_parameters(model)[0] is attention.similarity.scale
     attention.similarity = None
     assert list(named_similarities(model)) == ["memory.similarity", "alone"]
+
+
+def test_a_plain_function_is_a_similarity_that_can_do_nothing_else():
+    def cosine(query, key):
+        return nn.functional.normalize(query, dim=-1) @ nn.functional.normalize(key, dim=-1).mT
+
+    query, key = pair()
+    assert torch.equal(protocol.score(cosine, query, key), cosine(query, key))
+    for ask in (protocol.allows_missing, protocol.is_solvable, protocol.is_fused, protocol.is_unbounded):
+        assert not ask(cosine)
+    assert protocol.sources(cosine) == []
+    assert protocol.compared_size(cosine, 12) == 12
+    protocol.fix_scales_(cosine, key)
+    refuses("explain needs a fixed or an adaptive similarity, got function", protocol.explain, cosine, query, query)
+
+
+@every_kind
+def test_prepared_keys_and_explanations_give_the_scores(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, bases=BASES, blocks=blocks).double())
+    query, key = pair(count=4)
+    similarity.fix_scales_(key)
+    scores = similarity(query, key)
+    if protocol.sources(similarity):
+        prepared = protocol.prepare(similarity, key)
+        torch.testing.assert_close(protocol.score(similarity, query, key, prepared=prepared), scores)
+    torch.testing.assert_close(protocol.explain(similarity, query, key).sum(-1), scores.diagonal().detach())
+    subset = ah.AdaptiveSimilarity(12, 2, blocks=blocks)
+    assert protocol.is_solvable(similarity)
+    assert not protocol.is_solvable(subset)  # with heads
+    refuses("explain needs a similarity without heads, got num_heads=2", protocol.explain, subset, query, query)
+
+
+def test_fixed_similarities_score_and_explain_known_values():
+    query, key = pair(count=4)
+    query[0, :5] = torch.nan
+    for base, fixed in FIXED.items():
+        scores = protocol.score(fixed, query, key, missing=True)
+        values = reference.pair_values(query, key, base)
+        torch.testing.assert_close(scores, 12 * values.nanmean(-1))
+        torch.testing.assert_close(protocol.explain(fixed, query, key).sum(-1), scores.diagonal())
+        assert protocol.allows_missing(fixed)

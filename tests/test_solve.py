@@ -41,7 +41,7 @@ def test_features_of_a_similarity_give_its_scores(blocks, missing):
     bases = ("dot", "l1", ("near", 0.3))
     similarity = ah.AdaptiveSimilarity(12, bases=bases, init="l1", debias=True, blocks=blocks)
     torch.nn.init.normal_(similarity.bias, generator=random_generator(5))
-    similarity.fix_norms_(patterns).fix_widths_(patterns)
+    similarity.fix_scales_(patterns)
     edges = bin_edges(similarity.blocks.count(12), 3, both_ends=True)
     weight = torch.randn(3, 1 + len(edges), generator=random_generator(4))
     binned = block_features(query, patterns, torch.arange(9).expand(5, 9), similarity, [edges])

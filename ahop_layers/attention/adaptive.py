@@ -8,12 +8,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Mask, Padded, associate, combine_masks, dot_product
+from ahop_layers.association import Mask, Padded, associate, combine_masks
 from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import Init
 from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.blocks import BlocksArgument
+from ahop_layers.similarity.fixed import dot_product
 from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
 

@@ -8,12 +8,14 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Padded, Similarity, Steps, associate, combine_masks, dot_product
+from ahop_layers.association import Padded, Steps, associate, combine_masks
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.operators import has_hooks
 from ahop_layers.packed import Packed, PackedPatterns
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.associator import Associator, reset
+from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import Similarity
 
 
 class Retrieval(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
-from ahop_layers.similarity.images import Learnable
+from ahop_layers.similarity.protocol import Solvable
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
 """Bases of the default similarity: L1, and saturating ones of several widths."""
@@ -49,7 +49,7 @@ class AutoSimilarity(AdaptiveSimilarity):
         options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
         super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *ALONE), "uniform", **options)
         if not patterns.is_meta:
-            self.fix_widths_(patterns)
+            self.fix_scales_(patterns)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -61,10 +61,13 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.w[near, -1] = 1 / len(near)
         self.refresh()
 
-    @property
-    def saturates(self) -> bool:
-        """Whether a value adds little more to a score, however far it is from those of the patterns."""
-        return all(self.names[row] == "near" for row in self._used)
+    def is_unbounded(self) -> bool:
+        """Returns whether a base does not saturate, so that a value far from all patterns can decide a score."""
+        return any(self.names[row] != "near" for row in self._used)
+
+    def is_fused(self) -> bool:
+        """Returns True: the operator takes the widths of all bases."""
+        return True
 
     def refresh(self) -> None:
         """Finds the bases whose weights are not all 0: only these are computed.
@@ -127,7 +130,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 
 
 @torch.no_grad()
-def first_inverse_temperature(similarity: Learnable, patterns: Tensor) -> float:
+def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
     size = min(SAMPLE_KEYS, len(patterns))
     if patterns.is_meta or size < 2:

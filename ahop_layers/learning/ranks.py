@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot, pad
 from ahop_layers.ops.operators import score_pairs
 from ahop_layers.ops.reference import block_sums, known_blocks, pair_values
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
-from ahop_layers.similarity.images import Learnable
+from ahop_layers.similarity.protocol import Solvable
 
 BINS = 14
 """Number of rank bins from the largest similarity on."""
@@ -129,7 +129,7 @@ def features(
 
 @torch.no_grad()
 def block_features(
-    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Learnable, edges: list[list[int]]
+    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Solvable, edges: list[list[int]]
 ) -> Tensor:
     """As :func:`features`, for a similarity: the features of the bases of its first part are the first.
 
@@ -193,7 +193,7 @@ def _part_features(
 
 
 @torch.no_grad()
-def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Learnable) -> Tensor:
+def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Solvable) -> Tensor:
     """Scores queries ``(L, d)`` against their candidates among ``patterns (N, d)``: ``(L, C)``."""
     if query.isnan().any() or patterns.isnan().any():
         rows = [similarity(some[:, None], key, missing=True) for some, key in pairs(query, patterns, candidates)]

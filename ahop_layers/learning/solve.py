@@ -27,8 +27,8 @@ from ahop_layers.learning.questions import Questions
 from ahop_layers.learning.ranks import BINS, bin_edges, block_features, candidate_scores, features, pools
 from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
-from ahop_layers.similarity.images import ImageSimilarity, Learnable
+from ahop_layers.similarity.adaptive import BaseArgument
+from ahop_layers.similarity.protocol import Solvable, is_solvable
 from ahop_layers.similarity.widths import differences, quantiles, units
 
 CLIPPED_QUANTILES = (0.05, 0.2, 0.5)
@@ -150,7 +150,7 @@ class _Fixed:
     ) -> None:
         self.similarity, self.patterns = similarity, patterns
         unbiased = getattr(similarity, "unbiased", lambda query: query)
-        overview = similarity.overview if isinstance(similarity, ImageSimilarity) else None
+        overview = getattr(similarity, "overview", None)
         compared = asked._replace(query=unbiased(asked.query))
         found = find_candidates(compared, patterns, labels, generator, CANDIDATES, overview)
         self.candidates = found._replace(query=asked.query[found.usable])
@@ -180,12 +180,12 @@ class _Fixed:
 class _Given(_Fixed):
     """The weights of a similarity that keeps its bases, blocks, widths, units and bias."""
 
-    similarity: Learnable
+    similarity: Solvable
 
     def solve(self, rows: slice) -> None:
         """Solves for the weights of all ranks of all parts."""
         similarity, patterns, candidates = self.similarity, self.patterns, self.candidates
-        parts, images = similarity.parts(), isinstance(similarity, ImageSimilarity)
+        parts, images = similarity.parts(), hasattr(similarity, "overview")
         counts = [part.w.shape[-1] for part in parts]
         self.edges = [bin_edges(n, IMAGE_BINS) if images else bin_edges(n, both_ends=True) for n in counts]
         self.bases = [len(part.bases) for part in parts]
@@ -322,7 +322,7 @@ def learn(
     began = time.perf_counter()
     wide = accumulation_dtype(patterns.dtype)
     patterns, asked = patterns.to(wide), asked._replace(query=asked.query.to(wide))
-    kind: Any = _Auto if isinstance(similarity, AutoSimilarity) else _Given if _is_linear(similarity) else _Fixed
+    kind: Any = _Auto if isinstance(similarity, AutoSimilarity) else _Given if is_solvable(similarity) else _Fixed
     learner = kind(similarity, patterns, labels, asked, generator, **options)
     tick()
     fitted = int(learner.candidates.usable[: asked.fitted].sum())
@@ -339,16 +339,7 @@ def learn(
     return temperature, FitReport(tuple(rows.items()), chosen, queries, time.perf_counter() - began)
 
 
-def _is_linear(similarity: Any) -> bool:
-    """Returns whether a score is linear in weights that may change."""
-    if not isinstance(similarity, Learnable) or not all(each.requires_grad for each in similarity.parameters()):
-        return False
-    return isinstance(similarity, ImageSimilarity) or (
-        type(similarity) is AdaptiveSimilarity and similarity.num_heads is None
-    )
-
-
-def _starts(similarity: Learnable, edges: list[list[int]]) -> list[Tensor]:
+def _starts(similarity: Solvable, edges: list[list[int]]) -> list[Tensor]:
     """Returns starts ``(f,)``: the weights that a similarity has, and each base alone, trimmed at each edge."""
     folded = [fold(part.footprint_weight()) for part in similarity.parts()]
     own = [pad(u @ (pools(ends)[1:] > 0).to(u).mT, (1, 0)).flatten() for u, ends in zip(folded, edges, strict=True)]

@@ -22,7 +22,7 @@ from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import nested
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.protocol import compared_size
 from ahop_layers.variants import Variant
 
 CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
@@ -161,8 +161,7 @@ def calibrate(
         or of one class.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
-    similarity = scorer.similarity  # images have several views, each of which takes time
-    size = sum(part.dim for part in similarity.parts()) if isinstance(similarity, ImageSimilarity) else stored.dim
+    size = compared_size(scorer.similarity, stored.dim)  # images have several views, each of which takes time
     kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // size)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):

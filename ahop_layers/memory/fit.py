@@ -18,7 +18,7 @@ from ahop_layers.memory.labels import as_labels
 from ahop_layers.memory.search import Scorer
 from ahop_layers.memory.storage import Stored
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.protocol import allows_missing, is_solvable
 from ahop_layers.variants import Variant, as_damage
 
 STEPS = 6
@@ -48,7 +48,7 @@ def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int, progress: bool) 
     """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`."""
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
     if damage is None:
-        damage = questions.any_damage(stored.shape, scorer.allows_missing())
+        damage = questions.any_damage(stored.shape, allows_missing(similarity))
     data = _read_damage(damage, scorer, by_label)
     bar = _progress_bar(progress)
     # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.
@@ -62,7 +62,8 @@ def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int, progress: bool) 
         patterns, own = some(kept)
         data = data.bind(patterns)
         # Weights of several views need more queries.
-        count = questions.MOST_QUERIES if isinstance(similarity, ImageSimilarity) else questions.QUERIES
+        several = is_solvable(similarity) and len(similarity.parts()) > 1
+        count = questions.MOST_QUERIES if several else questions.QUERIES
         asked = questions.draw(data, patterns, own, generator, count)
     else:
         asked = questions.given(data, by_label, generator)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers import files
-from ahop_layers.association import Similarity, change, iterate
+from ahop_layers.association import change, iterate
 from ahop_layers.errors import (
     AHopError,
     check_callable,
@@ -21,7 +21,7 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
-from ahop_layers.learning.auto import AutoSimilarity, first_inverse_temperature
+from ahop_layers.learning.auto import first_inverse_temperature
 from ahop_layers.learning.solve import FitReport
 from ahop_layers.memory import storage
 from ahop_layers.memory.arrays import Array, as_given, as_indices, check_values, from_numpy
@@ -34,9 +34,9 @@ from ahop_layers.memory.shards import Shards
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state
+from ahop_layers.similarity.adaptive import check_state
 from ahop_layers.similarity.associator import Associator
-from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.protocol import Similarity, fix_scales_, is_solvable
 
 
 class AssociativeMemory(Associator):
@@ -110,11 +110,9 @@ class AssociativeMemory(Associator):
         check_callable(similarity=self.similarity, separation=self.separation)
         if stored.unknown:
             self._scorer().check_missing("patterns")
-        if isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity)) and not sample.is_meta:
-            self.similarity.fix_norms_(sample)  # not per chunk of patterns
-            if not isinstance(self.similarity, AutoSimilarity):
-                self.similarity.fix_widths_(sample)
-            if similarity == "auto" and beta is None:
+        if not sample.is_meta:
+            fix_scales_(self.similarity, sample)  # not per chunk of patterns
+            if similarity == "auto" and beta is None and is_solvable(self.similarity):
                 self.beta.fill_(first_inverse_temperature(self.similarity, sample))
 
     def __len__(self) -> int:

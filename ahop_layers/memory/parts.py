@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.association import FIXED, Similarity
 from ahop_layers.errors import AHopError, check_choice, describe
 from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.blocks import Blocks
+from ahop_layers.similarity.fixed import FIXED, FixedSimilarity
 from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.similarity.protocol import Similarity
 
 
 def named_similarity(name: str, patterns: Tensor, shape: Sequence[int] = ()) -> Similarity:
@@ -47,8 +48,10 @@ def describe_parts(memory: Any) -> dict[str, Any]:
 
 def _described(similarity: Any) -> Any:
     """Returns the name of a similarity, or its class and options; None if it is not one of this package."""
-    if type(similarity) is AutoSimilarity or similarity in FIXED.values():
-        return next((name for name, fixed in FIXED.items() if fixed is similarity), "auto")
+    if isinstance(similarity, FixedSimilarity):
+        return similarity.base
+    if type(similarity) is AutoSimilarity:
+        return "auto"
     if type(similarity) is ImageSimilarity:
         names = ("height", "width", "channels", "sizes", "shifts")
         return ["ImageSimilarity", {name: getattr(similarity, name) for name in names}]

@@ -7,16 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.association import FIXED, Similarity, known_scores
 from ahop_layers.errors import AHopError, check_same_device, describe
-from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.ops.operators import check_differentiable
-from ahop_layers.ops.reference import accumulation_dtype, pair_values
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import ImageSimilarity
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity import protocol
 from ahop_layers.variants import known_range
 
 QUERIES_AT_ONCE = 256
@@ -48,7 +45,7 @@ class Scorer(NamedTuple):
     """Scores queries against what a memory stored at one moment."""
 
     stored: Stored
-    similarity: Similarity
+    similarity: protocol.Similarity
 
     def queries(self, x: Any, call: str) -> Queries:
         """Returns queries ``(..., d)``, or in the shape of the patterns, as a matrix, for the method ``call``."""
@@ -92,8 +89,7 @@ class Scorer(NamedTuple):
 
     def within_reach(self, rows: Tensor) -> Tensor:
         """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
-        unbounded = isinstance(self.similarity, AutoSimilarity) and not self.similarity.saturates
-        return self.clamped(rows) if unbounded else rows
+        return self.clamped(rows) if protocol.is_unbounded(self.similarity) else rows
 
     def clamped(self, rows: Tensor) -> Tensor:
         """Clamps values that are farther from the stored ones than these are from each other.
@@ -117,14 +113,9 @@ class Scorer(NamedTuple):
         nothing = low > high
         return (low - span).masked_fill(nothing, -torch.inf), (high + span).masked_fill(nothing, torch.inf)
 
-    def allows_missing(self) -> bool:
-        """Returns whether the similarity can score pairs with missing values."""
-        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity))
-        return adaptive or getattr(self.similarity, "allows_missing", False) or self.similarity in FIXED.values()
-
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
-        if not self.allows_missing():
+        if not protocol.allows_missing(self.similarity):
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
     def scores(self, rows: Tensor, missing: bool | None = None) -> Tensor:
@@ -176,43 +167,26 @@ class Scorer(NamedTuple):
 
         What a block adds is divided equally among its known dimensions. An unknown value adds 0.
         """
-        similarity, key = self.similarity, self.stored.sample(index).to(rows.dtype)
-        if similarity in FIXED.values():
-            name = next(name for name, fixed in FIXED.items() if fixed is similarity)
-            known = ~(rows.isnan() | key.isnan())
-            values = pair_values(rows[:, None], key[:, None], name).reshape(rows.shape)
-            return values.nan_to_num(0.0) * (rows.shape[1] / known.sum(-1, keepdim=True).clamp(min=1))
-        if not hasattr(similarity, "explain"):
-            raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
-        added: Tensor = similarity.explain(rows, key)
-        return added
+        return protocol.explain(self.similarity, rows, self.stored.sample(index).to(rows.dtype))
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         """Scores ``query (..., L, d)`` against patterns ``key (..., S, d)``."""
-        key = key.to(query.dtype)
-        if missing and self.similarity in FIXED.values():
-            return known_scores(self.similarity, query, key)
-        options: dict[str, Any] = {"missing": True} if missing else {}
-        if prepared is not None:
-            options["prepared"] = [copy.to(query.dtype) for copy in prepared]
-        scores, patterns = self.similarity(query, key, **options), self.stored.patterns
-        in_units = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.units is not None
+        scores = protocol.score(self.similarity, query, key.to(query.dtype), missing, prepared)
+        patterns, in_units = self.stored.patterns, getattr(self.similarity, "units", None) is not None
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
     def _prepared(self) -> Sequence[Tensor] | None:
         """Returns copies of the patterns as the similarity prepares them, if it needs any."""
-        stored, similarity = self.stored, self.similarity
-        if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)):
-            return None
-        sources = similarity.sources()
+        stored, prepare = self.stored, getattr(self.similarity, "prepare", None)
+        sources = protocol.sources(self.similarity)
         elements = len(stored.patterns) * sum(source.shape[-1] for source in sources if source.ndim)
-        if not 0 < elements <= PREPARED_ELEMENTS or torch.compiler.is_compiling():
+        if prepare is None or not 0 < elements <= PREPARED_ELEMENTS or torch.compiler.is_compiling():
             return None
         if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
             return None  # no gradient; no version counter
 
         def copies() -> tuple[Any, Sequence[Tensor]]:
-            return sources, similarity.prepare(stored.chunk(0, len(stored.patterns)))
+            return sources, prepare(stored.chunk(0, len(stored.patterns)))
 
         found: Sequence[Tensor]
         versions = [(id(source), source._version) for source in sources]  # the ids stay in use
@@ -226,12 +200,9 @@ class Scorer(NamedTuple):
         save no memory. On a GPU, each call has a fixed cost. Some similarities need several times the memory of a
         chunk.
         """
-        similarity, dim, queries = self.similarity, self.stored.dim, max(1, queries)
+        dim, queries = self.stored.dim, max(1, queries)
         size = max(1, min(CHUNK_ELEMENTS // dim, CHUNK_SCORES // min(queries, QUERIES_AT_ONCE)))
-        single = isinstance(similarity, AutoSimilarity) or (
-            isinstance(similarity, AdaptiveSimilarity) and similarity.is_single()
-        )
-        if not single or self.stored.patterns.device.type != "cuda":
+        if not protocol.is_fused(self.similarity) or self.stored.patterns.device.type != "cuda":
             return size
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
 

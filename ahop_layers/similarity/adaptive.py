@@ -78,6 +78,7 @@ class AdaptiveSimilarity(nn.Module):
     """
 
     __prepare_scriptable__ = refuse_script
+    allows_missing = True
     w: nn.Parameter
     beta: nn.Parameter
     block_numbers: Tensor | None
@@ -264,6 +265,14 @@ class AdaptiveSimilarity(nn.Module):
         own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
         return own and built_in
 
+    def is_fused(self) -> bool:
+        """Returns whether scores need little memory beyond query and key."""
+        return self.is_single()
+
+    def is_solvable(self) -> bool:
+        """Returns whether the score is linear in weights that can be solved for."""
+        return self.num_heads is None and type(self).forward is AdaptiveSimilarity.forward
+
     def _score(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         """Computes the scores of a query without bias."""
         weight = self.footprint_weight()
@@ -326,35 +335,25 @@ class AdaptiveSimilarity(nn.Module):
             raise AHopError(f"query and key must have the last dimension dim = {self.dim}, got {got}")
 
     @torch.no_grad()
-    def fix_norms_(self, key: Tensor) -> "AdaptiveSimilarity":
-        """Computes the constant of normalized blocks from ``key (..., S, d)``, and keeps it for all further calls.
+    def fix_scales_(self, key: Tensor) -> "AdaptiveSimilarity":
+        """Takes over the scales of ``key (..., S, d)`` for all further calls: the norm of blocks, and widths.
 
-        A constant that is set already stays. Until it is set, each call computes it from its own keys, for each
-        batch entry. A score then depends slightly on the other keys, masked ones included; with a fixed constant it
-        depends on its query and key alone.
+        Scales that are set already stay. Until the norm of normalized blocks is set, each call computes it from its
+        own keys, for each batch entry. A score then depends slightly on the other keys, masked ones included. The
+        widths of the bases ``("near", q)`` are quantiles of the differences between keys, in :attr:`units` if there
+        are any. Equal keys, or a single one, give the width 1.
 
         >>> import ahop_layers as ah
         >>> similarity = AdaptiveSimilarity(6, blocks=ah.Blocks(2, normalize=True))
-        >>> similarity.fix_norms_(torch.arange(12.0).reshape(2, 6)).norm
+        >>> similarity.fix_scales_(torch.arange(12.0).reshape(2, 6)).norm
         tensor(1.4142)
+        >>> similarity = AdaptiveSimilarity(1, bases=("l1", ("near", 0.5)), init="l1")
+        >>> similarity.fix_scales_(torch.tensor([[0.0], [4.0]])).widths
+        tensor([1., 2.])
         """
         self._check_rows(key, key)
         if self.norm is not None and not self.norm.any():
             self.norm.copy_(stored_norm(key, self.w.shape[-1], self._gather))
-        return self
-
-    @torch.no_grad()
-    def fix_widths_(self, key: Tensor) -> "AdaptiveSimilarity":
-        """Sets the widths of the bases ``("near", q)`` to quantiles of the differences between ``key (..., S, d)``.
-
-        Widths that are set already stay. Differences are in :attr:`units`, if there are any. Equal keys, or a single
-        one, give the width 1.
-
-        >>> similarity = AdaptiveSimilarity(1, bases=("l1", ("near", 0.5)), init="l1")
-        >>> similarity.fix_widths_(torch.tensor([[0.0], [4.0]])).widths
-        tensor([1., 2.])
-        """
-        self._check_rows(key, key)
         if self.widths is not None and bool((self.widths == 1).all()):
             sample = differences(key if self.units is None else key / self.units)
             rows = [row for row, base in enumerate(self.bases) if not isinstance(base, str)]
@@ -363,19 +362,21 @@ class AdaptiveSimilarity(nn.Module):
         return self
 
     @torch.no_grad()
-    def contributions(self, query: Tensor, key: Tensor) -> Tensor:
-        """Returns what each dimension adds to the score of ``query (L, 1, d)`` and ``key (L, 1, d)``: ``(L, d)``.
+    def explain(self, query: Tensor, key: Tensor) -> Tensor:
+        """Returns what each dimension adds to the score of ``query (L, d)`` and ``key (L, d)``: ``(L, d)``.
 
         The value of a block is divided equally among its known dimensions, or among all if it has none.
         """
-        total, known = torch.zeros_like(query[:, 0]), ~(query.isnan() | key.isnan()).squeeze(1)
+        if self.num_heads is not None:
+            raise AHopError(f"explain needs a similarity without heads, got num_heads={self.num_heads}")
+        total, known = torch.zeros_like(query), ~(query.isnan() | key.isnan())
         numbers = self.blocks.numbers(self.dim).to(query.device)
         known |= (block_sums(known.int(), self.w.shape[-1], numbers) == 0)[:, numbers]
         size = block_sums(known.to(query.dtype), self.w.shape[-1], numbers)
         for base, folded in zip(self.bases, fold(self.footprint_weight()), strict=True):
             if not folded.any():
                 continue
-            values = self.block_similarities(query, key, base)[:, 0, 0]
+            values = self.block_similarities(query[:, None], key[:, None], base)[:, 0, 0]
             order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
             weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
             added = torch.zeros_like(values).scatter(-1, order, weight) * values
@@ -389,10 +390,6 @@ class AdaptiveSimilarity(nn.Module):
     def views(self, rows: Tensor) -> list[Tensor]:
         """Returns what each of the :meth:`parts` compares of ``rows (..., d)``."""
         return [rows]
-
-    def spread(self, shares: Sequence[Tensor]) -> Tensor:
-        """Returns the sum over views of what their values add to a score, for each dimension ``(..., d)``."""
-        return shares[0]
 
     def unbiased(self, query: Tensor) -> Tensor:
         """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``."""

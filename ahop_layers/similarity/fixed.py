@@ -8,6 +8,11 @@ from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.reference import accumulation_dtype, pair_values
 
 
+def dot_product(query: Tensor, key: Tensor) -> Tensor:
+    """Computes the dot product: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
+    return query @ key.mT
+
+
 class FixedSimilarity:
     """The sum of a base similarity over all dimensions.
 
@@ -17,6 +22,8 @@ class FixedSimilarity:
     >>> FixedSimilarity("l1")(torch.zeros(1, 3), torch.tensor([[1.0, 2.0, 9.0]]))
     tensor([[-12.]])
     """
+
+    allows_missing = True
 
     def __init__(self, base: str) -> None:
         self.base = base
@@ -32,7 +39,7 @@ class FixedSimilarity:
             weight[0, -1] = 1.0
             return adaptive_similarity(query, key, weight, (self.base,), missing=True)
         if self.base == "dot":
-            return query @ key.mT
+            return dot_product(query, key)
         if self.base == "dis":
             # Center first to avoid cancellation far from the origin. A rounded center keeps integers exact.
             center = key.mean(-2, keepdim=True).detach().round()

@@ -32,6 +32,7 @@ class TableSimilarity(nn.Module):
     True
     """
 
+    allows_missing = True
     reach: Tensor
 
     def __init__(
@@ -118,6 +119,8 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
     >>> torch.allclose(similarity(query, key), query @ key.T, atol=1e-5)
     True
     """
+
+    explain = None  # type: ignore[assignment]
 
     def __init__(
         self,

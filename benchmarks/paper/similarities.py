@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from ahop_layers.association import dot_product
+from ahop_layers.similarity.fixed import dot_product
 
 
 class DotProduct(nn.Module):

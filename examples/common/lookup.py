@@ -46,7 +46,7 @@ class Lookup(nn.Module):
             init=init,
             blocks=blocks,
         ).to(stored)
-        self.similarity.fix_norms_(stored)
+        self.similarity.fix_scales_(stored)
         with torch.no_grad():
             self.layer.lookup_weights.copy_(stored[None])
             self.layer.target_weights.copy_(values[None])
@@ -72,5 +72,5 @@ def _initial_weight(stored: Tensor, keep: float, entry: Blocks, bases: Sequence[
     weight = torch.zeros(1, len(bases), n)  # entry k of a footprint is the sum of the k most similar blocks
     weight[0, list(bases).index(base), max(1, round(keep * n)) - 1] = 1.0
     probe = ah.AdaptiveSimilarity(stored.shape[1], bases=bases, init=weight[0], blocks=entry).to(stored)
-    scores = probe.fix_norms_(stored)(stored[:: max(1, len(stored) // 64)], stored)
+    scores = probe.fix_scales_(stored)(stored[:: max(1, len(stored) // 64)], stored)
     return weight / scores.std(-1).mean().clamp(min=torch.finfo(scores.dtype).tiny).cpu()

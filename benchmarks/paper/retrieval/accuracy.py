@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.association import negative_distance
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity.fixed import negative_distance
 from ahop_layers.variants import Mixed
 from benchmarks.paper.networks import Network
 
