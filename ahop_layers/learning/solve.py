@@ -322,7 +322,9 @@ def learn(
     began = time.perf_counter()
     wide = accumulation_dtype(patterns.dtype)
     patterns, asked = patterns.to(wide), asked._replace(query=asked.query.to(wide))
-    kind: Any = _Auto if isinstance(similarity, AutoSimilarity) else _Given if is_solvable(similarity) else _Fixed
+    kind: Any = _Fixed
+    if is_solvable(similarity):
+        kind = _Auto if isinstance(similarity, AutoSimilarity) else _Given
     learner = kind(similarity, patterns, labels, asked, generator, **options)
     tick()
     fitted = int(learner.candidates.usable[: asked.fitted].sum())

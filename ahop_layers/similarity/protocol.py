@@ -52,8 +52,9 @@ class Solvable(Protocol):
 
 
 def is_solvable(similarity: Any) -> TypeGuard[Solvable]:
-    """Returns whether the weights of a similarity can be solved for."""
-    return hasattr(similarity, "is_solvable") and bool(similarity.is_solvable())
+    """Returns whether the weights of a similarity can be solved for, and none of them is frozen."""
+    linear = hasattr(similarity, "is_solvable") and bool(similarity.is_solvable())
+    return linear and all(parameter.requires_grad for parameter in similarity.parameters())
 
 
 def is_attended(similarity: Any) -> TypeGuard[AdaptiveSimilarity]:
