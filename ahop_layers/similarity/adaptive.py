@@ -299,8 +299,8 @@ class AdaptiveSimilarity(nn.Module):
     def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
         """Computes the scores of one resolution for a query without bias."""
         weight = self.footprint_weight(index)
-        query, key, numbers, constant = self._arranged(index, query, key, arranged, missing)
-        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing, constant=constant)
+        query, key, numbers, _ = self._arranged(index, query, key, arranged, missing)
+        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing)
 
     def _arranged(
         self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None = None, missing: bool = False
@@ -345,11 +345,11 @@ class AdaptiveSimilarity(nn.Module):
         at, n = self.bases.index(base), self.blocks[resolution].count(self.dim)
         width = None if self.widths is None else self.widths[at]
         missing = bool(query.isnan().any() or key.isnan().any())
-        query, key, numbers, constant = self._arranged(resolution, query, key, missing=missing)
+        query, key, numbers, _ = self._arranged(resolution, query, key, missing=missing)
         if not missing:
             return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
         widths = None if width is None else width[None]
-        (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths, constant)
+        (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths)
         return values.masked_fill(~known, torch.nan)
 
     def compared(self, query: Tensor, key: Tensor, resolution: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
