@@ -32,9 +32,9 @@ CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 SERIAL_WORK = 50_000
 # A call into the library returns after about this time, to be continued, so that Python can handle signals.
 SLICE_NS = 100_000_000
-ABI_VERSION = 4  # also in footprint.c; increase both with every change of the interface
-# ``call_t`` of footprint.c: 11 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing.
-CALL = struct.Struct("11P25q")
+ABI_VERSION = 5  # also in footprint.c; increase both with every change of the interface
+# ``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing.
+CALL = struct.Struct("10P25q")
 
 FAILED, DONE, MORE = range(-1, 2)
 
@@ -108,11 +108,6 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
     return fits and supported and all(base in BASE_CODES for base in bases)
 
 
-def serves_normalized(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-    """Returns whether this kernel normalizes blocks with missing values for each pair, as the reference does."""
-    return unavailable() is None and tuple(bases) == ("dot",) and serves(query, bases, blocks)
-
-
 def score(
     query: Tensor,
     key: Tensor,
@@ -121,16 +116,11 @@ def score(
     dtype: torch.dtype | None = None,
     widths: Tensor | None = None,
     missing: bool = False,
-    constant: Tensor | None = None,
 ) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
-
-    With a ``constant (N, H, 1, 1, 1)``, NaN is missing too, see :func:`serves_normalized`.
-    """
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     weight = fold(weight, scores.dtype)
-    missing = missing or constant is not None
-    _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing, constant)
+    _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing)
     return scores.to(dtype or scores.dtype)
 
 
@@ -168,7 +158,6 @@ def _run(
     grads: Sequence[Tensor] = (),
     widths: Tensor | None = None,
     missing: bool = False,
-    constant: Tensor | None = None,
 ) -> None:
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     query, key, weight, scores = inputs
@@ -178,9 +167,8 @@ def _run(
     if isinstance(library, str):
         raise RuntimeError(library)
     (length, d), blocks = query.shape[-2:], weight.shape[-1]
-    paired = length == key.shape[-2] == 1 and constant is None
-    weight = weight.contiguous()
-    further = [None if each is None else each.contiguous() for each in (widths, constant)]
+    paired = length == key.shape[-2] == 1
+    weight, widths = weight.contiguous(), None if widths is None else widths.contiguous()
     pair_grads, weight_grads = list(grads[:2]), grads[2:]
     if length > key.shape[-2]:  # every base is symmetric in query and key
         query, key, scores = key, query, scores.transpose(-1, -2)
@@ -188,9 +176,9 @@ def _run(
     elif paired:
         query, key, scores = query.transpose(0, 2), key.transpose(0, 2), scores.transpose(0, 3)
     pointers = [tensor.data_ptr() for tensor in (query, key, weight)]
-    pointers += [0 if each is None else each.data_ptr() for each in further]
+    pointers += [0 if widths is None else widths.data_ptr()]
     pointers += [tensor.data_ptr() for tensor in (scores, *pair_grads, *weight_grads)]
-    pointers += [0] * (9 - len(pointers))
+    pointers += [0] * (8 - len(pointers))
     need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
     threads = torch.get_num_threads() if scores.numel() * (blocks + d // 8) * len(bases) >= SERIAL_WORK else 1
     call = CALL.pack(

@@ -28,7 +28,7 @@ from ahop_layers.errors import (
     describe,
     divisors,
 )
-from ahop_layers.ops import chunked, cpu, onnx, reference
+from ahop_layers.ops import chunked, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
 
@@ -93,13 +93,8 @@ def score_pairs(
     widths: Tensor | None,
     missing: bool,
     backend: str = "auto",
-    constant: Tensor | None = None,
 ) -> Tensor:
-    """The scores of :func:`adaptive_similarity`; with ``missing``, a ``constant`` normalizes blocks.
-
-    The constant is that of :func:`ahop_layers.ops.reference.missing_similarity`. That function runs in tiles of bounded
-    memory unless a gradient is recorded.
-    """
+    """The scores of :func:`adaptive_similarity`."""
     names = check_bases(bases)
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names, uneven=isinstance(blocks, Tensor))
@@ -110,7 +105,6 @@ def score_pairs(
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
     custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
     custom += [] if numbers is None else ["a tensor of blocks"]
-    custom += [] if constant is None else ["the normalization of blocks with missing values"]
     custom += ["the gradient of scores with missing values"] if missing and tracked else []
     if custom and backend not in ("auto", "reference"):
         raise AHopError(f"{custom[0]} runs on the reference path only, got backend={backend!r}")
@@ -130,15 +124,10 @@ def score_pairs(
                 else:
                     scores = reference.adaptive_similarity(query, key, weight, names, numbers, widths)
             elif tracked or backend == "reference" or is_transformed() or torch.compiler.is_compiling():
-                scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
+                scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths)
             else:
                 parts = _canonical(query, key, weight, batch)
-                if constant is not None:
-                    constant = constant.to(wide).expand(*batch, 1, 1, 1).reshape(*parts[0].shape[:2], 1, 1, 1)
-                if constant is not None and numbers is None and cpu.serves_normalized(query, names, weight.shape[-1]):
-                    scores = cpu.score(*parts, names, wide, None, True, constant)
-                else:
-                    scores = chunked.score(*parts, names, wide, widths, missing, numbers, constant)
+                scores = chunked.score(*parts, names, wide, widths, missing, numbers)
                 scores = scores.reshape(*batch, *scores.shape[-2:])
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
