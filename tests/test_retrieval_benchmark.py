@@ -28,7 +28,6 @@ from benchmarks.paper.retrieval.systems import (
     digit_pairs,
     synthetic,
 )
-from examples.multimodal import IMAGES, TRACES
 
 pytestmark = pytest.mark.slow
 
@@ -205,8 +204,6 @@ def test_the_tables_are_those_of_the_paper():
     assert {each.system for table in ("accuracy", "ablations") for each in tables[table]} >= set(RETRIEVAL)
     pairs = multimodal.measurements(Size())
     assert len({(each.concepts, each.system_1, each.system_2, each.run) for each in pairs}) == len(pairs) == 4 * 5 * 5
-    levels = [(each.mask, each.noise, each.bias) for each in (IMAGES, TRACES)]  # of the example
-    assert levels == [multimodal.QUERY_LEVELS, multimodal.TRACE_LEVELS]
 
 
 @pytest.mark.parametrize("matrix", ["triangle", "identity", "random"])

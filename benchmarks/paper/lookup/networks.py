@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import ahop_layers as ah
 from ahop_layers.training import folded_weights, warmup_cosine
 from ahop_layers.variants import Variant
-from examples.common.lookup import Lookup
+from benchmarks.paper.lookup.layer import Lookup
 
 FACE_NETWORKS = ("none", "cnn", "lookup, not trained", "lookup", "lookup and cnn")
 WEIGHT_RATE = 0.03

@@ -15,7 +15,7 @@ that were drawn and scored in this way.
 
 The multimodal table links two memories: a damaged digit finds its concept in the first one, and a damaged copy of
 the concept's other side is then looked up in the second one. The paper does not describe the data of this table. Here
-both sides are digits of scikit-learn, with the kinds of damage of examples/multimodal.py.
+both sides are digits of scikit-learn.
 
 Every measured row is stored immediately and is not measured again on the same device, so an interrupted run resumes.
 MNIST is read from ``--data-dir``, AHOP_DATA_DIR or data (see docs/data.md). Without it, its columns are left out.
