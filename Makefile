@@ -86,7 +86,7 @@ frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c const
 
 demo: $(EXAMPLES)
 	@echo "==> running the demonstration"
-	$(BIN)/python -m examples.demo --overwrite
+	$(BIN)/python -m examples.demo
 
 lint: $(READY)
 	@echo "==> lint and types"

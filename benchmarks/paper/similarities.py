@@ -1,4 +1,4 @@
-"""Similarities of the baselines, without parameters, for the attention and the pooling of the examples."""
+"""Similarities of the baselines, without parameters, for attention and pooling."""
 
 from torch import Tensor, nn
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import ahop_layers as ah
 from ahop_layers.variants import Variant
+from benchmarks.paper.lookup.layer import Lookup
 from benchmarks.paper.training import folded_weights, warmup_cosine
-from examples.common.lookup import Lookup
 
 FACE_NETWORKS = ("none", "cnn", "lookup, not trained", "lookup", "lookup and cnn")
 WEIGHT_RATE = 0.03
