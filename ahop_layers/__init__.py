@@ -4,7 +4,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from ahop_layers import variants as variants
 from ahop_layers.attention import Adaptive, AdaptiveAttention
 from ahop_layers.convert.adapt import Report, adapt_, revert_
 from ahop_layers.convert.maps import association_maps
@@ -15,13 +14,14 @@ from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.hopfield.adaptive import hflayers_state_dict
 from ahop_layers.memory import AssociativeMemory
+from ahop_layers.memory import variants as variants
+from ahop_layers.memory.images import ImageSimilarity
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.associator import similarity_parameters
 from ahop_layers.similarity.blocks import Blocks, patches
-from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.training import parameter_groups
 
 __version__ = "0.1.0"

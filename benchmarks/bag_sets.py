@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ahop_layers.variants import Replaced
+from ahop_layers.memory.variants import Replaced
 
 
 class BagSet(NamedTuple):

@@ -76,7 +76,7 @@ def _numerics() -> Iterator[None]:
 @pytest.fixture
 def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solves fits of a memory from few queries, candidates and steps."""
-    from ahop_layers.learning import questions, regression, solve
+    from ahop_layers.memory.learn import questions, regression, solve
 
     sizes = {
         "QUERIES": 128,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.variants import Missing, Noisy, Replaced
+from ahop_layers.memory.variants import Missing, Noisy, Replaced
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_fit")]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.similarity.images import BEST
+from ahop_layers.memory.images import BEST
 
 SIDE = 12
 

@@ -8,8 +8,8 @@ import torch
 
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.memory import search as search_module
+from ahop_layers.memory.variants import Noisy
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.variants import Noisy
 from tests.samples import refuses
 
 LABELS = torch.arange(61) ** 2 % 17 * 3 - 5  # nine classes, not consecutive, some negative

@@ -12,10 +12,10 @@ from ahop_layers.errors import AHopError
 from ahop_layers.memory import AssociativeMemory, arrays
 from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import search as search_module
+from ahop_layers.memory.variants import Mixed, Noisy
 from ahop_layers.ops import chunked
 from ahop_layers.separation import sparsemax
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.variants import Mixed, Noisy
 from tests.new_tensors import peak_memory
 from tests.samples import refuses, unchanged
 

@@ -394,7 +394,7 @@ def test_missing_values_are_found_at_least_as_often_as_by_nan_euclidean(share):
 @pytest.mark.full
 def test_a_fit_finds_noisy_and_missing_values_as_often_as_nan_euclidean(monkeypatch):
     for name in ("QUERIES", "MOST_QUERIES"):
-        monkeypatch.setattr(f"ahop_layers.learning.questions.{name}", 512)
+        monkeypatch.setattr(f"ahop_layers.memory.learn.questions.{name}", 512)
     patterns = random(300, 24, dtype=torch.float32)
     noisy = patterns + 0.9 * random(300, 24, seed=2, dtype=torch.float32)
     memory = ah.AssociativeMemory(patterns)

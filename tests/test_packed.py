@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ahop_layers import packed as layout
 from ahop_layers.hopfield.adaptive import AdaptiveHopfieldPooling
-from ahop_layers.similarity.fixed import dot_product
 from benchmarks import packed as benchmark
 from tests.new_tensors import LargestNewTensor
 from tests.samples import refuses

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.learning import questions
-from ahop_layers.learning.ranks import bin_edges, block_features, features, pools
-from ahop_layers.learning.regression import Problem
-from ahop_layers.variants import Replaced
+from ahop_layers.memory.learn import questions
+from ahop_layers.memory.learn.ranks import bin_edges, block_features, features, pools
+from ahop_layers.memory.learn.regression import Problem
+from ahop_layers.memory.variants import Replaced
 
 pytestmark = pytest.mark.usefixtures("small_fit")
 
@@ -87,7 +87,7 @@ def test_dimensions_in_different_units_get_units_of_their_own(monkeypatch):
         "solve.TRIAL_CANDIDATES": 96,
     }
     for name, value in sizes.items():  # trials as by default: few queries say little about units
-        monkeypatch.setattr(f"ahop_layers.learning.{name}", value)
+        monkeypatch.setattr(f"ahop_layers.memory.learn.{name}", value)
 
     def damage(unit):
         wrong = Replaced((0.0, 0.6), torch.zeros(16), unit)
@@ -128,7 +128,9 @@ def test_missing_values_are_learned_with():
 
 def test_a_fixed_score_is_the_result_where_learning_does_not_pay(monkeypatch):
     """A solution that is always wrong leaves the best of the fixed scores, or the weights that there are."""
-    monkeypatch.setattr("ahop_layers.learning.regression.solve", lambda problem, start, *rest: -torch.ones_like(start))
+    monkeypatch.setattr(
+        "ahop_layers.memory.learn.regression.solve", lambda problem, start, *rest: -torch.ones_like(start)
+    )
     memory = ah.AssociativeMemory(uniform(60, 16))
     report = memory.fit(ah.variants.Noisy(0.01))
     rows = dict(report.rows)

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.learning.candidates import CANDIDATES, some_patterns
-from ahop_layers.learning.questions import Pairs
-from ahop_layers.learning.regression import minimize
 from ahop_layers.memory.arrays import as_given
 from ahop_layers.memory.labels import class_logsumexp
+from ahop_layers.memory.learn.candidates import CANDIDATES, some_patterns
+from ahop_layers.memory.learn.questions import Pairs
+from ahop_layers.memory.learn.regression import minimize
 from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import nested
+from ahop_layers.memory.variants import Variant
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import compared_size
-from ahop_layers.variants import Variant
 
 CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
 """Number of queries to which the confidence is fitted, as many unknown ones are kept; most values that are compared."""

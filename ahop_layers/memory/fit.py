@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_same_device, describe, has_unknown
-from ahop_layers.learning import questions
-from ahop_layers.learning.auto import AutoSimilarity
-from ahop_layers.learning.candidates import some_patterns
-from ahop_layers.learning.questions import Pairs
-from ahop_layers.learning.solve import FitReport, learn
 from ahop_layers.memory.arrays import as_indices, as_tensor, from_numpy
 from ahop_layers.memory.confidence import Calibration, calibrate
 from ahop_layers.memory.labels import as_labels
+from ahop_layers.memory.learn import questions
+from ahop_layers.memory.learn.auto import AutoSimilarity
+from ahop_layers.memory.learn.candidates import some_patterns
+from ahop_layers.memory.learn.questions import Pairs
+from ahop_layers.memory.learn.solve import FitReport, learn
 from ahop_layers.memory.search import Scorer
 from ahop_layers.memory.storage import Stored
+from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import allows_missing, is_solvable
-from ahop_layers.variants import Variant, as_damage
 
 STEPS = 6
 """Number of steps of the progress bar: the queries, four of the similarity, and the confidence."""

@@ -21,13 +21,13 @@ from ahop_layers.errors import (
     check_sizes,
     describe,
 )
-from ahop_layers.learning.auto import first_inverse_temperature
-from ahop_layers.learning.solve import FitReport
 from ahop_layers.memory import storage
 from ahop_layers.memory.arrays import Array, as_given, as_indices, check_values, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
 from ahop_layers.memory.fit import fit
 from ahop_layers.memory.labels import as_labels
+from ahop_layers.memory.learn.auto import first_inverse_temperature
+from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
 from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
 from ahop_layers.memory.shards import Shards
@@ -52,7 +52,7 @@ class AssociativeMemory(Associator):
             ``torch.load(..., mmap=True)``). If ``blocks`` of the similarity is a tensor, scoring arranges the patterns
             by block once and keeps that copy, up to 2**28 elements.
         similarity: ``"auto"`` is robust against wrong values, also before :meth:`fit`, see
-            :class:`~ahop_layers.learning.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
+            :class:`~ahop_layers.memory.learn.auto.AutoSimilarity`. ``"dot"``, ``"dis"`` and ``"l1"`` are fixed, and
             ``"adaptive"`` is an :class:`~ahop_layers.AdaptiveSimilarity` with its default arguments, the network A-Hop
             of the paper. A module or function scores queries ``(L, d)`` against keys ``(S, d)``: ``(L, S)``.
         labels: the class of each pattern ``(N,)``, integers or strings, for :meth:`classify`, :meth:`class_scores` and
@@ -370,7 +370,7 @@ class AssociativeMemory(Associator):
 
         Args:
             damage: what happens to a pattern before it is a query: a variant, a function ``f(x)`` or
-                ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.variants`). Or
+                ``f(x, generator)``, or a list of these, which apply in order (see :mod:`ahop_layers.memory.variants`). Or
                 pairs ``(index (n,), query (n, d))`` of the patterns that queries belong to and queries. None assumes
                 that any share of the values may be replaced or missing, and that the others may have a little noise.
             by: ``"label"`` learns to find the class of a query instead of its ``"pattern"``; pairs are then

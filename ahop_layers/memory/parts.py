@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_choice, describe
-from ahop_layers.learning.auto import AutoSimilarity
+from ahop_layers.memory.images import ImageSimilarity
+from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.blocks import Blocks
 from ahop_layers.similarity.fixed import FIXED, FixedSimilarity
-from ahop_layers.similarity.images import ImageSimilarity
 from ahop_layers.similarity.protocol import Similarity
 
 

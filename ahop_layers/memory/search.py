@@ -11,10 +11,10 @@ from ahop_layers.errors import AHopError, check_same_device, describe
 from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.storage import Stored, read_values
+from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity import protocol
-from ahop_layers.variants import known_range
 
 QUERIES_AT_ONCE = 256
 """Number of queries that are scored at once where the scores of a chunk of patterns are not kept."""

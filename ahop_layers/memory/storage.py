@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from ahop_layers import files
 from ahop_layers.errors import FINITE_BLOCK, AHopError, describe, has_unknown
-from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
+from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.shards import Shards
 from ahop_layers.ops.reference import accumulation_dtype
 

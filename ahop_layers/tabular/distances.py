@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from ahop_layers.learning.ranks import bin_edges, features, pools
-from ahop_layers.learning.regression import Problem, minimize
+from ahop_layers.memory.learn.ranks import bin_edges, features, pools
+from ahop_layers.memory.learn.regression import Problem, minimize
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import unfold
 from ahop_layers.similarity.fixed import FIXED

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.variants import Level, Replaced, Variant
+from ahop_layers.memory.variants import Level, Replaced, Variant
 from benchmarks.bag_sets import BagSet, bags_of_digits, damage_bags
 from benchmarks.bags import auc
 from benchmarks.damages import Occluded

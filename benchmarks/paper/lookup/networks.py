@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.variants import Variant
+from ahop_layers.memory.variants import Variant
 from benchmarks.paper.lookup.layer import Lookup
 from benchmarks.paper.training import folded_weights, warmup_cosine
 

@@ -1,6 +1,6 @@
 """Accuracy of memories on damaged queries, and the accuracy of the best possible memory.
 
-The distribution of :class:`~ahop_layers.variants.Mixed` is known, and with it the likelihood of each pattern. The
+The distribution of :class:`~ahop_layers.memory.variants.Mixed` is known, and with it the likelihood of each pattern. The
 accuracy of the most likely pattern is the *Bayes limit*, an upper bound for every memory.
 """
 
@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.variants import Mixed
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.fixed import negative_distance
-from ahop_layers.variants import Mixed
 from benchmarks.paper.networks import Network
 
 Memory = AssociativeMemory | Network

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.learning.questions import Questions
-from ahop_layers.learning.ranks import rows_at_once
+from ahop_layers.memory.learn.questions import Questions
+from ahop_layers.memory.learn.ranks import rows_at_once
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.similarity.widths import differences, quantiles
 

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 
 from ahop_layers.errors import AHopError
-from ahop_layers.variants import Covered, Missing, Replaced, Variant
+from ahop_layers.memory.variants import Covered, Missing, Replaced, Variant
 
 Pairs = tuple[Tensor, Tensor]
 """Indices or labels ``(n,)``, and the queries ``(n, d)`` that belong to them."""

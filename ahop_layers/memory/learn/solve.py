@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from ahop_layers.learning.auto import BASES, OPTIONAL, AutoSimilarity
-from ahop_layers.learning.candidates import CANDIDATES, Candidates, find_candidates
-from ahop_layers.learning.questions import Questions
-from ahop_layers.learning.ranks import BINS, bin_edges, block_features, candidate_scores, features, pools
-from ahop_layers.learning.regression import PENALTY, Problem, solutions, trial_loss
+from ahop_layers.memory.learn.auto import BASES, OPTIONAL, AutoSimilarity
+from ahop_layers.memory.learn.candidates import CANDIDATES, Candidates, find_candidates
+from ahop_layers.memory.learn.questions import Questions
+from ahop_layers.memory.learn.ranks import BINS, bin_edges, block_features, candidate_scores, features, pools
+from ahop_layers.memory.learn.regression import PENALTY, Problem, solutions, trial_loss
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity.adaptive import BaseArgument
 from ahop_layers.similarity.protocol import Solvable, is_solvable
