@@ -76,10 +76,10 @@ def check_scores(memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "table"), [("permuted", True), ("unequal", False), ("normalized", True)])
-def test_a_memory_scores_its_present_patterns(name, table, monkeypatch):
+@pytest.mark.parametrize("name", ARRANGED)
+def test_a_memory_scores_its_present_patterns(name, monkeypatch):
     monkeypatch.setattr("ahop_layers.memory.search.CHUNK_ELEMENTS", 24)
-    memory = trained_memory(ARRANGED[name], table)
+    memory = trained_memory(ARRANGED[name])
     check_scores(memory)
     memory.add(torch.randn(7, 8))
     check_scores(memory)
@@ -90,7 +90,7 @@ def test_a_memory_scores_its_present_patterns(name, table, monkeypatch):
     memory.patterns = torch.randn(6, 8)
     check_scores(memory)
     memory.fit(ah.variants.Noisy(0.5))
-    other = trained_memory(ARRANGED[name], table)
+    other = trained_memory(ARRANGED[name])
     other.load_state_dict(memory.state_dict())
     for each in (memory, other, copy.deepcopy(memory), pickle.loads(pickle.dumps(memory)), memory.double()):
         check_scores(each)
