@@ -253,7 +253,7 @@ def _how_adapted(module: Any) -> dict[str, Any]:
     described: dict[str, Any] = {
         "class": full_name(module._ahop_original.source),
         "sites": None if sites is None else [sites, module._ahop_products],
-        "separation": [separation.name, None if alpha is None or alpha.ndim == 0 else len(alpha), separation.degree],
+        "separation": [separation.name, None if alpha is None or alpha.ndim == 0 else len(alpha)],
         "similarity": None,
     }
     if type(first) is AdaptiveSimilarity:
